@@ -1,0 +1,24 @@
+# Every target is one script, so that a person, CI and make do the same thing.
+.PHONY: help setup serve test check lint clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+
+setup:  ## make .venv with Tandem and its development tools
+	@scripts/setup
+
+serve:  ## serve the demo model over two pipeline stages on this machine (ARGS="..." adds options)
+	@scripts/serve $(ARGS)
+
+test:  ## every test, including the slow ones and those with the demo model
+	@scripts/test $(ARGS)
+
+check:  ## lint, types, import contracts and the quick tests
+	@scripts/check
+
+lint:  ## lint, types and import contracts
+	@scripts/lint
+
+clean:  ## remove .venv and everything that was built (the model cache stays)
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,23 @@
+"""Tandem: one large language model over several machines, on MLX."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from tandem.version import __version__
+
+if TYPE_CHECKING:
+    from tandem.llm import LLM, RequestOutput
+    from tandem.protocol.request import SamplingParams
+
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+_LAZY = {"LLM": "tandem.llm", "RequestOutput": "tandem.llm", "SamplingParams": "tandem.protocol.request"}
+
+
+def __getattr__(name: str) -> Any:
+    # Importing the package must stay cheap: every process does it, and most need only a corner.
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

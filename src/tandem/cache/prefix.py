@@ -1,0 +1,152 @@
+"""Which prefixes of prompts have their KV kept on the ranks: pure bookkeeping, no arrays.
+
+A snapshot holds the KV of the first `length` positions of some sequence. It is found again through the hashes of its
+blocks, each chained to the one before (as in vLLM's automatic prefix caching), so a prompt that shares only a part
+finds that part too where the caches can be cut (`trimmable`). The least recently used snapshots go first. The engine
+decides; ranks save, restore and evict by plan, so prefix caching is alike on all of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BLOCK = 32
+"""Tokens in one hashed block, and the shortest prefix that is worth keeping."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """KV of the first `length` positions of a sequence, kept on the ranks under `key`."""
+
+    key: str
+    length: int
+    hashes: tuple[bytes, ...]
+    """Of its blocks; for caches that cannot be cut only the last one counts."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Restore `length` positions from the snapshot `key`."""
+
+    key: str
+    length: int
+
+
+class PrefixIndex:
+    """Snapshots by the prefixes that they can serve, within a budget of KV positions."""
+
+    def __init__(self, budget: int, *, trimmable: bool = True) -> None:
+        """`budget` in KV positions over all snapshots; 0 turns the cache off. `trimmable`: a snapshot can be cut."""
+        self._budget = budget
+        self._trimmable = trimmable
+        self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
+        """Least recently used first."""
+        self._by_hash: dict[bytes, dict[str, None]] = {}
+        """Snapshots that hold the prefix with this hash, oldest first."""
+        self._evicted: list[str] = []
+        self._next_key = 0
+        self.positions = 0
+        """KV positions held by all snapshots."""
+        self.queries = self.hits = self.hit_tokens = 0
+
+    @property
+    def enabled(self) -> bool:
+        """False when nothing is ever kept."""
+        return self._budget >= BLOCK
+
+    def __len__(self) -> int:
+        return len(self._snapshots)
+
+    def lookup(self, tokens: Sequence[int]) -> Hit | None:
+        """The longest kept prefix of `tokens` that leaves at least one token to compute."""
+        if not self.enabled:
+            return None
+        self.queries += 1
+        best: Hit | None = None
+        for i, digest in enumerate(block_hashes(tokens[:-1])):
+            keys = self._by_hash.get(digest)
+            if keys:
+                best = Hit(next(reversed(keys)), (i + 1) * BLOCK)
+            elif self._trimmable:
+                break
+        if best is not None:
+            self._snapshots.move_to_end(best.key)
+            self.hits += 1
+            self.hit_tokens += best.length
+        return best
+
+    def save_point(self, prompt_len: int) -> int:
+        """After how many computed positions to save a prompt: at its end, or where only the exact length can be
+        restored, after its last whole block but for one token, which the next prompt computes."""
+        return prompt_len if self._trimmable else (prompt_len - 1) // BLOCK * BLOCK
+
+    def save(self, tokens: Sequence[int]) -> Snapshot | None:
+        """Keep the KV of `tokens` (cut to whole blocks). None when that much is kept already, or it does not fit.
+
+        The caller must have the ranks save it, and those snapshots that had to go evicted (`take_evicted`).
+        """
+        length = len(tokens) // BLOCK * BLOCK
+        if not self.enabled or not BLOCK <= length <= self._budget:
+            return None
+        hashes = block_hashes(tokens[:length])
+        if known := self._by_hash.get(hashes[-1]):
+            self._snapshots.move_to_end(next(reversed(known)))
+            return None
+        for digest in hashes[:-1] if self._trimmable else ():
+            for key in [key for key in self._by_hash.get(digest, ()) if self._snapshots[key].hashes[-1] == digest]:
+                self._evict(key)  # the new one serves all that it served
+        while self.positions + length > self._budget:
+            self._evict(next(iter(self._snapshots)))
+        snapshot = Snapshot(f"p{self._next_key}", length, tuple(hashes) if self._trimmable else (hashes[-1],))
+        self._next_key += 1
+        self._snapshots[snapshot.key] = snapshot
+        self.positions += length
+        for digest in snapshot.hashes:
+            self._by_hash.setdefault(digest, {})[snapshot.key] = None
+        return snapshot
+
+    def _evict(self, key: str) -> None:
+        snapshot = self._snapshots.pop(key)
+        self.positions -= snapshot.length
+        for digest in snapshot.hashes:
+            del self._by_hash[digest][key]
+            if not self._by_hash[digest]:
+                del self._by_hash[digest]
+        self._evicted.append(key)
+
+    def shrink(self, positions: int) -> None:
+        """Evict the least recently used until `positions` positions are free again; nothing if that is not above 0."""
+        goal = max(self.positions - max(positions, 0), 0)
+        while self.positions > goal:
+            self._evict(next(iter(self._snapshots)))
+
+    def take_evicted(self) -> list[str]:
+        """Keys that ranks must drop, since the last call."""
+        evicted, self._evicted = self._evicted, []
+        return evicted
+
+    def clear(self) -> None:
+        """Forget everything: the ranks that held it are gone."""
+        self._snapshots.clear()
+        self._by_hash.clear()
+        self._evicted.clear()
+        self.positions = 0
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tables agree (for tests)."""
+        assert self.positions == sum(snapshot.length for snapshot in self._snapshots.values()) <= max(self._budget, 0)
+        assert {key for keys in self._by_hash.values() for key in keys} == set(self._snapshots)
+
+
+def block_hashes(tokens: Sequence[int]) -> list[bytes]:
+    """16-byte hashes of the whole blocks of `tokens`; each covers all tokens before it too."""
+    hashes: list[bytes] = []
+    digest = b""
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        block = ",".join(map(str, tokens[start:start + BLOCK])).encode()
+        digest = hashlib.blake2b(digest + block, digest_size=16).digest()
+        hashes.append(digest)
+    return hashes

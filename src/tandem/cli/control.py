@@ -1,0 +1,107 @@
+"""The control socket of `tandem serve`: both ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tandem.env import runtime_dir
+from tandem.errors import UsageError
+from tandem.protocol.supervisor import ControlRefused, SupervisorReply, SupervisorRequest
+
+log = logging.getLogger("tandem.cli")
+
+MAX_FRAME = 64 * 1024
+ANSWER_S = 5.0
+"""Seconds that the supervisor gets to answer."""
+
+Handle = Callable[[SupervisorRequest], SupervisorReply]
+
+
+def control_path(port: int) -> Path:
+    """Where the supervisor of the server on `port` listens. Raises PermissionError for a directory open to others."""
+    return runtime_dir() / f"serve-{port}.sock"
+
+
+class ControlServer:
+    """A REP socket that only this user can reach. Used by one thread, which calls `serve` again and again."""
+
+    def __init__(self, path: Path, handle: Handle) -> None:
+        """`handle` answers a request; a UsageError that it raises is the answer too. Raises UsageError."""
+        self._path = path
+        self._handle = handle
+        if _answers(path):
+            raise UsageError(f"a server listens on {path} already; choose another --port", param="port")
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.REP)
+        self._socket.linger = 200
+        self._socket.maxmsgsize = MAX_FRAME
+        try:
+            self._socket.bind(f"ipc://{path}")
+            path.chmod(0o600)
+        except (zmq.ZMQError, OSError) as error:
+            self._socket.close()
+            self._context.term()
+            raise UsageError(f"cannot listen on {path}: {error}; set TANDEM_RUNTIME_DIR to another place") from error
+
+    def serve(self, timeout_s: float) -> None:
+        """Answer what comes within `timeout_s` seconds."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0 and self._socket.poll(max(int(left * 1000), 1)):
+            self._socket.send(msgspec.msgpack.encode(self._answer(self._socket.recv())))
+
+    def _answer(self, frame: bytes) -> SupervisorReply:
+        try:
+            return self._handle(msgspec.msgpack.decode(frame, type=SupervisorRequest))
+        except UsageError as error:
+            return ControlRefused(error.message)
+        except msgspec.MsgspecError as error:
+            log.warning("a message on the control socket cannot be read: %s", error)
+            return ControlRefused(f"the message cannot be read: {error}; is this the same version of Tandem?")
+
+    def close(self) -> None:
+        """Close the socket and remove its file."""
+        self._socket.close()
+        self._context.term()
+        with contextlib.suppress(FileNotFoundError):
+            self._path.unlink()
+
+
+def ask(path: Path, request: SupervisorRequest, timeout_s: float = ANSWER_S) -> SupervisorReply:
+    """The supervisor's answer. Raises UsageError when there is none, or it is a refusal."""
+    if not _answers(path):
+        raise UsageError(f"no server listens on {path}; name its port with --port, and run this as the same user",
+                         param="port")
+    with zmq.Context() as context, context.socket(zmq.REQ) as client:
+        client.linger = 0
+        client.connect(f"ipc://{path}")
+        client.send(msgspec.msgpack.encode(request))
+        if not client.poll(int(timeout_s * 1000)):
+            raise UsageError(f"the server on {path} does not answer within {timeout_s:g} s; it may be shutting down")
+        try:
+            reply: SupervisorReply = msgspec.msgpack.decode(client.recv(), type=SupervisorReply)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"the server's answer cannot be read: {error}; is it the same version?") from None
+    if isinstance(reply, ControlRefused):
+        raise UsageError(reply.message)
+    return reply
+
+
+def _answers(path: Path) -> bool:
+    """True if some process listens on the socket file."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,231 @@
+"""The engine processes of `tandem serve`: started, watched, started again, added and drained."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.cli.probe import StatusProbe
+from tandem.cli.processes import MODULE
+from tandem.config.loading import to_json
+from tandem.config.settings import ParallelSettings, Settings
+from tandem.env import child_environment, engine_socket_path, variable
+from tandem.errors import UsageError
+from tandem.launchers.process import ChildProcess
+from tandem.protocol.control import EngineStatus
+from tandem.protocol.supervisor import ReplicaInfo
+
+log = logging.getLogger("tandem.cli")
+
+EXIT_USAGE, EXIT_FAILED = 2, 3
+RESTARTS = 5
+WINDOW_S = 300.0
+"""A replica that dies more than `RESTARTS` times within so long is given up."""
+GRACE_S = 10.0
+"""Seconds beyond `drain_timeout` that a draining engine gets to end by itself."""
+BACKOFF_S = 0.5
+"""Seconds until the first restart; twice as long each time after."""
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass
+class _Replica:
+    index: int
+    settings: Settings
+    child: ChildProcess | None = None
+    draining: bool = False
+    drain_until: float = math.inf
+    restarts: int = 0
+    deaths: list[float] = field(default_factory=list)
+    restart_at: float = 0.0
+
+    @property
+    def endpoint(self) -> str:
+        return endpoint(self.settings.process.engine_socket or "")
+
+
+def endpoint(path: str) -> str:
+    """zmq address of a socket file; an address stays what it is."""
+    return path if "://" in path else f"ipc://{path}"
+
+
+def ranks_of(parallel: ParallelSettings) -> int:
+    """Ranks of one replica."""
+    return sum(parallel.parallel) if parallel.parallel else (
+        parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
+
+
+def gpus_of(settings: Settings, index: int) -> str | None:
+    """A replica's part of CUDA_VISIBLE_DEVICES, when that lists a GPU for each rank of all replicas; None otherwise."""
+    given = [name for name in (variable("CUDA_VISIBLE_DEVICES") or "").split(",") if name]
+    count, ranks = settings.parallel.data_parallel_size, ranks_of(settings.parallel)
+    if count < 2 or len(given) < count * ranks:
+        return None
+    start = index * ranks % (len(given) // ranks * ranks)
+    return ",".join(given[start:start + ranks])
+
+
+def replica_settings(settings: Settings, index: int) -> Settings:
+    """Settings of one engine: its own socket, and with several replicas its share of cores and memory.
+
+    A single one keeps the settings as they are. Replicas that are added later get the same shares as the first ones.
+    """
+    count, parallel = settings.parallel.data_parallel_size, settings.parallel
+    base = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
+    path = base.with_name(f"{base.stem}-{index}{base.suffix}") if count > 1 or index else base
+    if count > 1:
+        threads = parallel.threads_per_rank or max(1, (os.cpu_count() or 1) // (count * ranks_of(parallel)))
+        parallel = dataclasses.replace(parallel, data_parallel_size=1, threads_per_rank=threads)
+    share = settings.scheduler.memory_fraction / (1 if gpus_of(settings, index) else count)
+    scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
+    return dataclasses.replace(settings, parallel=parallel, scheduler=scheduler,
+                               process=dataclasses.replace(settings.process, engine_socket=str(path)))
+
+
+class EngineSet:
+    """All replicas of one server. A server that never had more than one ends with it, as its engine knows best."""
+
+    def __init__(self, settings: Settings) -> None:
+        """`settings` with the port that is really bound. Nothing is started."""
+        self._settings = settings
+        self._several = settings.parallel.data_parallel_size > 1
+        self._replicas: dict[int, _Replica] = {}
+        self._next = 0
+        self._probes: dict[int, StatusProbe] = {}
+        self.announced = False
+        """All first replicas have been ready; until then a mistake in the settings ends the server."""
+
+    def start(self) -> None:
+        """Start the replicas that the settings ask for."""
+        for _ in range(self._settings.parallel.data_parallel_size):
+            self._add()
+
+    # --- the control socket's requests ---
+
+    def add(self) -> int:
+        """Start one more replica and return its number."""
+        self._several = True
+        return self._add()
+
+    def drain(self, index: int) -> int:
+        """Have a replica finish what it has, and end. Raises UsageError when that cannot be."""
+        replica = self._replicas.get(index)
+        if replica is None:
+            numbers = ", ".join(str(one) for one in self._replicas)
+            raise UsageError(f"there is no replica {index}; there are: {numbers}")
+        if replica.draining:
+            raise UsageError(f"replica {index} is draining already")
+        if all(one.draining for one in self._replicas.values() if one is not replica):
+            raise UsageError(f"replica {index} is the last one; add another first, or end the server")
+        log.info("replica %d drains", index)
+        replica.draining = True
+        replica.drain_until = time.monotonic() + self._settings.process.drain_timeout + GRACE_S
+        if replica.child is None:
+            self._remove(replica)
+        else:
+            replica.child.terminate()  # the engine refuses new work from now on and ends when the old is done
+        return index
+
+    def infos(self) -> list[ReplicaInfo]:
+        """All replicas."""
+        return [ReplicaInfo(one.index, one.endpoint, "draining" if one.draining else "running" if one.child
+                            else "restarting", one.child.pid if one.child else None, one.restarts)
+                for one in self._replicas.values()]
+
+    # --- watching ---
+
+    def look(self) -> int | None:
+        """See to the processes; an exit code when the server cannot go on."""
+        for replica in list(self._replicas.values()):
+            code = None
+            if replica.child is None:
+                if time.monotonic() >= replica.restart_at:
+                    self._launch(replica)
+            elif (ended := replica.child.poll()) is not None:
+                code = self._ended(replica, replica.child, ended)
+            elif time.monotonic() > replica.drain_until:
+                log.warning("the %s did not end in time and is killed", replica.child.name)
+                replica.child.kill()
+            if code is not None:
+                return code
+        return None if self._replicas else EXIT_FAILED
+
+    def _ended(self, replica: _Replica, child: ChildProcess, code: int) -> int | None:
+        child.wait(0.0)
+        if replica.draining:
+            log.info("replica %d has ended", replica.index)
+            self._remove(replica)
+            return None
+        if code not in (0, EXIT_USAGE, EXIT_FAILED) or self._several:
+            log.error("the %s %s", child.name, child.describe_exit())
+        if not self._several or (code == EXIT_USAGE and not self.announced):
+            return code if code > 0 else EXIT_FAILED
+        replica.child = None
+        self._drop_probe(replica)
+        now = time.monotonic()
+        replica.deaths = [at for at in replica.deaths if now - at < WINDOW_S] + [now]
+        if code == EXIT_USAGE or len(replica.deaths) > RESTARTS:
+            log.error("replica %d is given up", replica.index)
+            self._remove(replica)
+        else:
+            replica.restart_at = now + BACKOFF_S * 2 ** (len(replica.deaths) - 1)
+        return None
+
+    def statuses(self) -> dict[int, EngineStatus]:
+        """What engines say of themselves, as far as they have answered since the last call. Used until `announced`."""
+        found = {}
+        for index, replica in self._replicas.items():
+            if index not in self._probes:
+                self._probes[index] = StatusProbe(replica.endpoint)
+            if (status := self._probes[index].ask()) is not None:
+                found[index] = status
+        return found
+
+    def close_probes(self) -> None:
+        """Statuses are no longer asked for."""
+        for probe in self._probes.values():
+            probe.close()
+        self._probes.clear()
+
+    @property
+    def running(self) -> dict[int, bool]:
+        """Number of each replica, and whether its process runs."""
+        return {index: replica.child is not None for index, replica in self._replicas.items()}
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """The processes that run, or have just ended."""
+        return [one.child for one in self._replicas.values() if one.child is not None]
+
+    # --- processes ---
+
+    def _add(self) -> int:
+        index, self._next = self._next, self._next + 1
+        self._replicas[index] = _Replica(index, replica_settings(self._settings, index))
+        self._launch(self._replicas[index])
+        return index
+
+    def _launch(self, replica: _Replica) -> None:
+        replica.restarts += bool(replica.deaths)
+        name = f"engine {replica.index}" if self._several else "engine"
+        arguments = ("engine", str(replica.index)) if self._several else ("engine",)
+        threads = replica.settings.parallel.threads_per_rank if self._several else None
+        # An engine of one rank computes in its own process.
+        changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
+        if gpus := gpus_of(self._settings, replica.index):
+            changes["CUDA_VISIBLE_DEVICES"] = gpus
+        replica.child = ChildProcess(MODULE, to_json(replica.settings), env=child_environment(changes), name=name,
+                                     arguments=arguments)
+
+    def _remove(self, replica: _Replica) -> None:
+        del self._replicas[replica.index]
+        self._drop_probe(replica)
+
+    def _drop_probe(self, replica: _Replica) -> None:
+        if (probe := self._probes.pop(replica.index, None)) is not None:
+            probe.close()

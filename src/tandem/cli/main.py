@@ -1,0 +1,180 @@
+"""The `tandem` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from tandem.cli import parity_options, plan_options
+from tandem.cli.arguments import Parser, add_command, add_settings, fail
+from tandem.errors import RankFailure, RequestError, TandemError, UsageError
+from tandem.version import __version__
+
+SERVE_SECTIONS = ("model", "parallel", "scheduler", "server", "process")
+EXIT_FAILED = 3
+Run = Callable[[argparse.Namespace], int]
+
+
+def build_parser() -> Parser:
+    """The parser of all commands; each sets `run`, a function that is imported when it is called."""
+    parser = Parser(prog="tandem", description="Serve one large language model over several machines.")
+    parser.add_argument("--version", action="version", version=f"tandem {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    serve = add_command(commands, "serve", "Load a model and serve it over HTTP.")
+    add_settings(serve, SERVE_SECTIONS)
+    serve.set_defaults(run=_serve)
+    api = add_command(commands, "api", "Serve HTTP for an engine that runs by itself; it can be restarted at any time.")
+    add_settings(api, ("model", "server", "process"))
+    api.set_defaults(run=_api)
+    engine = add_command(commands, "engine", "Load a model and wait for `tandem api` on a Unix socket.")
+    add_settings(engine, SERVE_SECTIONS)
+    engine.set_defaults(run=_engine)
+    _add_generate(commands)
+    _add_model(commands)
+    _add_replica(commands)
+    plan_options.add_parser(commands).set_defaults(run=_plan)
+    parity_options.add_parser(commands).set_defaults(run=_parity)
+    version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
+    version.set_defaults(run=_version)
+    return parser
+
+
+def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
+    for name, text in (("generate", "Complete a prompt in this terminal, without a server."),
+                       ("chat", "Talk to a model in this terminal, without a server.")):
+        parser = add_command(commands, name, text)
+        add_settings(parser, ("model", "parallel", "scheduler"))
+        group = parser.add_argument_group("sampling")
+        if name == "generate":
+            group.add_argument("--prompt", "-p", help="the text to complete; by default standard input.")
+        else:
+            group.add_argument("--system", help="a system message to begin with.")
+        group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of one answer [256]")
+        group.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy [0.7]")
+        group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="nucleus sampling [1.0]")
+        group.add_argument("--top-k", type=int, default=0, metavar="N", help="0 is off [0]")
+        group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text.")
+        parser.set_defaults(run=_generate if name == "generate" else _chat)
+
+
+def _add_model(commands: argparse._SubParsersAction[Parser]) -> None:
+    model = add_command(commands, "model", "Fetch models and find them on disk.")
+    actions = model.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    for name, text in (("get", "Download a model: `demo`, or a hub id (org/name)."),
+                       ("path", "Print the directory of a model that is on this machine."),
+                       ("list", "List the models in Tandem's cache.")):
+        parser = add_command(actions, name, text)
+        if name != "list":
+            parser.add_argument("name", metavar="MODEL")
+        if name == "get":
+            parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
+    model.set_defaults(run=_model)
+
+
+def _add_replica(commands: argparse._SubParsersAction[Parser]) -> None:
+    replica = add_command(commands, "replica", "See, add and drain the replicas of a running `tandem serve`.")
+    actions = replica.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    for name, text in (("list", "List the replicas: state, process, requests, ranks."),
+                       ("add", "Start one more replica with the server's settings; it joins when it is ready."),
+                       ("drain", "Send a replica nothing new, and end it when it has nothing left to do.")):
+        parser = add_command(actions, name, text)
+        if name == "drain":
+            parser.add_argument("replica", type=int, metavar="N", help="number that `tandem replica list` shows.")
+        parser.add_argument("--port", dest="setting_port", action="append", metavar="N",
+                            help="port of the server [8000]")
+    replica.set_defaults(run=_replica, config=None, profile=None)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from tandem.cli.serve import run
+
+    return run(arguments)
+
+
+def _api(arguments: argparse.Namespace) -> int:
+    from tandem.cli.processes import run_api_command
+
+    return run_api_command(arguments)
+
+
+def _engine(arguments: argparse.Namespace) -> int:
+    from tandem.cli.processes import run_engine_command
+
+    return run_engine_command(arguments)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from tandem.cli.talk import run_generate
+
+    return run_generate(arguments)
+
+
+def _chat(arguments: argparse.Namespace) -> int:
+    from tandem.cli.talk import run_chat
+
+    return run_chat(arguments)
+
+
+def _model(arguments: argparse.Namespace) -> int:
+    from tandem.cli.model import run
+
+    return run(arguments)
+
+
+def _replica(arguments: argparse.Namespace) -> int:
+    from tandem.cli.replica import run
+
+    return run(arguments)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from tandem.cli.plan import run
+
+    return run(arguments)
+
+
+def _parity(arguments: argparse.Namespace) -> int:
+    from tandem.cli.parity import run
+
+    return run(arguments)
+
+
+def _version(arguments: argparse.Namespace) -> int:
+    from importlib.metadata import version
+
+    print(f"tandem {__version__}")
+    for name in ("mlx", "mlx-lm", "pyzmq", "fastapi"):
+        print(f"{name} {version(name)}")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code: 2 for a mistake of the user's, 3 for a failure of the engine."""
+    parser = build_parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 2
+    run: Run = arguments.run
+    try:
+        return run(arguments)
+    except (UsageError, RequestError) as error:
+        return fail(error.message)
+    except RankFailure as error:
+        logging.getLogger("tandem").debug("%s", error.details)
+        fail(error.message)
+        return EXIT_FAILED
+    except TandemError as error:
+        fail(error.message)
+        return 1
+    except OSError as error:
+        logging.getLogger("tandem").debug("%s", error, exc_info=True)
+        return fail(str(error))
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""`tandem plan`: which machines would hold which part of a model, and how fast; nothing is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+
+from tandem.cli.plan_hosts import read_hosts, read_links, this_machine
+from tandem.cli.plan_output import as_json, print_plan
+from tandem.errors import ConfigError
+from tandem.models.description import ModelDescription, describe
+from tandem.models.files import resolve
+from tandem.models.planner import plan
+from tandem.models.planner_experts import read_experts
+from tandem.models.planner_hardware import Link, Machine
+from tandem.models.planner_manual import parse_layout
+from tandem.models.planner_types import NothingFits, Plan, Request
+
+_WIDTH = 160
+"""Columns of a table that does not go to a terminal."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan and print. Raises UsageError for wrong arguments, `NothingFits` after printing what was compared."""
+    files = resolve(arguments.model, revision=arguments.revision)
+    description = describe(files)
+    machines, links, notes = _cluster(arguments)
+    request = _request(arguments, description)
+    try:
+        answer = plan(description, machines, links, request, experts=read_experts(files, description))
+    except NothingFits as refusal:
+        _show(arguments, refusal.plan, machines, notes)
+        raise
+    _show(arguments, answer, machines, notes)
+    return 0
+
+
+def _cluster(arguments: argparse.Namespace) -> tuple[list[Machine], list[Link], list[str]]:
+    if arguments.hosts or arguments.hostfile:
+        hosts = read_hosts(arguments.hosts or [], arguments.hostfile)
+    else:
+        hosts = this_machine()
+    links, notes = read_links(arguments.link or [], hosts)
+    return hosts.machines, links, [*hosts.notes, *notes]
+
+
+def _request(arguments: argparse.Namespace, description: ModelDescription) -> Request:
+    if arguments.context is not None and arguments.context > description.max_context:
+        raise ConfigError(
+            f"--context {arguments.context}: the model was made for {description.max_context}; choose at most that",
+            param="context",
+        )
+    return Request(
+        context=arguments.context,
+        streams=arguments.streams,
+        goal=arguments.goal,
+        dtype=arguments.dtype,
+        dequantize=arguments.dequantize,
+        prefill_chunk=arguments.prefill_chunk,
+        memory_fraction=arguments.memory_fraction,
+        layouts=tuple(parse_layout(text) for text in arguments.layout or ()),
+    )
+
+
+def _show(arguments: argparse.Namespace, answer: Plan, machines: list[Machine], notes: list[str]) -> None:
+    if arguments.json:
+        facts: dict[str, Any] = {"model": arguments.model, "machines": [dataclasses.asdict(m) for m in machines]}
+        print(json.dumps({**facts, **as_json(answer, machines, arguments), "notes": notes}, indent=2))
+        return
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    print_plan(console, answer, machines, arguments, notes)

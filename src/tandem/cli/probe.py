@@ -1,0 +1,53 @@
+"""Asking an engine how it is, without being its api."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import zmq
+
+from tandem.protocol.control import EngineMessage, EngineStatus, QueryStatus
+
+AGAIN_S = 1.0
+"""Seconds after which an unanswered question is asked again: the engine may have been replaced meanwhile."""
+
+
+class StatusProbe:
+    """Keeps asking one engine at a zmq `endpoint`."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 50)):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(endpoint)
+        self._asked: float | None = None
+
+    def ask(self, timeout_s: float = 0.0) -> EngineStatus | None:
+        """The engine's state, or None if no answer is here within `timeout_s` seconds; then just ask again."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._question()
+            left = max(deadline - time.monotonic(), 0.0)
+            if self._socket.poll(int(min(left, 0.05) * 1000)):
+                self._asked = None
+                message = msgspec.msgpack.decode(self._socket.recv(), type=EngineMessage)
+                return message if isinstance(message, EngineStatus) else None
+            if not left:
+                return None
+
+    def _question(self) -> None:
+        now = time.monotonic()
+        if self._asked is not None and now - self._asked < AGAIN_S:
+            return
+        try:
+            self._socket.send(msgspec.msgpack.encode(QueryStatus(1)), zmq.NOBLOCK)
+            self._asked = now
+        except zmq.Again:
+            return
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self._context.term()

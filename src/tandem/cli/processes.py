@@ -1,0 +1,100 @@
+"""`tandem engine` and `tandem api`, by hand or as children of `tandem serve`.
+
+As children (`python -m tandem.cli.processes engine`) they get their settings as a line of JSON on standard input, so
+that keys never show in process lists, and end when it closes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import signal
+import sys
+
+from tandem.cli.arguments import fail, load_settings
+from tandem.cli.control import control_path
+from tandem.config.loading import from_json
+from tandem.config.settings import Settings
+from tandem.errors import RankFailure, UsageError
+from tandem.launchers.process import receive_payload, watch_lifeline
+from tandem.log import set_up
+
+MODULE = "tandem.cli.processes"
+log = logging.getLogger("tandem.cli")
+
+
+def prepared(arguments: argparse.Namespace) -> Settings:
+    """Settings of a command, with the log set up and warnings logged. Raises ConfigError."""
+    loaded = load_settings(arguments)
+    set_up(loaded.settings.process.log_level)
+    for warning in loaded.warnings:
+        log.warning("%s", warning)
+    return loaded.settings
+
+
+def run_engine_command(arguments: argparse.Namespace) -> int:
+    """`tandem engine`."""
+    from tandem.engine.service import run_engine
+
+    settings = prepared(arguments)
+    count = settings.parallel.data_parallel_size
+    if count > 1:
+        raise UsageError(f"--data-parallel-size {count}: `tandem engine` is one replica; `tandem serve` starts several",
+                         param="data_parallel_size")
+    return run_engine(settings)
+
+
+def run_api_command(arguments: argparse.Namespace) -> int:
+    """`tandem api`."""
+    from tandem.router.router import Router
+    from tandem.server.replicas import Replicas
+    from tandem.server.run import engine_endpoint, run_api
+
+    settings = prepared(arguments)
+    run_api(settings, engines=Replicas(Router(), {0: engine_endpoint(settings)}))
+    return 0
+
+
+def _engine_child(settings: Settings) -> int:
+    from tandem.engine.service import run_engine
+
+    return run_engine(settings, lifeline=True)
+
+
+def _api_child(settings: Settings, fd: int) -> int:
+    from tandem.router.router import Router
+    from tandem.server.replicas import Replicas
+    from tandem.server.run import run_api
+    from tandem.server.supervisor import SupervisorLink
+
+    control = control_path(settings.server.port)
+    engines = Replicas(Router(affinity=settings.scheduler.prefix_cache > 0), link=SupervisorLink(control))
+
+    def orphaned() -> None:
+        # A supervisor that was killed could not do this. The port is ours until we end, so no other has the file yet.
+        control.unlink(missing_ok=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    watch_lifeline(orphaned)
+    run_api(settings, fd=fd, engines=engines)
+    return 0
+
+
+def main() -> int:
+    """Entry point of a child."""
+    settings = from_json(receive_payload())
+    kind = sys.argv[1]
+    number = " " + sys.argv[2] if kind == "engine" and len(sys.argv) > 2 else ""
+    set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
+    try:
+        return _engine_child(settings) if kind == "engine" else _api_child(settings, int(sys.argv[2]))
+    except UsageError as error:
+        return fail(error.message)
+    except RankFailure as error:
+        fail(error.message)
+        return 3
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""`tandem serve`: engines and an api as children of one supervisor.
+
+The supervisor holds the listening socket, so that the api can be replaced without refusing a connection. It restarts
+an api that dies, and an engine that dies while there are several; a single engine that gives up ends the server. It
+leaves nothing running, whoever is killed: the children hang on its standard-input pipes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import signal
+import socket
+import sys
+import time
+from contextlib import nullcontext
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from tandem.cli.control import ControlServer, control_path
+from tandem.cli.engines import EXIT_FAILED, EngineSet
+from tandem.cli.processes import MODULE, prepared
+from tandem.config.loading import to_json
+from tandem.config.settings import Settings
+from tandem.env import child_environment, engine_socket_path
+from tandem.errors import UsageError
+from tandem.launchers.process import ChildProcess
+from tandem.protocol.control import EngineStatus
+from tandem.protocol.supervisor import (
+    AddReplica,
+    DrainReplica,
+    ReplicaChanged,
+    ReplicaList,
+    SupervisorReply,
+    SupervisorRequest,
+)
+from tandem.server.run import listen
+
+log = logging.getLogger("tandem.cli")
+
+POLL_S = 0.1
+API_RESTARTS = 5
+API_WINDOW_S = 60.0
+"""An api that dies more than `API_RESTARTS` times within so long is not started again."""
+GRACE_S = 10.0
+"""Seconds beyond `drain_timeout` that children get to end by themselves."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal. Returns the exit code; raises UsageError before anything is started."""
+    settings = prepared(arguments)
+    if not settings.model.model:
+        raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
+    listener = listen(settings.server.host, settings.server.port)
+    with listener:
+        return Supervisor(_completed(settings, listener), listener).run()
+
+
+def _completed(settings: Settings, listener: socket.socket) -> Settings:
+    """With the port that was really bound (0 asks for a free one), and the engine's socket named after it."""
+    port = listener.getsockname()[1]
+    path = settings.process.engine_socket or str(engine_socket_path(port))
+    return dataclasses.replace(settings, server=dataclasses.replace(settings.server, port=port),
+                               process=dataclasses.replace(settings.process, engine_socket=path))
+
+
+class Supervisor:
+    """Starts, watches and ends the children."""
+
+    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+        self._settings = settings
+        self._listener = listener
+        self._engines = EngineSet(settings)
+        self._api: ChildProcess | None = None
+        self._signals = 0
+        self._api_deaths: list[float] = []
+
+    def run(self) -> int:
+        """Until a signal, or until a child cannot go on. Returns the exit code; raises UsageError."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._control = ControlServer(control_path(self._settings.server.port), self._answer)
+        try:
+            self._engines.start()
+            self._start_api()
+            code = self._wait_until_ready()
+            if code is None:
+                code = self._watch()
+            return self._end(code)
+        finally:
+            self._engines.close_probes()
+            self._control.close()
+            for child in self._children:
+                child.kill()
+                child.wait(GRACE_S)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self._signals += 1
+
+    def _answer(self, request: SupervisorRequest) -> SupervisorReply:
+        """Answer the control socket. Raises UsageError."""
+        if isinstance(request, AddReplica):
+            return ReplicaChanged(self._engines.add())
+        if isinstance(request, DrainReplica):
+            return ReplicaChanged(self._engines.drain(request.replica))
+        return ReplicaList(self._engines.infos())
+
+    @property
+    def _children(self) -> list[ChildProcess]:
+        return [*([self._api] if self._api else []), *self._engines.children]
+
+    def _start_api(self) -> None:
+        self._api = ChildProcess(MODULE, to_json(self._settings), env=child_environment(), name="api",
+                                 arguments=("api", str(self._listener.fileno())), pass_fds=[self._listener.fileno()])
+
+    def _wait_until_ready(self) -> int | None:
+        """None once requests can be served by all replicas, else an exit code."""
+        waiting: Any = Console(stderr=True).status("starting") if sys.stderr.isatty() else nullcontext()
+        known: dict[int, EngineStatus] = {}
+        with waiting as display:
+            while (code := self._look()) is None:
+                known |= self._engines.statuses()
+                states = {index: known.get(index) if runs else None for index, runs in self._engines.running.items()}
+                known = {index: one for index, one in states.items() if one is not None}
+                slowest = next((one for one in states.values() if one is None or one.state != "ready"), None)
+                if slowest is not None and display is not None:
+                    display.update(slowest.detail or slowest.state)
+                if states and all(one is not None and one.state == "ready" for one in states.values()):
+                    self._announce([one for one in states.values() if one is not None])
+                    return None
+        return code
+
+    def _announce(self, engines: list[EngineStatus]) -> None:
+        self._engines.announced = True
+        self._engines.close_probes()
+        host, port = self._settings.server.host, self._settings.server.port
+        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
+        ranks = sum(len(engine.ranks) for engine in engines)
+        replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
+        print(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), "
+              f"{engines[0].stages} stage(s){replicas})", flush=True)
+
+    def _watch(self) -> int:
+        while (code := self._look()) is None:
+            continue
+        return code
+
+    def _look(self) -> int | None:
+        """Answer the control socket for a moment and see to the children; an exit code when it is time to end."""
+        self._control.serve(POLL_S)
+        if self._signals:
+            return 0
+        code = self._engines.look()
+        if code is None and self._api is not None and self._api.poll() is not None:
+            code = self._restart_api(self._api)
+        return code
+
+    def _restart_api(self, api: ChildProcess) -> int | None:
+        now = time.monotonic()
+        self._api_deaths = [at for at in self._api_deaths if now - at < API_WINDOW_S] + [now]
+        if api.poll() == 2 or len(self._api_deaths) > API_RESTARTS:
+            log.error("the api %s; giving up", api.describe_exit())
+            return 2 if api.poll() == 2 else EXIT_FAILED
+        log.error("the api %s; starting another", api.describe_exit())
+        time.sleep(POLL_S * len(self._api_deaths))
+        self._start_api()
+        return None
+
+    def _end(self, code: int) -> int:
+        """Drain the api, then end the engines; a second signal ends all at once."""
+        if self._api is not None:
+            self._end_all([self._api])
+        self._end_all(self._engines.children)
+        return code
+
+    def _end_all(self, children: list[ChildProcess]) -> None:
+        for child in children:
+            child.terminate()
+        deadline = time.monotonic() + self._settings.process.drain_timeout + GRACE_S
+        for child in children:
+            while not child.wait(POLL_S):
+                if self._signals > 1 or time.monotonic() > deadline:
+                    log.warning("the %s did not end in time and is killed", child.name)
+                    child.kill()

@@ -1,0 +1,178 @@
+"""Merge settings from command line, environment, legacy variables, TOML file and defaults, in that order of strength,
+and carry them to child processes as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.config.legacy import ring_values
+from tandem.config.options import Option, by_name, options, section_class, section_names
+from tandem.config.settings import Settings
+from tandem.config.validation import validate
+from tandem.env import EXTRA_VARIABLES
+from tandem.errors import ConfigError
+
+PROFILES = ("ring",)
+"""Sets of legacy variables that can be asked for."""
+
+_REFUSED_WHEN_EMPTY = ("api_key", "api_key_file")
+"""Fields whose variable must not be empty: a secret that failed to expand must not open the server."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """Merged settings and how they came about."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+    """For each field that was set: where it was set, as messages name it."""
+    warnings: tuple[str, ...]
+    """For the log."""
+
+    def given(self, *sections: str) -> dict[str, Any]:
+        """Values that were set somewhere, of the named sections, by field name."""
+        chosen = (option for option in options() if option.section in sections and option.name in self.sources)
+        return {option.name: getattr(getattr(self.settings, option.section), option.name) for option in chosen}
+
+
+class _Values:
+    """Values by field name; what was set first stays."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self.sources: dict[str, str] = {}
+
+    def put(self, name: str, value: Any, source: str) -> None:
+        if name not in self.values:
+            self.values[name] = value
+            self.sources[name] = source
+
+    def label(self, name: str) -> str:
+        """The source of a field, or its flag when it has its default."""
+        return self.sources.get(name, by_name()[name].flag)
+
+
+def load(
+    flags: Mapping[str, Sequence[str]] | None = None,
+    *,
+    environment: Mapping[str, str] | None = None,
+    config_file: str | None = None,
+    profile: str | None = None,
+) -> Loaded:
+    """Merge and validate. `flags` holds the texts of each given flag by field name.
+
+    Raises ConfigError, in one line that names flag, variable or file.
+    """
+    environment = environment or {}
+    config_file = config_file or environment.get("TANDEM_CONFIG") or None
+    profile = profile or environment.get("TANDEM_PROFILE") or None
+    if profile is not None and profile not in PROFILES:
+        raise ConfigError(f"profile {profile!r} is unknown; there is: {', '.join(PROFILES)}", param="profile")
+    merged = _Values()
+    for name, texts in (flags or {}).items():
+        option = by_name()[name]
+        merged.put(name, option.parse(texts, label=option.flag), option.flag)
+    warnings = _add_environment(merged, environment)
+    if profile == "ring":
+        values, notes = ring_values(environment)
+        for name, (value, source) in values.items():
+            merged.put(name, value, source)
+        warnings += notes
+    if config_file is not None:
+        _add_file(merged, config_file)
+    if profile == "ring" and "port" not in merged.values:
+        merged.put("port", 8100, "profile ring")
+    settings = build(merged.values)
+    warnings += validate(settings, merged.label)
+    return Loaded(settings=settings, sources=merged.sources, warnings=tuple(warnings))
+
+
+def build(values: Mapping[str, Any]) -> Settings:
+    """Settings with `values` (by field name, already of the right type) and defaults for the rest.
+
+    Raises ConfigError for a name that no section has.
+    """
+    sections: dict[str, dict[str, Any]] = {section: {} for section in section_names()}
+    for name, value in values.items():
+        if name not in by_name():
+            raise ConfigError(f"there is no setting {name!r}{nearest(name, by_name())}", param=name)
+        sections[by_name()[name].section][name] = value
+    return Settings(**{section: section_class(section)(**fields) for section, fields in sections.items()})
+
+
+def to_json(settings: Settings) -> bytes:
+    """Settings as one line of JSON, for a child's standard input."""
+    return msgspec.json.encode(settings)
+
+
+def from_json(line: bytes) -> Settings:
+    """The settings that `to_json` wrote. Raises ConfigError when they are not that."""
+    try:
+        return msgspec.json.decode(line, type=Settings)
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"settings on standard input are not valid: {error}") from None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` with the known name that is most alike, or nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
+def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[str]:
+    """Take TANDEM_* variables; warn about those that mean nothing."""
+    known: dict[str, Option] = {option.variable: option for option in options()}
+    warnings = []
+    for variable, text in sorted(environment.items()):
+        if not variable.startswith("TANDEM_") or variable in EXTRA_VARIABLES:
+            continue
+        if variable not in known:
+            warnings.append(f"{variable} is set but means nothing{nearest(variable, [*known, *EXTRA_VARIABLES])}")
+        elif text.strip():
+            merged.put(known[variable].name, known[variable].parse([text], label=variable), variable)
+        elif known[variable].name in _REFUSED_WHEN_EMPTY:
+            raise ConfigError(f"{variable} is set but empty; unset it or give it a value", param=known[variable].name)
+    return warnings
+
+
+def _add_file(merged: _Values, path: str) -> None:
+    """Take the tables of a TOML file."""
+    try:
+        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--config: cannot read {path}: {error.strerror}", param="config") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config: {path} is not valid TOML: {error}", param="config") from None
+    for table, entries in tables.items():
+        if table not in section_names():
+            raise ConfigError(f"{path}: there is no table [{table}]{_table_hint(table)}", param="config")
+        if not isinstance(entries, dict):
+            raise ConfigError(f"{path}: {table} must be a table, written [{table}]", param="config")
+        known = {option.name: option for option in options() if option.section == table}
+        for key, value in entries.items():
+            label = f"{path} [{table}] {key}"
+            if key not in known:
+                raise ConfigError(f"{label}: no such setting{_key_hint(key, known)}", param=key)
+            merged.put(key, known[key].convert(value, label=label), label)
+
+
+def _table_hint(table: str) -> str:
+    """Where a key that stands outside of all tables belongs, or the nearest table."""
+    if table in by_name():
+        return f"; {table} belongs into [{by_name()[table].section}]"
+    return nearest(table, section_names())
+
+
+def _key_hint(key: str, known: Mapping[str, Option]) -> str:
+    """The right table of a key that stands in the wrong one, or the nearest name."""
+    if key in by_name():
+        return f"; it belongs into [{by_name()[key].section}]"
+    return nearest(key, known) or nearest(key, by_name())

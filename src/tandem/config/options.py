@@ -1,0 +1,181 @@
+"""Options derived from the settings' dataclasses: one per field, with its flag, variable, parser and help text.
+
+The command line, the environment, the TOML file and docs/configuration.md all come from here, so they cannot drift
+apart. Help texts are the docstrings that stand under the fields; they are read from the source with `ast`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import textwrap
+import types
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from tandem.config.settings import Settings
+from tandem.errors import ConfigError
+
+ALIASES: dict[str, tuple[str, ...]] = {
+    "served_name": ("--served-model-name",),
+    "max_context": ("--max-model-len",),
+    "pipeline_parallel_size": ("-pp",),
+    "tensor_parallel_size": ("-tp",),
+    "data_parallel_size": ("-dp",),
+    "max_batch_size": ("--max-num-seqs",),
+    "memory_fraction": ("--gpu-memory-utilization",),
+    "enable_metrics": ("--metrics",),
+}
+"""Names by which users of vLLM and its relatives know the same thing."""
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Option:
+    """One field of one section of `Settings`."""
+
+    section: str
+    """Field of `Settings` and table of the TOML file."""
+    name: str
+    """Field of the section's dataclass and key in the TOML table."""
+    help: str
+    """The docstring under the field, on one line."""
+    default: Any
+    base: type
+    """str, int, float or bool: the type of the value, or of each item when `repeated`."""
+    choices: tuple[str, ...] = ()
+    """Allowed values; empty when any will do."""
+    optional: bool = False
+    """None is allowed."""
+    repeated: bool = False
+    """The value is a tuple of `base`."""
+
+    @property
+    def flag(self) -> str:
+        """Such as `--pipeline-parallel-size`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        """Such as `TANDEM_PIPELINE_PARALLEL_SIZE`."""
+        return "TANDEM_" + self.name.upper()
+
+    def parse(self, texts: Sequence[str], *, label: str) -> Any:
+        """The value that `texts` (one, or several for a repeated option) stand for.
+
+        Raises ConfigError naming `label`, the text and what is allowed.
+        """
+        if not self.repeated:
+            return self._parse_one(texts[-1].strip(), label)
+        items = [item.strip() for text in texts for item in text.split(",")]
+        return tuple(self._parse_one(item, label) for item in items)
+
+    def convert(self, value: Any, *, label: str) -> Any:
+        """The same for a value that already has a type (TOML): lists become tuples, whole numbers floats."""
+        if self.repeated and isinstance(value, list):
+            return tuple(self._convert_one(item, label) for item in value)
+        converted = self._convert_one(value, label)
+        return (converted,) if self.repeated else converted
+
+    def _parse_one(self, text: str, label: str) -> Any:
+        if self.base is bool:
+            if text.lower() not in _TRUE + _FALSE:
+                raise ConfigError(f"{label}: {text!r} is neither true nor false", param=self.name)
+            return text.lower() in _TRUE
+        if self.base in (int, float):
+            try:
+                return self.base(text)
+            except ValueError:
+                raise ConfigError(f"{label}: {text!r} is not {_NAMES[self.base]}", param=self.name) from None
+        return self._choice(text, label)
+
+    def _convert_one(self, value: Any, label: str) -> Any:
+        if self.base is float and type(value) is int:
+            value = float(value)
+        if type(value) is not self.base:
+            raise ConfigError(f"{label}: {value!r} is not {_NAMES[self.base]}", param=self.name)
+        return self._choice(str(value), label) if self.base is str else value
+
+    def _choice(self, text: str, label: str) -> str:
+        if not self.choices:
+            return text
+        for choice in self.choices:
+            if choice.lower() == text.lower():
+                return choice
+        raise ConfigError(f"{label}: {text!r} is not one of {', '.join(self.choices)}", param=self.name)
+
+
+_NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+@functools.cache
+def options() -> tuple[Option, ...]:
+    """All options, in the order of the fields."""
+    found = []
+    for section in dataclasses.fields(Settings):
+        settings_class = section_class(section.name)
+        hints = typing.get_type_hints(settings_class)
+        texts = field_docs(settings_class)
+        for field in dataclasses.fields(settings_class):
+            shape = _shape(hints[field.name])
+            found.append(
+                Option(section=section.name, name=field.name, help=texts[field.name], default=field.default, **shape)
+            )
+    return tuple(found)
+
+
+@functools.cache
+def by_name() -> dict[str, Option]:
+    """Options by the field's name, which is unique over all sections."""
+    table = {option.name: option for option in options()}
+    if len(table) != len(options()):
+        raise TypeError("two sections of Settings have a field of the same name")
+    return table
+
+
+def section_names() -> tuple[str, ...]:
+    """Sections in the order of `Settings`."""
+    return tuple(field.name for field in dataclasses.fields(Settings))
+
+
+def section_class(section: str) -> Any:
+    """The dataclass of a section."""
+    return typing.get_type_hints(Settings)[section]
+
+
+@functools.cache
+def field_docs(settings_class: type) -> dict[str, str]:
+    """Docstring under each field of a dataclass, joined to one line. Raises TypeError for a field that has none."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(settings_class)))
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    texts: dict[str, str] = {}
+    for statement, following in zip(body, [*body[1:], ast.Pass()], strict=True):
+        if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
+            continue
+        value = following.value if isinstance(following, ast.Expr) else None
+        if not isinstance(value, ast.Constant) or not isinstance(value.value, str):
+            raise TypeError(f"{settings_class.__name__}.{statement.target.id} has no docstring under it")
+        texts[statement.target.id] = " ".join(value.value.split())
+    return texts
+
+
+def _shape(hint: Any) -> dict[str, Any]:
+    """`base`, `choices`, `optional` and `repeated` of a field's type."""
+    shape: dict[str, Any] = {}
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not type(None))
+        shape["optional"] = True
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
+        shape["repeated"] = True
+    if typing.get_origin(hint) is Literal:
+        shape["choices"] = typing.get_args(hint)
+        hint = str
+    if hint not in _NAMES:
+        raise TypeError(f"settings cannot have the type {hint!r}")
+    return {"base": hint, **shape}

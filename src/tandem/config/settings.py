@@ -1,0 +1,149 @@
+"""Every setting of Tandem, as frozen dataclasses. The command line, the environment and the TOML file are generated
+from these fields: their names, types, defaults and the docstring under each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """Which model, and how it is held in memory."""
+
+    model: str = ""
+    """Directory, GGUF file, hub id (org/name), or `demo`."""
+    served_name: str | None = None
+    """Name by which clients ask for the model; by default that of the directory or the hub. `default` always works."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of computation. auto: the model's own on a GPU, float32 on a CPU (half precision is slow there)."""
+    dequantize: Literal["auto", "yes", "no"] = "auto"
+    """Expand quantised weights while loading. auto: on a CPU, where quantised products are slow."""
+    max_context: int | None = None
+    """Most tokens of prompt and output together; by default the model's own limit."""
+    chat_template: str | None = None
+    """File with a Jinja chat template to use instead of the model's."""
+    weights_from: Literal["local", "head"] = "local"
+    """Where ranks get their weights. local: from their own machine's copy, or each downloads its part from the hub;
+    head: from the engine's machine, each its part, into its cache directory."""
+    trust_remote_code: bool = False
+    """Let the tokenizer run Python code that comes with the model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSettings:
+    """How the model is spread over processes."""
+
+    pipeline_parallel_size: int = 1
+    """Number of pipeline stages; each holds a contiguous range of layers."""
+    tensor_parallel_size: int = 1
+    """Ranks of each stage; they share the heads and widths of every layer."""
+    data_parallel_size: int = 1
+    """Copies of the model (replicas) behind one address, each laid out as the other options say; they share this
+    machine's cores and memory. Only `tandem serve` has several."""
+    parallel: tuple[int, ...] | None = None
+    """Ranks of each stage, where they differ: 2,1 is a stage of two ranks and a stage of one."""
+    tensor_split: tuple[float, ...] | None = None
+    """Shares by which the ranks of a stage divide heads and widths, such as 2,1; by default equal ones."""
+    backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl", "mpi", "any"] = "auto"
+    """MLX backend between the ranks of a stage. auto: ring."""
+    layer_split: tuple[int, ...] | None = None
+    """Layers per stage, such as 20,16; by default in proportion to each machine's memory."""
+    lanes: int | None = None
+    """Independent batches in flight, so that all stages work at once; by default one per stage."""
+    channel: Literal["auto", "tcp", "mlx"] = "auto"
+    """How stages pass activations on. auto: tcp, which is `mlx` only over RDMA."""
+    executor: Literal["auto", "inline", "cluster"] = "auto"
+    """inline: the whole model in the engine's process; cluster: ranks in processes of their own. auto: inline for one
+    stage."""
+    launcher: Literal["local"] = "local"
+    """How ranks are started."""
+    threads_per_rank: int | None = None
+    """CPU threads of each rank; by default the cores are shared out among the ranks of a machine."""
+    blas: str = "auto"
+    """Linear algebra library for CPU ranks: auto, none, or the path of a shared library."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerSettings:
+    """What runs together in a step, and how much may wait."""
+
+    max_batch_size: int = 32
+    """Most sequences that decode together, over all lanes."""
+    prefill_chunk: int | None = None
+    """Most prompt tokens computed in one step, so that a long prompt does not hold up running streams for longer; by
+    default 512 on a GPU and 192 on a CPU."""
+    max_queue: int = 256
+    """Most requests that wait; the next is refused with 429."""
+    max_queue_tokens: int = 1_000_000
+    """Most prompt tokens that wait; a request beyond it is refused with 429."""
+    kv_tokens: int | None = None
+    """Tokens that the KV cache may hold; by default what fits into memory."""
+    prefix_cache: float = 0.3
+    """Share of the KV cache that may hold prefixes of past prompts, so that they need not be computed again; 0 turns
+    prefix caching off."""
+    memory_fraction: float = 0.85
+    """Share of a machine's memory that its ranks may use together, weights included."""
+    step_timeout: float = 300.0
+    """Seconds within which a step must end before its ranks count as stuck."""
+    start_timeout: float = 600.0
+    """Seconds within which all ranks must be up and loaded; they count anew whenever weights have arrived."""
+    canary: bool = True
+    """Before serving, compute a prompt of more than two chunks twice in different ways over all ranks and links, and
+    refuse to serve if anything disagrees. Layouts of one rank skip it."""
+    max_restarts: int = 5
+    """Gang restarts in a row, without a request served in between, before the engine gives up."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """The HTTP address and who may use it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on. Anything but loopback should come with an API key."""
+    port: int = 8000
+    """Port to listen on."""
+    api_key: tuple[str, ...] = field(default=(), repr=False)
+    """Keys that clients may use. Better given as a file or as TANDEM_API_KEY, which do not show in process lists."""
+    api_key_file: str | None = None
+    """File with one API key a line."""
+    cors_origin: tuple[str, ...] = ()
+    """Web origins that may call the server from a browser; * for any."""
+    max_body_mb: float = 32.0
+    """Largest request body, in MiB."""
+    default_max_tokens: int | None = None
+    """Output limit of requests that set none; by default what is left of the context."""
+    request_timeout: float | None = None
+    """Seconds after which a request is ended with 504; by default never."""
+    max_choices: int = 16
+    """Largest `n`, and most prompts in one completion request."""
+    enable_metrics: bool = True
+    """Serve Prometheus metrics at /metrics."""
+    log_requests: bool = False
+    """Log one line per request (never prompts or answers)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSettings:
+    """Sockets and logs of the processes on this machine."""
+
+    engine_socket: str | None = None
+    """Unix socket between api and engine; by default one per port in the user's runtime directory."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Least severe messages to log."""
+    drain_timeout: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All settings together, as `tandem serve` takes them."""
+
+    model: ModelSettings = field(default_factory=ModelSettings)
+    parallel: ParallelSettings = field(default_factory=ParallelSettings)
+    scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    server: ServerSettings = field(default_factory=ServerSettings)
+    process: ProcessSettings = field(default_factory=ProcessSettings)

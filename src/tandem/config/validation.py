@@ -1,0 +1,145 @@
+"""Checks on merged settings: ranges, and what must agree between fields. Errors and warnings name the source."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tandem.config.options import by_name, options
+from tandem.config.settings import Settings
+from tandem.errors import ConfigError
+
+Label = Callable[[str], str]
+"""Where the value of a field came from, for messages: `--port`, `TANDEM_PORT`, `tandem.toml [server] port`."""
+
+_AT_LEAST_ONE = (1, math.inf)
+_POSITIVE = (math.ulp(0.0), math.inf)
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_context": _AT_LEAST_ONE,
+    "pipeline_parallel_size": _AT_LEAST_ONE,
+    "tensor_parallel_size": _AT_LEAST_ONE,
+    "data_parallel_size": _AT_LEAST_ONE,
+    "parallel": _AT_LEAST_ONE,
+    "tensor_split": _POSITIVE,
+    "layer_split": _AT_LEAST_ONE,
+    "lanes": _AT_LEAST_ONE,
+    "threads_per_rank": _AT_LEAST_ONE,
+    "max_batch_size": _AT_LEAST_ONE,
+    "prefill_chunk": _AT_LEAST_ONE,
+    "max_queue": _AT_LEAST_ONE,
+    "max_queue_tokens": _AT_LEAST_ONE,
+    "kv_tokens": _AT_LEAST_ONE,
+    "prefix_cache": (0.0, 1.0),
+    "memory_fraction": (math.ulp(0.0), 1.0),
+    "step_timeout": _POSITIVE,
+    "start_timeout": _POSITIVE,
+    "max_restarts": (0, math.inf),
+    "port": (0, 65535),
+    "max_body_mb": _POSITIVE,
+    "default_max_tokens": _AT_LEAST_ONE,
+    "request_timeout": _POSITIVE,
+    "max_choices": _AT_LEAST_ONE,
+    "drain_timeout": (0.0, math.inf),
+}
+_NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "engine_socket")
+
+
+def default_label(name: str) -> str:
+    """The flag of a field."""
+    return by_name()[name].flag
+
+
+def validate(settings: Settings, label: Label = default_label) -> list[str]:
+    """Check everything that can be checked without the model. Returns warnings; raises ConfigError."""
+    for option in options():
+        value = getattr(getattr(settings, option.section), option.name)
+        for item in value if option.repeated and value is not None else (value,):
+            _check_item(option.name, item, label)
+    _check_layer_split(settings, label)
+    warnings = _check_keys(settings, label)
+    if settings.model.trust_remote_code:
+        warnings.append(f"{label('trust_remote_code')}: Python code that comes with the model will run on this machine")
+    return warnings
+
+
+def read_api_keys(path: str, *, label: str = "--api-key-file") -> tuple[str, ...]:
+    """Keys in a file: one a line; blank lines and lines that start with # do not count.
+
+    Raises ConfigError when the file cannot be read or holds no key.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{label}: cannot read {path}: {reason}", param="api_key_file") from None
+    lines = (line.strip() for line in text.splitlines())
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"{label}: {path} holds no key; put one key on each line", param="api_key_file")
+    return keys
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that only this machine can reach."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_item(name: str, value: Any, label: Label) -> None:
+    """Range of a number, and emptiness of a text."""
+    if name in _NOT_EMPTY and value == "":
+        raise ConfigError(f"{label(name)}: must not be empty", param=name)
+    if name not in _RANGES or value is None:
+        return
+    low, high = _RANGES[name]
+    if low <= value <= high and math.isfinite(value):
+        return
+    if name == "memory_fraction":
+        allowed = "above 0 and at most 1"
+    elif low == math.ulp(0.0):
+        allowed = "above 0"
+    else:
+        allowed = f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
+    raise ConfigError(f"{label(name)}: {value} is out of range: must be {allowed}", param=name)
+
+
+def _check_layer_split(settings: Settings, label: Label) -> None:
+    parallel = settings.parallel
+    source, stages = "pipeline_parallel_size", parallel.pipeline_parallel_size
+    if parallel.parallel is not None:
+        source, stages = "parallel", len(parallel.parallel)
+    split = parallel.layer_split
+    if split is not None and len(split) != stages:
+        given = ",".join(map(str, split))
+        raise ConfigError(
+            f"{label('layer_split')}: {given} is for {len(split)} stage(s), but {label(source)} asks for {stages}",
+            param="layer_split",
+        )
+
+
+def _check_keys(settings: Settings, label: Label) -> list[str]:
+    """Keys must not be empty; an open server and a readable key file are worth a warning."""
+    server = settings.server
+    warnings = []
+    if any(not key.strip() for key in server.api_key):
+        raise ConfigError(f"{label('api_key')}: a key must not be empty", param="api_key")
+    if server.api_key_file is not None:
+        read_api_keys(server.api_key_file, label=label("api_key_file"))
+        if os.stat(server.api_key_file).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+            path = server.api_key_file
+            warnings.append(f"{label('api_key_file')}: others on this machine can read {path}; chmod 600 mends that")
+    elif not server.api_key and not is_loopback(server.host):
+        warnings.append(
+            f"{label('host')} {server.host}: anyone who reaches this address may use the server; "
+            "set TANDEM_API_KEY or --api-key-file to ask for a key"
+        )
+    return warnings

@@ -1,0 +1,160 @@
+"""The check that a layout of several ranks computes what it should, over its real links, before it serves.
+
+Links can corrupt in silence, often only when a prompt is long (docs/parity.md). So one prompt of more than two prefill
+chunks is computed twice: alone, and again with other chunk boundaries beside other sequences in the batch, on all
+lanes. Greedy tokens and log probabilities must agree as far as the arithmetic allows. Besides, ranks report digests of
+the hidden states they get and give: what leaves a stage must reach the next one bit for bit, and all ranks of a stage
+must hold the same bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from dataclasses import dataclass, replace
+
+from tandem.engine.drive import Answer, Drive, drive
+from tandem.engine.layout import Layout
+from tandem.errors import RankFailure
+from tandem.executors.base import Executor, StageSpec
+from tandem.protocol.control import Ready
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import RankStep
+from tandem.scheduler.scheduler import Limits
+
+log = logging.getLogger(__name__)
+
+NEW_TOKENS = 4
+TOP = 5
+"""Most likely tokens whose log probabilities are compared."""
+BEYOND = 2
+"""Tokens of the prompt beyond its second chunk."""
+NEIGHBOUR = 5
+"""Prompt tokens of each sequence beside it; they decode while it is computed."""
+TOLERANCE = {"float32": 0.02, "float16": 0.3, "bfloat16": 1.0}
+"""Difference of log probabilities that other chunk boundaries and batch sizes may cause: they change the order of
+sums. Corrupted activations are off by several nats."""
+REPEAT_S = 1.0
+"""A canary that took less is sent again when the ranks were replaced."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A canary that came back."""
+
+    seconds: float
+    next_step: int
+    """Number that the engine's next plan must have."""
+
+
+def send_canary(executor: Executor, layout: Layout, limits: Limits, ready: list[Ready], first_step: int = 0) -> Outcome:
+    """Check the started ranks. Raises RankFailure, with what disagreed and by how much, when they must not serve.
+
+    Leaves nothing behind on the ranks: its sequences are removed, and nothing is saved for later prompts.
+    """
+    started = time.perf_counter()
+    length = min(2 * limits.prefill_chunk + BEYOND, min(limits.max_context, limits.kv_tokens // 2) - NEW_TOKENS)
+    if length < 3:
+        log.warning("no canary: a KV cache of %d tokens has no room for it", limits.kv_tokens)
+        return Outcome(0.0, first_step)
+    chunk = (length - 1) // 2
+    alone = _drive(executor, layout, _limits(limits, 1, chunk), _requests(limits, length, 1), first_step)
+    # Twice as many sequences as lanes, so that the first one has a neighbour in its batch.
+    crowd = _drive(executor, layout, _limits(limits, limits.lanes, max(1, 2 * chunk // 3)),
+                   _requests(limits, length, 2 * limits.lanes), alone.next_step)
+    worst = _compare(alone.answers["canary-0"], crowd.answers["canary-0"], tolerance(layout, ready), limits.vocab_size)
+    seconds = time.perf_counter() - started
+    log.info("canary: %d ranks agree on a prompt of %d tokens, log probabilities to %.1e (%.2f s)", len(ready), length,
+             worst, seconds)
+    return Outcome(seconds, crowd.next_step)
+
+
+def tolerance(layout: Layout, ready: list[Ready]) -> float:
+    """Difference of log probabilities to put up with, by the type that the ranks compute in."""
+    chosen = layout.ranks[0].dtype
+    if chosen != "auto":
+        return TOLERANCE[chosen]
+    return max(TOLERANCE.get(layout.description.dtype, 1.0) if one.gpu else TOLERANCE["float32"] for one in ready)
+
+
+def _limits(limits: Limits, lanes: int, chunk: int) -> Limits:
+    return replace(limits, lanes=lanes, prefill_chunk=chunk, max_batch_size=2 * lanes, prefix_tokens=0,
+                   max_queue=2 * lanes, max_queue_tokens=limits.kv_tokens * 2 * lanes)
+
+
+def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:
+    """The canary of `length` tokens, and `count` - 1 short ones that outlive its prefill."""
+    rng = random.Random(1)
+    requests = []
+    for i in range(count):
+        prompt = [rng.randrange(limits.vocab_size) for _ in range(min(length, NEIGHBOUR) if i else length)]
+        new = min(NEW_TOKENS * 2, length) if i else NEW_TOKENS
+        params = SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, logprobs=min(TOP, limits.vocab_size))
+        requests.append(EngineRequest(request_id=f"canary-{i}", prompt=prompt, params=params))
+    return requests
+
+
+def _drive(executor: Executor, layout: Layout, limits: Limits, requests: list[EngineRequest], first_step: int) -> Drive:
+    run = drive(executor, limits, requests, ranks=len(layout.ranks), first_step=first_step, digest=True)
+    for step_id, reports in run.steps.items():
+        _check_digests(step_id, reports, layout.ranks)
+    return run
+
+
+def _check_digests(step_id: int, reports: dict[int, RankStep], ranks: tuple[StageSpec, ...]) -> None:
+    """Every rank against the leader of its stage, and each stage's input against the output of the one before."""
+    arrived = leader = reports[0].digest
+    for spec in ranks:
+        found = reports[spec.rank].digest
+        if found is None:  # a step that only removes sequences
+            continue
+        if spec.tp_rank == 0:
+            if spec.stage and arrived is not None and found[0] != arrived[1]:
+                raise _disagreement(f"the activations that stage {spec.stage} sent in step {step_id} (digest "
+                                    f"{arrived[1]:08x}) are not those that stage {spec.stage + 1} received "
+                                    f"({found[0]:08x})")
+            arrived = leader = found
+        elif found != leader:
+            assert leader is not None
+            raise _disagreement(f"rank {spec.rank} holds other activations in step {step_id} (digests {found[0]:08x} "
+                                f"{found[1]:08x}) than rank {spec.rank - spec.tp_rank}, the leader of its stage "
+                                f"({leader[0]:08x} {leader[1]:08x})")
+
+
+def _compare(alone: Answer, crowd: Answer, allowed: float, vocab: int) -> float:
+    """Both runs of the canary, token by token, until a tie parts them; returns the largest difference."""
+    largest = 0.0
+    for answer, how in ((alone, "alone"), (crowd, "in a batch")):
+        _check_sound(answer, how, allowed, vocab)
+    for i, (one, other) in enumerate(zip(alone.logprobs, crowd.logprobs, strict=True)):
+        theirs = {other.token: other.logprob, **dict(other.top)}
+        mine = {one.token: one.logprob, **dict(one.top)}
+        worst = max((abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys()), default=float("inf"))
+        if not worst <= allowed:
+            raise _disagreement(f"log probabilities of its token {i + 1} differ by {worst:.3g} between the prompt "
+                                f"alone and in other chunks beside other sequences (tolerance {allowed:g})")
+        largest = max(largest, worst)
+        if alone.tokens[i] != crowd.tokens[i]:
+            gap = abs(one.logprob - mine.get(crowd.tokens[i], -float("inf")))
+            if not gap <= allowed:
+                raise _disagreement(f"its token {i + 1} is {alone.tokens[i]} alone and {crowd.tokens[i]} in other "
+                                    f"chunks beside other sequences, {gap:.3g} apart in log probability (tolerance "
+                                    f"{allowed:g})")
+            break  # a tie: from here on the two are different texts
+    return largest
+
+
+def _check_sound(answer: Answer, how: str, allowed: float, vocab: int) -> None:
+    """Tokens within the vocabulary that their own log probabilities bear out."""
+    for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
+        if not 0 <= token < vocab or not -float("inf") < entry.logprob <= allowed:
+            raise _disagreement(f"its token {i + 1} {how} is {token} with log probability {entry.logprob}, of a "
+                                f"vocabulary of {vocab}")
+        if entry.token != token or entry.top[0][1] > entry.logprob + allowed:
+            raise _disagreement(f"its token {i + 1} {how} is {token}, where token {entry.top[0][0]} is the most likely")
+
+
+def _disagreement(what: str) -> RankFailure:
+    return RankFailure(f"the canary failed: {what}; the ranks would give wrong answers. Check the links, and that all "
+                       "hosts are alike; --no-canary serves all the same")

@@ -1,0 +1,242 @@
+"""The loop schedule -> execute -> update, and the replacement of a gang that failed.
+
+The engine holds every request: prompt, parameters and the tokens produced so far. Ranks are disposable; a new gang
+gets its sequences from here and goes on where the old one stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+
+from tandem.cache.budget import kv_capacity
+from tandem.config.settings import Settings
+from tandem.engine.canary import REPEAT_S, send_canary
+from tandem.engine.layout import Layout, make_executor
+from tandem.engine.metrics import EngineMetrics
+from tandem.errors import OutOfMemory, RankFailure, UnavailableError
+from tandem.executors.base import Executor, Progress
+from tandem.protocol.control import EngineMessage, EngineStatus, Output, RankInfo, Ready, Refused, Stepped
+from tandem.protocol.request import EngineRequest
+from tandem.scheduler.scheduler import Limits, Scheduler
+
+log = logging.getLogger(__name__)
+
+BACKOFF_S = 0.5
+MAX_BACKOFF_S = 30.0
+GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
+
+
+class Engine:
+    """Used by one thread, which with the inline executor owns all MLX work."""
+
+    def __init__(self, settings: Settings, layout: Layout, executor: Executor | None = None) -> None:
+        """Nothing is started; `executor` is for tests."""
+        self.settings = settings
+        self.layout = layout
+        self.metrics = EngineMetrics()
+        self.state = "starting"
+        self.detail = "loading the model"
+        self.restarts = 0
+        self._executor = executor or make_executor(settings, layout)
+        self._scheduler: Scheduler | None = None
+        self._failures_in_a_row = 0
+        self._ready: list[Ready] = []
+        self._step_s: dict[int, float] = {}
+        self._latest: dict[int, Stepped] = {}
+        self._canary_s = 0.0
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the plans."""
+        return self._executor
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """What makes the plans. Only after `start`."""
+        assert self._scheduler is not None
+        return self._scheduler
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
+        self._ready = self._executor.start(progress)
+        try:
+            limits = self._limits()
+            self._scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
+        except BaseException:
+            self._executor.close()
+            raise
+        self.metrics.kv_total.set(self._scheduler.limits.kv_tokens)
+        self.state, self.detail = "ready", ""
+
+    def _canary(self, limits: Limits, first_step: int) -> int:
+        """Check the ranks against one another; returns the number of the next step. Raises RankFailure."""
+        if not self.settings.scheduler.canary or len(self.layout.ranks) == 1:
+            return first_step
+        outcome = send_canary(self._executor, self.layout, limits, self._ready, first_step)
+        self._canary_s = outcome.seconds
+        return outcome.next_step
+
+    def _limits(self) -> Limits:
+        chosen, layout = self.settings.scheduler, self.layout
+        chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if self._ready[0].gpu else CPU_PREFILL_CHUNK)
+        kv_tokens = self._kv_tokens()
+        return Limits(
+            prefix_tokens=int(kv_tokens * chosen.prefix_cache),
+            prefix_trimmable=all(ready.trimmable for ready in self._ready),
+            lanes=layout.lanes, max_batch_size=chosen.max_batch_size, prefill_chunk=chunk, kv_tokens=kv_tokens,
+            max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
+            eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size)
+
+    def _kv_tokens(self) -> int:
+        """What the tightest host has room for, or what the settings say if that is less."""
+        chosen, hosts = self.settings.scheduler, {ready.host for ready in self._ready}
+        room = []
+        for host in hosts:
+            ranks = [ready for ready in self._ready if ready.host == host]
+            room.append(kv_capacity(ranks[0].memory_bytes, chosen.memory_fraction,
+                                    [(ready.weight_bytes, ready.kv_bytes_per_token) for ready in ranks]))
+        useful = self.layout.max_context * chosen.max_batch_size
+        tokens = min(*room, useful) if chosen.kv_tokens is None else chosen.kv_tokens
+        if tokens > min(room) or tokens < 2:
+            raise OutOfMemory(f"the KV cache has room for {min(room)} tokens beside the weights and would need "
+                              f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise --memory-fraction",
+                              param="kv_tokens")
+        return tokens
+
+    # --- requests ---
+
+    def submit(self, request: EngineRequest) -> None:
+        """Queue a request. Raises RequestError (bad request, queue full, draining)."""
+        if self._scheduler is None or self.state in ("draining", "failed"):
+            raise UnavailableError(f"the engine is {self.state}: {self.detail or 'try again later'}")
+        seed = request.params.seed
+        self._scheduler.submit(request, secrets.randbits(63) if seed is None else seed & (2**64 - 1))
+        self.metrics.arrived(request.request_id, len(request.prompt))
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without further output; False if it is not live."""
+        self.metrics.forget(request_id)
+        if self._scheduler is None or not self._scheduler.abort(request_id):
+            return False
+        self.metrics.aborted.inc()
+        return True
+
+    @property
+    def idle(self) -> bool:
+        """True when there is nothing to do."""
+        return self._scheduler is None or self._scheduler.idle
+
+    # --- steps ---
+
+    def pump(self, timeout_s: float) -> list[EngineMessage]:
+        """Send the plans that can be sent, and take what results there are, waiting up to `timeout_s` seconds.
+
+        Replaces the gang when it fails. Raises RankFailure when it gives up; `failures()` then ends the requests.
+        """
+        if self._scheduler is None:
+            return []
+        messages: list[EngineMessage] = []
+        try:
+            self._send_plans()
+            if self._scheduler.under_way:
+                for report in self._executor.collect(timeout_s):
+                    messages += self._take(report)
+                # At once, so that the ranks have their next step before anybody looks at this one's outcome.
+                self._send_plans()
+        except RankFailure as failure:
+            messages += self._recover(failure)
+        return messages
+
+    def _send_plans(self) -> None:
+        while (plan := self.scheduler.next_plan()) is not None:
+            self._executor.submit(plan)
+
+    def _take(self, report: Stepped) -> list[EngineMessage]:
+        self.metrics.stepped(report)
+        rank = report.step.rank
+        self._step_s[rank] = 0.9 * self._step_s.get(rank, report.step.busy_s) + 0.1 * report.step.busy_s
+        self._latest[rank] = report
+        if report.result is None or self._scheduler is None:
+            return []
+        messages = self._scheduler.update(report.result)
+        if messages:
+            self._failures_in_a_row = 0
+        for message in messages:
+            if isinstance(message, Output):
+                self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason)
+            elif isinstance(message, Refused):
+                self.metrics.refused.labels(str(message.status)).inc()
+                self.metrics.forget(message.request_id)
+        return messages
+
+    def _recover(self, failure: RankFailure) -> list[EngineMessage]:
+        """A new gang, and every request queued again with the tokens it has."""
+        assert self._scheduler is not None
+        self.state = "recovering"
+        refused = self._scheduler.restart()
+        while True:
+            self._executor.close()
+            self._failures_in_a_row += 1
+            self.restarts += 1
+            self.metrics.restarts.inc()
+            log.error("%s; replacing all ranks (failure %d in a row)", failure.message, self._failures_in_a_row)
+            self.detail = f"replacing the ranks after: {failure.message}"
+            if self._failures_in_a_row > self.settings.scheduler.max_restarts:
+                self.state = "failed"
+                raise RankFailure(f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the "
+                                  f"last: {failure.message}", rank=failure.rank)
+            if self._failures_in_a_row > 1:
+                time.sleep(min(BACKOFF_S * 2 ** self._failures_in_a_row, MAX_BACKOFF_S))
+            try:
+                self._ready = self._executor.start()
+                if self._canary_s < REPEAT_S:
+                    self._scheduler.next_step = self._canary(self._scheduler.limits, self._scheduler.next_step)
+                break
+            except RankFailure as again:
+                failure = again
+        self.state, self.detail = "ready", ""
+        log.info("the ranks are back; %d requests go on", len(self._scheduler.sequences))
+        return refused
+
+    def failures(self, error: Exception) -> list[EngineMessage]:
+        """End every request with an error, because the engine cannot go on."""
+        live = [] if self._scheduler is None else list(self._scheduler.sequences)
+        return [Refused(request_id, 503, f"the engine stopped: {error}", code="engine_failed") for request_id in live]
+
+    def drain(self) -> None:
+        """Take no new requests; `idle` turns true when the others are done."""
+        self.state, self.detail = "draining", "the server is shutting down"
+
+    def close(self) -> None:
+        """End all ranks."""
+        self._executor.close()
+
+    # --- state ---
+
+    def status(self) -> EngineStatus:
+        """Snapshot for the api; also refreshes the gauges."""
+        scheduler, layout = self._scheduler, self.layout
+        queued = len(scheduler.waiting) if scheduler else 0
+        running = scheduler.running if scheduler else 0
+        used = scheduler.kv_positions if scheduler else 0
+        self.metrics.running.set(running)
+        self.metrics.waiting.set(queued)
+        self.metrics.kv_used.set(used)
+        self.metrics.preemptions.set(scheduler.preemptions if scheduler else 0)
+        return EngineStatus(
+            query_id=0, state=self.state, detail=self.detail, model=layout.served_name, source=str(layout.files.path),
+            max_context=min(layout.max_context, scheduler.limits.kv_tokens) if scheduler else layout.max_context,
+            vocab_size=layout.description.vocab_size, queued=queued, running=running, kv_tokens_used=used,
+            kv_tokens_total=scheduler.limits.kv_tokens if scheduler else 0, restarts=self.restarts,
+            prefix_tokens=scheduler.prefixes.positions if scheduler else 0,
+            prefix_queries=scheduler.prefixes.queries if scheduler else 0,
+            prefix_hits=scheduler.prefixes.hits if scheduler else 0, stages=layout.ranks[0].stages,
+            lanes=layout.lanes, ranks=[self._rank_info(ready) for ready in self._ready])
+
+    def _rank_info(self, ready: Ready) -> RankInfo:
+        spec, latest = self.layout.ranks[ready.rank], self._latest.get(ready.rank)
+        return RankInfo(rank=ready.rank, stage=spec.stage, layers=spec.layers, pid=ready.pid, host=ready.host,
+                        weight_bytes=ready.weight_bytes, peak_bytes=latest.peak_bytes if latest else ready.peak_bytes,
+                        step_s=self._step_s.get(ready.rank, 0.0), kv_bytes=latest.step.kv_bytes if latest else 0)

@@ -1,0 +1,170 @@
+"""The engine's door: a thread that talks to apis over a Unix socket, so that a long step never makes it look dead."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import zmq
+
+from tandem.errors import UsageError
+from tandem.protocol.control import (
+    Abort,
+    ApiMessage,
+    Detach,
+    EngineMessage,
+    EngineStatus,
+    MetricsText,
+    QueryMetrics,
+    QueryStatus,
+    Submit,
+)
+
+log = logging.getLogger(__name__)
+
+SILENCE_S = 15.0
+"""An api that says nothing for so long is gone; its requests are aborted."""
+MAX_FRAME = 64 * 1024 * 1024
+Client = bytes
+Inbound = tuple[Client, Submit | Abort | Detach]
+
+
+class Gateway:
+    """ROUTER on `path` for apis; a pair of in-process sockets to the engine's thread.
+
+    Status and metrics are answered here, from what the engine last published; everything else goes to the engine.
+    """
+
+    def __init__(self, path: Path, status: EngineStatus, metrics: Callable[[], bytes]) -> None:
+        self.path = path
+        self.status = status
+        """Replaced as a whole by the engine's thread."""
+        self._metrics = metrics
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.linger = 500
+        self._router.maxmsgsize = MAX_FRAME
+        self._router.sndhwm = 0
+        self._bind()
+        self._inside, self.engine_end = (self._context.socket(zmq.PAIR) for _ in range(2))
+        for socket in (self._inside, self.engine_end):
+            socket.hwm = 0
+            socket.linger = 500
+        self._inside.bind("inproc://engine")
+        self.engine_end.connect("inproc://engine")
+        self._seen: dict[Client, float] = {}
+        self._decoder = msgspec.msgpack.Decoder(ApiMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._inbound: list[Inbound] = []
+        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
+        self._thread.start()
+
+    def _bind(self) -> None:
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.path.exists() and _answers(self.path):
+            raise UsageError(f"an engine is listening on {self.path} already; end it, or choose another "
+                             "--engine-socket", param="engine_socket")
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+        try:
+            self._router.bind(f"ipc://{self.path}")
+            self.path.chmod(0o600)
+        except (zmq.ZMQError, OSError) as error:
+            raise UsageError(f"cannot listen on {self.path}: {error}; choose another --engine-socket",
+                             param="engine_socket") from error
+
+    # --- the engine's thread ---
+
+    def receive(self, timeout_s: float) -> list[Inbound]:
+        """Everything that apis have sent for the engine; waits up to `timeout_s` seconds for something."""
+        messages: list[Inbound] = []
+        wait = int(timeout_s * 1000)
+        while self.engine_end.poll(wait):
+            wait = 0
+            client, data = self.engine_end.recv_multipart()
+            messages.append((client, cast("Submit | Abort | Detach", self._decoder.decode(data))))
+        return messages
+
+    def send(self, client: Client, *messages: EngineMessage) -> None:
+        """Send to one api, one frame a message; dropped if it is gone."""
+        self.engine_end.send_multipart([client, *map(self._encoder.encode, messages)])
+
+    def close(self) -> None:
+        """Flush, end the thread and remove the socket file."""
+        self.engine_end.send_multipart([b"", b""])
+        self._thread.join(5.0)
+        self.engine_end.close()
+        self._context.term()
+        with contextlib.suppress(FileNotFoundError):
+            self.path.unlink()
+
+    # --- the gateway's thread ---
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._inside, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll(1000))
+            if self._inside in ready and not self._forward_outputs():
+                break
+            if self._router in ready:
+                self._take_requests()
+            self._forget_silent()
+        self._router.close()
+        self._inside.close()
+
+    def _forward_outputs(self) -> bool:
+        """False when the engine closes the gateway."""
+        while self._inside.poll(0):
+            frames = self._inside.recv_multipart()
+            if not frames[0]:
+                return False
+            self._router.send_multipart(frames)
+        return True
+
+    def _take_requests(self) -> None:
+        while self._router.poll(0):
+            client, *frames = self._router.recv_multipart()
+            try:
+                message = self._decoder.decode(b"".join(frames))
+            except msgspec.DecodeError as error:
+                log.warning("a message of an api cannot be read: %s; dropped", error)
+                continue
+            self._seen[client] = time.monotonic()
+            if isinstance(message, QueryStatus):
+                answer: EngineMessage = msgspec.structs.replace(self.status, query_id=message.query_id)
+            elif isinstance(message, QueryMetrics):
+                answer = MetricsText(message.query_id, self._metrics())
+            else:
+                self._inside.send_multipart([client, frames[0]])
+                continue
+            self._router.send_multipart([client, self._encoder.encode(answer)])
+
+    def _forget_silent(self) -> None:
+        now = time.monotonic()
+        for client in [client for client, seen in self._seen.items() if now - seen > SILENCE_S]:
+            del self._seen[client]
+            self._inside.send_multipart([client, self._encoder.encode(Detach())])
+
+
+def _answers(path: Path) -> bool:
+    """True if an engine lives behind the socket file."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    try:
+        socket.connect(f"ipc://{path}")
+        socket.send(msgspec.msgpack.encode(QueryStatus(0)))
+        return bool(socket.poll(500))
+    except zmq.ZMQError:
+        return False
+    finally:
+        socket.close()
+        context.term()

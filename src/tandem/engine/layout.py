@@ -1,0 +1,108 @@
+"""From settings to a gang: which model, which layers where, which executor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.config.settings import ParallelSettings, Settings
+from tandem.errors import ConfigError, LayoutError
+from tandem.executors.base import Executor, StageSpec
+from tandem.models.description import ModelDescription, describe
+from tandem.models.files import ModelFiles, resolve
+from tandem.models.partition import split_layers
+from tandem.models.shard import plan_shards
+
+MAX_LANES = 16
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model laid out over stages; nothing is loaded yet."""
+
+    files: ModelFiles
+    description: ModelDescription
+    ranks: tuple[StageSpec, ...]
+    max_context: int
+    lanes: int
+
+    @property
+    def served_name(self) -> str:
+        """Name that clients ask for."""
+        return self.ranks[0].model_name
+
+
+def plan_layout(settings: Settings) -> Layout:
+    """Find and check the model, and split it. Raises UsageError for anything that cannot work."""
+    parallel, model = settings.parallel, settings.model
+    if parallel.data_parallel_size > 1:
+        raise LayoutError(f"--data-parallel-size {parallel.data_parallel_size}: only `tandem serve` runs several "
+                          "replicas; leave it out", param="data_parallel_size")
+    files = resolve(model.model, revision=model.revision, weights=model.weights_from == "head")
+    description = describe(files)
+    sizes = stage_sizes(parallel)
+    ranges = split_layers(description.num_layers, len(sizes), layer_bytes=description.layer_bytes, memory=sizes,
+                          explicit=parallel.layer_split)
+    for size in set(sizes) - {1}:
+        # Refuses what cannot be shared out. Only the ranks know whether `auto` expands; they refuse the rest.
+        plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no")
+    lanes = parallel.lanes or len(ranges)
+    if not 1 <= lanes <= MAX_LANES:
+        raise LayoutError(f"--lanes {lanes}: must be 1 to {MAX_LANES}", param="lanes")
+    context = description.max_context
+    if model.max_context is not None:
+        if model.max_context > context:
+            raise ConfigError(f"--max-context {model.max_context}: the model was made for {context}; choose at most "
+                              "that", param="max_context")
+        context = model.max_context
+    specs = [
+        StageSpec(
+            model_path=str(files.path), model_name=model.served_name or files.name, rank=sum(sizes[:stage]) + part,
+            stage=stage, stage_sizes=sizes, layers=(layers.start, layers.stop), tensor_split=parallel.tensor_split,
+            lanes=lanes, dtype=model.dtype, dequantize=model.dequantize, vocab_size=description.vocab_size,
+            memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
+            channel="tcp" if parallel.channel == "auto" else parallel.channel,
+            backend="ring" if parallel.backend == "auto" else parallel.backend,
+            blas=parallel.blas, log_level=settings.process.log_level, weights_from=model.weights_from, hub=files.hub)
+        for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
+    return Layout(files, description, tuple(specs), context, lanes)
+
+
+def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
+    """Ranks of each stage. Raises LayoutError when settings contradict one another."""
+    stages, ranks = parallel.pipeline_parallel_size, parallel.tensor_parallel_size
+    if parallel.parallel is None:
+        sizes = (ranks,) * stages
+    else:
+        sizes = parallel.parallel
+        if stages not in (1, len(sizes)) or ranks != 1:
+            raise LayoutError(f"--parallel {','.join(map(str, sizes))} says all there is to say; leave out "
+                              "--pipeline-parallel-size and --tensor-parallel-size", param="parallel")
+    if not sizes or min(sizes) < 1:
+        raise LayoutError("every stage needs at least one rank", param="parallel")
+    if max(sizes) > 1 and len(sizes) > 1 and parallel.channel == "mlx":
+        raise LayoutError("--channel mlx joins stages of one rank each; use tcp with tensor parallelism",
+                          param="channel")
+    if parallel.tensor_split is not None and any(len(parallel.tensor_split) != size for size in sizes):
+        raise LayoutError(f"--tensor-split names {len(parallel.tensor_split)} shares for stages of "
+                          f"{','.join(map(str, sizes))} ranks; give one for each rank of a stage", param="tensor_split")
+    return sizes
+
+
+def make_executor(settings: Settings, layout: Layout) -> Executor:
+    """The executor that the settings ask for. The inline one brings mlx into this process."""
+    kind = settings.parallel.executor
+    if kind == "inline" and len(layout.ranks) > 1:
+        raise LayoutError(f"--executor inline runs one rank, not {len(layout.ranks)}; use cluster", param="executor")
+    if kind == "inline" or (kind == "auto" and len(layout.ranks) == 1):
+        from tandem.executors.blas import preload_blas
+
+        preload_blas(settings.parallel.blas)
+        from tandem.executors.inline import InlineExecutor
+
+        return InlineExecutor(layout.ranks[0])
+    from tandem.executors.cluster import ClusterExecutor
+    from tandem.launchers.local import LocalLauncher
+
+    return ClusterExecutor(list(layout.ranks), LocalLauncher(settings.parallel.threads_per_rank),
+                           start_timeout_s=settings.scheduler.start_timeout,
+                           step_timeout_s=settings.scheduler.step_timeout)

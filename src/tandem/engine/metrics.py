@@ -1,0 +1,87 @@
+"""What the engine counts, in Prometheus terms. Names follow vLLM's with `tandem_` in front."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from tandem.protocol.control import Stepped
+
+LATENCY_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+
+
+class EngineMetrics:
+    """Counters, gauges and the time stamps of live requests."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._arrived: dict[str, float] = {}
+        self._last_token: dict[str, float] = {}
+        self._prompts: dict[str, int] = {}
+        self._define()
+
+    def _define(self) -> None:
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"tandem_{name}", text, labels, registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(f"tandem_{name}", text, labels, registry=self.registry)
+
+        def histogram(name: str, text: str, *labels: str) -> Histogram:
+            return Histogram(f"tandem_{name}", text, labels, registry=self.registry, buckets=LATENCY_BUCKETS)
+
+        self.ttft = histogram("time_to_first_token_seconds", "From arrival at the engine to the first token.")
+        self.itl = histogram("inter_token_latency_seconds", "Between two tokens of one request.")
+        self.e2e = histogram("e2e_request_latency_seconds", "From arrival at the engine to the last token.")
+        self.step = histogram("rank_step_seconds", "Work of one rank in one step.", "rank")
+        self.running = gauge("num_requests_running", "Requests in a batch.")
+        self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
+        self.kv_used = gauge("kv_cache_tokens_used", "KV positions in use.")
+        self.kv_total = gauge("kv_cache_tokens_total", "KV positions that there is room for.")
+        self.kv_bytes = gauge("kv_cache_bytes", "Bytes of KV held by a rank.", "rank")
+        self.rank_peak = gauge("rank_peak_memory_bytes", "Most memory that a rank has used.", "rank")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
+        self.generation_tokens = counter("generation_tokens", "Tokens produced.")
+        self.finished = counter("request_success", "Requests finished.", "finished_reason")
+        self.refused = counter("request_refused", "Requests refused or failed.", "status")
+        self.aborted = counter("request_aborted", "Requests ended by the client.")
+        self.preemptions = gauge("num_preemptions_total", "Sequences put back into the queue for want of KV memory.")
+        self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
+
+    def arrived(self, request_id: str, prompt_tokens: int) -> None:
+        """A request was queued."""
+        self._arrived[request_id] = time.monotonic()
+        self._prompts[request_id] = prompt_tokens
+
+    def produced(self, request_id: str, count: int, finish_reason: str | None) -> None:
+        """`count` tokens went out."""
+        now = time.monotonic()
+        self.generation_tokens.inc(count)
+        last = self._last_token.get(request_id)
+        if last is not None:
+            self.itl.observe(now - last)
+        elif request_id in self._arrived:
+            self.ttft.observe(now - self._arrived[request_id])
+            self.prompt_tokens.inc(self._prompts[request_id])
+        self._last_token[request_id] = now
+        if finish_reason:
+            self.finished.labels(finish_reason).inc()
+            self.e2e.observe(now - self._arrived.get(request_id, now))
+            self.forget(request_id)
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        for table in (self._arrived, self._last_token, self._prompts):
+            table.pop(request_id, None)
+
+    def stepped(self, report: Stepped) -> None:
+        """A rank reported a step."""
+        rank = str(report.step.rank)
+        self.step.labels(rank).observe(report.step.busy_s)
+        self.kv_bytes.labels(rank).set(report.step.kv_bytes)
+        self.rank_peak.labels(rank).set(report.peak_bytes)
+
+    def text(self) -> bytes:
+        """Prometheus text exposition. May be called from any thread."""
+        return generate_latest(self.registry)

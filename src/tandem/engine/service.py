@@ -1,0 +1,181 @@
+"""The engine as a process: `tandem engine`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import zmq
+
+from tandem.config.settings import Settings
+from tandem.engine.engine import Engine
+from tandem.engine.gateway import Client, Gateway
+from tandem.engine.layout import plan_layout
+from tandem.env import engine_socket_path
+from tandem.errors import RankFailure, RequestError
+from tandem.launchers.process import watch_lifeline
+from tandem.protocol.control import Abort, Detach, EngineMessage, Output, Refused, Submit
+from tandem.protocol.request import EngineRequest
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 1.0
+"""Seconds between refreshes of the published status while nothing happens."""
+POLL_MS = 100
+EXIT_OK, EXIT_FAILED = 0, 3
+
+
+class EngineService:
+    """Moves messages between gateway and engine until it is told to stop."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Check model and layout, and open the socket. Raises UsageError."""
+        self._settings = settings
+        layout = plan_layout(settings)
+        self._engine = Engine(settings, layout)
+        path = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
+        self._gateway = Gateway(path, self._engine.status(), self._engine.metrics.text)
+        self._owners: dict[str, Client] = {}
+        self._stopping = threading.Event()
+        self._serving = False
+        self._deadline: float | None = None
+        self._published = 0.0
+
+    def stop(self) -> bool:
+        """Drain: refuse new requests, finish the running ones (up to `drain_timeout`), end.
+
+        False when there is nothing to drain, because it is still loading, or has been told before.
+        """
+        drain = self._serving and not self._stopping.is_set()
+        self._stopping.set()
+        return drain
+
+    def run(self) -> int:
+        """Load, serve, end. Returns the exit code; raises UsageError for what the user must mend."""
+        try:
+            self._engine.start(_ProgressLog())
+            log.info("engine ready: %s, %d rank(s), %d lane(s), KV cache of %d tokens", self._engine.layout.served_name,
+                     len(self._engine.layout.ranks), self._engine.layout.lanes, self._engine.status().kv_tokens_total)
+            self._publish()
+            self._serving = True
+            self._serve()
+        except RankFailure as failure:
+            log.error("%s", failure.message)
+            self._deliver(self._engine.failures(failure))
+            return EXIT_FAILED
+        finally:
+            self._engine.close()
+            self._gateway.close()
+        return EXIT_OK
+
+    def _serve(self) -> None:
+        while not self._over():
+            idle = self._engine.idle
+            for client, message in self._gateway.receive(IDLE_S if idle else 0.0):
+                self._handle(client, message)
+            if self._engine.idle:
+                self._publish_now_and_then()
+                continue
+            self._deliver(self._engine.pump(0.0))
+            self._wait_for_news()
+            self._publish_now_and_then()
+
+    def _wait_for_news(self) -> None:
+        """Sleep until a rank or an api has something to say."""
+        poller = zmq.Poller()
+        poller.register(self._gateway.engine_end, zmq.POLLIN)
+        if (socket := self._engine.executor.wait_socket) is not None:
+            poller.register(socket, zmq.POLLIN)
+        poller.poll(POLL_MS)
+
+    def _over(self) -> bool:
+        if not self._stopping.is_set():
+            return False
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._settings.process.drain_timeout
+            self._engine.drain()
+            self._publish()
+        return self._engine.idle or time.monotonic() > self._deadline
+
+    def _handle(self, client: Client, message: Submit | Abort | Detach) -> None:
+        if isinstance(message, Submit):
+            self._submit(client, message.request)
+        elif isinstance(message, Abort):
+            if self._owners.get(message.request_id) == client:
+                del self._owners[message.request_id]
+                self._engine.abort(message.request_id)
+        else:
+            for request_id in [one for one, owner in self._owners.items() if owner == client]:
+                del self._owners[request_id]
+                self._engine.abort(request_id)
+
+    def _submit(self, client: Client, request: EngineRequest) -> None:
+        try:
+            self._engine.submit(request)
+        except RequestError as error:
+            self._engine.metrics.refused.labels(str(error.status)).inc()
+            self._gateway.send(client, Refused(request.request_id, error.status, error.message, error.code,
+                                               error.param, getattr(error, "retry_after", None)))
+            return
+        self._owners[request.request_id] = client
+
+    def _deliver(self, messages: list[EngineMessage]) -> None:
+        """Hand out what a step brought: all that goes to one api at once, since sending costs more than encoding."""
+        batches: dict[Client, list[EngineMessage]] = {}
+        for message in messages:
+            if not isinstance(message, Output | Refused):
+                continue
+            over = isinstance(message, Refused) or message.finish_reason is not None
+            owner = self._owners.pop(message.request_id, None) if over else self._owners.get(message.request_id)
+            if owner is not None:
+                batches.setdefault(owner, []).append(message)
+        for client, batch in batches.items():
+            self._gateway.send(client, *batch)
+
+    def _publish(self) -> None:
+        self._gateway.status = self._engine.status()
+        self._published = time.monotonic()
+
+    def _publish_now_and_then(self) -> None:
+        if time.monotonic() - self._published > IDLE_S / 2:
+            self._publish()
+
+
+class _ProgressLog:
+    """A log line for each tenth of a rank's weights."""
+
+    def __init__(self) -> None:
+        self._tenths: dict[tuple[int, str], int] = {}
+
+    def __call__(self, rank: int, done: int, total: int, phase: str) -> None:
+        tenth = 10 * done // max(total, 1)
+        if tenth > self._tenths.get((rank, phase), -1):
+            self._tenths[rank, phase] = tenth
+            log.info("rank %d: %s %d%% of %.0f MiB", rank, phase, 10 * tenth, total / 2**20)
+
+
+def run_engine(settings: Settings, *, lifeline: bool = False) -> int:
+    """Serve until SIGTERM or SIGINT; with `lifeline` also until standard input closes. Returns the exit code.
+
+    Call from the main thread. Raises UsageError before anything is left running.
+    """
+    service = EngineService(settings)
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        if not service.stop():
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, handle)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if lifeline else handle)
+    if lifeline:
+        watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        return service.run()
+    except KeyboardInterrupt:
+        log.warning("stopped at once")
+        return 128 + signal.SIGTERM

@@ -1,0 +1,88 @@
+"""The only place that reads the process's environment.
+
+Everything else gets what it needs from here, so that a search in this file answers what the outside can change.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+SECRET_VARIABLES = ("TANDEM_API_KEY",)
+"""Never handed on to child processes: settings travel to them over a pipe."""
+
+EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RUNTIME_DIR")
+"""Variables with our prefix that are not made from the name of a setting."""
+
+_LONGEST_RUNTIME_DIR = 64
+"""Bytes. macOS allows 103 bytes for the path of a Unix socket; the socket's own name must fit behind this."""
+
+
+def variables() -> dict[str, str]:
+    """A copy of the whole environment."""
+    return dict(os.environ)
+
+
+def variable(name: str) -> str | None:
+    """One variable; None when it is unset or empty."""
+    return os.environ.get(name) or None
+
+
+def child_environment(overrides: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """The environment for a child process: ours without secrets, with `overrides` (None takes a variable away)."""
+    environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}
+    environment["PYTHONUNBUFFERED"] = "1"
+    for name, value in (overrides or {}).items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    return environment
+
+
+def runtime_dir() -> Path:
+    """Directory for this user's sockets: made on first use, mode 0700, short enough for Unix sockets.
+
+    TANDEM_RUNTIME_DIR, else `tandem` in XDG_RUNTIME_DIR, else one with the user's id in the temporary directory.
+    Raises PermissionError when the directory is not this user's own or is open to others.
+    """
+    explicit = variable("TANDEM_RUNTIME_DIR")
+    if explicit is not None:
+        return _private_dir(Path(explicit))
+    base = variable("XDG_RUNTIME_DIR")
+    if base is not None and os.access(base, os.W_OK | os.X_OK) and len(os.fsencode(base)) + 7 <= _LONGEST_RUNTIME_DIR:
+        return _private_dir(Path(base) / "tandem")
+    name = f"tandem-{os.getuid()}"
+    shared = Path(tempfile.gettempdir())
+    if len(os.fsencode(shared / name)) > _LONGEST_RUNTIME_DIR:
+        shared = Path("/tmp")  # the directory below it is private, and checked to be
+    return _private_dir(shared / name)
+
+
+def engine_socket_path(port: int) -> Path:
+    """Where the engine behind the api on `port` listens, unless the settings name another place."""
+    return runtime_dir() / f"engine-{port}.sock"
+
+
+def _private_dir(path: Path) -> Path:
+    """`path` as a directory that this user owns and nobody else can enter."""
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    info = path.lstat()
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o077:
+        raise PermissionError(f"{path} must be your own directory with mode 0700 (set TANDEM_RUNTIME_DIR to another)")
+    return path
+
+
+def cache_dir() -> Path:
+    """Directory for converted and downloaded models, not created here.
+
+    TANDEM_CACHE, else `tandem` in XDG_CACHE_HOME, else ~/.cache/tandem.
+    """
+    if (own := variable("TANDEM_CACHE")) is not None:
+        return Path(own).expanduser()
+    if (base := variable("XDG_CACHE_HOME")) is not None:
+        return Path(base).expanduser() / "tandem"
+    return Path.home() / ".cache" / "tandem"

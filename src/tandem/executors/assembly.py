@@ -1,0 +1,123 @@
+"""Builds a rank's runner from its specification, for rank processes and for the engine's own."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+
+from tandem.comm.group import StageGroup
+from tandem.errors import OutOfMemory
+from tandem.executors.base import StageSpec
+from tandem.models.description import ModelDescription, describe
+from tandem.models.files import ModelFiles
+from tandem.models.shard import Shard, plan_shards
+from tandem.models.stage import StageModel, load_stage
+from tandem.protocol.control import Ready
+from tandem.runner.links import Link
+from tandem.runner.prefix_store import trimmable
+from tandem.runner.runner import Runner
+
+log = logging.getLogger(__name__)
+
+CPU_CACHE_BYTES = 64 * 1024 * 1024
+GPU_CACHE_BYTES = 2 * 1024 * 1024 * 1024
+
+
+def on_gpu() -> bool:
+    """True when MLX computes on a GPU here."""
+    return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = None,
+               group: StageGroup | None = None, files: ModelFiles | None = None) -> StageModel:
+    """Load the layers that `spec` names, from `files` or the directory that it names. Raises ModelError."""
+    # MLX keeps freed buffers for reuse; without a limit a rank's memory would follow its largest prompt.
+    mx.set_cache_limit(GPU_CACHE_BYTES if on_gpu() else CPU_CACHE_BYTES)
+    files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
+    description = describe(files)
+    dequantize = spec.dequantize == "yes" or (spec.dequantize == "auto" and not on_gpu())
+    shard = shard_of(spec, description, dequantize)
+    _require_memory(spec, description, dequantize)
+    log.info("Loading sharded model: %s (%s)", spec.model_name, spec.label)
+    stage = load_stage(files, description, range(*spec.layers), dtype=spec.dtype, dequantize=dequantize,
+                       progress=progress, shard=shard, tensor_parallel=group)
+    log.info("Sharded model loaded successfully")
+    return stage
+
+
+def _require_memory(spec: StageSpec, description: ModelDescription, dequantize: bool) -> None:
+    share = 1 / spec.tp_size if spec.tensor_split is None else spec.tensor_split[spec.tp_rank] / sum(spec.tensor_split)
+    need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, share)
+    allowed = int(memory_bytes() * spec.memory_share)
+    if need > allowed:
+        raise OutOfMemory(
+            f"{spec.label} of {spec.model_name} needs {need / 2**20:.0f} MiB for its weights, and may use "
+            f"{allowed / 2**20:.0f} MiB here; add stages (--pipeline-parallel-size), use a smaller or quantised model, "
+            "or raise --memory-fraction", param="memory_fraction")
+
+
+def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -> Shard | None:
+    """This rank's part of the heads and widths; None for the whole of them. Raises LayoutError."""
+    if spec.tp_size == 1:
+        return None
+    shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize)
+    return shards[spec.tp_rank]
+
+
+def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float) -> int:
+    """Bytes in memory, estimated, of a rank's `share` of `layers`, with embedding and head at the ends.
+
+    The embedding is not divided.
+    """
+    stored = sum(description.layer_bytes[i] for i in layers) * share
+    stored += description.embed_bytes if layers.start == 0 else 0
+    stored += description.head_bytes * share if layers.stop == description.num_layers else 0
+    kind = dtype if dtype != "auto" else description.dtype if on_gpu() else "float32"
+    item = 4 if kind == "float32" else 2
+    if description.quantization:
+        bits = description.quantization["bits"] + 32 / description.quantization["group_size"]
+        return int(stored * (item * 8 / bits if dequantize else 1))
+    return int(stored * item / (4 if description.dtype == "float32" else 2))
+
+
+def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: StageGroup | None = None) -> Runner:
+    """A runner over `stage`."""
+    return Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
+                  group=group, samples=spec.samples)
+
+
+def ready_message(spec: StageSpec, stage: StageModel) -> Ready:
+    """What the engine must know of this rank's memory."""
+    per_token = 2 * stage.kv_width * len(stage.layers) * stage.dtype.size
+    return Ready(rank=spec.rank, weight_bytes=stage.nbytes, kv_bytes_per_token=per_token, memory_bytes=memory_bytes(),
+                 peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
+                 trimmable=trimmable(stage.make_caches()))
+
+
+def memory_bytes() -> int:
+    """Bytes of the memory that weights and KV live in."""
+    if on_gpu():
+        info = mx.device_info()
+        for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+            if key in info:
+                return int(info[key])
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has used: on the device if there is one, else resident."""
+    if on_gpu():
+        return int(mx.get_peak_memory())
+    if sys.platform == "linux":
+        # Not getrusage: its maximum is inherited from the parent process.
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

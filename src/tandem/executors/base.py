@@ -1,0 +1,120 @@
+"""What the engine needs of whatever executes its plans."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.step import StepPlan
+
+
+class StageSpec(Struct, frozen=True, kw_only=True):
+    """What one rank needs to know to build its part of the model; crosses to rank processes as JSON."""
+
+    model_path: str
+    model_name: str
+    rank: int
+    """Number in the gang; the ranks of a stage stand side by side."""
+    stage: int
+    stage_sizes: tuple[int, ...]
+    """Ranks of each stage."""
+    layers: tuple[int, int]
+    """First layer and one past the last."""
+    tensor_split: tuple[float, ...] | None
+    """Weights by which the stage's ranks share heads and widths; None for equal shares."""
+    lanes: int
+    dtype: str
+    dequantize: str
+    vocab_size: int
+    memory_share: float
+    """Share of its machine's memory that this rank may use."""
+    eos_token_ids: tuple[int, ...]
+    channel: str
+    backend: str
+    blas: str
+    log_level: str
+    weights_from: str = "local"
+    """`head`: from the engine's machine; `model_path` is a directory there."""
+    hub: str = ""
+    """Repository and commit (org/name@commit) from which the weights that are not here can be downloaded."""
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return len(self.stage_sizes)
+
+    @property
+    def tp_size(self) -> int:
+        """Ranks of this stage."""
+        return self.stage_sizes[self.stage]
+
+    @property
+    def tp_rank(self) -> int:
+        """Number within the stage; 0 leads it."""
+        return self.rank - sum(self.stage_sizes[:self.stage])
+
+    @property
+    def samples(self) -> bool:
+        """True for the one rank of the gang that chooses tokens: the leader of the last stage."""
+        return self.stage == self.stages - 1 and self.tp_rank == 0
+
+    @property
+    def downstream(self) -> list[int]:
+        """Ranks that this one sends to: activations to the next stage, tokens from the sampler to the first.
+
+        Every rank of a stage holds the same activations, so the ranks of the next one are shared out among them.
+        """
+        if self.stages == 1 or (self.stage == self.stages - 1 and not self.samples):
+            return []
+        target = (self.stage + 1) % self.stages
+        first = sum(self.stage_sizes[:target])
+        peers = range(self.stage_sizes[target])
+        if target == 0:
+            return [first + peer for peer in peers]
+        return [first + peer for peer in peers if peer % self.tp_size == self.tp_rank]
+
+    @property
+    def label(self) -> str:
+        """How log lines name the rank."""
+        part = f" part {self.tp_rank + 1}/{self.tp_size}" if self.tp_size > 1 else ""
+        return f"stage {self.stage + 1}/{self.stages} layers {self.layers[0]}-{self.layers[1] - 1}{part}"
+
+
+Progress = Callable[[int, int, int, str], None]
+"""Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""
+
+
+class Executor(ABC):
+    """A gang of ranks, or one in this process. Used by one thread."""
+
+    @abstractmethod
+    def start(self, progress: Progress | None = None) -> list[Ready]:
+        """Bring all ranks up, loaded and connected. Raises UsageError for what the user must mend, else RankFailure."""
+
+    @abstractmethod
+    def submit(self, plan: StepPlan) -> None:
+        """Send a plan to all ranks; returns before it is done. Raises RankFailure."""
+
+    @abstractmethod
+    def collect(self, timeout_s: float) -> list[Stepped]:
+        """What ranks have reported since the last call; waits up to `timeout_s` seconds for something.
+
+        Raises RankFailure when a rank has died, failed, or makes no progress.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all ranks, whatever their state, and release sockets. Idempotent; `start` may follow."""
+
+    @property
+    def wait_socket(self) -> object | None:
+        """A socket, ZeroMQ's or plain, that turns readable when `collect` has something; None before `start`."""
+        return None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process id of each rank."""
+        return []

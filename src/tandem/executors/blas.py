@@ -1,0 +1,50 @@
+"""A fast linear algebra library in front of the slow reference one that MLX's Linux CPU build is linked to.
+
+Symbols of a library loaded with RTLD_GLOBAL before MLX win over those of the one that MLX brings along. float32
+products then run 20 to 90 times as fast (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import glob
+import sys
+from pathlib import Path
+
+from tandem.errors import ConfigError
+
+CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libmkl_rt.so.2", "libblis.so.4")
+
+
+def preload_blas(choice: str) -> str | None:
+    """Load `choice` (`auto`, `none`, or a path) and return what was loaded, None for nothing.
+
+    Call before mlx is imported; on anything but Linux it does nothing, since MLX uses Accelerate there. Raises
+    ConfigError when a path that was asked for cannot be loaded or MLX is there already.
+    """
+    if choice == "none" or sys.platform != "linux":
+        return None
+    if choice != "auto":
+        if "mlx.core" in sys.modules:
+            raise ConfigError("--blas: MLX is loaded already; set it before anything imports mlx", param="blas")
+        try:
+            ctypes.CDLL(choice, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            raise ConfigError(f"--blas {choice}: {error}; give auto, none or a library's path", param="blas") from error
+        return choice
+    if "mlx.core" in sys.modules:
+        return None
+    for name in (*CANDIDATES, *glob.glob(str(Path(sys.prefix) / "lib" / "libmkl_rt.so.*"))):
+        try:
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+        except OSError:
+            continue
+        return name
+    return None
+
+
+def limit_threads(library: str | None, threads: int) -> None:
+    """Let a library that `preload_blas` loaded use so many threads. Only OpenBLAS has a call for it that we know."""
+    if library is not None and hasattr(loaded := ctypes.CDLL(library), "openblas_set_num_threads"):
+        loaded.openblas_set_num_threads(threads)

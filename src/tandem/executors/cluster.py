@@ -1,0 +1,256 @@
+"""Ranks in processes of their own, joined by the bus; whichever launcher placed them."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from tandem import errors
+from tandem.errors import RankFailure, TandemError, TransportError, UsageError
+from tandem.executors.base import Executor, Progress, StageSpec
+from tandem.executors.weights import serve_model
+from tandem.executors.worker import WorkerPayload
+from tandem.launchers.base import Launcher, RankProcess
+from tandem.launchers.worlds import World, make_world
+from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Plan, RankMessage, Ready, Stepped, Stop
+from tandem.protocol.step import StepPlan
+from tandem.transport.blobs import BlobServer
+from tandem.transport.bus import EngineBus
+from tandem.transport.security import ClusterKeys
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+"""Seconds between looks at whether the rank processes live."""
+STOP_GRACE_S = 2.0
+"""Seconds that ranks get to end by themselves."""
+
+
+class ClusterExecutor(Executor):
+    """One gang at a time: if any rank fails all are ended, and `start` makes a new gang with new keys and ports."""
+
+    def __init__(self, specs: list[StageSpec], launcher: Launcher, *, start_timeout_s: float,
+                 step_timeout_s: float) -> None:
+        self._specs = specs
+        self._launcher = launcher
+        self._start_timeout = start_timeout_s
+        self._step_timeout = step_timeout_s
+        self._processes: list[RankProcess] = []
+        self._bus: EngineBus | None = None
+        self._worlds: list[World] = []
+        self._blobs: BlobServer | None = None
+        self._generation = ""
+        self._under_way: deque[tuple[int, set[int]]] = deque()
+        """(step, ranks that have not reported it), oldest first."""
+        self._progress_at = 0.0
+
+    # --- start ---
+
+    def start(self, progress: Progress | None = None) -> list[Ready]:
+        """Launch, greet, connect and load. Ends the gang before it raises."""
+        self._generation = secrets.token_hex(8)
+        keys = ClusterKeys.generate()
+        self._bus = EngineBus(keys, self._launcher.bus_host)
+        try:
+            variables = self._make_worlds()
+            if self._specs[0].weights_from == "head":
+                self._blobs = serve_model(Path(self._specs[0].model_path), keys, self._launcher.bus_host)
+            for spec in self._specs:
+                payload = WorkerPayload(spec=spec, keys=keys, bus_endpoint=self._bus.endpoint,
+                                        channel_host=self._launcher.bus_host, generation=self._generation,
+                                        weights_endpoint=self._blobs.endpoint if self._blobs else "")
+                self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload),
+                                                            variables[spec.rank]))
+            deadline = time.monotonic() + self._start_timeout
+            hellos = self._gather_hellos(deadline)
+            self._broadcast(Connect([hello.endpoint for hello in hellos]))
+            ready = self._gather_ready(progress)
+            self._stop_serving()
+            return ready
+        except BaseException:
+            self.close()
+            raise
+
+    def _stop_serving(self) -> None:
+        if self._blobs is not None:
+            self._blobs.close()
+            self._blobs = None
+
+    def _make_worlds(self) -> list[dict[str, str]]:
+        """Environment of each rank: one MLX group for each stage of several ranks, or one over all stages when the
+        channel is MLX's."""
+        first = self._specs[0]
+        sizes = (len(self._specs),) if first.channel == "mlx" and first.stages > 1 else first.stage_sizes
+        backend = "ring" if first.channel == "mlx" and first.stages > 1 else first.backend
+        variables: list[dict[str, str]] = []
+        for size in sizes:
+            if size == 1:
+                variables.append({})
+                continue
+            world = make_world(backend, size, len(variables))
+            self._worlds.append(world)
+            variables += [world.variables(index) for index in range(size)]
+        return variables
+
+    def _gather_hellos(self, deadline: float) -> list[Hello]:
+        hellos: dict[int, Hello] = {}
+        while len(hellos) < len(self._specs):
+            message = self._next_before(deadline, "say hello", set(range(len(self._specs))) - set(hellos))
+            if isinstance(message, Hello):
+                hellos[message.rank] = message
+        first = hellos[0]
+        for rank, hello in hellos.items():
+            for name, version in hello.versions.items():
+                if version != first.versions[name]:
+                    raise UsageError(f"rank {rank} on {hello.host} runs {name} {version}, rank 0 on {first.host} "
+                                     f"{first.versions[name]}; install the same version on all hosts")
+        return [hellos[rank] for rank in sorted(hellos)]
+
+    def _gather_ready(self, progress: Progress | None) -> list[Ready]:
+        """Wait for all ranks; time runs from the last progress, for a large download may take hours."""
+        ready: dict[int, Ready] = {}
+        furthest: dict[tuple[int, str], int] = {}
+        deadline = time.monotonic() + self._start_timeout
+        while len(ready) < len(self._specs):
+            message = self._next_before(deadline, "load", set(range(len(self._specs))) - set(ready))
+            if isinstance(message, LoadProgress):
+                key = (message.rank, message.phase)
+                if message.done > furthest.get(key, 0):
+                    furthest[key] = message.done
+                    deadline = time.monotonic() + self._start_timeout
+                if progress is not None:
+                    progress(message.rank, message.done, message.total, message.phase)
+            elif isinstance(message, Ready):
+                ready[message.rank] = message
+        self._under_way.clear()
+        return [ready[rank] for rank in sorted(ready)]
+
+    def _next_before(self, deadline: float, what: str, missing: set[int]) -> RankMessage:
+        while True:
+            message = self._receive(POLL_S)
+            if message is not None:
+                return message
+            self._check_processes()
+            if time.monotonic() > deadline:
+                raise RankFailure(f"ranks {sorted(missing)} did not {what} within {self._start_timeout:.0f} s "
+                                  "(start_timeout)")
+
+    # --- steps ---
+
+    def submit(self, plan: StepPlan) -> None:
+        """Send the plan to every rank."""
+        if not self._under_way:
+            self._progress_at = time.monotonic()
+        self._under_way.append((plan.step_id, set(range(len(self._specs)))))
+        self._broadcast(Plan(plan))
+
+    def collect(self, timeout_s: float) -> list[Stepped]:
+        """Reports of ranks; looks after the processes and the progress of steps at least every 0.1 s."""
+        reports: list[Stepped] = []
+        message = self._receive(min(timeout_s, POLL_S))
+        while message is not None:
+            if isinstance(message, Stepped):
+                reports.append(message)
+                self._note_progress(message)
+            message = self._receive(0.0)
+        if not reports:
+            self._check_processes()
+            self._check_progress()
+        return reports
+
+    def _note_progress(self, report: Stepped) -> None:
+        self._progress_at = time.monotonic()
+        for step_id, ranks in self._under_way:
+            if step_id == report.step.step_id:
+                ranks.discard(report.step.rank)
+        while self._under_way and not self._under_way[0][1]:
+            self._under_way.popleft()
+
+    def _check_progress(self) -> None:
+        if self._under_way and time.monotonic() - self._progress_at > self._step_timeout:
+            step_id, ranks = self._under_way[0]
+            raise RankFailure(f"step {step_id} made no progress on ranks {sorted(ranks)} for "
+                              f"{self._step_timeout:.0f} s (step_timeout)", rank=min(ranks))
+
+    # --- the bus ---
+
+    def _broadcast(self, command: Plan | Connect | Stop) -> None:
+        assert self._bus is not None
+        for spec in self._specs:
+            try:
+                self._bus.send(spec.rank, self._generation, command)
+            except TransportError as error:
+                raise RankFailure(str(error), rank=spec.rank) from error
+
+    def _receive(self, timeout_s: float) -> RankMessage | None:
+        """Next message of this gang. A message that cannot be read is logged and dropped; Failure is raised."""
+        if self._bus is None:
+            raise RankFailure("the executor is not started")
+        try:
+            received = self._bus.receive(timeout_s)
+        except TransportError as error:
+            log.warning("%s; dropped", error)
+            return None
+        if received is None or not received[0].endswith(self._generation):
+            return None
+        message = received[1]
+        if isinstance(message, Failure):
+            raise self._translate(message)
+        return message
+
+    def _translate(self, failure: Failure) -> TandemError:
+        """A user's mistake that a rank found stays what it is; anything else is a failed rank."""
+        kind = getattr(errors, failure.kind, None)
+        if isinstance(kind, type) and issubclass(kind, UsageError):
+            return kind(f"rank {failure.rank}: {failure.message}")
+        log.debug("%s", failure.traceback)
+        return RankFailure(f"rank {failure.rank}: {failure.kind}: {failure.message}", rank=failure.rank,
+                           details=failure.traceback)
+
+    def _check_processes(self) -> None:
+        for rank, process in enumerate(self._processes):
+            if process.poll() is not None:
+                # Its last words may still be on the way.
+                while (received := self._bus.receive(0.2) if self._bus else None) is not None:
+                    if isinstance(received[1], Failure):
+                        raise self._translate(received[1])
+                raise RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank)
+
+    @property
+    def wait_socket(self) -> object | None:
+        """The bus's socket."""
+        return self._bus.socket if self._bus else None
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids in the order of ranks."""
+        return [process.pid for process in self._processes]
+
+    def close(self) -> None:
+        """Ask ranks to stop, then kill what is left: a stuck collective cannot be ended otherwise."""
+        if self._bus is not None:
+            for spec in self._specs:
+                try:
+                    self._bus.send(spec.rank, self._generation, Stop())
+                except TransportError:
+                    continue
+        idle = not self._under_way
+        deadline = time.monotonic() + (STOP_GRACE_S if idle else 0.0)
+        for process in self._processes:
+            if not process.wait(max(deadline - time.monotonic(), 0.0)):
+                process.kill()
+                process.wait(10.0)
+        self._processes = []
+        self._under_way.clear()
+        self._stop_serving()
+        if self._bus is not None:
+            self._bus.close()
+            self._bus = None
+        for world in self._worlds:
+            world.remove()
+        self._worlds.clear()

@@ -1,0 +1,81 @@
+"""The whole model on one device, run by threads of the engine's own process."""
+
+from __future__ import annotations
+
+import select
+from functools import partial
+
+from tandem.errors import RankFailure, UsageError
+from tandem.executors.assembly import build_runner, load_slice, peak_bytes, ready_message
+from tandem.executors.base import Executor, Progress, StageSpec
+from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
+from tandem.executors.weights import obtain_files
+from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.step import StepPlan
+from tandem.runner.runner import Runner
+
+POLL_S = 1.0
+STOP_S = 10.0
+
+
+class InlineExecutor(Executor):
+    """No bus, no channel, no second process. A step that hangs cannot be ended; that needs the cluster executor."""
+
+    def __init__(self, spec: StageSpec) -> None:
+        self._spec = spec
+        self._loop: RankLoop | None = None
+        self._mailbox: Mailbox | None = None
+
+    def start(self, progress: Progress | None = None) -> list[Ready]:
+        """Load the model into this process."""
+        self._mailbox = Mailbox()
+        self._loop = RankLoop(0, self._build, self._mailbox, peak_bytes)
+        while True:
+            for event in self._wait(POLL_S):
+                if isinstance(event, Loaded) and progress is not None:
+                    progress(0, event.done, event.total, event.phase)
+                elif isinstance(event, Ready):
+                    return [event]
+
+    def _build(self, progress: Report) -> tuple[Runner, Ready]:
+        # Whatever `weights_from` says: the engine's machine is this one.
+        files = obtain_files(self._spec, None, partial(progress, "fetch"))
+        stage = load_slice(self._spec, partial(progress, "load"), files=files)
+        return build_runner(self._spec, stage, None), ready_message(self._spec, stage)
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a step for the thread that owns the device."""
+        if self._loop is None:
+            raise RankFailure("the executor is not started", rank=0)
+        self._loop.submit(plan)
+
+    def collect(self, timeout_s: float) -> list[Stepped]:
+        """Steps that are done; waits up to `timeout_s` seconds for one."""
+        return [event for event in self._wait(timeout_s) if isinstance(event, Stepped)]
+
+    def _wait(self, timeout_s: float) -> list[Event]:
+        """Whatever MLX raises makes the runner's state worthless, so it counts as the rank's failure."""
+        if self._mailbox is None:
+            raise RankFailure("the executor is not started", rank=0)
+        select.select([self._mailbox.socket], [], [], timeout_s)
+        events = self._mailbox.take()
+        for event in events:
+            if isinstance(event, RankFailure | UsageError):
+                raise event
+            if isinstance(event, Exception):
+                raise RankFailure(f"rank 0: {type(event).__name__}: {event}", rank=0) from event
+        return events
+
+    @property
+    def wait_socket(self) -> object | None:
+        """Readable when a step is done."""
+        return self._mailbox.socket if self._mailbox else None
+
+    def close(self) -> None:
+        """Drop the model."""
+        if self._loop is not None:
+            self._loop.stop(STOP_S)
+            self._loop = None
+        if self._mailbox is not None:
+            self._mailbox.close()
+            self._mailbox = None

@@ -1,0 +1,122 @@
+"""A rank's two threads: one owns MLX and executes plans, the other waits for what they yield.
+
+While the device computes a step the next one is being built, and a step's tokens go out the moment they are there,
+on a CPU too, where dispatching a step takes nearly as long as computing it.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from msgspec import Struct
+
+from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.step import RankStep, StepPlan
+from tandem.runner.runner import PendingStep, Runner
+
+
+class Loaded(Struct, frozen=True):
+    """Weight bytes that one phase (`fetch` or `load`) has done, of all."""
+
+    phase: str
+    done: int
+    total: int
+
+
+Event = Loaded | Ready | Stepped | Exception
+
+
+class Mailbox:
+    """Events from threads to one reader, with a socket to poll for them."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.socket, self._bell = socket.socketpair()
+        self.socket.setblocking(False)
+
+    def put(self, event: Event) -> None:
+        """From any thread."""
+        self._events.put(event)
+        self._bell.send(b"!")
+
+    def take(self) -> list[Event]:
+        """Everything that is there; the reader's thread only."""
+        events = []
+        while not self._events.empty():
+            events.append(self._events.get())
+        try:
+            while len(self.socket.recv(4096)) == 4096:
+                pass
+        except BlockingIOError:
+            pass
+        # One that came between the two loops rings again only with the next: look once more.
+        while not self._events.empty():
+            events.append(self._events.get())
+        return events
+
+    def close(self) -> None:
+        """Close both sockets."""
+        self.socket.close()
+        self._bell.close()
+
+
+Report = Callable[[str, int, int], None]
+"""Called with phase, bytes done and bytes in all."""
+Build = Callable[[Report], tuple[Runner, Ready]]
+"""Loads the model, reporting how far it is, and returns the runner and what to tell the engine."""
+
+
+class RankLoop:
+    """Starts loading at once; plans are executed in the order of `submit`. Everything is reported to the mailbox."""
+
+    def __init__(self, rank: int, build: Build, mailbox: Mailbox, peak_bytes: Callable[[], int]) -> None:
+        self._rank = rank
+        self._build = build
+        self._mailbox = mailbox
+        self._peak_bytes = peak_bytes
+        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
+        self._finished_at = 0.0
+        self._threads = [threading.Thread(target=target, name=name, daemon=True)
+                         for target, name in ((self._compute, "mlx"), (self._report, "results"))]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, plan: StepPlan) -> None:
+        """Queue a plan; returns at once."""
+        self._plans.put(plan)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what is queued and end; False if that takes more than `timeout_s` seconds."""
+        self._plans.put(None)
+        deadline = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(deadline - time.monotonic(), 0.0))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _compute(self) -> None:
+        try:
+            runner, ready = self._build(lambda *progress: self._mailbox.put(Loaded(*progress)))
+            self._mailbox.put(ready)
+            while (plan := self._plans.get()) is not None:
+                self._steps.put(runner.execute(plan))
+        except Exception as error:  # noqa: BLE001 - the thread's border: whoever reads the mailbox decides
+            self._mailbox.put(error)
+        finally:
+            self._steps.put(None)
+
+    def _report(self) -> None:
+        try:
+            while (step := self._steps.get()) is not None:
+                result = step.finish()
+                now = time.perf_counter()
+                busy = max(now - max(step.started, self._finished_at) - step.waited, 0.0)
+                self._finished_at = now
+                account = RankStep(self._rank, step.plan.step_id, busy, step.kv_bytes, step.prefix_bytes, step.digest())
+                self._mailbox.put(Stepped(account, self._peak_bytes(), result))
+        except Exception as error:  # noqa: BLE001 - as above
+            self._mailbox.put(error)

@@ -1,0 +1,52 @@
+"""Where a rank's weights come from: its machine, the hub, or the engine's machine. No mlx."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from msgspec import Struct
+
+from tandem.errors import RankFailure, TransportError
+from tandem.executors.base import StageSpec
+from tandem.models.description import describe, read_headers, weight_files
+from tandem.models.files import METADATA, ModelFiles, download_files, hub_model
+from tandem.models.slice_cache import fetch_slice
+from tandem.models.slices import owned_files
+from tandem.transport.blobs import PATIENCE_S, BlobClient, BlobServer
+from tandem.transport.security import ClusterKeys
+
+
+class Head(Struct, frozen=True):
+    """Where the engine's machine serves its copy of the model."""
+
+    endpoint: str
+    keys: ClusterKeys
+
+
+def serve_model(directory: Path, keys: ClusterKeys, host: str) -> BlobServer:
+    """Serve config, tokenizer and weights of a model directory to the holders of `keys`. Raises `BrokenModel`."""
+    whole = [path for pattern in METADATA for path in directory.glob(pattern) if path.is_file()]
+    return BlobServer({*whole, *weight_files(directory)}, keys, host)
+
+
+def obtain_files(spec: StageSpec, head: Head | None, progress: Callable[[int, int], None], *,
+                 patience_s: float = PATIENCE_S) -> ModelFiles:
+    """Make the slice of the model that `spec` names available on this machine.
+
+    With `head` it comes from there, and the directory that `spec` names is not looked at. `progress` gets bytes that
+    are here and bytes in all. Raises RankFailure when the head says nothing for `patience_s` seconds, and UsageError.
+    """
+    layers = range(*spec.layers)
+    if head is not None:
+        client = BlobClient(head.endpoint, head.keys, patience_s=patience_s)
+        try:
+            return fetch_slice(client, spec.model_name, layers, progress)
+        except TransportError as error:
+            raise RankFailure(f"{spec.label}: {error.message}", rank=spec.rank) from error
+        finally:
+            client.close()
+    if spec.hub:
+        files = hub_model(spec.hub)
+        return download_files(files, owned_files(read_headers(files), layers, describe(files)), progress)
+    return ModelFiles(path=Path(spec.model_path), name=spec.model_name)

@@ -1,0 +1,184 @@
+"""Entry point of a rank process: `python -m tandem.executors.worker`, with its specification on standard input.
+
+A rank sleeps in a socket while it is idle, never in a collective. It does what plans say; whatever goes wrong ends it,
+with a `Failure` on the bus where that is still possible.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import traceback
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+import msgspec
+from msgspec import Struct
+
+from tandem.errors import RankFailure
+from tandem.executors.base import StageSpec
+from tandem.executors.blas import preload_blas
+from tandem.executors.weights import Head, obtain_files
+from tandem.launchers.process import receive_payload, watch_lifeline
+from tandem.log import set_up
+from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Plan, Ready, Stepped, Stop
+from tandem.transport.bus import RankBus
+from tandem.transport.channel import TcpChannel
+from tandem.transport.security import ClusterKeys
+from tandem.version import __version__
+
+if TYPE_CHECKING:
+    from tandem.executors.rank_loop import Mailbox, RankLoop, Report
+    from tandem.models.stage import StageModel
+    from tandem.runner.links import Link
+    from tandem.runner.runner import Runner
+
+log = logging.getLogger("tandem.executors.worker")
+
+VERSIONED = ("mlx", "mlx-lm")
+HELLO_SECONDS = 2.0
+"""A rank says hello again after so long: its first words may be lost while the engine's socket comes up."""
+
+
+Wrap = Callable[["StageModel"], "StageModel"]
+
+
+class WorkerPayload(Struct, frozen=True, kw_only=True):
+    """What the launcher hands over."""
+
+    spec: StageSpec
+    keys: ClusterKeys
+    bus_endpoint: str
+    channel_host: str
+    generation: str
+    weights_endpoint: str = ""
+    """Where the engine's machine serves the model; empty when the rank's own machine has it."""
+
+
+class Worker:
+    """The life of one rank: hello, connect, load, ready, steps, end."""
+
+    def __init__(self, payload: WorkerPayload, bus: RankBus, wrap: Wrap | None = None) -> None:
+        """`wrap` may put something around the loaded stage; it is called in the thread that owns MLX."""
+        self._wrap = wrap
+        self._payload = payload
+        self._spec = payload.spec
+        self._bus = bus
+        self._blas: str | None = None
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        spec = self._spec
+        channel = None
+        if spec.channel == "tcp" and spec.stages > 1:
+            channel = TcpChannel(self._payload.keys, self._payload.channel_host)
+        command = self._greet(channel)
+        if not isinstance(command, Connect):
+            return
+        self._blas = preload_blas(spec.blas)
+        from tandem.executors.assembly import peak_bytes  # imports mlx, after the BLAS
+        from tandem.executors.rank_loop import Mailbox, RankLoop
+
+        mailbox = Mailbox()
+        loop = RankLoop(spec.rank, lambda progress: self._build(command, channel, progress), mailbox, peak_bytes)
+        self._serve(loop, mailbox)
+
+    def _build(self, command: Connect, channel: TcpChannel | None,
+               progress: Report) -> tuple[Runner, Ready]:
+        """In the thread that owns MLX: connect to the neighbours, load, and say so."""
+        from tandem.comm.group import StageGroup
+        from tandem.executors.assembly import build_runner, load_slice, on_gpu, ready_message
+
+        link = self._connect(command, channel)
+        group = StageGroup(self._spec.backend, self._spec.tp_size) if self._spec.tp_size > 1 else None
+        if not on_gpu():
+            log.info("linear algebra: %s", self._blas or "MLX's own (slow: install OpenBLAS, or give --blas)")
+        endpoint = self._payload.weights_endpoint
+        files = obtain_files(self._spec, Head(endpoint, self._payload.keys) if endpoint else None,
+                             partial(progress, "fetch"))
+        stage = load_slice(self._spec, partial(progress, "load"), group, files)
+        if self._wrap is not None:
+            stage = self._wrap(stage)
+        log.info("Post-load barrier passed")
+        runner = build_runner(self._spec, stage, link, group)
+        log.info("BatchGenerator created, entering StepPlan loop")
+        return runner, ready_message(self._spec, stage)
+
+    def _greet(self, channel: TcpChannel | None) -> object:
+        hello = Hello(rank=self._spec.rank, token=self._payload.generation, pid=os.getpid(), host=socket.gethostname(),
+                      versions={"tandem": __version__, **{name: version(name) for name in VERSIONED}},
+                      endpoint=channel.endpoint if channel else "")
+        while True:
+            self._bus.send(hello)
+            command = self._bus.receive(HELLO_SECONDS)
+            if command is not None:
+                return command
+
+    def _connect(self, command: Connect, channel: TcpChannel | None) -> Link | None:
+        if channel is not None:
+            from tandem.runner.links import ChannelLink
+
+            channel.connect([command.endpoints[rank] for rank in self._spec.downstream])
+            return ChannelLink(channel)
+        if self._spec.stages == 1:
+            return None
+        from tandem.comm.ring import RingLink
+
+        return RingLink(self._spec.stages)
+
+    def _serve(self, loop: RankLoop, mailbox: Mailbox) -> None:
+        """Carry plans from the bus to the loop and reports back, asleep in between, until told to stop."""
+        from tandem.executors.rank_loop import Loaded
+
+        while True:
+            self._bus.wait(mailbox.socket)
+            for event in mailbox.take():
+                if isinstance(event, Exception):
+                    raise event
+                if isinstance(event, Loaded):
+                    self._bus.send(LoadProgress(self._spec.rank, event.done, event.total, event.phase))
+                elif isinstance(event, Stepped) and not self._spec.samples:
+                    self._bus.send(Stepped(event.step, event.peak_bytes))
+                else:
+                    self._bus.send(event)
+            while (command := self._bus.receive(0.0)) is not None:
+                if isinstance(command, Stop):
+                    return
+                if isinstance(command, Plan):
+                    loop.submit(command.plan)
+
+
+def main() -> None:
+    """Run a rank until its engine stops it, it fails, or the engine is gone."""
+    run_rank(msgspec.json.decode(receive_payload(), type=WorkerPayload))
+
+
+def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
+    """The rest of `main`, for entry points that are given more than a rank's payload. Ends the process."""
+    watch_lifeline()
+    # Ctrl-C goes to every process of a terminal; the engine ends its ranks itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    spec = payload.spec
+    set_up(spec.log_level, prefix=f"[Rank {spec.rank}]")
+    log.info("%s, pid %d", spec.label, os.getpid())
+    bus = RankBus(payload.bus_endpoint, payload.keys, spec.rank, payload.generation)
+    try:
+        Worker(payload, bus, wrap).run()
+    except Exception as error:  # noqa: BLE001 - the border of the process: failures cross it as data
+        message = str(error) or repr(error)
+        log.error("%s: %s", type(error).__name__, message)
+        details = error.details if isinstance(error, RankFailure) else ""
+        trace = "".join(traceback.format_exception(error))
+        bus.send(Failure(spec.rank, type(error).__name__, message, trace + details))
+        bus.close()
+        os._exit(1)
+    bus.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Child processes that never outlive their parent: Python modules with a payload and a lifeline on standard input."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+PR_SET_PDEATHSIG = 1
+
+
+class ChildProcess:
+    """A Python module in a process of its own.
+
+    The payload (settings and keys: nothing secret stands in arguments) goes first down its standard input, which then
+    stays open as a lifeline: when this process ends, however it ends, the pipe closes and the child goes too.
+    """
+
+    def __init__(self, module: str, payload: bytes, *, env: Mapping[str, str], name: str, arguments: Sequence[str] = (),
+                 pass_fds: Sequence[int] = ()) -> None:
+        """Start `python -m module arguments...`.
+
+        `payload` must not contain a newline; `env` is the child's whole environment, `pass_fds` are files that it
+        inherits.
+        """
+        self.name = name
+        self._process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE,
+                                         env=dict(env), start_new_session=True, pass_fds=tuple(pass_fds))
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(payload + b"\n")
+            self._process.stdin.flush()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.poll()
+
+    def describe_exit(self) -> str:
+        """How it ended, in words."""
+        code = self._process.returncode
+        if code is None:
+            return "is running"
+        return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+
+    def terminate(self) -> None:
+        """Ask it to end (SIGTERM)."""
+        if self.poll() is None:
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """End it at once (SIGKILL), a stopped one too."""
+        if self.poll() is None:
+            self._process.kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until it has ended; False if `timeout_s` seconds pass first. Closes the lifeline afterwards."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        return True
+
+
+def receive_payload() -> bytes:
+    """In the child: the payload that the parent sent. Call once, before `watch_lifeline`."""
+    return sys.stdin.buffer.readline().rstrip(b"\n")
+
+
+def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:
+    """In the child: when the parent is gone call `on_loss`, or exit at once if there is none.
+
+    A thread reads the pipe. Code that keeps the interpreter lock (MLX's ring start-up does) would stop it, so on Linux
+    the kernel is asked for a signal as well.
+    """
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        if on_loss is None:
+            os._exit(1)
+        on_loss()
+
+    if on_loss is None and sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    threading.Thread(target=wait, name="lifeline", daemon=True).start()

@@ -1,0 +1,59 @@
+"""Logging set-up, the same for every process: to stderr, one line a message, each with the process's own prefix.
+
+Rich output on a terminal, plain lines with time and level otherwise. Prompts, answers and keys are never logged; that
+is kept where messages are written, not here.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+ROOT = "tandem"
+"""Name of the logger above all of ours."""
+
+
+class _Prefix(logging.Filter):
+    """Puts the process's prefix before each message. It may change while the process runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text = ""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.prefix = f"{self.text} " if self.text else ""
+        return True
+
+
+_prefix = _Prefix()
+
+
+def set_up(level: str = "INFO", *, prefix: str = "") -> None:
+    """Send this process's log to stderr. `level` is that of Tandem's own messages; libraries log from WARNING on.
+
+    Calling it again replaces what an earlier call set up.
+    """
+    handler: logging.Handler
+    if sys.stderr.isatty():
+        handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
+        handler.setFormatter(logging.Formatter("%(prefix)s%(message)s", datefmt="%H:%M:%S"))
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(prefix)s%(message)s"))
+    handler.addFilter(_prefix)
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        if any(isinstance(known, _Prefix) for known in old.filters):
+            root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger(ROOT).setLevel(level)
+    set_prefix(prefix)
+
+
+def set_prefix(prefix: str) -> None:
+    """Text before every message of this process, such as `[Rank 0] stage 1/2 layers 0-14`."""
+    _prefix.text = prefix

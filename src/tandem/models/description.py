@@ -1,0 +1,299 @@
+"""What a model is, read from `config.json` and the headers of its weight files. No weights are read, no mlx."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.errors import BrokenModel, UnsupportedModel
+from tandem.models.families.sharding import SHARDING, Width
+from tandem.models.families.table import FAMILIES, Family
+from tandem.models.files import ModelFiles
+from tandem.models.safetensors import TensorInfo, read_header
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embed_in")
+_HEADS = ("lm_head", "output", "embed_out")
+_SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
+_FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "model_max_length")
+_DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
+_EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
+_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+_HF_QUANT = {
+    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
+    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDescription:
+    """The facts that placement, admission and loading need."""
+
+    family: str
+    """`model_type` of config.json."""
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    """Rows of the embedding, which may be more than the tokenizer has."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    """Most tokens of prompt and output together that the model was made for."""
+    dtype: str
+    """Stored type of the weights that are not packed: bfloat16, float16 or float32."""
+    quantization: dict[str, Any] | None
+    """MLX's quantisation settings (group_size, bits, mode, per-layer exceptions)."""
+    tied_head: bool
+    """The output projection is the embedding, so the last stage needs the embedding too."""
+    layer_bytes: tuple[int, ...]
+    """Stored bytes of each layer."""
+    embed_bytes: int
+    head_bytes: int
+    """Stored bytes of everything else that the last stage holds; without the embedding, even where it is tied."""
+    eos_token_ids: tuple[int, ...]
+    """From config.json and generation_config.json."""
+    mlp_width: int = 0
+    """Intermediate width of the dense MLPs; this and the next three are 0 where the family has no such thing, or
+    cannot be divided for tensor parallelism."""
+    expert_width: int = 0
+    """Intermediate width of one expert."""
+    shared_width: int = 0
+    """Intermediate width of the shared experts together."""
+    num_experts: int = 0
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """`config.json` of a model directory. Raises `BrokenModel`."""
+    return _read_json(path / "config.json")
+
+
+def describe(files: ModelFiles) -> ModelDescription:
+    """Read and check a model, of which only headers need be here.
+
+    Raises `BrokenModel` for damaged files, `UnsupportedModel` for what cannot be run.
+    """
+    config = read_config(files.path)
+    name = config.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None or "text_config" in config:
+        raise UnsupportedModel(
+            f"{files.name}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}",
+            param="model",
+        )
+    quantization = read_quantization(config, files.name)
+    tensors = {name: info for header in read_headers(files).values() for name, info in header.items()}
+    facts = _Facts(files.path, family, config)
+    layers, embed, norm, head = _bytes(tensors, facts.num_layers, files.path)
+    tied = _tied(family, config, has_head=head > 0)
+    return ModelDescription(
+        family=str(name),
+        num_layers=facts.num_layers,
+        hidden_size=facts.hidden_size,
+        vocab_size=facts.number("vocab_size"),
+        num_heads=facts.num_heads,
+        num_kv_heads=facts.number("num_key_value_heads", facts.num_heads),
+        head_dim=facts.number("head_dim", facts.hidden_size // facts.num_heads),
+        max_context=facts.max_context(),
+        dtype=_stored_dtype(tensors),
+        quantization=quantization,
+        tied_head=tied,
+        layer_bytes=layers,
+        embed_bytes=embed,
+        head_bytes=norm if tied else norm + head,
+        eos_token_ids=eos_token_ids(files.path),
+        **facts.widths(str(name)),
+    )
+
+
+class _Facts:
+    """Whole numbers of config.json, under the names that the families use."""
+
+    def __init__(self, path: Path, family: Family, config: dict[str, Any]) -> None:
+        self._path, self._config = path, {**family.defaults, **config}
+        layers = "num_hidden_layers" if "num_hidden_layers" in self._config else "num_layers"
+        self.num_layers = self.number(layers)
+        self.hidden_size = self.number("hidden_size")
+        self.num_heads = self.number("num_attention_heads")
+
+    def number(self, key: str, default: int | None = None) -> int:
+        value = self._config.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise BrokenModel(
+                f"{self._path}/config.json: {key} must be a positive whole number, is {value!r}", param=key
+            )
+        return value
+
+    def widths(self, name: str) -> dict[str, int]:
+        sharding = SHARDING.get(name)
+        if sharding is None:
+            return {}
+        experts = self._product(sharding.experts)
+        return {
+            "mlp_width": self._product(sharding.mlp),
+            "expert_width": experts,
+            "shared_width": self._product(sharding.shared),
+            "num_experts": self._product((_EXPERT_COUNTS,)) if experts else 0,
+        }
+
+    def _product(self, width: Width) -> int:
+        """0 for a width that is empty, or whose keys are not there or not whole numbers."""
+        product = 1 if width else 0
+        for factor in width:
+            found: Any = factor
+            if isinstance(factor, str):
+                found = next((v for v in map(self._config.get, factor.split("|")) if v is not None), 0)
+            product *= found if isinstance(found, int) and not isinstance(found, bool) else 0
+        return product
+
+    def max_context(self) -> int:
+        for key in _CONTEXT_KEYS:
+            if self._config.get(key) is not None:
+                return self.number(key)
+        return _DEFAULT_CONTEXT
+
+
+def read_quantization(config: dict[str, Any], name: str) -> dict[str, Any] | None:
+    """MLX's quantisation settings of a config, or None. Raises `UnsupportedModel` naming the method."""
+    settings = config.get("quantization")
+    if settings is None:
+        foreign = config.get("quantization_config")
+        if not foreign:
+            return None
+        method = foreign.get("quant_method") if isinstance(foreign, dict) else foreign
+        settings = _HF_QUANT.get(str(method))
+        if settings is None:
+            raise UnsupportedModel(
+                f"{name}: quantisation {method!r} is not supported; use a model in MLX format, or convert one with "
+                "`mlx_lm.convert`",
+                param="model",
+            )
+    ok = isinstance(settings, dict) and isinstance(settings.get("group_size"), int)
+    if not ok or not isinstance(settings.get("bits"), int) or settings.get("mode", "affine") not in _MODES:
+        raise UnsupportedModel(f"{name}: quantization settings {settings!r} are not MLX's", param="model")
+    return dict(settings)
+
+
+def eos_token_ids(path: Path) -> tuple[int, ...]:
+    """End-of-sequence ids of config.json and generation_config.json together, in ascending order."""
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        if not (path / name).exists():
+            continue
+        value = _read_json(path / name).get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+    return tuple(sorted(found))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BrokenModel(f"{path}: cannot be read: {error.strerror or error}", param=path.name) from error
+    except ValueError as error:
+        raise BrokenModel(f"{path}: is not valid JSON: {error}", param=path.name) from error
+    if not isinstance(value, dict):
+        raise BrokenModel(f"{path}: must hold a JSON object", param=path.name)
+    return value
+
+
+def weight_files(path: Path) -> tuple[Path, ...]:
+    """The weight files of a model directory, all present. Raises `BrokenModel` naming one that is missing."""
+    names = weight_names(path)
+    if not names:
+        names = sorted(p.name for p in path.glob("model*.safetensors"))
+        names = sorted({*names, *(s for n in names for s in _siblings(n))})
+    if not names:
+        raise BrokenModel(f"{path}: has no model*.safetensors", param="model")
+    for name in names:
+        if not (path / name).is_file():
+            raise BrokenModel(f"{path / name}: is missing; download or copy the model again", param=name)
+    return tuple(path / name for name in names)
+
+
+def weight_names(path: Path) -> list[str]:
+    """Names of the weight files in the index of a model directory; empty where there is no index.
+
+    Raises `BrokenModel` for an index that names none, or one outside the directory.
+    """
+    index = path / "model.safetensors.index.json"
+    if not index.exists():
+        return []
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise BrokenModel(f"{index}: has no weight_map", param=index.name)
+    names = sorted({str(name) for name in weight_map.values()})
+    if bad := [name for name in names if Path(name).name != name]:
+        raise BrokenModel(f"{index}: names {bad[0]}, which is not a file of this directory", param=index.name)
+    return names
+
+
+def _siblings(name: str) -> list[str]:
+    match = _SHARD.match(name)
+    if not match:
+        return []
+    count = int(match[3])
+    return [f"{match[1]}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
+
+
+def read_headers(files: ModelFiles) -> dict[str, dict[str, TensorInfo]]:
+    """All tensors of the model by name of the weight file; checks the files that are here. Raises `BrokenModel`."""
+    if files.headers is None:
+        return {file.name: read_header(file) for file in weight_files(files.path)}
+    for file in files.weights:
+        read_header(file)
+    return {file.name: read_header(file, header_only=True) for file in sorted(files.headers.glob("*.safetensors"))}
+
+
+def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head", "rest"] | None:
+    """What a stored tensor belongs to: a layer, the embedding, the output projection, or the rest (the final norm).
+
+    None for layers that are not loaded (multi-token prediction).
+    """
+    parts = name.split(".")
+    if match := _LAYER.search(name):
+        number = int(match[1])
+        return number if number < num_layers and "mtp_layers" not in parts else None
+    if any(part in _EMBEDDINGS for part in parts):
+        return "embed"
+    return "head" if any(part in _HEADS for part in parts) else "rest"
+
+
+def _bytes(tensors: dict[str, TensorInfo], count: int, path: Path) -> tuple[tuple[int, ...], int, int, int]:
+    """Stored bytes: per layer, of the embedding, of the rest (the final norm), and of the head (0 if none)."""
+    layers, others = [0] * count, {"embed": 0, "rest": 0, "head": 0}
+    for name, info in tensors.items():
+        part = part_of_tensor(name, count)
+        if isinstance(part, int):
+            layers[part] += info.nbytes
+        elif part is not None:
+            others[part] += info.nbytes
+    if 0 in layers:
+        raise BrokenModel(f"{path}: no weights of layer {layers.index(0)} of {count}", param="model")
+    return tuple(layers), others["embed"], others["rest"], others["head"]
+
+
+def _stored_dtype(tensors: dict[str, TensorInfo]) -> str:
+    """The embedding's type, which the activations have; where it is packed without float scales, the commonest."""
+    sizes: dict[str, int] = {}
+    for name, info in tensors.items():
+        if info.dtype in _FLOATS:
+            if any(part in _EMBEDDINGS for part in name.split(".")):
+                return _FLOATS[info.dtype]
+            sizes[info.dtype] = sizes.get(info.dtype, 0) + info.nbytes
+    return _FLOATS[max(sizes, key=lambda k: sizes[k])] if sizes else "bfloat16"
+
+
+def _tied(family: Family, config: dict[str, Any], *, has_head: bool) -> bool:
+    if family.tied == "file":
+        return not has_head
+    if family.tied in ("always", "never"):
+        return family.tied == "always"
+    value = config.get("tie_word_embeddings")
+    return bool(value) if value is not None else family.tied == "config-true"

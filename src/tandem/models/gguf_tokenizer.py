@@ -1,0 +1,123 @@
+"""tokenizer.json and tokenizer_config.json from a GGUF file's metadata (tokenizers library, no mlx)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from tandem.errors import BrokenModel, UnsupportedModel
+
+_UNKNOWN, _CONTROL, _USER = 2, 3, 4  # tokenizer.ggml.token_type
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_PATTERNS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
+_PLAIN = ("gpt-2", "default")
+
+
+def write_tokenizer(metadata: dict[str, Any], directory: Path, source: str) -> None:
+    """Write both files. Raises `UnsupportedModel` for a tokenizer model or pre-tokeniser that is not known."""
+    tokens = metadata.get("tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not tokens:
+        raise BrokenModel(f"{source}: has no tokenizer (tokenizer.ggml.tokens)", param="model")
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer = _byte_level(metadata, tokens, source)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(metadata, tokens)
+    else:
+        raise UnsupportedModel(
+            f"{source}: tokenizer model {kind!r} is not supported (gpt2 and llama are)", param="model"
+        )
+    types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
+    control = [t for t, k in zip(tokens, types, strict=True) if k in (_CONTROL, _UNKNOWN)]
+    user = [t for t, k in zip(tokens, types, strict=True) if k == _USER]
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in control])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in user])
+    _add_bos(tokenizer, metadata, tokens)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    config = _config(metadata, tokens)
+    (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
+
+
+def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    steps: list[Any]
+    if pre == "smollm":
+        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    elif pre in _PATTERNS:
+        steps = [pre_tokenizers.Split(Regex(_PATTERNS[pre]), "isolated"), bytes_only]
+    elif pre in _PLAIN:
+        steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    else:
+        known = ", ".join(("smollm", *_PATTERNS, *_PLAIN))
+        raise UnsupportedModel(
+            f"{source}: pre-tokeniser {pre!r} is not supported; supported are {known}", param="model"
+        )
+    merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
+    """SentencePiece BPE: the order of merges follows from the scores (as transformers' converter derives it)."""
+    vocab = {token: i for i, token in enumerate(tokens)}
+    scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        local = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+        local.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges += [(score, pair) for pair in local]
+    merges.sort(key=lambda entry: entry[0], reverse=True)
+    unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
+    model = models.BPE(vocab=vocab, merges=[p for _, p in merges], byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    tokenizer = Tokenizer(model)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    space = normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if prefix else space
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _adds_bos(metadata: dict[str, Any]) -> bool:
+    default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", default)) and "tokenizer.ggml.bos_token_id" in metadata
+
+
+def _add_bos(tokenizer: Tokenizer, metadata: dict[str, Any], tokens: list[str]) -> None:
+    if _adds_bos(metadata):
+        bos = metadata["tokenizer.ggml.bos_token_id"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]} $A", pair=f"{tokens[bos]} $A $B", special_tokens=[(tokens[bos], bos)]
+        )
+
+
+def _config(metadata: dict[str, Any], tokens: list[str]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": _adds_bos(metadata),
+    }
+    for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if isinstance(index, int) and index < len(tokens):
+            config[f"{name}_token"] = tokens[index]
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    return config

@@ -1,0 +1,35 @@
+"""How much of a mixture-of-experts model is experts, from config.json and the headers of its weights. No mlx."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tandem.models.description import ModelDescription, read_config, weight_files
+from tandem.models.files import ModelFiles
+from tandem.models.planner_types import Experts
+from tandem.models.safetensors import read_header
+
+_COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_USED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+_ROUTED = re.compile(r"\.(?:experts|switch_mlp|switch_glu|input_linear|output_linear)\.")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+
+
+def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | None:
+    """The routed experts of a model, None for a dense one. Raises `BrokenModel`."""
+    config = read_config(files.path)
+    count, used = _first(config, _COUNT), _first(config, _USED)
+    if not count or not used or used > count:
+        return None
+    layers = [0] * description.num_layers
+    for file in weight_files(files.path):
+        for name, tensor in read_header(file).items():
+            match = _LAYER.search(name)
+            if match and _ROUTED.search(name) and int(match[1]) < len(layers):
+                layers[int(match[1])] += tensor.nbytes
+    return Experts(count=count, used=used, layer_bytes=tuple(layers)) if any(layers) else None
+
+
+def _first(config: dict[str, Any], names: tuple[str, ...]) -> int:
+    return next((config[n] for n in names if isinstance(config.get(n), int)), 0)

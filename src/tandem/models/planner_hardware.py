@@ -1,0 +1,173 @@
+"""Machines and links as the planner sees them, with presets. Pure.
+
+Bandwidth and FLOP/s of the presets are nominal: published or commonly reported peaks, never reached in practice, which
+is why the cost model scales them (`planner_cost`). docs/planning.md names where each figure comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.errors import LayoutError
+
+GIB = 2**30
+GPU_RUNTIME_OVERHEAD = 60e-6
+"""Seconds a layer and step that a GPU spends on launches instead of reading weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """One machine, which holds at most one rank of a layout."""
+
+    name: str
+    memory: int
+    """Bytes that MLX may use for weights and KV; on Apple silicon less than is installed (`gpu_memory`)."""
+    bandwidth: float
+    """Memory bandwidth in bytes a second."""
+    flops: float
+    """Matrix multiplication rate in FLOP/s, in the type that the model computes in."""
+    gpu: bool = True
+    """Computes on a GPU: half precision and quantised products are fast there, and slow on a CPU."""
+    layer_overhead: float = GPU_RUNTIME_OVERHEAD
+    """Seconds per layer and step besides reading and multiplying (kernel launches)."""
+    measured: bool = False
+    """Bandwidth and FLOP/s were measured with MLX, so they are not scaled down."""
+    chip: str = ""
+    """Preset that the figures come from, if any."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """What joins machines: time of a message = latency + bytes / bandwidth."""
+
+    name: str
+    latency: float
+    """Seconds that a small message takes, software included."""
+    bandwidth: float
+    """Bytes a second in one direction."""
+    mesh: bool = False
+    """Every pair of machines has a direct link and uses it at once (MLX's jaccl); else collectives run in a ring."""
+    between: tuple[str, str] | None = None
+    """The two machines that it joins; None: any two that no other link names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """Nominal figures of a chip in its largest version."""
+
+    bandwidth: float
+    """GB/s (10**9 bytes)."""
+    tflops: float
+    gpu: bool = True
+    layer_overhead: float = GPU_RUNTIME_OVERHEAD
+    apple: bool = True
+
+
+CHIPS: dict[str, Chip] = {
+    "m1": Chip(bandwidth=68, tflops=2.6),
+    "m1-pro": Chip(bandwidth=200, tflops=5.2),
+    "m1-max": Chip(bandwidth=400, tflops=10.4),
+    "m1-ultra": Chip(bandwidth=800, tflops=21.0),
+    "m2": Chip(bandwidth=100, tflops=3.6),
+    "m2-pro": Chip(bandwidth=200, tflops=6.8),
+    "m2-max": Chip(bandwidth=400, tflops=13.6),
+    "m2-ultra": Chip(bandwidth=800, tflops=27.2),
+    "m3": Chip(bandwidth=100, tflops=4.1),
+    "m3-pro": Chip(bandwidth=150, tflops=7.4),
+    "m3-max": Chip(bandwidth=400, tflops=14.2),
+    "m3-ultra": Chip(bandwidth=819, tflops=28.4),
+    "m4": Chip(bandwidth=120, tflops=4.6),
+    "m4-pro": Chip(bandwidth=273, tflops=9.2),
+    "m4-max": Chip(bandwidth=546, tflops=18.4),
+    "m5": Chip(bandwidth=153, tflops=13.0),
+    "m5-pro": Chip(bandwidth=307, tflops=27.0),
+    "m5-max": Chip(bandwidth=614, tflops=55.0),
+    "h200": Chip(bandwidth=4800, tflops=989.0, layer_overhead=36e-6, apple=False),
+    "cpu": Chip(bandwidth=20, tflops=0.1, gpu=False, layer_overhead=500e-6, apple=False),
+}
+"""By the name that `--hosts` takes. GPU FLOP/s of Apple chips are reported ones; `cpu` is a coarse guess for a few
+cores with a fast BLAS."""
+
+LINKS: dict[str, Link] = {
+    "thunderbolt5-rdma": Link(name="thunderbolt5-rdma", latency=25e-6, bandwidth=8.0e9, mesh=True),
+    "thunderbolt5-tcp": Link(name="thunderbolt5-tcp", latency=150e-6, bandwidth=6.5e9),
+    "thunderbolt4-tcp": Link(name="thunderbolt4-tcp", latency=150e-6, bandwidth=2.5e9),
+    "10gbe": Link(name="10gbe", latency=100e-6, bandwidth=1.17e9),
+    "1gbe": Link(name="1gbe", latency=150e-6, bandwidth=0.117e9),
+    "wifi": Link(name="wifi", latency=3e-3, bandwidth=0.05e9),
+    "loopback": Link(name="loopback", latency=70e-6, bandwidth=2.0e9),
+    "nvlink": Link(name="nvlink", latency=60e-6, bandwidth=100e9, mesh=True),
+}
+"""By the name that `--link` takes."""
+
+
+def gpu_memory(installed: int) -> int:
+    """Bytes that Metal lets a GPU use by default of `installed` bytes: 2/3 up to 32 GiB, 3/4 above.
+
+    Some macOS versions allow more (84 % of 128 GiB was reported), and `sysctl iogpu.wired_limit_mb` changes it: a
+    machine's own figure is `max_recommended_working_set_size` of `mlx.core.device_info()`.
+    """
+    return installed * 2 // 3 if installed <= 32 * GIB else installed * 3 // 4
+
+
+def machine(name: str, installed: int, chip: str) -> Machine:
+    """A machine with `installed` bytes of memory and a preset's figures. Raises `LayoutError` for an unknown chip."""
+    preset = CHIPS.get(chip.lower())
+    if preset is None:
+        raise LayoutError(f"{name}: chip {chip!r} is not one of {', '.join(CHIPS)}", param="hosts")
+    return Machine(
+        name=name,
+        memory=gpu_memory(installed) if preset.apple else installed,
+        bandwidth=preset.bandwidth * 1e9,
+        flops=preset.tflops * 1e12,
+        gpu=preset.gpu,
+        layer_overhead=preset.layer_overhead,
+        chip=chip.lower(),
+    )
+
+
+def link(name: str) -> Link:
+    """A preset link. Raises `LayoutError` for an unknown name."""
+    preset = LINKS.get(name.lower())
+    if preset is None:
+        raise LayoutError(f"--link {name}: is not one of {', '.join(LINKS)}", param="link")
+    return preset
+
+
+class Network:
+    """The link between any two machines, by their positions."""
+
+    def __init__(self, machines: Sequence[Machine], links: Sequence[Link]) -> None:
+        """Raises `LayoutError` for a link that names an unknown machine."""
+        names = [m.name for m in machines]
+        default = None
+        self._pairs: dict[frozenset[int], Link] = {}
+        for item in links:
+            if item.between is None:
+                default = item
+                continue
+            missing = [n for n in item.between if n not in names]
+            if missing:
+                raise LayoutError(f"link {item.name} names {missing[0]}, which is not a host", param="link")
+            self._pairs[frozenset(names.index(n) for n in item.between)] = item
+        self._default = default
+        self.uniform = not self._pairs
+        """All pairs have the same link."""
+
+    def between(self, a: int, b: int) -> Link | None:
+        """The link of two machines; None if they are not joined."""
+        return self._pairs.get(frozenset((a, b)), self._default)
+
+    def worst(self, group: Sequence[int]) -> Link | None:
+        """The slowest properties found on any link inside a group of two or more; None if a pair is not joined."""
+        found = [self.between(a, b) for i, a in enumerate(group) for b in group[i + 1 :]]
+        known = [x for x in found if x is not None]
+        if len(known) < len(found):
+            return None
+        return Link(
+            name=max(known, key=lambda x: x.latency).name,
+            latency=max(x.latency for x in known),
+            bandwidth=min(x.bandwidth for x in known),
+            mesh=all(x.mesh for x in known),
+        )

@@ -1,0 +1,45 @@
+"""How the machines of a stage can divide its layers: what the sharding rules allow, for the planner. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.errors import LayoutError
+from tandem.models.description import ModelDescription
+from tandem.models.shard import plan_shards
+
+_LOPSIDED = 1e9
+
+
+class Divider:
+    """Asks `plan_shards`, and remembers the answers."""
+
+    def __init__(self, description: ModelDescription, *, dequantize: bool) -> None:
+        self._description, self._dequantize = description, dequantize
+        self._heads: dict[tuple[float, ...], tuple[int, ...] | None] = {}
+        self._refusals: dict[int, str | None] = {}
+        least = self.heads((1.0, _LOPSIDED))
+        step = least[0] if least else 0
+        self.step = step if step and description.num_kv_heads % step == 0 else 0
+        """Kv heads between places where attention can be cut; 0 where it cannot, or not evenly."""
+
+    def heads(self, shares: Sequence[float]) -> tuple[int, ...] | None:
+        """Kv heads of each machine with these shares; None where the layers cannot be divided so."""
+        key = tuple(shares)
+        if key not in self._heads:
+            try:
+                shards = plan_shards(self._description, len(key), weights=key, dequantize=self._dequantize)
+                self._heads[key] = tuple(len(s.kv_heads) for s in shards)
+            except LayoutError:
+                self._heads[key] = None
+        return self._heads[key]
+
+    def refusal(self, size: int) -> str | None:
+        """Why `size` machines cannot share a layer, or None if they can."""
+        if size not in self._refusals:
+            try:
+                plan_shards(self._description, size, dequantize=self._dequantize)
+                self._refusals[size] = None
+            except LayoutError as error:
+                self._refusals[size] = error.message
+        return self._refusals[size]

@@ -1,0 +1,120 @@
+"""Headers of safetensors files, and a writer that holds one tensor at a time. No mlx.
+
+Format: 8 bytes little-endian header length, JSON header, data (https://github.com/huggingface/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.errors import BrokenModel
+
+_MAX_HEADER = 100_000_000  # bytes, the format's own limit
+_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor as the header describes it."""
+
+    dtype: str
+    """Such as BF16, U32."""
+    shape: tuple[int, ...]
+    nbytes: int
+    offset: int = 0
+    """Bytes from the start of the file to the data."""
+
+
+def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInfo]:
+    """Tensors of one file; with `header_only` of a copy that ends behind the header.
+
+    Raises `BrokenModel` when the file's length contradicts its header.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+            if not 0 < length <= min(_MAX_HEADER, size - 8):
+                raise _broken(path, f"it is {size} bytes long and has no valid header")
+            raw = json.loads(file.read(length))
+        tensors, end = _tensors(raw, 8 + length)
+    except OSError as error:
+        raise BrokenModel(f"{path}: cannot be read: {error.strerror or error}", param=str(path)) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _broken(path, "its header is not valid") from error
+    described = 8 + length + (0 if header_only else end)
+    if described != size:
+        raise _broken(path, f"its header describes {described} bytes but the file has {size}")
+    return tensors
+
+
+def header_length(start: bytes) -> int:
+    """Bytes of a file's header, its length field included, from the first 8 bytes. Raises ValueError."""
+    length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+    if not 0 < length <= _MAX_HEADER:
+        raise ValueError("has no valid safetensors header")
+    return 8 + int(length)
+
+
+def encode_header(tensors: Mapping[str, TensorInfo]) -> bytes:
+    """The start of a file, up to its data, that holds `tensors`, with their `offset` counted from the data's start."""
+    header: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    for name, tensor in tensors.items():
+        offsets = [tensor.offset, tensor.offset + tensor.nbytes]
+        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": offsets}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _tensors(raw: dict[str, Any], data: int) -> tuple[dict[str, TensorInfo], int]:
+    tensors, end = {}, 0
+    for name, entry in raw.items():
+        if name == "__metadata__":
+            continue
+        first, last = entry["data_offsets"]
+        shape = tuple(int(n) for n in entry["shape"])
+        tensors[name] = TensorInfo(str(entry["dtype"]), shape, int(last) - int(first), data + int(first))
+        end = max(end, int(last))
+    return tensors, end
+
+
+def _broken(path: Path, why: str) -> BrokenModel:
+    return BrokenModel(f"{path}: truncated or damaged: {why}; download or copy it again", param=str(path))
+
+
+@dataclass(frozen=True)
+class PendingTensor:
+    """A tensor to be written: type and shape are known, `data` is computed when its turn comes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: Callable[[], np.ndarray]
+    """C-contiguous once called; its bytes are what is written."""
+
+
+def write_safetensors(path: Path, tensors: Iterable[PendingTensor]) -> None:
+    """Write a file that mlx and others load. Peak memory is one tensor."""
+    pending = list(tensors)
+    header: dict[str, TensorInfo] = {}
+    offset = 0
+    for tensor in pending:
+        nbytes = _SIZES[tensor.dtype] * int(np.prod(tensor.shape, dtype=np.int64))
+        header[tensor.name] = TensorInfo(tensor.dtype, tensor.shape, nbytes, offset)
+        offset += nbytes
+    with path.open("wb") as file:
+        file.write(encode_header(header))
+        for tensor in pending:
+            data = np.ascontiguousarray(tensor.data())
+            if data.nbytes != header[tensor.name].nbytes:
+                raise ValueError(f"{tensor.name}: {data.nbytes} bytes do not make up {tensor.dtype}{tensor.shape}")
+            file.write(data.tobytes())

@@ -1,0 +1,268 @@
+"""Partial copies of models on machines that have no copy: fetched part by part, checked, resumed, shared. No mlx.
+
+`<cache>/slices/<fingerprint>/` has config and tokenizer of one model, `headers/` with the header of each of its weight
+files, and `parts/` with the parts that ranks of this machine have needed so far. A part that is under way is
+`NAME.partial`, with a journal of the checksums of the chunks that are in it; whoever fetches it holds a lock on it, so
+that several ranks share the work. It gets its name when it is complete.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from tandem.env import cache_dir
+from tandem.errors import BrokenModel, UsageError
+from tandem.models.description import describe, read_headers
+from tandem.models.files import ModelFiles
+from tandem.models.safetensors import header_length, read_header
+from tandem.models.slices import PartPlan, Span, chunks, plan_parts
+from tandem.transport.blobs import CHUNK, BlobFile, Range, checksum
+
+Progress = Callable[[int, int], None]
+"""Called with bytes that are here and bytes in all."""
+
+POLL_S = 0.2
+"""Seconds between looks at what other ranks fetch."""
+
+
+class Source(Protocol):
+    """A machine that has the model."""
+
+    def files(self) -> list[BlobFile]:
+        """Its files."""
+        ...
+
+    def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:
+        """Ranges in any order: index, bytes, checksum."""
+        ...
+
+
+def fetch_slice(
+    source: Source, name: str, layers: range, progress: Progress | None = None, *, limit: int = CHUNK
+) -> ModelFiles:
+    """Bring what a stage with `layers` needs of the model `name` onto this machine, unless it is here already.
+
+    `limit` is the most bytes to ask for at once. Raises `BrokenModel` for files that are not a model's, UsageError
+    when they cannot be kept here, and what the source raises.
+    """
+    files = source.files()
+    for file in files:
+        if not file.name or Path(file.name).name != file.name or file.name.startswith(".") or "\0" in file.name:
+            raise BrokenModel(f"{name}: {file.name!r} is not a name for a file of a model", param="model")
+    weights = [file for file in files if file.name.endswith(".safetensors")]
+    root = cache_dir() / "slices" / _fingerprint(weights)
+    try:
+        (root / "headers").mkdir(parents=True, exist_ok=True)
+        (root / "parts").mkdir(exist_ok=True)
+        _fetch_whole(source, [file for file in files if file not in weights], root)
+        _fetch_headers(source, weights, root / "headers")
+        here = ModelFiles(root, name, headers=root / "headers")
+        plans = plan_parts(read_headers(here), layers, describe(here))
+        _fetch_parts(source, plans, root / "parts", progress, limit)
+    except OSError as error:
+        raise UsageError(f"{root}: cannot keep the weights here: {error.strerror or error}; free some space, or set "
+                         "TANDEM_CACHE to a directory with enough of it", param="weights_from") from error
+    return replace(here, weights=tuple(root / "parts" / plan.name for plan in plans))
+
+
+def _fingerprint(weights: Sequence[BlobFile]) -> str:
+    digest = hashlib.blake2b(digest_size=12)
+    for file in sorted(weights, key=lambda file: file.name):
+        digest.update(f"{file.name}\0{file.size}\0{file.mtime_ns}\0{file.sample}\n".encode())
+    return digest.hexdigest()
+
+
+def _fetch_whole(source: Source, files: Sequence[BlobFile], root: Path) -> None:
+    """Config, tokenizer and the like; those of the same size and time are here already."""
+    for file in files:
+        with suppress(FileNotFoundError):
+            status = (root / file.name).stat()
+            if (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns):
+                continue
+        data = _read(source, [(file.name, 0, file.size)])[0]
+        _write(root / file.name, data, file.mtime_ns)
+
+
+def _fetch_headers(source: Source, weights: Sequence[BlobFile], directory: Path) -> None:
+    missing = [file.name for file in weights if not (directory / file.name).is_file()]
+    if not missing:
+        return
+    starts = _read(source, [(name, 0, 8) for name in missing])
+    try:
+        lengths = [header_length(start) for start in starts]
+    except ValueError as error:
+        raise BrokenModel(f"a weight file {error}", param="model") from error
+    rests = _read(source, [(name, 8, length - 8) for name, length in zip(missing, lengths, strict=True)])
+    for name, start, rest in zip(missing, starts, rests, strict=True):
+        _write(directory / name, start + rest)
+
+
+def _read(source: Source, wanted: Sequence[tuple[str, int, int]]) -> list[bytes]:
+    """Whole ranges (name, offset, length) of any length."""
+    spans = [Span(name, offset, length, index) for index, (name, offset, length) in enumerate(wanted)]
+    pieces = [(span.target, piece) for span in spans for piece in chunks([span], CHUNK)]
+    found: dict[int, bytes] = {}
+    for index, data, _ in source.read([Range(piece.file, piece.start, piece.length) for _, piece in pieces]):
+        found[index] = bytes(data)
+    whole = [bytearray() for _ in wanted]
+    for index, (target, _) in enumerate(pieces):
+        whole[target] += found[index]
+    return [bytes(data) for data in whole]
+
+
+def _write(path: Path, data: bytes, mtime_ns: int | None = None) -> None:
+    handle, scratch = tempfile.mkstemp(prefix=".", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        if mtime_ns is not None:
+            os.utime(scratch, ns=(mtime_ns, mtime_ns))
+        os.replace(scratch, path)
+    except BaseException:
+        os.unlink(scratch)
+        raise
+
+
+def _fetch_parts(
+    source: Source, plans: Sequence[PartPlan], directory: Path, progress: Progress | None, limit: int
+) -> None:
+    total, done = sum(plan.size for plan in plans), 0
+
+    def add(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
+
+    waiting = [plan for plan in plans if not _complete(directory / plan.name, plan.size)]
+    add(total - sum(plan.size for plan in waiting))
+    _require_space(directory, waiting)
+    while waiting:
+        # What another rank of this machine is fetching is left for later; it will be here then.
+        waiting = [plan for plan in waiting if not _fetch_part(source, plan, directory, add, limit)]
+        if waiting:
+            time.sleep(POLL_S)
+
+
+def _require_space(directory: Path, plans: Sequence[PartPlan]) -> None:
+    need = sum(plan.size for plan in plans)
+    for plan in plans:
+        with suppress(FileNotFoundError):
+            need -= (directory / f"{plan.name}.partial").stat().st_blocks * 512
+    free = shutil.disk_usage(directory).free
+    if need > free:
+        raise UsageError(f"{directory}: {need / 2**20:.0f} MiB of weights do not fit into the "
+                         f"{free / 2**20:.0f} MiB that are free; free some, or set TANDEM_CACHE to a directory with "
+                         "enough of it", param="weights_from")
+
+
+def _complete(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except FileNotFoundError:
+        return False
+
+
+def _fetch_part(source: Source, plan: PartPlan, directory: Path, add: Callable[[int], None], limit: int) -> bool:
+    """Fetch what is missing of one part; False when another rank is at it."""
+    target, partial = directory / plan.name, directory / f"{plan.name}.partial"
+    if _complete(target, plan.size):
+        add(plan.size)
+        return True
+    file = _claim(partial)
+    if file is None:
+        return False
+    with file:
+        if _complete(target, plan.size):  # since we looked
+            partial.unlink()
+            add(plan.size)
+            return True
+        with _Journal(directory / f"{plan.name}.journal", plan, file, limit) as journal:
+            os.pwrite(file.fileno(), plan.header, 0)
+            add(len(plan.header) + journal.done)
+            missing = journal.missing
+            ranges = [Range(span.file, span.start, span.length) for span in missing]
+            for index, data, digest in source.read(ranges):
+                _write_at(file, data, missing[index].target)
+                journal.note(missing[index], digest)
+                add(missing[index].length)
+            os.ftruncate(file.fileno(), plan.size)
+            os.fsync(file.fileno())
+            read_header(partial)
+            os.replace(partial, target)
+            journal.remove()
+    return True
+
+
+def _claim(path: Path) -> BinaryIO | None:
+    """`path`, made if need be, open and locked; None when another process has it or has just finished it."""
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        mine, now = os.fstat(file.fileno()), path.stat()
+    except (BlockingIOError, FileNotFoundError):
+        file.close()
+        return None
+    if (mine.st_dev, mine.st_ino) != (now.st_dev, now.st_ino):
+        file.close()
+        return None
+    return file
+
+
+def _write_at(file: BinaryIO, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(file.fileno(), data, offset)
+        data, offset = data[written:], offset + written
+
+
+class _Journal:
+    """Which chunks of a part are on disk. What a former run has noted counts only if the bytes still fit."""
+
+    def __init__(self, path: Path, plan: PartPlan, file: BinaryIO, limit: int) -> None:
+        self._path = path
+        pieces = chunks(plan.spans, limit)
+        key = checksum(plan.header + repr(pieces).encode()).hex()
+        noted = self._noted(key)
+        self.missing: list[Span] = []
+        self.done = 0
+        for span in pieces:
+            if noted.get(span.target) == checksum(os.pread(file.fileno(), span.length, span.target)).hex():
+                self.done += span.length
+            else:
+                self.missing.append(span)
+        self._file = path.open("a" if noted else "w", encoding="ascii")
+        if not noted:
+            self._file.write(f"{key}\n")
+
+    def _noted(self, key: str) -> dict[int, str]:
+        try:
+            first, *lines = self._path.read_text(encoding="ascii", errors="replace").split("\n")[:-1]
+        except (FileNotFoundError, ValueError):
+            return {}
+        entries = [line.split() for line in lines] if first == key else []
+        return {int(entry[0]): entry[1] for entry in entries if len(entry) == 2 and entry[0].isdigit()}
+
+    def note(self, span: Span, digest: bytes) -> None:
+        """`span` is written."""
+        self._file.write(f"{span.target} {digest.hex()}\n")
+        self._file.flush()
+
+    def remove(self) -> None:
+        """The part is complete."""
+        self._path.unlink()
+
+    def __enter__(self) -> _Journal:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()

@@ -1,0 +1,102 @@
+"""Which files, and which bytes of them, hold the part of a model that a rank needs. No mlx, nothing is read.
+
+The unit in which parts of a model are kept is one layer, the embedding, the head, or the rest (the final norm), so
+that what one layout has brought to a machine serves the next layout too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tandem.models.description import ModelDescription, part_of_tensor
+from tandem.models.safetensors import TensorInfo, encode_header
+
+Part = int | Literal["embed", "head", "rest"]
+Headers = Mapping[str, Mapping[str, TensorInfo]]
+"""Tensors by the name of their file."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a weight file, and where they go."""
+
+    file: str
+    start: int
+    length: int
+    target: int
+    """Bytes from the start of the part's own file."""
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """One part of the model as a safetensors file of its own."""
+
+    name: str
+    """Of the file."""
+    header: bytes
+    """What it starts with; the spans follow, in the order of `target`, without gaps."""
+    spans: tuple[Span, ...]
+    size: int
+    """Bytes of the file."""
+
+
+def owned_parts(layers: range, description: ModelDescription) -> list[Part]:
+    """Parts that a stage with `layers` loads, in the order in which they are needed."""
+    first, last = layers.start == 0, layers.stop == description.num_layers
+    tied = description.tied_head
+    parts: list[Part] = ["embed"] if first or (last and tied) else []
+    parts += layers
+    if last:
+        parts += ["rest"] if tied else ["rest", "head"]
+    return parts
+
+
+def owned_files(headers: Headers, layers: range, description: ModelDescription) -> list[str]:
+    """Weight files that hold a tensor of the stage with `layers`, in ascending order."""
+    wanted = set(owned_parts(layers, description))
+    return sorted(
+        file for file, tensors in headers.items()
+        if any(part_of_tensor(name, description.num_layers) in wanted for name in tensors)
+    )
+
+
+def plan_parts(headers: Headers, layers: range, description: ModelDescription) -> list[PartPlan]:
+    """The parts of the stage with `layers`, each byte of each tensor once; parts without tensors are left out."""
+    where = {name: (file, info) for file in sorted(headers) for name, info in headers[file].items()}
+    members: dict[Part, list[str]] = {part: [] for part in owned_parts(layers, description)}
+    for name in where:
+        part = part_of_tensor(name, description.num_layers)
+        if part is not None and part in members:
+            members[part].append(name)
+    return [_plan(part, {name: where[name] for name in names}) for part, names in members.items() if names]
+
+
+def _plan(part: Part, tensors: Mapping[str, tuple[str, TensorInfo]]) -> PartPlan:
+    # In the order of the source, so that tensors which are neighbours there are read at one go.
+    order = sorted(tensors, key=lambda name: (tensors[name][0], tensors[name][1].offset, name))
+    placed: dict[str, TensorInfo] = {}
+    size = 0
+    for name in order:
+        placed[name] = replace(tensors[name][1], offset=size)
+        size += placed[name].nbytes
+    header = encode_header(placed)
+    spans: list[Span] = []
+    for name in order:
+        file, info = tensors[name]
+        last = spans[-1] if spans else None
+        if last is not None and (last.file, last.start + last.length) == (file, info.offset):
+            spans[-1] = replace(last, length=last.length + info.nbytes)
+        elif info.nbytes:
+            spans.append(Span(file, info.offset, info.nbytes, len(header) + placed[name].offset))
+    name = f"layer-{part:05d}" if isinstance(part, int) else part
+    return PartPlan(f"{name}.safetensors", header, tuple(spans), len(header) + size)
+
+
+def chunks(spans: Iterable[Span], limit: int) -> list[Span]:
+    """The same bytes in pieces of at most `limit`, in order."""
+    return [
+        Span(span.file, span.start + at, min(limit, span.length - at), span.target + at)
+        for span in spans for at in range(0, span.length, limit)
+    ]

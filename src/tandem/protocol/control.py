@@ -1,0 +1,215 @@
+"""Messages between processes: api <-> engine over a Unix socket, engine <-> ranks over the bus.
+
+All are msgspec structs in tagged unions, so that one decoder turns bytes into exactly one known type or an error.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from tandem.protocol.request import EngineRequest, TokenLogprob
+from tandem.protocol.step import RankStep, StepPlan, StepResult
+
+# --- api -> engine ---------------------------------------------------------------------------------------------
+
+
+class Submit(Struct, frozen=True, tag=True):
+    """Start a request; the answer is a stream of `Output`, or one `Refused`."""
+
+    request: EngineRequest
+
+
+class Abort(Struct, frozen=True, tag=True):
+    """Stop a request. Unknown and finished ids are ignored; no `Output` follows."""
+
+    request_id: str
+
+
+class QueryStatus(Struct, frozen=True, tag=True):
+    """Ask for `EngineStatus`. Also the api's heartbeat."""
+
+    query_id: int
+
+
+class QueryMetrics(Struct, frozen=True, tag=True):
+    """Ask for the engine's metrics as `MetricsText`."""
+
+    query_id: int
+
+
+class Detach(Struct, frozen=True, tag=True):
+    """The api is going: abort whatever it still has running."""
+
+
+ApiMessage = Submit | Abort | QueryStatus | QueryMetrics | Detach
+
+# --- engine -> api ---------------------------------------------------------------------------------------------
+
+
+class Output(Struct, frozen=True, tag=True):
+    """New tokens of a request. The last one carries `finish_reason`."""
+
+    request_id: str
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    """One for each token when the request asked for them, else empty."""
+    finish_reason: str | None = None
+    """`stop` (end-of-sequence or stop token), `length`, or None while it goes on."""
+    stop_token: bool = False
+    """The last of `tokens` is the end-of-sequence or stop token, which does not belong to the text."""
+    cached_tokens: int = 0
+    """Prompt tokens whose KV came from the prefix cache; with the first tokens only."""
+
+
+class Refused(Struct, frozen=True, tag=True):
+    """The request ends without (further) output. `status` is an HTTP status."""
+
+    request_id: str
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    retry_after: float | None = None
+
+
+class RankInfo(Struct, frozen=True):
+    """One rank as `/health` shows it."""
+
+    rank: int
+    stage: int
+    layers: tuple[int, int]
+    """First layer and one past the last."""
+    pid: int
+    host: str
+    weight_bytes: int
+    peak_bytes: int
+    """Highest resident or device memory so far, in bytes."""
+    step_s: float
+    """Mean seconds of work per step lately."""
+    kv_bytes: int = 0
+    """Bytes of KV that it holds."""
+    replica: int = 0
+    """Which engine it belongs to; filled in by an api that has several."""
+
+
+class EngineStatus(Struct, frozen=True, tag=True):
+    """State of the engine, as far as an api needs it."""
+
+    query_id: int
+    state: str
+    """`starting`, `ready`, `recovering`, `draining` or `failed`."""
+    detail: str
+    model: str
+    """Served name."""
+    source: str
+    """Directory of the model, from which the api reads tokenizer and chat template."""
+    max_context: int
+    """Most tokens of prompt and output together."""
+    vocab_size: int
+    queued: int
+    running: int
+    kv_tokens_used: int
+    kv_tokens_total: int
+    restarts: int
+    stages: int
+    lanes: int
+    ranks: list[RankInfo]
+    prefix_tokens: int = 0
+    """KV positions kept for prompts to come."""
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+
+
+class MetricsText(Struct, frozen=True, tag=True):
+    """Prometheus text exposition of the engine's registry."""
+
+    query_id: int
+    text: bytes
+
+
+EngineMessage = Output | Refused | EngineStatus | MetricsText
+
+# --- engine -> rank --------------------------------------------------------------------------------------------
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """End the rank process in good order."""
+
+
+class Plan(Struct, frozen=True, tag=True):
+    """Execute one step."""
+
+    plan: StepPlan
+
+
+class Connect(Struct, frozen=True, tag=True):
+    """All ranks have said hello: connect the channels. `endpoints[i]` is stage i's inbound address."""
+
+    endpoints: list[str]
+
+
+RankCommand = Plan | Stop | Connect
+
+# --- rank -> engine --------------------------------------------------------------------------------------------
+
+
+class Hello(Struct, frozen=True, tag=True):
+    """First message of a rank. Versions must be alike on all ranks."""
+
+    rank: int
+    token: str
+    pid: int
+    host: str
+    versions: dict[str, str]
+    endpoint: str
+    """Where this rank's inbound channel listens; empty when the channel needs none."""
+
+
+class LoadProgress(Struct, frozen=True, tag=True):
+    """How far a rank has come with its weights."""
+
+    rank: int
+    done: int
+    """Bytes."""
+    total: int
+    phase: str = "load"
+    """`fetch`: onto the rank's machine; then `load`: into memory."""
+
+
+class Ready(Struct, frozen=True, tag=True):
+    """The slice is loaded and the channels are up."""
+
+    rank: int
+    weight_bytes: int
+    kv_bytes_per_token: int
+    memory_bytes: int
+    """Memory of the device or machine that it runs on."""
+    peak_bytes: int
+    gpu: bool
+    """It computes on a GPU."""
+    host: str
+    pid: int
+    trimmable: bool
+    """Its KV caches can be cut to any length."""
+
+
+class Stepped(Struct, frozen=True, tag=True):
+    """One plan is done on this rank; the sampling rank sends the `result` along."""
+
+    step: RankStep
+    peak_bytes: int = 0
+    """Most memory that the rank has used so far."""
+    result: StepResult | None = None
+
+
+class Failure(Struct, frozen=True, tag=True):
+    """The rank cannot go on. Crosses the bus as data, never as a pickled exception."""
+
+    rank: int
+    kind: str
+    """Name of the error's class; those of `tandem.errors` are raised again as themselves."""
+    message: str
+    traceback: str = ""
+
+
+RankMessage = Hello | LoadProgress | Ready | Stepped | Failure

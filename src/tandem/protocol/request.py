@@ -1,0 +1,74 @@
+"""What one request asks for, as it travels from the api to the engine and on to the ranks."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to choose tokens. Plain data; the api validates it, the sampler trusts it."""
+
+    max_tokens: int = 16
+    """Most tokens to produce; >= 1."""
+    min_tokens: int = 0
+    """End-of-sequence and stop tokens are ignored until so many tokens are out."""
+    temperature: float = 1.0
+    """0 is greedy; otherwise logits are divided by it. >= 0."""
+    top_p: float = 1.0
+    """Nucleus: keep the smallest set of tokens whose probability reaches it. (0, 1]; 1 is off."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 is off."""
+    min_p: float = 0.0
+    """Drop tokens less likely than this share of the most likely one. [0, 1]; 0 is off."""
+    repetition_penalty: float = 1.0
+    """Positive logits of tokens in prompt or output are divided by it, negative multiplied (CTRL). > 0; 1 is off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a logit once for each time the token stands in the output so far."""
+    presence_penalty: float = 0.0
+    """Subtracted from a logit once if the token stands in the output so far."""
+    logit_bias: dict[int, float] = {}
+    """Added to the logits of these token ids."""
+    seed: int | None = None
+    """Same seed, same text, whatever else is in the batch; None lets the engine draw one."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the output (and do not appear in it); found by the detokeniser, not by ranks."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the output, beside the model's own end-of-sequence ids."""
+    ignore_eos: bool = False
+    """Go on past the model's end-of-sequence ids."""
+    logprobs: int | None = None
+    """None: no log probabilities; k >= 0: the chosen token's and those of the k most likely ones."""
+
+    @property
+    def greedy(self) -> bool:
+        """True when the most likely token is taken, so no random number is drawn."""
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """True when the tokens so far change the logits."""
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+class EngineRequest(Struct, frozen=True, kw_only=True):
+    """One sequence to produce. `n` choices or several prompts are several of these."""
+
+    request_id: str
+    """Unique among live requests."""
+    prompt: list[int]
+    """Token ids, at least one."""
+    params: SamplingParams
+    group: str = ""
+    """The API key's name or the client's, for fairness."""
+    produced: list[int] = []
+    """Output tokens that the client has already, fewer than `max_tokens`: the request comes from an engine that was
+    lost. They count as output (limits, penalties, random-number position); only later tokens are sent."""
+
+
+class TokenLogprob(Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position, taken after penalties and before temperature and filters."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+    """The most likely tokens, best first; empty when only the chosen token was asked for."""

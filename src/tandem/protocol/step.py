@@ -1,0 +1,116 @@
+"""The plan of one step and its result: the only thing that ranks act on.
+
+The engine alone decides which sequences are in a batch and which tokens they are made of. A rank never evaluates a
+stop condition, never leaves a sequence out by itself and never joins one: it does what the plan says, and stops with
+`BatchDesync` when its own state is not the one that the plan's fingerprint describes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from msgspec import Struct
+
+from tandem.protocol.request import SamplingParams, TokenLogprob
+
+
+class InsertOp(Struct, frozen=True, array_like=True):
+    """A sequence that the rank does not know yet, sent whole."""
+
+    request_id: str
+    tokens: list[int]
+    """The prompt, followed by the tokens produced so far when the sequence is replayed."""
+    prompt_len: int
+    """How many of `tokens` are the prompt; the others count as output (penalties, random-number position)."""
+    params: SamplingParams
+
+
+class PrefillOp(Struct, frozen=True, array_like=True):
+    """Compute `tokens[start : start + count]` of one sequence."""
+
+    request_id: str
+    start: int
+    count: int
+    last: bool
+    """The chunk ends the prompt: a token is sampled from its last position, and the sequence decodes from then on."""
+
+
+class SnapshotOp(Struct, frozen=True, array_like=True):
+    """Save the first `length` positions of a sequence's KV under `key`, or restore them from there."""
+
+    request_id: str
+    key: str
+    length: int
+
+
+class StepPlan(Struct, frozen=True, array_like=True):
+    """One step of one lane. Operations apply in the order of the fields."""
+
+    step_id: int
+    """Rises by one over all lanes."""
+    lane: int
+    """Which of the independent batches this step advances."""
+    removes: list[str] = []
+    inserts: list[InsertOp] = []
+    restores: list[SnapshotOp] = []
+    decode: list[str] = []
+    """Every sequence of the lane whose prompt is done, in joining order: each takes one token."""
+    prefill: list[PrefillOp] = []
+    """Chunks of prompts, in the order in which they are computed, after the decode."""
+    saves: list[SnapshotOp] = []
+    """Prompts whose KV is to be kept, each when its chunk of this step is done."""
+    evicts: list[str] = []
+    """Keys of kept prefixes to drop, last of all."""
+    sampling_seeds: dict[str, int] = {}
+    """64-bit seed of each inserted sequence."""
+    fingerprint: str = ""
+    """`batch_fingerprint` of the batch that must be there once removes and inserts are done."""
+    spec_decode_plan: None = None
+    """Reserved for speculative decoding."""
+    digest: bool = False
+    """Report what went into this rank's layers and what came out (`RankStep.digest`); for the canary."""
+
+    def sampled(self) -> list[str]:
+        """Ids that get a token in this step, in the order of `StepResult.tokens`."""
+        return [*self.decode, *(op.request_id for op in self.prefill if op.last)]
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, positions) of each forward pass of the step, in order: every stage runs the same ones."""
+        decode = [(len(self.decode), 1)] if self.decode else []
+        return decode + [(1, op.count) for op in self.prefill]
+
+
+class StepResult(Struct, frozen=True, array_like=True):
+    """What the sampling rank returns for one plan."""
+
+    step_id: int
+    lane: int
+    tokens: list[int] = []
+    """In the order of `StepPlan.sampled()`."""
+    logprobs: dict[str, TokenLogprob] = {}
+    """Only for sequences that asked."""
+
+
+class RankStep(Struct, frozen=True, array_like=True):
+    """How one rank fared in one step, for metrics and for the progress watchdog."""
+
+    rank: int
+    step_id: int
+    busy_s: float
+    """Seconds from the moment that the inputs were there until the outputs were."""
+    kv_bytes: int
+    """Bytes of KV of its sequences after the step."""
+    prefix_bytes: int = 0
+    """Bytes of the prefix cache."""
+    digest: tuple[int, int] | None = None
+    """32-bit digests of the hidden states that went into the rank's layers in this step and that came out of them;
+    None unless the plan asked. Ranks of one stage, and both ends of a hand-off, must agree on every bit."""
+
+
+def batch_fingerprint(lengths: Iterable[tuple[str, int]]) -> str:
+    """16 hex digits over the ordered (request id, tokens in its KV cache) of one lane's batch."""
+    digest = hashlib.blake2b(digest_size=8)
+    for request_id, length in lengths:
+        digest.update(f"{request_id}:{length};".encode())
+    return digest.hexdigest()

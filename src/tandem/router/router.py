@@ -1,0 +1,145 @@
+"""Which replica gets a request: the one with the least work before it, counting what its prefix cache saves.
+
+Work is counted in tokens: prompts not yet answered, and output still to come. A replica that was lately sent a prompt
+with the same beginning need not compute that part again, so it is preferred until it has more work before it than the
+least loaded one by exactly the tokens that it saves. Pure: no clock, no sockets; used by one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from tandem.router.affinity import SentPrefixes, prompt_hashes
+
+EXPECTED_OUTPUT = 256
+"""Tokens of output that a request is expected to have, when its limit is higher: few come near their limit."""
+TAIL = 32
+"""Tokens that are still expected of one that has gone beyond that."""
+
+_RANK = {"ready": 0, "starting": 1, "recovering": 1}
+"""States in which a replica takes requests; a rank above 0 only while none of a lower one can."""
+
+
+@dataclass
+class _Job:
+    """One request at a replica."""
+
+    replica: int
+    max_tokens: int
+    prefill: int
+    """Prompt tokens to compute; 0 from the first output on."""
+    done: int
+    """Output tokens."""
+
+    @property
+    def left(self) -> int:
+        output = min(self.max_tokens - self.done, max(EXPECTED_OUTPUT - self.done, TAIL))
+        return self.prefill + max(output, 0)
+
+
+@dataclass
+class _Replica:
+    state: str = "silent"
+    sent: SentPrefixes = field(default_factory=SentPrefixes)
+    load: int = 0
+    """Sum of what is left of its jobs."""
+    jobs: int = 0
+    last: int = 0
+    """When it was last chosen, counted in choices."""
+
+
+class Router:
+    """Knows each replica's state, load and recent prompts."""
+
+    def __init__(self, *, affinity: bool = True) -> None:
+        """`affinity`: the engines have prefix caches, so where a prompt's beginning was sent before matters."""
+        self._affinity = affinity
+        self._replicas: dict[int, _Replica] = {}
+        self._jobs: dict[str, _Job] = {}
+        self._choices = 0
+
+    # --- replicas ---
+
+    def join(self, replica: int) -> None:
+        """A new replica; it gets nothing before `set_state` says that it can."""
+        self._replicas.setdefault(replica, _Replica())
+
+    def leave(self, replica: int) -> None:
+        """It is gone for good. Unknown ones are ignored; its requests are ended too."""
+        self._replicas.pop(replica, None)
+        for request_id in [key for key, job in self._jobs.items() if job.replica == replica]:
+            del self._jobs[request_id]
+
+    def set_state(self, replica: int, state: str) -> None:
+        """`ready`, `starting`, `recovering`, or one in which it takes nothing (`draining`, `failed`, `silent`)."""
+        known = self._replicas[replica]
+        if known.state != state and state != "draining":
+            known.sent.clear()  # its ranks were or will be replaced, and their caches with them
+        known.state = state
+
+    def outstanding(self, replica: int) -> int:
+        """Tokens of work before a replica."""
+        return self._replicas[replica].load
+
+    def requests(self, replica: int) -> int:
+        """Requests at a replica."""
+        return self._replicas[replica].jobs
+
+    # --- requests ---
+
+    def place(self, request_id: str, tokens: Sequence[int], max_tokens: int, *, done: int = 0,
+              avoid: Collection[int] = ()) -> int | None:
+        """Choose a replica for a request and count it there; None when none but those in `avoid` takes requests.
+
+        `tokens` is all that has to be computed: the prompt, and the `done` tokens that another replica has produced.
+        """
+        candidates = self._candidates(avoid)
+        if not candidates:
+            return None
+        several = self._affinity and len(self._replicas) > 1
+        hashes = prompt_hashes(tokens) if several else []
+        saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
+        best = min(candidates, key=lambda i: (self._replicas[i].load - saved[i], self._replicas[i].last))
+        self._count(request_id, _Job(best, max_tokens, len(tokens) - saved[best], done))
+        self._replicas[best].sent.note(hashes)
+        self._choices += 1
+        self._replicas[best].last = self._choices
+        return best
+
+    def _candidates(self, avoid: Collection[int]) -> list[int]:
+        ranks = {index: _RANK[one.state] for index, one in self._replicas.items()
+                 if one.state in _RANK and index not in avoid}
+        best = min(ranks.values(), default=0)
+        return [index for index, rank in ranks.items() if rank == best]
+
+    def _count(self, request_id: str, job: _Job) -> None:
+        self.end(request_id)
+        self._jobs[request_id] = job
+        self._replicas[job.replica].load += job.left
+        self._replicas[job.replica].jobs += 1
+
+    def advance(self, request_id: str, tokens: int) -> None:
+        """So many more tokens of a request have come. Unknown requests are ignored."""
+        job = self._jobs.get(request_id)
+        if job is None:
+            return
+        before = job.left
+        job.prefill = 0
+        job.done += tokens
+        self._replicas[job.replica].load += job.left - before
+
+    def end(self, request_id: str) -> None:
+        """A request is over, or has left its replica. Unknown ones are ignored."""
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            self._replicas[job.replica].load -= job.left
+            self._replicas[job.replica].jobs -= 1
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tables agree (for tests)."""
+        for index, replica in self._replicas.items():
+            jobs = [job for job in self._jobs.values() if job.replica == index]
+            assert replica.jobs == len(jobs)
+            assert replica.load == sum(job.left for job in jobs) >= 0
+        assert all(job.replica in self._replicas for job in self._jobs.values())

@@ -1,0 +1,139 @@
+"""Which tokens may be drawn, and the draw: vectorised over rows, inside the graph.
+
+Every filter is a lower bound on the row's scaled logits: a token stays if its logit reaches the bound. Tokens that tie
+with the last one kept are therefore kept as well (as vLLM's and Hugging Face's top-k do), and the outcome does not
+depend on how a sort breaks ties. Filters apply in the order top-k, top-p (over what top-k left), min-p.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+HEAD = 1024
+"""Top-p first looks at the so many most likely tokens: finding them costs a thirtieth of sorting the vocabulary."""
+BLOCK = 128
+"""Tokens in a block of the two-stage draw."""
+
+
+@dataclass(frozen=True)
+class FilterRows:
+    """Filters of n rows. What no row uses is None, and costs nothing."""
+
+    top_k: mx.array | None = None
+    """int32 [n, 1], 1 .. vocabulary size; a row that does not use it has the vocabulary size."""
+    largest_k: int = 0
+    """Largest top_k among the rows that use it."""
+    all_k: bool = False
+    """Every row that uses top_p uses top_k as well."""
+    top_p: mx.array | None = None
+    """float32 [n, 1]; 1 where unused."""
+    min_p: mx.array | None = None
+    """float32 [n, 1]; 0 where unused."""
+
+
+def filtered_weights(scaled: mx.array, filters: FilterRows, *, may_wait: bool) -> mx.array:
+    """Unnormalised probabilities float32 [n, V] of scaled logits [n, V] whose maximum is 0 in every row.
+
+    Filtered tokens have weight 0; the most likely token always has weight 1. `may_wait`: looking at the logits while
+    the graph is built is cheap (CPU), and may save a sort; otherwise (GPU) the sort is cheaper than the wait.
+    """
+    weights = mx.exp(scaled)
+    bound = None
+    if filters.top_k is not None or filters.top_p is not None:
+        bound = _rank_bound(scaled, weights, filters, may_wait)
+    if filters.min_p is not None:
+        least = mx.log(filters.min_p)
+        bound = least if bound is None else mx.maximum(bound, least)
+    return weights if bound is None else mx.where(scaled >= mx.minimum(bound, 0.0), weights, 0.0)
+
+
+def _rank_bound(scaled: mx.array, weights: mx.array, filters: FilterRows, may_wait: bool) -> mx.array:
+    """Bound [n, 1] of top-k and top-p, from the most likely tokens alone where they decide it."""
+    vocab = scaled.shape[1]
+    if filters.top_p is None or filters.all_k:
+        return _head_bound(scaled, weights, filters, filters.largest_k)[0]
+    if may_wait and max(HEAD, filters.largest_k) < vocab:
+        bound, decided = _head_bound(scaled, weights, filters, max(HEAD, filters.largest_k))
+        if mx.all(decided).item():
+            return bound
+    return _head_bound(scaled, weights, filters, vocab)[0]
+
+
+def _head_bound(scaled: mx.array, weights: mx.array, filters: FilterRows, head: int) -> tuple[mx.array, mx.array]:
+    """Bound [n, 1] from the `head` most likely tokens, at least largest_k, and bool [n, 1]: where they decide it."""
+    vocab = scaled.shape[1]
+    top = scaled if head == vocab else largest(scaled, head)[0]
+    top = mx.sort(top, axis=-1)  # ascending: the most likely token is last
+    bound = mx.full((scaled.shape[0], 1), -mx.inf)
+    if filters.top_k is not None:
+        kth = mx.take_along_axis(top, mx.maximum(head - filters.top_k, 0), axis=-1)
+        bound = mx.where(filters.top_k < vocab, kth, bound)
+    if filters.top_p is None:
+        return bound, mx.array(True)
+    if filters.top_k is not None:
+        weights = mx.where(scaled >= bound, weights, 0.0)
+    needed = filters.top_p * weights.sum(axis=-1, keepdims=True)
+    kept = mx.where(top >= bound, mx.exp(top), 0.0)
+    more_likely = mx.cumsum(kept, axis=-1, reverse=True, inclusive=False)
+    # A token stays while those before it have not reached p. The first of the row always stays.
+    dropped = (more_likely >= needed).sum(axis=-1, keepdims=True)
+    nucleus = mx.take_along_axis(top, mx.minimum(dropped, head - 1), axis=-1)
+    nucleus = mx.where(filters.top_p < 1.0, nucleus, -mx.inf)
+    # Undecided: the head's mass falls short of p, and tokens beyond it are not ruled out by top-k either.
+    decided = (dropped > 0) | (top[:, :1] <= bound) | (filters.top_p >= 1.0)
+    return mx.maximum(bound, nucleus), decided
+
+
+def largest(values: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """The k largest of each row of float32 [n, m], unordered, and their indices int32: both [n, k].
+
+    They lie in the k blocks with the largest maxima, so that one cheap pass over the rows leaves little to partition.
+    """
+    rows, width = values.shape
+    block = 2 ** int(math.log2(min(max(math.sqrt(width / k), 16), 64)))
+    blocks = -(-width // block)
+    if blocks <= k:
+        return _partitioned(values, k)
+    if width % block:
+        values = mx.pad(values, [(0, 0), (0, blocks * block - width)], constant_values=-mx.inf)
+    values = values.reshape(rows * blocks, block)
+    _, chosen = _partitioned(values.max(axis=-1).reshape(rows, blocks), k)
+    first = mx.arange(rows, dtype=mx.int32)[:, None] * blocks
+    best, places = _partitioned(values[first + chosen].reshape(rows, k * block), k)
+    return best, mx.take_along_axis(chosen, places // block, axis=-1) * block + places % block
+
+
+def _partitioned(values: mx.array, k: int) -> tuple[mx.array, mx.array]:
+    """`largest` by partition alone."""
+    width = values.shape[1]
+    places = mx.argpartition(values, width - k, axis=-1)[:, width - k :]
+    return mx.take_along_axis(values, places, axis=-1), places.astype(mx.int32)
+
+
+def draw(weights: mx.array, uniforms: mx.array) -> mx.array:
+    """One index a row, int32 [n], drawn in proportion to float32 weights [n, V] >= 0.
+
+    Inverse CDF in two stages, a block of tokens and then a token in it, each with a number of its own from `uniforms`
+    float32 [n, 2]. Sums stay short, so that float32 neither swallows the tail of a large vocabulary nor rounds past
+    its end: what is drawn has positive weight if any token has.
+    """
+    rows, vocab = weights.shape
+    blocks = -(-vocab // BLOCK)
+    if vocab % BLOCK:
+        weights = mx.pad(weights, [(0, 0), (0, blocks * BLOCK - vocab)])
+    weights = weights.reshape(rows, blocks, BLOCK)
+    block = _pick(weights.sum(axis=-1), uniforms[:, :1])
+    within = mx.take_along_axis(weights, block[:, :, None], axis=1)[:, 0]
+    return (block * BLOCK + _pick(within, uniforms[:, 1:])).astype(mx.int32)[:, 0]
+
+
+def _pick(weights: mx.array, uniform: mx.array) -> mx.array:
+    """Index [n, 1] of the first weight [n, m] whose running sum passes uniform [n, 1] times the total."""
+    running = mx.cumsum(weights, axis=-1)
+    # Parallel scans need not rise monotonically: the target stays below the largest sum that a real token reaches.
+    reached = mx.where(weights > 0, running, 0.0)
+    hit = reached > uniform * reached.max(axis=-1, keepdims=True)
+    return mx.argmax(hit, axis=-1, keepdims=True)

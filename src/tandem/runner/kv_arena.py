@@ -1,0 +1,223 @@
+"""One layer's KV for a batch: an arena with one row per sequence, written in place.
+
+Keys and values are arrays [rows_cap, kv_heads, len_cap, head_dim]. Each is owned by exactly one name, so that MLX
+donates it to the write of the next step; a second live reference would copy the whole arena at every step
+(docs/adr/0002-kv-store.md). Hence: nobody keeps what `update_and_fetch` returned beyond the forward pass.
+
+With a sliding window the row is a ring: the token at position p lies in slot p mod window. Attention does not care
+for the order of keys, whose positions are rotated into them, so that nothing is ever rolled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from tandem.runner.kv_layers import RowStep
+
+GROWTH = 256
+"""Positions by which an arena grows: copying it once in 256 steps costs less than 1 % of reading it at every step."""
+
+
+class ArenaLayer:
+    """Rows of one attention layer; it is itself the cache that mlx-lm's model code sees."""
+
+    def __init__(self, window: int = 0) -> None:
+        """`window`: positions that a sliding-window layer keeps; 0 keeps them all."""
+        self._window = window
+        self._parts: list[mx.array] = []
+        """Keys and values; empty while there are no rows."""
+        self._rows = 0
+        self._step: RowStep | None = None
+        self._written = True
+
+    # ---- what the model's layer calls
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Rotary position of the token that is being computed: int, or int32 [rows]."""
+        return self._now().offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write one token a row, keys and values [rows, kv_heads, 1, head_dim]; return all of them up to the longest.
+
+        Returns [rows, kv_heads, positions, head_dim] views of the arena. Raises RuntimeError outside a step.
+        """
+        step = self._now()
+        if self._written or keys.shape[0] != self._rows or keys.shape[2] != 1:
+            raise RuntimeError(f"decode step of {self._rows} rows got keys {keys.shape} or a second write")
+        self._written = True
+        used = self._used(step.longest + 1)
+        self._resize(self._rows_cap, max(self._len_cap, _round_up(used, self._window)))
+        for part, new in zip(self._parts, (keys, values), strict=True):
+            if step.aligned:
+                slot = step.longest % self._window if self._window else step.longest
+                part[: self._rows, :, slot : slot + 1] = new
+            else:
+                part[step.rows, :, step.slots(self._window)] = new[:, :, 0]
+        all_keys, all_values = (part[: self._rows, :, :used] for part in self._parts)
+        return all_keys, all_values
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | None:  # the parameters are mlx-lm's
+        """Bool [rows, 1, 1, positions], true where a row may attend; None when every row may attend to everything."""
+        step = self._now()
+        span = window_size or self._window
+        used = self._used(step.longest + 1)
+        wrapped = bool(self._window) and min(step.lengths) + 1 >= self._window
+        if (step.aligned or wrapped) and (not span or span >= used):
+            return None
+        slots = mx.arange(used, dtype=mx.int32)[None]
+        age = step.positions[:, None] - slots
+        if self._window:
+            age = age % self._window
+        mask = (age >= 0) & (age <= step.positions[:, None])
+        if span:
+            mask = mask & (age < span)
+        return mask[:, None, None, :]
+
+    # ---- what the store calls
+
+    @property
+    def cache(self) -> ArenaLayer:
+        """The cache that the model's layer receives."""
+        return self
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arena, used or not."""
+        return sum(part.nbytes for part in self._parts)
+
+    def join(self, cache: Any, length: int) -> None:
+        """Append a row: copies one sequence, touches no other row."""
+        new = _in_order(cache, self._window)
+        held = new[0].shape[2]
+        capacity = max(self._len_cap, _round_up(held + 1, self._window))
+        if not self._parts:
+            self._parts = [mx.zeros((1, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
+        self._resize(max(self._rows_cap, self._grown(self._rows + 1)), capacity)
+        row, self._rows = self._rows, self._rows + 1
+        start = length % self._window if self._window and held == self._window else 0
+        for mine, part in zip(self._parts, new, strict=True):
+            mine[row : row + 1, :, start:held] = part[:, :, : held - start]
+            if start:
+                mine[row : row + 1, :, :start] = part[:, :, held - start :]
+
+    def last_row(self, length: int) -> Sequence[mx.array]:
+        """Copies of the last row. A gather and not a slice, which would be a second reference to the arena."""
+        return self._gathered(self._rows - 1, self._used(length))
+
+    def leave(self, row: int, last: Sequence[mx.array]) -> None:
+        """Drop `row`: the last row (evaluated copies) moves into its place."""
+        self._rows -= 1
+        if not self._rows:
+            self._parts = []
+        elif row < self._rows:
+            for part, moved in zip(self._parts, last, strict=True):
+                part[row : row + 1, :, : moved.shape[2]] = moved
+
+    def fit(self, longest: int) -> None:
+        """Give memory back where it is mostly idle: a third of the rows, or half of the positions, would do."""
+        if not self._rows:
+            return
+        rows = self._rows_cap if self._rows * 3 > self._rows_cap else self._rows + self._rows // 2
+        want = _round_up(self._used(longest + 1), self._window)
+        self._resize(rows, want if want * 2 <= self._len_cap else self._len_cap)
+
+    def begin(self, step: RowStep) -> None:
+        """Start a step. Raises RuntimeError when the one before was not written: rows would have holes."""
+        if not self._written:
+            raise RuntimeError("a decode step began before the forward pass of the last one was built")
+        self._step, self._written = step, False
+
+    def extract(self, row: int, length: int) -> KVCache | RotatingKVCache:
+        """A single sequence's cache with a copy of the row (lazy: evaluate before the next step)."""
+        held = self._used(length)
+        keys, values = self._gathered(row, held)
+        if not self._window:
+            plain = KVCache()
+            plain.state = (keys, values, length)
+            return plain
+        if length > held:
+            keys, values = (_rolled(part, length % self._window) for part in (keys, values))
+        ring = RotatingKVCache(max_size=self._window)
+        ring.state = (keys, values, length, 0, self._window, held)
+        return ring
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise AssertionError unless the arena holds so many rows and has room for them."""
+        if self._rows != len(lengths):
+            raise AssertionError(f"arena holds {self._rows} rows, not {len(lengths)}")
+        if lengths and (self._rows_cap < self._rows or self._len_cap < self._used(max(lengths))):
+            raise AssertionError(f"arena of {self._rows_cap} x {self._len_cap} is too small for lengths {lengths}")
+        if not lengths and self._parts:
+            raise AssertionError("an empty arena holds memory")
+
+    # ---- inside
+
+    def _now(self) -> RowStep:
+        if self._step is None:
+            raise RuntimeError("no decode step has begun")
+        return self._step
+
+    def _used(self, length: int) -> int:
+        return min(length, self._window) if self._window else length
+
+    @property
+    def _rows_cap(self) -> int:
+        return int(self._parts[0].shape[0]) if self._parts else 0
+
+    @property
+    def _len_cap(self) -> int:
+        return int(self._parts[0].shape[2]) if self._parts else 0
+
+    def _grown(self, rows: int) -> int:
+        """Rows to hold for `rows`: half as many again as now, so that n joins copy O(n) rows in all."""
+        return rows if rows <= self._rows_cap else max(rows, self._rows_cap + self._rows_cap // 2)
+
+    def _resize(self, rows_cap: int, len_cap: int) -> None:
+        """Copy the rows into arrays of this capacity, if it is another one."""
+        if (rows_cap, len_cap) != (self._rows_cap, self._len_cap):
+            self._parts = [_resized(part, self._rows, rows_cap, len_cap) for part in self._parts]
+
+    def _gathered(self, row: int, positions: int) -> Sequence[mx.array]:
+        """Lazy copies [1, kv_heads, positions, head_dim] of one row. Whole rows are gathered five times as fast."""
+        at = mx.array([row], dtype=mx.int32)
+        return [mx.take(part, at, axis=0)[:, :, :positions] for part in self._parts]
+
+
+def _round_up(length: int, window: int) -> int:
+    rounded = -(-length // GROWTH) * GROWTH
+    return min(rounded, window) if window else rounded
+
+
+def _resized(old: mx.array, rows: int, rows_cap: int, len_cap: int) -> mx.array:
+    new = mx.zeros((rows_cap, old.shape[1], len_cap, old.shape[3]), old.dtype)
+    keep = min(old.shape[2], len_cap)
+    new[:rows, :, :keep] = old[:rows, :, :keep]
+    return new
+
+
+def _in_order(cache: KVCache | RotatingKVCache, window: int) -> tuple[mx.array, mx.array]:
+    """Keys and values [1, kv_heads, held, head_dim] of a single sequence in the order of their positions."""
+    if not window:
+        keys, values, length = cache.state
+        return keys[:, :, :length], values[:, :, :length]
+    keys, values, length, _, _, index = cache.state
+    held = min(length, window)
+
+    def ordered(part: mx.array) -> mx.array:
+        if index < part.shape[2]:
+            part = _rolled(part, index) if index < length else part[:, :, :index]
+        return part[:, :, part.shape[2] - held :]
+
+    return ordered(keys), ordered(values)
+
+
+def _rolled(part: mx.array, start: int) -> mx.array:
+    """Positions start, start + 1, ... first, then those before start."""
+    return mx.concatenate([part[:, :, start:], part[:, :, :start]], axis=2)

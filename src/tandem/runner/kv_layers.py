@@ -1,0 +1,160 @@
+"""Caches of single sequences and of batches that the KV store can hold, and what they have in common.
+
+mlx-lm's model code asks three things of a cache: `offset` (rotary position of the next token, an int or int32 [rows]),
+`make_mask(N, window_size=, return_array=)` and `update_and_fetch(keys, values)`. A `LayerStore` hands out such an
+object for a whole batch and knows how rows join, leave and are taken out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_caches
+
+from tandem.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One decode step over all rows: where each row writes. Shared by the layers, so that nothing is built twice."""
+
+    lengths: tuple[int, ...]
+    """Tokens in each row's cache before the step, which is also the position of the token that is being written."""
+    _slots: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def longest(self) -> int:
+        """Length of the longest row before the step."""
+        return max(self.lengths)
+
+    @cached_property
+    def aligned(self) -> bool:
+        """True when all rows have one length: no mask, no scatter, and a plain int as offset."""
+        return len(set(self.lengths)) == 1
+
+    @cached_property
+    def rows(self) -> mx.array:
+        """int32 [rows]: 0, 1, 2, ..."""
+        return mx.arange(len(self.lengths), dtype=mx.int32)
+
+    @cached_property
+    def positions(self) -> mx.array:
+        """int32 [rows]: `lengths` on the device."""
+        return mx.array(self.lengths, dtype=mx.int32)
+
+    @property
+    def offset(self) -> int | mx.array:
+        """Rotary offset, in the cheapest form that the rows allow."""
+        return self.lengths[0] if self.aligned else self.positions
+
+    def slots(self, window: int) -> mx.array:
+        """int32 [rows]: where each row writes in a ring of `window` positions (0: no ring)."""
+        if window not in self._slots:
+            self._slots[window] = self.positions % window if window else self.positions
+        return self._slots[window]
+
+
+class LayerStore(Protocol):
+    """The rows of one layer."""
+
+    @property
+    def cache(self) -> Any:
+        """The object that the model's layer receives as its cache."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+
+    def join(self, cache: Any, length: int) -> None:
+        """Append one row, copied from a single sequence's cache that holds `length` tokens."""
+
+    def last_row(self, length: int) -> Sequence[mx.array]:
+        """Lazy copies of what `leave` needs of the last row; the store evaluates them for all layers at once."""
+
+    def leave(self, row: int, last: Sequence[mx.array]) -> None:
+        """Drop `row`; the last row takes its place."""
+
+    def begin(self, step: RowStep) -> None:
+        """The next forward pass writes one token a row, as `step` says."""
+
+    def extract(self, row: int, length: int) -> Any:
+        """A single sequence's cache with a copy of the row, as lazy arrays."""
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """Raise AssertionError unless the layer holds rows of these lengths."""
+
+
+class MergedLayer:
+    """Rows of a layer whose cache is none of the two arena kinds, kept by mlx-lm's own batch classes.
+
+    Joining and leaving copy the layer's whole batch, as in mlx-lm; for state-space caches that is little.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._batch: Any = None
+        self._rows = 0
+
+    @property
+    def cache(self) -> Any:
+        """mlx-lm's batch cache."""
+        return self._batch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return 0 if self._batch is None else int(self._batch.nbytes)
+
+    def join(self, cache: Any, length: int) -> None:
+        """Append a row: see LayerStore."""
+        row = type(cache).merge([cache])
+        if self._batch is None:
+            self._batch = row
+        else:
+            self._batch.extend(row)
+        self._rows += 1
+
+    def last_row(self, length: int) -> Sequence[mx.array]:
+        """Nothing: `leave` gathers."""
+        return ()
+
+    def leave(self, row: int, last: Sequence[mx.array]) -> None:
+        """Drop a row: see LayerStore."""
+        self._rows -= 1
+        if not self._rows:
+            self._batch = None
+            return
+        order = list(range(self._rows))
+        if row < self._rows:
+            order[row] = self._rows
+        self._batch.filter(mx.array(order, dtype=mx.int32))
+
+    def begin(self, step: RowStep) -> None:
+        """Nothing: mlx-lm's batch caches count for themselves."""
+
+    def extract(self, row: int, length: int) -> Any:
+        """A copy of one row: see LayerStore."""
+        return self._batch.extract(row)
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """See LayerStore; only attention caches know their lengths."""
+        offset = getattr(self._batch, "offset", None)
+        if isinstance(offset, mx.array) and offset.tolist() != list(lengths):
+            raise AssertionError(f"{self._kind} holds lengths {offset.tolist()}, not {list(lengths)}")
+
+
+def batchable(cache: Any) -> bool:
+    """True when mlx-lm can merge single caches of this kind into a batch."""
+    if isinstance(cache, mlx_caches.CacheList):
+        return all(batchable(inner) for inner in cache.caches)
+    return hasattr(cache, "merge") and not getattr(cache, "keep", 0)  # mlx-lm's batches forget `keep`
+
+
+def require_batchable(cache: Any) -> None:
+    """Raise UnsupportedModel when caches of this kind cannot be decoded as a batch."""
+    if not batchable(cache):
+        raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot be decoded in a batch by mlx-lm")

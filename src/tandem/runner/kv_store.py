@@ -1,0 +1,136 @@
+"""The KV of one lane's decoding sequences: rows that join after their prefill, take a token a step, and leave.
+
+Row order is the store's own: a sequence joins as the last row, and when one leaves the last row takes its place. It is
+a function of the joins and leaves alone, so every stage of a pipeline and every rank of a stage, which see the same
+plans, have the same order without talking about it. `ids` is that order; a decode batch is built in it.
+
+Attention layers (full, or sliding window) live in row arenas (kv_arena.py); every other kind of cache goes through
+mlx-lm's own batch classes (kv_layers.py). Why: docs/adr/0002-kv-store.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from tandem.runner.kv_arena import ArenaLayer
+from tandem.runner.kv_layers import LayerStore, MergedLayer, RowStep, require_batchable
+
+
+class KVStore:
+    """KV of the decoding sequences of one lane, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
+
+    def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
+        """`make_caches` returns fresh single-sequence mlx-lm caches, one a layer (StageModel.make_caches).
+
+        Raises UnsupportedModel when a layer's cache kind cannot be batched.
+        """
+        self._layers: list[LayerStore] = [_layer_store(cache) for cache in make_caches()]
+        self._ids: list[str] = []
+        self._rows: dict[str, int] = {}
+        self._lengths: list[int] = []
+
+    @property
+    def ids(self) -> list[str]:
+        """Request ids in row order: row i of the decode batch is ids[i]. A copy."""
+        return list(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._rows
+
+    def length(self, request_id: str) -> int:
+        """Tokens whose KV the sequence's row holds (counting the step that `batch` last began). KeyError if unknown."""
+        return self._lengths[self._rows[request_id]]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by all layers, idle capacity included."""
+        return sum(layer.nbytes for layer in self._layers)
+
+    def join(self, request_id: str, caches: Sequence[Any]) -> None:
+        """Append a row, copied from a sequence's own caches (one a layer, at least one token in them).
+
+        The caches are only read; drop them afterwards. Raises ValueError for a known id, a wrong number of caches or
+        caches that hold nothing.
+        """
+        if request_id in self._rows:
+            raise ValueError(f"sequence {request_id} is in the KV store already")
+        if len(caches) != len(self._layers):
+            raise ValueError(f"sequence {request_id} has {len(caches)} caches for {len(self._layers)} layers")
+        length = _tokens_in(caches)
+        if length < 1:
+            raise ValueError(f"sequence {request_id} joins before its prefill")
+        for layer, cache in zip(self._layers, caches, strict=True):
+            layer.join(cache, length)
+        self._rows[request_id] = len(self._ids)
+        self._ids.append(request_id)
+        self._lengths.append(length)
+
+    def leave(self, request_id: str) -> None:
+        """Drop a row; the last row takes its place. KeyError if unknown."""
+        row = self._rows.pop(request_id)
+        moves = row < len(self._ids) - 1
+        moved = [layer.last_row(self._lengths[-1]) if moves else () for layer in self._layers]
+        mx.eval(moved)  # before the writes, which are in place only if nothing else waits to read the arena
+        for layer, last in zip(self._layers, moved, strict=True):
+            layer.leave(row, last)
+        last_id, last_length = self._ids.pop(), self._lengths.pop()
+        if moves:
+            self._ids[row], self._lengths[row], self._rows[last_id] = last_id, last_length, row
+        for layer in self._layers:
+            if isinstance(layer, ArenaLayer) and self._lengths:
+                layer.fit(max(self._lengths))
+
+    def batch(self) -> list[Any]:
+        """Begin a decode step over all rows and return one cache a layer, for StageModel.forward on [rows, 1].
+
+        From here on each row counts one token more. The forward pass must be built before the next call.
+        """
+        if not self._ids:
+            raise ValueError("a decode step over an empty KV store")
+        step = RowStep(tuple(self._lengths))
+        for layer in self._layers:
+            layer.begin(step)
+        self._lengths = [length + 1 for length in self._lengths]
+        return [layer.cache for layer in self._layers]
+
+    def extract(self, request_id: str) -> list[Any]:
+        """Single-sequence caches with evaluated copies of a row, as `join` takes them. KeyError if unknown."""
+        row = self._rows[request_id]
+        caches = [layer.extract(row, self._lengths[row]) for layer in self._layers]
+        mx.eval([cache.state for cache in caches])  # a lazy slice would make the next write copy the arena
+        return caches
+
+    def check(self) -> None:
+        """Raise AssertionError unless the store's invariants hold (for tests)."""
+        if [self._rows[request_id] for request_id in self._ids] != list(range(len(self._rows))):
+            raise AssertionError(f"rows {self._rows} do not match ids {self._ids}")
+        if len(self._lengths) != len(self._ids) or any(length < 1 for length in self._lengths):
+            raise AssertionError(f"lengths {self._lengths} do not match ids {self._ids}")
+        for layer in self._layers:
+            layer.check(self._lengths)
+
+
+def _layer_store(cache: Any) -> LayerStore:
+    """The store for a layer whose single-sequence cache is of this kind. Exact types: subclasses may differ."""
+    if type(cache) is KVCache:
+        return ArenaLayer()
+    if type(cache) is RotatingKVCache and not cache.keep:
+        return ArenaLayer(window=cache.max_size)
+    require_batchable(cache)
+    return MergedLayer(type(cache).__name__)
+
+
+def _tokens_in(caches: Sequence[Any]) -> int:
+    """Tokens that a sequence's caches have seen: the offset of its first cache that counts."""
+    for cache in caches:
+        for part in getattr(cache, "caches", (cache,)):
+            if isinstance(getattr(part, "offset", None), int):
+                return int(part.offset)
+    return 1

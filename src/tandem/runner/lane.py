@@ -1,0 +1,80 @@
+"""One lane's batch on one rank: sequences whose prompt is being computed, and those that decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import BatchDesync
+from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
+from tandem.runner.kv_store import KVStore
+from tandem.runner.prefix_store import PrefixStore
+
+
+@dataclass(eq=False)
+class Held:
+    """A sequence as the rank knows it; `caches` is None once its KV has moved into the store."""
+
+    insert: InsertOp
+    caches: list[Any] | None
+
+
+class LaneBatch:
+    """Follows plans to the letter and checks that it ends where the engine thinks it does."""
+
+    def __init__(self, make_caches: Callable[[], list[Any]], prefixes: PrefixStore) -> None:
+        """`prefixes` is shared by all lanes of the rank."""
+        self._make_caches = make_caches
+        self._prefixes = prefixes
+        self.held: dict[str, Held] = {}
+        self.store = KVStore(make_caches)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Removes, inserts, restores, then the fingerprint. Raises BatchDesync before anything is computed."""
+        for request_id in plan.removes:
+            held = self.held.pop(request_id, None)
+            if held is None:
+                raise BatchDesync(f"BATCH DESYNC DETECTED: step {plan.step_id} removes {request_id}, which is not here")
+            if held.caches is None:
+                self.store.leave(request_id)
+        for insert in plan.inserts:
+            self.held[insert.request_id] = Held(insert, self._make_caches())
+        for op in plan.restores:
+            self.held[op.request_id].caches = self._prefixes.restore(op.key, op.length)
+        mine = batch_fingerprint(self.lengths())
+        if mine != plan.fingerprint or set(self.store.ids) != set(plan.decode):
+            raise BatchDesync(f"BATCH DESYNC DETECTED: Fingerprint mismatch at step {plan.step_id}: local={mine}, "
+                              f"plan={plan.fingerprint}, local_requests={list(self.lengths())}, decode={plan.decode}")
+
+    def lengths(self) -> Iterator[tuple[str, int]]:
+        """(request id, positions that its caches really hold), in the order of insertion."""
+        for request_id, held in self.held.items():
+            yield request_id, self.store.length(request_id) if held.caches is None else held.caches[0].offset
+
+    def chunk(self, op: PrefillOp) -> tuple[list[int], list[Any]]:
+        """Tokens of one prompt chunk, and the caches that it extends."""
+        held = self.held[op.request_id]
+        if held.caches is None:
+            raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, the plan still has its prompt")
+        return held.insert.tokens[op.start:op.start + op.count], held.caches
+
+    def save(self, op: SnapshotOp) -> None:
+        """Keep a prompt's KV for prompts to come."""
+        held = self.held[op.request_id]
+        if held.caches is None:
+            raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
+        self._prefixes.save(op.key, held.caches, op.length)
+
+    def join(self, request_id: str) -> None:
+        """The prompt is done: move the sequence's KV into the store."""
+        held = self.held[request_id]
+        assert held.caches is not None
+        self.store.join(request_id, held.caches)
+        held.caches = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV in the store and in prompts under way."""
+        prompts = (held.caches for held in self.held.values() if held.caches is not None)
+        return self.store.nbytes + sum(cache.nbytes for caches in prompts for cache in caches)

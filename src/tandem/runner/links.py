@@ -1,0 +1,105 @@
+"""How a stage's arrays reach the next stage: one small interface over channels and MLX groups."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from tandem.protocol.step import StepPlan
+from tandem.transport.channel import Channel, FrameHeader
+
+
+class Link(Protocol):
+    """Both ends of one stage in the ring of stages; frames keep their order."""
+
+    def send(self, array: mx.array, step_id: int) -> None:
+        """Hand `array` to the next stage."""
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
+        """Wait for the array that the stage before sent in `step_id`."""
+
+
+class ChannelLink:
+    """Arrays as frames of a `transport` channel, each checked against the step, type and shape that the plan implies.
+
+    A thread of its own waits for arrays and sends them, so that the rank can build the next step meanwhile.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._outbox: queue.SimpleQueue[tuple[FrameHeader, mx.array] | None] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        threading.Thread(target=self._send_all, name="channel", daemon=True).start()
+
+    def send(self, array: mx.array, step_id: int) -> None:
+        """Dispatch `array` and queue it for sending. Raises what an earlier send raised."""
+        if self._error is not None:
+            raise self._error
+        header = FrameHeader(step_id, _name(array.dtype), tuple(array.shape))
+        bits = array.view(_carrier(array.dtype))
+        mx.async_eval(bits)
+        self._outbox.put((header, bits))
+
+    def _send_all(self) -> None:
+        while (item := self._outbox.get()) is not None:
+            header, bits = item
+            try:
+                # NumPy reads the array's own memory, once it is computed.
+                self._channel.send(header, np.ascontiguousarray(bits).view(np.uint8).data)
+            except Exception as error:  # noqa: BLE001 - a thread's border: the next send raises it
+                self._error = error
+                return
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
+        """Wait for the frame; raises BatchDesync when it is not the expected one."""
+        data = self._channel.receive(FrameHeader(step_id, _name(dtype), shape))
+        carrier = _carrier(dtype)
+        flat = np.frombuffer(data, dtype=_name(carrier))
+        return mx.array(flat).view(dtype).reshape(shape)
+
+
+def _carrier(dtype: mx.Dtype) -> mx.Dtype:
+    """NumPy knows no bfloat16, so its bits travel as unsigned integers."""
+    return mx.uint16 if dtype == mx.bfloat16 else dtype
+
+
+def _name(dtype: mx.Dtype) -> str:
+    return str(dtype).removeprefix("mlx.core.")
+
+
+class TokenInbox:
+    """Tokens on their way back from the last stage to the first, which feeds on them.
+
+    Frames come in the order of the steps, over all lanes; they are read when a lane needs its own, and at the latest
+    when the engine has the result too, so that unread ones never pile up.
+    """
+
+    def __init__(self, link: Link, plans_under_way: int) -> None:
+        self._link = link
+        self._slack = plans_under_way
+        self._expected: list[tuple[int, int, list[str]]] = []
+        self._arrived: dict[int, tuple[list[str], mx.array]] = {}
+
+    def expect(self, plan: StepPlan, ids: list[str]) -> None:
+        """The last stage will send the tokens of `ids`, in this order."""
+        if ids:
+            self._expected.append((plan.step_id, plan.lane, ids))
+
+    def drain(self, step_id: int) -> None:
+        """Read every frame that must have been sent before the engine could send the plan `step_id`."""
+        while self._expected and self._expected[0][0] < step_id - self._slack:
+            self._read()
+
+    def latest(self, lane: int) -> tuple[list[str], mx.array]:
+        """Ids and int32 tokens [n] of the lane's last sampling step."""
+        while any(expected[1] == lane for expected in self._expected):
+            self._read()
+        return self._arrived[lane]
+
+    def _read(self) -> None:
+        step_id, lane, ids = self._expected.pop(0)
+        self._arrived[lane] = (ids, self._link.receive((len(ids),), mx.int32, step_id))

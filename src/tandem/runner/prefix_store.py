@@ -1,0 +1,82 @@
+"""The arrays behind the prefix cache: KV of past prompts on this rank, saved, restored and evicted by plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from tandem.errors import BatchDesync
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """One layer's cache: its class and its state in mlx-lm's terms, arrays and numbers."""
+
+    kind: Any
+    state: tuple[Any, ...]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays of the state."""
+        return [part for part in self.state if isinstance(part, mx.array)]
+
+
+def trimmable(caches: Sequence[Any]) -> bool:
+    """True when caches of these kinds can be cut to any length."""
+    return all(type(cache) is KVCache for cache in caches)
+
+
+class PrefixStore:
+    """Snapshots of single-sequence caches, one cache a layer, by key."""
+
+    def __init__(self) -> None:
+        self._saved: dict[str, list[_Saved]] = {}
+
+    def save(self, key: str, caches: Sequence[Any], length: int) -> None:
+        """Copy the first `length` positions of caches that hold that many, or more if they can be cut."""
+        saved = []
+        for cache in caches:
+            if type(cache) is KVCache:
+                state = _cut(cache.state, length)
+            elif cache.offset == length:
+                state = cache.state
+            else:
+                raise BatchDesync(f"a prefix of {length} positions is to be saved, the cache holds {cache.offset}")
+            # A copy: the cache goes on writing into its own arrays.
+            saved.append(_Saved(type(cache), tuple(mx.contiguous(part) if isinstance(part, mx.array) else part
+                                                   for part in state)))
+        mx.async_eval([one.arrays for one in saved])
+        self._saved[key] = saved
+
+    def restore(self, key: str, length: int) -> list[Any]:
+        """Fresh caches that hold the first `length` positions of a snapshot. Raises BatchDesync for an unknown key."""
+        if key not in self._saved:
+            raise BatchDesync(f"prefix {key} is to be restored, which is not here")
+        return [_revive(one, length) for one in self._saved[key]]
+
+    def evict(self, key: str) -> None:
+        """Drop a snapshot. Raises BatchDesync for an unknown key."""
+        if self._saved.pop(key, None) is None:
+            raise BatchDesync(f"prefix {key} is to be evicted, which is not here")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all snapshots."""
+        return sum(array.nbytes for saved in self._saved.values() for one in saved for array in one.arrays)
+
+
+def _cut(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
+    """A KVCache's (keys, values, offset), [1, H, positions, D] each, for its first `length` positions."""
+    keys, values, _ = state
+    return keys[..., :length, :], values[..., :length, :], length
+
+
+def _revive(saved: _Saved, length: int) -> Any:
+    state = _cut(saved.state, length) if saved.kind is KVCache else saved.state
+    # Caches write into their array objects in place: each gets objects of its own over the shared buffers, which MLX
+    # copies on the first write.
+    return saved.kind.from_state(tuple(part[...] if isinstance(part, mx.array) else part for part in state))

@@ -1,0 +1,201 @@
+"""One rank: execute(StepPlan) -> StepResult over its stage of the model."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+
+from tandem.comm.group import StageGroup
+from tandem.models.stage import StageModel
+from tandem.protocol.request import TokenLogprob
+from tandem.protocol.step import PrefillOp, StepPlan, StepResult
+from tandem.runner.digest import chained, digest
+from tandem.runner.lane import LaneBatch
+from tandem.runner.links import Link, TokenInbox
+from tandem.runner.prefix_store import PrefixStore
+from tandem.runner.sampler import Sampled, Sampler
+
+
+@dataclass
+class PendingStep:
+    """A step that is dispatched. `finish` may be called from any thread: it only reads what is being computed."""
+
+    plan: StepPlan
+    started: float
+    """time.perf_counter() at which it began."""
+    waited: float = 0.0
+    """Seconds spent waiting for other stages."""
+    kv_bytes: int = 0
+    prefix_bytes: int = 0
+    ids: list[str] = field(default_factory=list)
+    """Sampled sequences, in the order of `parts`."""
+    parts: list[Sampled] = field(default_factory=list)
+    tokens: list[mx.array] = field(default_factory=list)
+    """int32, one array for each part."""
+    outcome: mx.array | None = None
+    """int32 tokens of `ids` on the last stage, elsewhere a marker that is there when the step is computed."""
+    digests: list[tuple[mx.array, mx.array]] = field(default_factory=list)
+    """uint32 digests of each forward pass's input and output, where the plan asked for them."""
+
+    def finish(self) -> StepResult:
+        """Wait for the step; tokens come in the plan's order, and only from the last stage."""
+        result = StepResult(self.plan.step_id, self.plan.lane)
+        if self.outcome is None:
+            return result
+        values: Any = self.outcome.tolist()
+        if not self.parts:
+            return result
+        chosen: dict[str, int] = dict(zip(self.ids, values, strict=True))
+        logprobs: dict[str, TokenLogprob] = {}
+        for part in self.parts:
+            logprobs.update(part.logprobs())
+        order = [chosen[request_id] for request_id in self.plan.sampled()]
+        return StepResult(self.plan.step_id, self.plan.lane, order, logprobs)
+
+    def digest(self) -> tuple[int, int] | None:
+        """Of all that went through the stage's layers in this step; waits for it. None if the plan did not ask."""
+        if not self.digests:
+            return None
+        return chained(before for before, _ in self.digests), chained(after for _, after in self.digests)
+
+
+class Runner:
+    """Holds a stage, its lanes and their KV. Not thread-safe: one thread owns all MLX work of a process."""
+
+    def __init__(self, stage: StageModel, *, lanes: int, vocab_size: int, eos_token_ids: tuple[int, ...],
+                 link: Link | None = None, group: StageGroup | None = None, samples: bool = True) -> None:
+        """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
+
+        `samples`: this is the one rank that chooses tokens.
+        """
+        self._stage = stage
+        self._link = link
+        self._prefixes = PrefixStore()
+        self._lanes = [LaneBatch(stage.make_caches, self._prefixes) for _ in range(lanes)]
+        self._group = group
+        self._samplers = [Sampler(vocab_size, eos_token_ids) for _ in range(lanes)] if samples else []
+        self._inbox = TokenInbox(link, lanes + 1) if link is not None and stage.is_first else None
+        self._latest: dict[int, tuple[list[str], mx.array]] = {}
+
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Build and dispatch one step; on a GPU, and mostly on a CPU, it computes while the next one is built."""
+        pending = PendingStep(plan, time.perf_counter())
+        lane = self._lanes[plan.lane]
+        lane.apply(plan)
+        self._update_samplers(plan)
+        if self._inbox is not None:
+            self._inbox.drain(plan.step_id)
+        if plan.decode:
+            self._decode(plan, lane, pending)
+        saves = {op.request_id: op for op in plan.saves}
+        for op in plan.prefill:
+            self._prefill(plan, lane, op, pending)
+            if op.request_id in saves:
+                lane.save(saves[op.request_id])
+            if op.last:
+                lane.join(op.request_id)
+        for key in plan.evicts:
+            self._prefixes.evict(key)
+        self._hand_out(plan, pending)
+        pending.kv_bytes = sum(one.nbytes for one in self._lanes)
+        pending.prefix_bytes = self._prefixes.nbytes
+        return pending
+
+    def _update_samplers(self, plan: StepPlan) -> None:
+        if not self._samplers:
+            return
+        sampler = self._samplers[plan.lane]
+        for request_id in plan.removes:
+            sampler.remove(request_id)
+        for op in plan.inserts:
+            sampler.add(op.request_id, op.params, plan.sampling_seeds[op.request_id], op.tokens, op.prompt_len)
+
+    def _decode(self, plan: StepPlan, lane: LaneBatch, pending: PendingStep) -> None:
+        ids = list(lane.store.ids)
+        tokens = self._feedback(pending, ids)[:, None] if self._stage.is_first else None
+        hidden = self._forward(pending, (len(ids), 1), tokens, lane.store.batch())
+        self._sample(pending, hidden, ids)
+
+    def _prefill(self, plan: StepPlan, lane: LaneBatch, op: PrefillOp, pending: PendingStep) -> None:
+        chunk, caches = lane.chunk(op)
+        tokens = mx.array([chunk], dtype=mx.int32) if self._stage.is_first else None
+        hidden = self._forward(pending, (1, op.count), tokens, caches)
+        if op.last:
+            self._sample(pending, hidden, [op.request_id])
+        # A chunk that samples nothing is computed for its KV alone.
+        mx.async_eval([cache.state for cache in caches])
+
+    def _sample(self, pending: PendingStep, hidden: mx.array, ids: list[str]) -> None:
+        """Choose a token for each of `ids` from its last position; all ranks of the last stage take part.
+
+        The head's rows are spread over the ranks, one of them draws, and where the others need the tokens they get
+        them inside the graph, as a sum with zeros. Dispatched at once, so that the device starts on it.
+        """
+        pending.ids += ids
+        if not self._stage.is_last:
+            return
+        logits = self._stage.head(hidden[:, -1:])[:, -1]
+        if self._samplers:
+            part = self._samplers[pending.plan.lane].sample(logits, ids)
+            pending.parts.append(part)
+            tokens, arrays = part.tokens, part.arrays
+        else:
+            tokens, arrays = mx.depends(mx.zeros((len(ids),), dtype=mx.int32), logits), []
+        if self._group is not None and self._link is None:
+            tokens = self._group.sum(tokens)
+        pending.tokens.append(tokens)
+        mx.async_eval([tokens, *arrays])
+
+    def _forward(self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None,
+                 caches: list[Any]) -> mx.array:
+        """One pass of [rows, positions]: from tokens or the stage before, to the stage after or the sampler."""
+        step_id = pending.plan.step_id
+        if tokens is not None:
+            hidden = self._stage.embed(tokens)
+        else:
+            hidden = self._receive(pending, (*rows, self._stage.hidden_size))
+        before, hidden = hidden, self._stage.forward(hidden, caches)
+        if pending.plan.digest:
+            pending.digests.append((digest(before), digest(hidden)))
+            mx.async_eval(*pending.digests[-1])
+        if self._link is not None and not self._stage.is_last:
+            pending.outcome = hidden.reshape(-1)[:1].astype(mx.float32)
+            # Before the send, whose thread then has the buffer to itself.
+            mx.async_eval(pending.outcome)
+            self._link.send(hidden, step_id)
+        return hidden
+
+    def _receive(self, pending: PendingStep, shape: tuple[int, ...]) -> mx.array:
+        assert self._link is not None
+        started = time.perf_counter()
+        array = self._link.receive(shape, self._stage.dtype, pending.plan.step_id)
+        pending.waited += time.perf_counter() - started
+        return array
+
+    def _feedback(self, pending: PendingStep, ids: list[str]) -> mx.array:
+        """int32 [n]: the token that each of `ids` was given last, still on the device."""
+        started = time.perf_counter()
+        lane = pending.plan.lane
+        known, tokens = self._inbox.latest(lane) if self._inbox is not None else self._latest[lane]
+        pending.waited += time.perf_counter() - started
+        if known == ids:
+            return tokens
+        places = {request_id: i for i, request_id in enumerate(known)}
+        return tokens[mx.array([places[request_id] for request_id in ids])]
+
+    def _hand_out(self, plan: StepPlan, pending: PendingStep) -> None:
+        """The sampled tokens: to whoever feeds on them, on the device where that can be."""
+        if self._inbox is not None:
+            self._inbox.expect(plan, pending.ids)
+        if not pending.tokens:
+            return
+        pending.outcome = pending.tokens[0] if len(pending.tokens) == 1 else mx.concatenate(pending.tokens)
+        if self._link is None:
+            self._latest[plan.lane] = (pending.ids, pending.outcome)
+        elif self._samplers:
+            # A copy: on CUDA two threads must not fetch the same buffer to the host at once.
+            self._link.send(pending.outcome + 0, plan.step_id)
+        mx.async_eval(pending.outcome)

@@ -1,0 +1,234 @@
+"""From logits to tokens for a whole batch at once: one vectorised sampler inside the graph.
+
+Per-row parameters are device arrays, rebuilt only when the batch changes. A batch pays for what its rows ask for: all
+greedy is an argmax; without top-k, top-p or min-p nothing is sorted; log probabilities are computed for rows that want
+them. The order is vLLM's: logit bias, penalties, (log probabilities), temperature, top-k, top-p, min-p, draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from tandem.protocol.request import SamplingParams, TokenLogprob
+from tandem.runner.filters import FilterRows, draw, filtered_weights, largest
+from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
+from tandem.runner.uniforms import seed_keys, uniform_pairs
+
+COLDEST = 1e-5
+"""Temperatures below it are greedy, as in vLLM: dividing by them would overflow."""
+
+
+@dataclass
+class Sampled:
+    """What one call of `Sampler.sample` chose; lazy until evaluated."""
+
+    tokens: mx.array
+    """int32 [n], in the order of the ids; -1 for a row whose logits are not finite."""
+    arrays: list[mx.array] = field(default_factory=list)
+    """What is worth dispatching together: the tokens, and log probabilities where they are asked for."""
+    _asked: list[tuple[str, int]] = field(default_factory=list)
+    _columns: tuple[mx.array, ...] = ()
+
+    def logprobs(self) -> dict[str, TokenLogprob]:
+        """Log probabilities of the rows that asked, by request id. Waits for the device; empty if nobody asked."""
+        if not self._asked:
+            return {}
+        columns: list[list[Any]] = [column.tolist() for column in self._columns]  # type: ignore[misc]
+        tokens, chosen, *best = columns
+        found = {}
+        for row, (request_id, k) in enumerate(self._asked):
+            pairs = zip(best[0][row], best[1][row], strict=True) if k else ()
+            ranked = sorted(((t, p) for t, p in pairs if p > -np.inf), key=lambda pair: (-pair[1], pair[0]))
+            found[request_id] = TokenLogprob(tokens[row], chosen[row], ranked[:k])
+        return found
+
+
+@dataclass
+class _Sequence:
+    """One sequence that is being sampled."""
+
+    params: SamplingParams
+    seed: int
+    produced: int
+    """Tokens given out so far: the position of the next random number."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Device arrays for one batch of ids."""
+
+    sequences: list[_Sequence]
+    bias: TokenEdits | None
+    penalties: PenaltyRows | None
+    greedy: mx.array | None
+    """bool [n]; None when no row is greedy."""
+    keys: npt.NDArray[np.uint64] | None
+    """Random-number keys [n]; None when all rows are greedy."""
+    inverse_temperature: mx.array | None
+    """float32 [n, 1]; 1 for greedy rows; None when all are 1."""
+    filters: FilterRows
+    asked: list[tuple[str, int]]
+    asked_rows: mx.array | None
+    """int32 [a]: rows that want log probabilities; None when it is all or none of them."""
+
+
+class Sampler:
+    """Sampling state of one lane's sequences. Lives on the one rank that samples."""
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
+        """`vocab_size` is the width of the logits, `eos_token_ids` the model's own end-of-sequence ids."""
+        self._vocab_size = vocab_size
+        self._eos = tuple(eos_token_ids)
+        self._may_wait = mx.default_device().type == mx.DeviceType.cpu
+        self._sequences: dict[str, _Sequence] = {}
+        self._history = TokenHistory(vocab_size)
+        self._plans: dict[tuple[str, ...], _Plan] = {}
+        self._bans: tuple[tuple[int, ...], tuple[str, ...], TokenEdits | None] = ((), (), None)
+
+    def add(self, request_id: str, params: SamplingParams, seed: int, tokens: list[int], prompt_len: int) -> None:
+        """Begin a sequence: tokens[prompt_len:] were produced before (a replay) and count as such.
+
+        Raises ValueError for an id that is known already.
+        """
+        if request_id in self._sequences:
+            raise ValueError(f"sequence {request_id} is being sampled already")
+        self._sequences[request_id] = _Sequence(params, seed, len(tokens) - prompt_len)
+        if params.penalised:
+            self._history.add(request_id, tokens[:prompt_len], tokens[prompt_len:])
+        self._plans.clear()
+
+    def remove(self, request_id: str) -> None:
+        """Forget a sequence. KeyError if unknown."""
+        del self._sequences[request_id]
+        self._history.remove(request_id)
+        self._plans.clear()
+
+    def sample(self, logits: mx.array, ids: Sequence[str]) -> Sampled:
+        """Choose one token for each row of logits [n, V] (any float dtype), row i being ids[i].
+
+        Each id moves on by one position. Raises ValueError when the shape does not fit, KeyError for an unknown id.
+        """
+        if logits.shape != (len(ids), self._vocab_size):
+            raise ValueError(f"logits {logits.shape} for {len(ids)} rows of {self._vocab_size} tokens")
+        plan = self._plan(tuple(ids))
+        raw = logits.astype(mx.float32)
+        edited = self._edited(raw, plan, tuple(ids))
+        tokens = self._chosen(edited, plan)
+        tokens = _marked(tokens, raw, edited)
+        for sequence in plan.sequences:
+            sequence.produced += 1
+        if plan.penalties is not None:
+            self._history.count(tokens, plan.penalties)
+        columns = _logprob_columns(edited, tokens, plan)
+        return Sampled(tokens, [tokens, *columns], plan.asked, columns)
+
+    def _edited(self, logits: mx.array, plan: _Plan, ids: tuple[str, ...]) -> mx.array:
+        """Logits after bias, penalties and the ban on early ends."""
+        if plan.bias is not None:
+            logits = plan.bias.added(logits)
+        if plan.penalties is not None:
+            logits = self._history.penalise(logits, plan.penalties)
+        bans = self._banned(plan, ids)
+        return logits if bans is None else bans.added(logits)
+
+    def _chosen(self, logits: mx.array, plan: _Plan) -> mx.array:
+        """int32 [n]: argmax where greedy, a draw elsewhere."""
+        if plan.keys is None:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        scaled = logits - logits.max(axis=-1, keepdims=True)
+        if plan.inverse_temperature is not None:
+            scaled = scaled * plan.inverse_temperature
+        positions = np.array([sequence.produced for sequence in plan.sequences], dtype=np.uint64)
+        uniforms = mx.array(uniform_pairs(plan.keys, positions))
+        drawn = draw(filtered_weights(scaled, plan.filters, may_wait=self._may_wait), uniforms)
+        if plan.greedy is None:
+            return drawn
+        return mx.where(plan.greedy, mx.argmax(logits, axis=-1).astype(mx.int32), drawn)
+
+    def _plan(self, ids: tuple[str, ...]) -> _Plan:
+        if ids not in self._plans:
+            self._plans[ids] = self._build(ids)
+        return self._plans[ids]
+
+    def _build(self, ids: tuple[str, ...]) -> _Plan:
+        sequences = [self._sequences[request_id] for request_id in ids]
+        params = [sequence.params for sequence in sequences]
+        greedy = [one.temperature < COLDEST for one in params]
+        bias = [
+            (row, token, value)
+            for row, one in enumerate(params)
+            for token, value in one.logit_bias.items()
+            if 0 <= token < self._vocab_size
+        ]
+        heat = [1.0 if cold else 1.0 / one.temperature for one, cold in zip(params, greedy, strict=True)]
+        asked = [(row, one.logprobs) for row, one in enumerate(params) if one.logprobs is not None]
+        return _Plan(
+            sequences=sequences,
+            bias=TokenEdits.build(bias),
+            penalties=self._history.rows(ids, params),
+            greedy=mx.array(greedy) if any(greedy) else None,
+            keys=None if all(greedy) else seed_keys([sequence.seed for sequence in sequences]),
+            inverse_temperature=None if set(heat) == {1.0} else mx.array(heat, dtype=mx.float32)[:, None],
+            filters=_filter_rows(params, greedy, self._vocab_size),
+            asked=[(ids[row], min(k, self._vocab_size)) for row, k in asked],
+            asked_rows=None if len(asked) in (0, len(ids)) else mx.array([row for row, _ in asked], dtype=mx.int32),
+        )
+
+    def _banned(self, plan: _Plan, ids: tuple[str, ...]) -> TokenEdits | None:
+        """Ends that must not be chosen yet; rebuilt when a row passes its min_tokens."""
+        early = tuple(row for row, one in enumerate(plan.sequences) if one.produced < one.params.min_tokens)
+        if not early:
+            return None
+        if self._bans[:2] != (early, ids):
+            entries = []
+            for row in early:
+                params = plan.sequences[row].params
+                ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
+                entries += [(row, token, -np.inf) for token in sorted(ends) if 0 <= token < self._vocab_size]
+            self._bans = (early, ids, TokenEdits.build(entries))
+        return self._bans[2]
+
+
+def _filter_rows(params: list[SamplingParams], greedy: list[bool], vocab_size: int) -> FilterRows:
+    """Filters of a batch. Greedy rows count as unfiltered."""
+    live = list(zip(params, greedy, strict=True))
+    top_k = [one.top_k if not cold and 0 < one.top_k < vocab_size else vocab_size for one, cold in live]
+    top_p = [1.0 if cold else one.top_p for one, cold in live]
+    min_p = [0.0 if cold else one.min_p for one, cold in live]
+    used_k = [k for k in top_k if k < vocab_size]
+    return FilterRows(
+        top_k=mx.array(top_k, dtype=mx.int32)[:, None] if used_k else None,
+        largest_k=max(used_k, default=0),
+        all_k=all(k < vocab_size for k, p in zip(top_k, top_p, strict=True) if p < 1.0),
+        top_p=mx.array(top_p, dtype=mx.float32)[:, None] if min(top_p) < 1.0 else None,
+        min_p=mx.array(min_p, dtype=mx.float32)[:, None] if max(min_p) > 0.0 else None,
+    )
+
+
+def _marked(tokens: mx.array, raw: mx.array, edited: mx.array) -> mx.array:
+    """Tokens with -1 where the model's logits hold a NaN or +inf, or nothing finite could be chosen."""
+    chosen = mx.take_along_axis(edited, tokens[:, None], axis=-1)[:, 0]
+    sound = (raw.sum(axis=-1) < mx.inf) & mx.isfinite(chosen)  # a NaN anywhere makes the sum NaN, which is not < inf
+    return mx.where(sound, tokens, -1)
+
+
+def _logprob_columns(logits: mx.array, tokens: mx.array, plan: _Plan) -> tuple[mx.array, ...]:
+    """Tokens [a], their log probabilities [a], and the most likely ids and theirs [a, k]; () if nobody asked."""
+    if not plan.asked:
+        return ()
+    if plan.asked_rows is not None:
+        logits, tokens = logits[plan.asked_rows], tokens[plan.asked_rows]
+    norm = mx.logsumexp(logits, axis=-1, keepdims=True)
+    places = mx.maximum(tokens, 0)[:, None]
+    chosen = (mx.take_along_axis(logits, places, axis=-1) - norm)[:, 0]
+    k = max(k for _, k in plan.asked)
+    if not k:
+        return tokens, chosen
+    best, places_of_best = largest(logits, k)
+    return tokens, chosen, places_of_best, best - norm

@@ -1,0 +1,58 @@
+"""One of the independent batches that keep the stages of a pipeline busy at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tandem.cache.budget import batch_positions
+from tandem.protocol.step import PrefillOp
+from tandem.scheduler.sequence import Sequence
+
+PATIENCE = 4
+"""Steps that a prompt lets shorter ones go first."""
+
+
+@dataclass(eq=False)
+class Lane:
+    """Members in the order in which the ranks got them, and what the next plan must take away."""
+
+    index: int
+    members: dict[str, Sequence] = field(default_factory=dict)
+    removes: list[str] = field(default_factory=list)
+    outstanding: int = 0
+    """Plans sent whose results are not back."""
+    last_step: int = -1
+
+    def drop(self, sequence: Sequence) -> None:
+        """Take a member out of the batch; the next plan tells the ranks."""
+        del self.members[sequence.request_id]
+        self.removes.append(sequence.request_id)
+        sequence.leave()
+
+    def decoding(self) -> list[Sequence]:
+        """Members whose prompt is done, in joining order."""
+        return [sequence for sequence in self.members.values() if sequence.decoding]
+
+    def positions(self, extra: Iterable[int] = ()) -> int:
+        """KV positions that the lane may occupy after its next step, with rows of `extra` lengths added."""
+        return batch_positions([*(max(s.computed + 1, s.target) for s in self.members.values()), *extra])
+
+    def prefill(self, budget: int) -> list[PrefillOp]:
+        """Spend up to `budget` positions on prompts: the shortest rest first, but nobody is passed over for long."""
+        waiting = [s for s in self.members.values() if not s.decoding]
+        # Sorting is stable, so those whose patience is at an end come in the order of their arrival.
+        waiting.sort(key=lambda s: s.target - s.computed if s.skipped < PATIENCE else 0)
+        chunks = []
+        for sequence in waiting:
+            count = min(budget, sequence.target - sequence.computed)
+            if count <= 0:
+                sequence.skipped += 1
+                continue
+            if sequence.computed < sequence.save_point:
+                count = min(count, sequence.save_point - sequence.computed)
+            budget -= count
+            last = sequence.computed + count == sequence.target
+            chunks.append(PrefillOp(sequence.request_id, sequence.computed, count, last))
+            sequence.skipped = 0
+        return chunks

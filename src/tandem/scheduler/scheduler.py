@@ -1,0 +1,308 @@
+"""What runs in the next step: a pure state machine without sockets, clocks or devices.
+
+Requests and step results go in, plans and outputs come out. Plans are built ahead of results: a sequence that goes on
+takes the token that the ranks already hold, and one that turns out to be finished is removed a step later, its
+surplus token dropped. The scheduler alone decides which sequences are in a batch and when they end.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from tandem.cache.prefix import PrefixIndex
+from tandem.errors import OverloadedError, RequestError
+from tandem.protocol.checks import check_params
+from tandem.protocol.control import EngineMessage, Output, Refused
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, StepResult, batch_fingerprint
+from tandem.scheduler.lane import Lane
+from tandem.scheduler.sequence import Sequence
+
+HEADROOM = 64
+"""Positions of output that must fit beside the prompt before a request is admitted."""
+MAX_ATTEMPTS = 3
+"""Gangs that may die under a request before it is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What the scheduler must keep to."""
+
+    lanes: int
+    max_batch_size: int
+    """Most sequences in all lanes together."""
+    prefill_chunk: int
+    """Most prompt tokens in one step."""
+    kv_tokens: int
+    """Most KV positions in all lanes together."""
+    max_context: int
+    max_queue: int
+    max_queue_tokens: int
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    depth: int = 2
+    """Plans of one lane that may be under way."""
+    prefix_tokens: int = 0
+    """KV positions, of the `kv_tokens`, that may hold prefixes of past prompts; 0 for no prefix cache."""
+    prefix_trimmable: bool = True
+    """The model's caches can be cut to any length (no sliding windows)."""
+
+
+class Scheduler:
+    """Queue, lanes and plans under way."""
+
+    def __init__(self, limits: Limits, *, first_step: int = 0) -> None:
+        """`first_step` numbers the first plan: the ranks may have executed others before."""
+        self.limits = limits
+        self.sequences: dict[str, Sequence] = {}
+        """Every request that is not over, and those over whose last tokens are still under way."""
+        self.waiting: deque[Sequence] = deque()
+        self.lanes = [Lane(i) for i in range(limits.lanes)]
+        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable)
+        self.preemptions = 0
+        self._under_way: dict[int, StepPlan] = {}
+        self.next_step = first_step
+        """Number of the next plan."""
+
+    # --- requests ---
+
+    def submit(self, request: EngineRequest, seed: int) -> None:
+        """Queue a request. Raises RequestError if it can never run, OverloadedError if the queue is full."""
+        self._check(request)
+        queued = sum(len(sequence.tokens) for sequence in self.waiting)
+        if len(self.waiting) >= self.limits.max_queue:
+            raise OverloadedError(f"{len(self.waiting)} requests are waiting already (max_queue); try again later")
+        if self.waiting and queued + len(request.prompt) > self.limits.max_queue_tokens:
+            raise OverloadedError(f"{queued} prompt tokens are waiting already (max_queue_tokens); try again later")
+        sequence = Sequence(request, seed)
+        self.sequences[request.request_id] = sequence
+        self.waiting.append(sequence)
+
+    def _check(self, request: EngineRequest) -> None:
+        limits, params = self.limits, request.params
+        if request.request_id in self.sequences:
+            raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
+        if not request.prompt:
+            raise RequestError("the prompt has no tokens; send at least one", param="prompt")
+        if not all(0 <= token < limits.vocab_size for token in (*request.prompt, *request.produced)):
+            raise RequestError(f"prompt token ids must lie in 0..{limits.vocab_size - 1}", param="prompt")
+        check_params(params, limits.vocab_size)
+        if len(request.produced) >= params.max_tokens:
+            raise RequestError(f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already",
+                               param="max_tokens")
+        need = len(request.prompt) + params.max_tokens
+        if need > limits.max_context:
+            raise RequestError(
+                f"This model's maximum context length is {limits.max_context} tokens. However, you requested {need} "
+                f"tokens ({len(request.prompt)} in the prompt, {params.max_tokens} in the completion). "
+                "Please reduce the length of the prompt or max_tokens.",
+                param="messages", code="context_length_exceeded")
+        if need > limits.kv_tokens:
+            raise RequestError(f"prompt and output of {need} tokens exceed the KV cache of {limits.kv_tokens} tokens; "
+                               "shorten the request or raise --kv-tokens", param="max_tokens",
+                               code="context_length_exceeded")
+
+    def abort(self, request_id: str) -> bool:
+        """End a request without further output; False if there is no such live request."""
+        sequence = self.sequences.get(request_id)
+        if sequence is None or sequence.finished:
+            return False
+        self._finish(sequence)
+        return True
+
+    # --- steps ---
+
+    @property
+    def running(self) -> int:
+        """Sequences that have a place in a batch."""
+        return sum(len(lane.members) for lane in self.lanes)
+
+    @property
+    def under_way(self) -> int:
+        """Plans whose results are not back."""
+        return len(self._under_way)
+
+    @property
+    def idle(self) -> bool:
+        """True when there is nothing to plan and nothing to wait for."""
+        return not (self.sequences or self._under_way or any(lane.removes for lane in self.lanes))
+
+    @property
+    def kv_positions(self) -> int:
+        """KV positions that batches use, or are about to."""
+        return sum(lane.positions() for lane in self.lanes)
+
+    def next_plan(self) -> StepPlan | None:
+        """The next step, or None while there is nothing to do or enough is under way."""
+        if len(self._under_way) >= len(self.lanes) + self.limits.depth - 1:
+            return None
+        for lane in sorted(self.lanes, key=lambda one: (one.outstanding, one.last_step)):
+            if lane.outstanding < self.limits.depth and (plan := self._plan(lane)) is not None:
+                return plan
+        return None
+
+    def _plan(self, lane: Lane) -> StepPlan | None:
+        for sequence in lane.decoding():
+            if sequence.complete:
+                lane.drop(sequence)
+        self._make_room()
+        decode = lane.decoding()
+        inserts, restores = self._admit(lane)
+        fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
+        prefill = lane.prefill(self.limits.prefill_chunk)
+        if not (lane.removes or decode or prefill):
+            return None
+        saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
+        plan = StepPlan(
+            step_id=self.next_step, lane=lane.index, removes=lane.removes, inserts=inserts, restores=restores,
+            decode=[s.request_id for s in decode], prefill=prefill, saves=saves,
+            evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
+            sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts})
+        self._commit(lane, plan, decode, prefill)
+        return plan
+
+    def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
+        for sequence in decode:
+            sequence.computed += 1
+        for op in prefill:
+            lane.members[op.request_id].computed += op.count
+        for request_id in plan.sampled():
+            lane.members[request_id].inflight += 1
+        lane.removes = []
+        lane.outstanding += 1
+        lane.last_step = plan.step_id
+        self._under_way[plan.step_id] = plan
+        self.next_step += 1
+
+    def _admit(self, lane: Lane) -> tuple[list[InsertOp], list[SnapshotOp]]:
+        inserts: list[InsertOp] = []
+        restores: list[SnapshotOp] = []
+        rows = -(-self.limits.max_batch_size // len(self.lanes))
+        while self.waiting and len(lane.members) < rows and self.running < self.limits.max_batch_size:
+            if any(len(other.members) < len(lane.members) for other in self.lanes):
+                break
+            sequence = self.waiting[0]
+            if sequence.inflight or not self._fits(lane, sequence):
+                break
+            self.waiting.popleft()
+            lane.members[sequence.request_id] = sequence
+            hit = self.prefixes.lookup(sequence.tokens)
+            if hit is not None:
+                restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
+            inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
+            sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if self.prefixes.enabled else 0
+        return inserts, restores
+
+    def _save(self, sequence: Sequence, op: PrefillOp) -> SnapshotOp | None:
+        """Keep the prompt's KV when this chunk completes it, as far as it has whole blocks."""
+        if op.start + op.count != sequence.save_point:
+            return None
+        snapshot = self.prefixes.save(sequence.tokens[:op.start + op.count])
+        return None if snapshot is None else SnapshotOp(sequence.request_id, snapshot.key, snapshot.length)
+
+    def _fits(self, lane: Lane, sequence: Sequence) -> bool:
+        rest = sequence.request.params.max_tokens - sequence.produced
+        length = len(sequence.tokens) + min(rest, HEADROOM)
+        others = sum(other.positions() for other in self.lanes if other is not lane)
+        need = others + lane.positions([length])
+        # What is kept for later gives way to what is there now; a first request always runs.
+        self.prefixes.shrink(need + self.prefixes.positions - self.limits.kv_tokens)
+        return need <= self.limits.kv_tokens or self.running == 0
+
+    def _make_room(self) -> None:
+        """Let go of kept prefixes, then preempt the youngest sequences (they start again later), until the next step
+        fits into the KV cache."""
+        self.prefixes.shrink(self.kv_positions + self.prefixes.positions - self.limits.kv_tokens)
+        while self.running > 1 and self.kv_positions > self.limits.kv_tokens:
+            order = {request_id: i for i, request_id in enumerate(self.sequences)}
+            youngest = max((s for lane in self.lanes for s in lane.members.values()),
+                           key=lambda s: order[s.request_id])
+            self.lanes[youngest.lane or 0].drop(youngest)
+            self.preemptions += 1
+            self.waiting.appendleft(youngest)
+
+    # --- results ---
+
+    def update(self, result: StepResult) -> list[EngineMessage]:
+        """Take the tokens of one step; returns what the clients get to see."""
+        plan = self._under_way.pop(result.step_id)
+        self.lanes[plan.lane].outstanding -= 1
+        outputs: list[EngineMessage] = []
+        for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
+            sequence = self.sequences[request_id]
+            sequence.inflight -= 1
+            if not sequence.finished:
+                outputs.append(self._take(sequence, token, result))
+            elif not sequence.inflight:
+                del self.sequences[request_id]
+        return outputs
+
+    def _take(self, sequence: Sequence, token: int, result: StepResult) -> EngineMessage:
+        if token < 0:
+            self._finish(sequence)
+            return Refused(sequence.request_id, 500, "the model produced logits that are not finite numbers; "
+                           "check the model's weights and dtype", code="not_finite")
+        sequence.tokens.append(token)
+        params = sequence.request.params
+        stops = token in params.stop_token_ids or (token in self.limits.eos_token_ids and not params.ignore_eos)
+        stops = stops and sequence.produced > params.min_tokens
+        reason = "stop" if stops else "length" if sequence.produced >= params.max_tokens else None
+        if reason:
+            self._finish(sequence)
+        logprob = result.logprobs.get(sequence.request_id)
+        cached = sequence.cached if sequence.produced == 1 else 0
+        return Output(sequence.request_id, [token], [logprob] if logprob else [], reason, stops, cached)
+
+    def _finish(self, sequence: Sequence) -> None:
+        sequence.finished = True
+        if sequence.lane is not None:
+            self.lanes[sequence.lane].drop(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if not sequence.inflight:
+            del self.sequences[sequence.request_id]
+
+    # --- starting again ---
+
+    def restart(self) -> list[EngineMessage]:
+        """The gang is gone: queue everything again, with the tokens it has, in the order of arrival.
+
+        Returns refusals for requests that were under way in too many gangs that died.
+        """
+        refused: list[EngineMessage] = []
+        working = {request_id for plan in self._under_way.values() for request_id in
+                   (*plan.decode, *(op.request_id for op in plan.prefill))}
+        self._under_way.clear()
+        self.prefixes.clear()
+        self.lanes = [Lane(i) for i in range(self.limits.lanes)]
+        self.waiting.clear()
+        for request_id, sequence in list(self.sequences.items()):
+            sequence.leave()
+            sequence.inflight = 0
+            sequence.attempts += request_id in working
+            if sequence.finished or sequence.attempts >= MAX_ATTEMPTS:
+                del self.sequences[request_id]
+                if not sequence.finished:
+                    refused.append(Refused(request_id, 500, f"the ranks died {sequence.attempts} times while they "
+                                           "worked on this request; it is not tried again", code="rank_failure"))
+            else:
+                self.waiting.append(sequence)
+        return refused
+
+    def check(self) -> None:
+        """Raise AssertionError unless every invariant holds; for tests and debugging."""
+        for sequence in self.sequences.values():
+            places = (sequence in self.waiting) + sum(
+                sequence.request_id in lane.members for lane in self.lanes)
+            parked = sequence.finished or sequence.complete
+            assert places == 1 or (parked and places == 0 and sequence.inflight > 0), sequence
+            assert sequence.inflight == sum(sequence.request_id in p.sampled() for p in self._under_way.values())
+            if sequence.lane is not None and sequence.decoding:
+                assert sequence.computed == len(sequence.tokens) + sequence.inflight - 1, sequence
+            assert sequence.finished or sequence.produced < sequence.request.params.max_tokens
+        for lane in self.lanes:
+            assert lane.outstanding == sum(p.lane == lane.index for p in self._under_way.values())
+            assert set(lane.members) <= set(self.sequences)
+        self.prefixes.check()
+        assert self.running <= 1 or self.running <= self.limits.max_batch_size

@@ -1,0 +1,73 @@
+"""One request on its way through the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.step import InsertOp
+
+
+@dataclass(eq=False)
+class Sequence:
+    """Everything the engine knows of a request: enough to start it again from nothing on a new gang."""
+
+    request: EngineRequest
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    """Prompt, then the tokens produced so far."""
+    lane: int | None = None
+    """Where it runs; None while it waits."""
+    computed: int = 0
+    """Positions whose KV the ranks hold once all plans sent so far are done."""
+    target: int = 0
+    """Positions to compute before it decodes: `len(tokens)` when it was (re)inserted."""
+    inflight: int = 0
+    """Tokens that plans sent so far will bring."""
+    finished: bool = False
+    skipped: int = 0
+    """Steps in a row in which others' prompts went first."""
+    save_point: int = 0
+    """A chunk of its prompt must end here, so that the prefix cache can keep it; 0 for nowhere."""
+    cached: int = 0
+    """Positions that came from the prefix cache when it was last inserted."""
+    attempts: int = 0
+    """Gangs that died while they worked on it."""
+
+    def __post_init__(self) -> None:
+        self.tokens = [*self.request.prompt, *self.request.produced]
+
+    @property
+    def request_id(self) -> str:
+        """The request's id."""
+        return self.request.request_id
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.request.prompt)
+
+    @property
+    def produced(self) -> int:
+        """Tokens produced so far."""
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def decoding(self) -> bool:
+        """True once all of the prompt is computed, or planned to be."""
+        return self.computed >= self.target
+
+    @property
+    def complete(self) -> bool:
+        """True when the tokens in flight bring it to its limit, so that it needs no further step."""
+        return self.produced + self.inflight >= self.request.params.max_tokens
+
+    def enter(self, lane: int, cached: int = 0) -> InsertOp:
+        """Start (again) in `lane`, with the first `cached` positions from the prefix cache."""
+        self.lane, self.computed, self.target, self.skipped = lane, cached, len(self.tokens), 0
+        self.cached = cached
+        return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params)
+
+    def leave(self) -> None:
+        """Give up its place; its KV is gone with it."""
+        self.lane, self.computed = None, 0

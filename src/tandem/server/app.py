@@ -1,0 +1,90 @@
+"""The FastAPI application."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from tandem.config.settings import Settings
+from tandem.config.validation import read_api_keys
+from tandem.errors import UnavailableError
+from tandem.server import chat, completions, info, tokens
+from tandem.server.context import Api
+from tandem.server.engines import Engines
+from tandem.server.failures import add_handlers
+from tandem.server.gate import Gate
+from tandem.server.openapi import TandemApp
+from tandem.version import __version__
+
+logger = logging.getLogger(__name__)
+
+_PRELOAD_S = 0.5
+"""Seconds between looks for a new engine model, whose tokenizer is loaded before the first request needs it."""
+_PRELOAD_FIRST_S = 0.05
+"""The same before there has been any."""
+
+
+def create_app(settings: Settings, client: Engines) -> FastAPI:
+    """The application over one engine. Its lifespan starts and closes `client`.
+
+    Raises ConfigError when the file with API keys cannot be read.
+    """
+    keys = settings.server.api_key
+    if settings.server.api_key_file is not None:
+        keys = tuple(dict.fromkeys(keys + read_api_keys(settings.server.api_key_file)))
+    api = Api(settings, client, keys)
+    app = TandemApp(
+        title="Tandem",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        lifespan=_lifespan,
+    )
+    app.state.api = api
+    for module in (chat, completions, info, tokens):
+        app.include_router(module.router)
+    add_handlers(app)
+    app.add_middleware(Gate, api=api)
+    if settings.server.cors_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(settings.server.cors_origin),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["retry-after"],
+        )
+    return app
+
+
+@contextlib.asynccontextmanager
+async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
+    api: Api = app.state.api
+    await api.client.start()
+    preload = asyncio.create_task(_preload(api), name="tokenizer-preload")
+    try:
+        yield
+    finally:
+        api.draining = True
+        preload.cancel()
+        await asyncio.gather(preload, return_exceptions=True)
+        api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
+        await api.client.close()
+
+
+async def _preload(api: Api) -> None:
+    """Keep the tokenizer that fits the engine's model in memory."""
+    failed_source: str | None = None
+    while True:
+        status = api.client.status
+        if status is not None and status.source not in ("", failed_source) and not api.texts.ready(status):
+            try:
+                await api.texts.tokenizer(status)
+            except UnavailableError:
+                failed_source = status.source  # said in the log; requests try again and tell their clients
+        await asyncio.sleep(_PRELOAD_FIRST_S if status is None else _PRELOAD_S)

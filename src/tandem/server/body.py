@@ -1,0 +1,145 @@
+"""From the bytes of a request to a checked structure, or to an error that names the field."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, from_json
+from starlette.requests import ClientDisconnect
+
+from tandem.errors import RequestError, TooLargeError
+from tandem.server.failures import ClientGone
+from tandem.server.texts import off_loop
+
+BODY_TIMEOUT_S = 60.0
+"""Seconds that a client may take to send its body."""
+LARGE_BODY = 256 * 1024
+"""Bytes from which on a body is parsed in a thread."""
+
+Harmless = Callable[[Any], bool]
+
+
+def _any(_: Any) -> bool:
+    return True
+
+
+def _only(*values: Any) -> Harmless:
+    return lambda value: value is None or value in values
+
+
+IGNORED: Mapping[str, Harmless] = {
+    # Say nothing about the text.
+    "user": _any,
+    "metadata": _any,
+    "safety_identifier": _any,
+    "prompt_cache_key": _any,
+    "prompt_cache_retention": _any,
+    "service_tier": _any,
+    "parallel_tool_calls": _any,
+    # Do nothing with these values; anything else would need a feature that is not here.
+    "store": _only(False),
+    "tools": _only([]),
+    "tool_choice": _only("none", "auto"),
+    "functions": _only([]),
+    "function_call": _only("none", "auto"),
+    "response_format": _only({"type": "text"}),
+    "audio": _only(),
+    "modalities": _only(["text"]),
+    "prediction": _only(),
+    "reasoning_effort": _only(),
+    "verbosity": _only("medium"),
+    "web_search_options": _only(),
+    "suffix": _only(""),
+    "thinking_token_budget": _only(),
+    "structured_outputs": _only(),
+    "guided_json": _only(),
+    "guided_regex": _only(),
+    "guided_choice": _only(),
+    "guided_grammar": _only(),
+}
+"""Fields that OpenAI or vLLM know and this server does not support, with the test for a value that is harmless."""
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The whole body. Raises TooLargeError over `limit` bytes (with or without a declared length)."""
+    declared = request.headers.get("content-length", "")
+    too_large = TooLargeError(f"The request body is larger than the limit of {limit} bytes (--max-body-mb).")
+    if declared.isdigit() and int(declared) > limit:
+        raise too_large
+    chunks = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                chunks += chunk
+                if len(chunks) > limit:
+                    raise too_large
+    except TimeoutError:
+        slow = RequestError(f"The request body did not arrive within {BODY_TIMEOUT_S:.0f}s.", code="request_timeout")
+        slow.status = 408
+        raise slow from None
+    except ClientDisconnect:
+        raise ClientGone("The client left.") from None
+    return bytes(chunks)
+
+
+async def parse(request: Request, model: type[Model], limit: int) -> Model:
+    """The request's body as `model`. Raises RequestError naming the first field at fault."""
+    raw = await read_body(request, limit)
+    return await off_loop(len(raw) > LARGE_BODY, lambda: parse_bytes(raw, model))
+
+
+def parse_bytes(raw: bytes, model: type[Model]) -> Model:
+    """A JSON body as `model`. Raises RequestError naming the first field at fault."""
+    try:
+        data = from_json(raw, allow_inf_nan=False)
+    except ValueError as error:
+        try:
+            raw.decode()
+        except UnicodeDecodeError as bad:
+            message = f"The request body is not valid UTF-8 (byte {bad.start})."
+            raise RequestError(message, code="invalid_utf8") from None
+        raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(data, dict):
+        raise RequestError("The request body must be a JSON object.", code="invalid_json")
+    try:
+        return model.model_validate(_without_ignored(data, model))
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False, include_input=False)[0]) from None
+
+
+def _without_ignored(data: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+    kept = {}
+    for name, value in data.items():
+        harmless = IGNORED.get(name) if name not in model.model_fields else None
+        if name == "best_of":  # the best of n candidates when it is larger than n
+            harmless = _only(1, data.get("n"))
+        if harmless is None:
+            kept[name] = value
+        elif not harmless(value):
+            message = f"'{name}' is not supported by this server; leave it out."
+            raise RequestError(message, param=name, code="unsupported_parameter")
+    return kept
+
+
+def _explain(detail: ErrorDetails) -> RequestError:
+    """One line in OpenAI's words for one of pydantic's errors."""
+    kind = detail["type"]
+    path = ""
+    for part in detail["loc"]:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    if kind == "extra_forbidden":
+        return RequestError(f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter")
+    if kind == "missing":
+        return RequestError(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
+    message = detail["msg"].replace("Input should be", "expected", 1)
+    where = f"Invalid '{path}': " if path else ""
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    if kind == "unsupported":
+        code = "unsupported_value"
+    return RequestError(f"{where}{message}.", param=path or None, code=code)

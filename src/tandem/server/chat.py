@@ -1,0 +1,174 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from tandem.errors import RequestError
+from tandem.models.tokenizer import Tokenizer
+from tandem.server.answer import Answer, collect, engine_requests, new_id
+from tandem.server.body import parse
+from tandem.server.context import Api, get_api, get_group
+from tandem.server.generate import Delta, Generation
+from tandem.server.limits import check_choices, check_model, room, sampling_params
+from tandem.server.logprobs import chat_logprobs
+from tandem.server.openapi import documented
+from tandem.server.schemas import ChatRequest
+from tandem.server.sse import Envelope, encode_json, open_stream
+from tandem.server.texts import render_chat
+from tandem.version import __version__
+
+router = APIRouter()
+
+FINGERPRINT = f"tandem-{__version__}"
+_RESERVED = frozenset(
+    {"self", "messages", "conversation", "tools", "tokenize", "add_generation_prompt", "return_dict", "chat_template"}
+)
+
+
+@router.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
+async def chat_completions(http: Request) -> Response:
+    """Answer a conversation, in one piece or as a stream."""
+    api = get_api(http)
+    fields = await parse(http, ChatRequest, api.max_body)
+    status = api.status()
+    check_model(api, fields.model)
+    n = fields.n or 1
+    check_choices(api, n)
+    tokenizer = await api.texts.tokenizer(status)
+    messages = [message.as_template_input() for message in fields.messages]
+    prompt = await render_chat(tokenizer, messages, template_kwargs(fields))
+    default = api.settings.server.default_max_tokens
+    max_tokens = room(prompt, asked_tokens(fields), status.max_context, default, param="messages")
+    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    work = [
+        (prompt, sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice))
+        for choice in range(n)
+    ]
+    request_id = new_id("chatcmpl")
+    generation = Generation(
+        api,
+        http,
+        engine_requests(request_id, get_group(http), work),
+        tokenizer,
+        request_id=request_id,
+        prompt_tokens=len(prompt),
+        stream=bool(fields.stream),
+        timeout=fields.timeout,
+    )
+    conversation_id = fields.conversation_id or str(uuid.uuid4())
+    if fields.stream:
+        writer = ChatWriter(tokenizer, request_id, status.model, conversation_id, n, fields)
+        return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
+    answers = await collect(generation, n)
+    return _whole(api, generation, answers, conversation_id, logprobs is not None, status.model)
+
+
+def asked_tokens(fields: ChatRequest) -> int | None:
+    """The output limit, which OpenAI has renamed. Raises RequestError when both names are used with two values."""
+    old, new = fields.max_tokens, fields.max_completion_tokens
+    if old is not None and new is not None and old != new:
+        message = f"'max_tokens' ({old}) and 'max_completion_tokens' ({new}) contradict each other; give one of them."
+        raise RequestError(message, param="max_tokens", code="invalid_value")
+    return new if new is not None else old
+
+
+def template_kwargs(fields: ChatRequest) -> dict[str, Any]:
+    """Variables for the chat template. Also checks that log probabilities are asked for consistently."""
+    if fields.top_logprobs is not None and not fields.logprobs:
+        raise RequestError("'top_logprobs' needs 'logprobs': true.", param="top_logprobs", code="invalid_value")
+    given = checked_template_kwargs(fields.chat_template_kwargs)
+    thinking = fields.enable_thinking
+    if thinking is not None and given.setdefault("enable_thinking", thinking) != thinking:
+        message = "'enable_thinking' contradicts the one in 'chat_template_kwargs'."
+        raise RequestError(message, param="enable_thinking", code="invalid_value")
+    return given
+
+
+def checked_template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
+    """A copy. Raises RequestError when it would replace what the server itself hands to the template."""
+    for name in given or {}:
+        if name in _RESERVED:
+            raise RequestError(f"'{name}' cannot be set in 'chat_template_kwargs'.", param="chat_template_kwargs")
+    return dict(given or {})
+
+
+def _whole(
+    api: Api, generation: Generation, answers: list[Answer], conversation_id: str, logprobs: bool, model: str
+) -> Response:
+    tokenizer = generation.tokenizer
+    body = {
+        "id": generation.request_id,
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "system_fingerprint": FINGERPRINT,
+        "choices": [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "logprobs": chat_logprobs(tokenizer, answer.logprobs) if logprobs else None,
+                "finish_reason": answer.finish_reason,
+            }
+            for index, answer in enumerate(answers)
+        ],
+        "conversation_id": conversation_id,
+        "usage": generation.usage(),
+        "performance": generation.performance(),
+    }
+    return Response(encode_json(body), media_type="application/json")
+
+
+class ChatWriter:
+    """Chunks of a streamed chat answer, in OpenAI's order: role, text, finish, usage."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, request_id: str, model: str, conversation_id: str, n: int, fields: ChatRequest
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._n = n
+        self._logprobs = bool(fields.logprobs)
+        self._conversation = {"conversation_id": conversation_id}
+        self._envelope = Envelope(
+            {
+                "id": request_id,
+                "object": "chat.completion.chunk",
+                "created": int(time.time()),
+                "model": model,
+                "system_fingerprint": FINGERPRINT,
+            },
+            include_usage=fields.include_usage,
+        )
+
+    def head(self) -> bytes:
+        """The role of each choice."""
+        return b"".join(
+            self._envelope.chunk(_choice(index, {"role": "assistant", "content": ""}), self._conversation)
+            for index in range(self._n)
+        )
+
+    def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
+        """A chunk with text, if there is any, and one for the end."""
+        events = b""
+        if delta.text or delta.logprobs:
+            logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._logprobs else None
+            events = self._envelope.chunk(_choice(delta.index, {"content": delta.text}, logprobs))
+        if delta.finish_reason is not None:
+            end = _choice(delta.index, {}, finish_reason=delta.finish_reason)
+            events += self._envelope.chunk(end, {**self._conversation, **(extras or {})})
+        return events
+
+    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
+        """The last chunk, without choices."""
+        return self._envelope.without_choice({"usage": usage, **self._conversation, **extras})
+
+
+def _choice(
+    index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

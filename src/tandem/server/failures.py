@@ -1,0 +1,86 @@
+"""Every failure in OpenAI's envelope `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from tandem.errors import (
+    AuthenticationError,
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    ServerError,
+    UnavailableError,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class ClientGone(RequestError):
+    """The client closed the connection: nobody reads this, but the work must stop. 499 is nginx's number for it."""
+
+    status = 499
+
+
+def envelope(error: RequestError) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
+
+
+def error_response(error: RequestError) -> Response:
+    """The HTTP response of an error, with Retry-After where waiting helps."""
+    headers: dict[str, str] = {}
+    if isinstance(error, OverloadedError | UnavailableError):
+        headers["retry-after"] = str(max(1, round(error.retry_after)))
+    if isinstance(error, AuthenticationError):
+        headers["www-authenticate"] = "Bearer"
+    if error.status in (408, 413):
+        headers["connection"] = "close"  # the rest of the body is not going to be read
+    return Response(msgspec.json.encode(envelope(error)), error.status, headers, "application/json")
+
+
+def internal_error(error: BaseException, where: str) -> ServerError:
+    """Log an unexpected exception and return what the client may know of it.
+
+    Only the places in the code are logged: the message of a foreign exception may quote a prompt.
+    """
+    frames = "".join(traceback.format_tb(error.__traceback__))
+    logger.error("unexpected %s in %s\n%s", type(error).__name__, where, frames)
+    return ServerError("Internal server error", code="internal_error")
+
+
+def _from_http_exception(error: HTTPException, request: Request) -> RequestError:
+    if error.status_code == 404:
+        return NotFoundError(f"Unknown request URL: {request.method} {request.url.path}", code="unknown_url")
+    if error.status_code == 405:
+        message = f"Method {request.method} is not allowed for {request.url.path}"
+        wrong = RequestError(message, code="method_not_allowed")
+    else:
+        wrong = RequestError(str(error.detail))
+    wrong.status = error.status_code
+    return wrong
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Register the handlers for deliberate errors and for those of the routing."""
+
+    async def on_request_error(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestError)
+        return error_response(error)
+
+    async def on_http_exception(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(_from_http_exception(error, request))
+        for name, value in (error.headers or {}).items():
+            response.headers[name] = value
+        return response
+
+    app.add_exception_handler(RequestError, on_request_error)
+    app.add_exception_handler(HTTPException, on_http_exception)

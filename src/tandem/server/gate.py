@@ -1,0 +1,103 @@
+"""What every HTTP request passes first: API key, metrics, and the net under unexpected exceptions."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.errors import AuthenticationError, RequestError
+from tandem.server.context import Api
+from tandem.server.failures import error_response, internal_error
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+"""Need no key; /health says less without one."""
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
+
+
+class Gate:
+    """ASGI middleware. Plain ASGI, as Starlette's BaseHTTPMiddleware would hide the client's leaving."""
+
+    def __init__(self, app: ASGIApp, api: Api) -> None:
+        self._app = app
+        self._api = api
+        self._digests = [_digest(key) for key in api.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.monotonic()
+        status = 0
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        self._api.metrics.in_flight.inc()
+        try:
+            self._admit(scope)
+            await self._app(scope, receive, watched)
+        except RequestError as error:
+            await error_response(error)(scope, receive, watched)
+        except Exception as error:  # noqa: BLE001 - the edge of the process: nothing may take the server down
+            failure = internal_error(error, f"{scope['method']} {_route(scope)}")
+            if status:  # too late for an error; a broken connection tells the client that the answer is not whole
+                raise ConnectionAbortedError("response broken off after an internal error") from None
+            await error_response(failure)(scope, receive, watched)
+        finally:
+            self._api.metrics.in_flight.dec()
+            self._account(scope, status, time.monotonic() - started)
+
+    def _admit(self, scope: Scope) -> None:
+        """Note who is asking. Raises AuthenticationError for a missing or wrong key."""
+        client = scope.get("client")
+        scope["tandem.group"] = client[0] if client else ""
+        scope["tandem.trusted"] = True
+        if not self._digests:
+            return
+        presented = _presented_key(Headers(scope=scope))
+        known = False
+        if presented is not None:
+            digest = _digest(presented)
+            # Every key is compared, in constant time: neither which key nor how much of it fits can be measured.
+            known = sum(hmac.compare_digest(digest, other) for other in self._digests) > 0
+            scope["tandem.group"] = digest.hex()[:16]
+        scope["tandem.trusted"] = known
+        if known or scope["path"] in OPEN_PATHS:
+            return
+        what = "No API key given" if presented is None else "Incorrect API key provided"
+        raise AuthenticationError(f"{what}; send it as 'Authorization: Bearer <key>'.", code="invalid_api_key")
+
+    def _account(self, scope: Scope, status: int, seconds: float) -> None:
+        route = _route(scope)
+        method = scope["method"] if scope["method"] in ("GET", "POST", "HEAD", "OPTIONS") else "other"
+        self._api.metrics.requests.labels(route, method, str(status)).inc()
+        self._api.metrics.seconds.labels(route).observe(seconds)
+        if self._api.settings.server.log_requests and scope["path"] not in OPEN_PATHS:
+            logger.info("%s %s %d %.3f s", method, route, status, seconds)
+
+
+def _presented_key(headers: Headers) -> str | None:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key.strip():
+        return key.strip()
+    return headers.get("x-api-key")
+
+
+def _route(scope: dict[str, Any] | Scope) -> str:
+    """The route's pattern, not the path, which anyone can make up without end."""
+    return getattr(scope.get("route"), "path", "unmatched")

@@ -1,0 +1,197 @@
+"""Bodies of requests, field by field. Types are strict ("5" is not a number) and unknown fields are errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_STOP_STRINGS = 16
+"""OpenAI takes 4. More cost time per token, as each is searched for."""
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+SEED_LIMIT = 2**63
+
+
+class Strict(BaseModel):
+    """Base: no conversions, no extra fields, no NaN or infinity."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(Strict):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Accepted for OpenAI's clients; nothing is padded here."""
+
+
+class TextPart(Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Strict):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flatten(cls, data: Any) -> Any:
+        """Join text parts, and drop what OpenAI's answers carry as empty when a client sends them back."""
+        if not isinstance(data, dict):
+            return data
+        empty = {"refusal", "annotations", "audio", "tool_calls", "function_call", "tool_call_id"}
+        data = {key: value for key, value in data.items() if key not in empty or value not in (None, [])}
+        for key in sorted(empty & data.keys()):
+            raise PydanticCustomError("unsupported", "'{field}' in a message is not supported", {"field": key})
+        if isinstance(data.get("content"), list):
+            parts = enumerate(data["content"])
+            data["content"] = "".join(_part_text(index, part) for index, part in parts)
+        if data.get("role") in ("tool", "function"):
+            raise PydanticCustomError("unsupported", "role '{role}' is not supported", {"role": data["role"]})
+        return data
+
+    @model_validator(mode="after")
+    def _needs_content(self) -> Message:
+        if self.content is None and self.role != "assistant":
+            raise PydanticCustomError("missing_content", "a {role} message needs 'content'", {"role": self.role})
+        return self
+
+    def as_template_input(self) -> dict[str, Any]:
+        """The message as chat templates expect it. OpenAI's `developer` is what everyone else calls `system`."""
+        role = "system" if self.role == "developer" else self.role
+        extras = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return {"role": role, "content": self.content or "", **{k: v for k, v in extras.items() if v is not None}}
+
+
+def _part_text(index: int, part: Any) -> str:
+    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+        raise PydanticCustomError(
+            "content_part", "content part {index} is not an object with a 'type'", {"index": index}
+        )
+    if part["type"] != "text":
+        context = {"index": index, "type": part["type"][:40]}
+        raise PydanticCustomError("unsupported", "content part {index}: type '{type}' is not supported", context)
+    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+        raise PydanticCustomError("content_part", "content part {index} needs a string 'text' alone", {"index": index})
+    return part["text"]
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class SamplingFields(Strict):
+    """How to choose tokens; the same for chat and completions."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
+    stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        stops = [value] if isinstance(value, str) else value
+        if isinstance(stops, list) and len(stops) > MAX_STOP_STRINGS:
+            context = {"limit": MAX_STOP_STRINGS, "count": len(stops)}
+            raise PydanticCustomError("too_many_stops", "at most {limit} stop strings, not {count}", context)
+        return stops
+
+    @property
+    def include_usage(self) -> bool:
+        """True when a stream ends with a chunk for the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(SamplingFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class CompletionRequest(SamplingFields):
+    """Body of POST /v1/completions."""
+
+    prompt: list[Any]
+    """Strings or lists of token ids, whatever form they came in."""
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _normalise(cls, value: Any) -> Any:
+        return normalise_prompt(value)
+
+
+def normalise_prompt(value: Any) -> list[str] | list[list[int]]:
+    """OpenAI's four forms of a prompt as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            value = [value]
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(isinstance(item, list) and item and all(type(token) is int for token in item) for item in value):
+            return value
+    raise PydanticCustomError(
+        "prompt_form", "expected a string, a list of strings, a list of token ids, or a list of such lists, none empty"
+    )
+
+
+class TokenizeRequest(Strict):
+    """Body of POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """By default true for a prompt; a chat template writes its own special tokens."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one_of", "give either 'prompt' or 'messages'")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]

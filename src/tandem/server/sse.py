@@ -1,0 +1,150 @@
+"""Server-sent events: a generation as a stream of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from tandem.errors import RequestError
+from tandem.server.failures import ClientGone, envelope, internal_error
+from tandem.server.generate import Delta, Generation
+
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+REFUSAL_GRACE_S = 0.5
+"""Seconds that a stream waits before its status line, so that a refusal by the engine gets its own HTTP status."""
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+encode_json = msgspec.json.Encoder().encode
+
+
+class ChunkWriter(Protocol):
+    """Writes a generation in the shape of one endpoint, as complete events."""
+
+    def head(self) -> bytes:
+        """Events before the first text."""
+
+    def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
+        """Events for new text. `extras` are fields of the last chunk that has choices."""
+
+    def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
+        """The event with the usage."""
+
+
+class Envelope:
+    """The part of a chunk that is the same in all chunks of a stream, encoded once."""
+
+    def __init__(self, fields: dict[str, Any], *, include_usage: bool) -> None:
+        self._start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
+        self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
+
+    def chunk(self, choice: dict[str, Any], extras: dict[str, Any] | None = None) -> bytes:
+        """One event with one choice."""
+        if not extras:
+            return b"".join((self._start, encode_json(choice), self._end))
+        tail = b"," + encode_json(extras)[1:-1] + self._end[1:]
+        return b"".join((self._start, encode_json(choice), b"]", tail))
+
+    def without_choice(self, fields: dict[str, Any]) -> bytes:
+        """An event with no choice but other fields."""
+        return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
+
+
+async def open_stream(
+    generation: Generation, writer: ChunkWriter, *, include_usage: bool, heartbeat_s: float
+) -> EventStream:
+    """The response that streams `generation`. Raises RequestError when the engine refuses at once."""
+    grace = asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, generation.subscription.nudge)
+    try:
+        first = await generation.next()
+    except BaseException:
+        generation.close()
+        raise
+    finally:
+        grace.cancel()
+    return EventStream(generation, writer, first, include_usage=include_usage, heartbeat_s=heartbeat_s)
+
+
+class EventStream(Response):
+    """Sends what comes together in one piece, a comment when nothing comes, and closes the generation."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        writer: ChunkWriter,
+        first: list[Delta] | None,
+        *,
+        include_usage: bool,
+        heartbeat_s: float,
+    ) -> None:
+        super().__init__()
+        self._generation = generation
+        self._writer = writer
+        self._first = first
+        self._include_usage = include_usage
+        self._heartbeat_s = heartbeat_s
+        self._sent_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream until the end, an error, or the client's leaving."""
+        self._loop = asyncio.get_running_loop()
+        self._sent_at = self._loop.time()
+        self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await self._run(send)
+        except ClientGone:
+            pass
+        except RequestError as error:
+            await self._send_error(send, error)
+        except Exception as error:  # noqa: BLE001 - the status line is out: the client can only be told in the stream
+            await self._send_error(send, internal_error(error, "a stream"))
+        finally:
+            self._timer.cancel()
+            self._generation.close()
+
+    async def _run(self, send: Send) -> None:
+        body = self._writer.head()
+        deltas = self._first
+        while not self._generation.done:
+            if deltas:
+                body += self._write(deltas)
+            elif deltas is None and not body:
+                body = KEEP_ALIVE
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                self._sent_at = self._loop.time()
+                body = b""
+            deltas = await self._generation.next()
+        body += self._write(deltas or [])
+        if self._include_usage:
+            body += self._writer.usage(self._generation.usage(), self._extras())
+        await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
+
+    def _write(self, deltas: list[Delta]) -> bytes:
+        last = deltas[-1] if deltas and self._generation.done and not self._include_usage else None
+        return b"".join(self._writer.delta(delta, self._extras() if delta is last else None) for delta in deltas)
+
+    def _extras(self) -> dict[str, Any]:
+        return {"performance": self._generation.performance()}
+
+    def _tick(self) -> None:
+        """Nudge the stream when nothing was sent for a while."""
+        silent = self._loop.time() - self._sent_at
+        if silent >= self._heartbeat_s * 0.9:
+            self._generation.subscription.nudge()
+            silent = 0.0
+        self._timer = self._loop.call_later(self._heartbeat_s - silent, self._tick)
+
+    async def _send_error(self, send: Send, error: RequestError) -> None:
+        body = b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,84 @@
+"""How the api learns which engines there are: it asks the supervisor's control socket once a second."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tandem.protocol.supervisor import ListReplicas, ReplicaInfo, ReplicaList, SupervisorReply
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+ANSWER_S = 0.05
+"""Seconds after a question at which the answer is looked for."""
+
+OnReplicas = Callable[[list[ReplicaInfo]], Awaitable[None]]
+
+
+class SupervisorLink:
+    """Polls the control socket at `path`. Belongs to the event loop that called `start`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, on_replicas: OnReplicas) -> None:
+        """Call `on_replicas` with the list, now and whenever it was asked for. No supervisor need answer."""
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 50)):
+            self._socket.setsockopt(option, value)
+        self._socket.connect(f"ipc://{self._path}")
+        self._decode = msgspec.msgpack.Decoder(SupervisorReply).decode
+        self._task = asyncio.create_task(self._run(on_replicas), name="supervisor-link")
+
+    async def close(self) -> None:
+        """Stop asking."""
+        if self._task is None:
+            return
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        self._socket.close()
+        self._context.term()
+        self._task = None
+
+    async def _run(self, on_replicas: OnReplicas) -> None:
+        known = False
+        while True:
+            self._ask()
+            await asyncio.sleep(ANSWER_S)
+            replicas = self._answer()
+            if replicas is not None:
+                known = True
+                await on_replicas(replicas)
+            if known:
+                await asyncio.sleep(INTERVAL_S - ANSWER_S)
+
+    def _ask(self) -> None:
+        try:
+            # The empty frame is what a REP socket expects before the message.
+            self._socket.send_multipart([b"", msgspec.msgpack.encode(ListReplicas())], zmq.NOBLOCK)
+        except zmq.Again:
+            return
+
+    def _answer(self) -> list[ReplicaInfo] | None:
+        """The latest list that is here."""
+        latest: list[ReplicaInfo] | None = None
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return latest
+            try:
+                message = self._decode(frames[-1])
+            except msgspec.MsgspecError as error:
+                logger.error("unreadable message from the supervisor: %s", type(error).__name__)
+                continue
+            if isinstance(message, ReplicaList):
+                latest = message.replicas

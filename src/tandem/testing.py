@@ -1,0 +1,218 @@
+"""Test doubles that ship with the package: tiny random models in MLX format, and tensor parallelism among threads."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tandem.models.families.tiny import BASE, TINY
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+T = TypeVar("T")
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+EOS = 2
+"""Id of <|im_end|>, the end-of-sequence token of tiny models."""
+
+
+def tiny_model(
+    directory: Path | str,
+    family: str = "llama",
+    *,
+    layers: int = 4,
+    quantized: bool = False,
+    seed: int = 0,
+    vocab: int = 512,
+    dtype: str = "bfloat16",
+    shards: int = 1,
+    config: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write a tiny random model of `family` (see `TINY`) into `directory` and return its path.
+
+    Weights are stored as `dtype`, in `shards` files; with `quantized` as 4 bits in groups of 32 (gpt_oss: experts as
+    mxfp4). `config` overrides entries of config.json. The byte-level tokenizer has `vocab` entries (at least 300).
+    The same arguments give the same weights. Needs mlx.
+    """
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    settings = tiny_config(family, layers=layers, vocab=vocab, overrides=config)
+    arrays = _weights(settings, quantized=quantized, seed=seed, dtype=dtype)
+    _save(path, arrays, shards)
+    (path / "config.json").write_text(json.dumps(settings, indent=2))
+    write_tokenizer(path, vocab)
+    return path
+
+
+def tiny_config(
+    family: str, *, layers: int = 4, vocab: int = 512, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """config.json of a tiny model."""
+    settings = {"model_type": family, "num_hidden_layers": layers, "vocab_size": vocab, "eos_token_id": EOS, **BASE}
+    settings |= {**TINY[family], **(overrides or {})}
+    if family == "exaone":
+        settings["num_layers"] = layers  # its name for num_hidden_layers
+    if kinds := settings.get("layer_types"):
+        settings["layer_types"] = (kinds * layers)[:layers]
+    return settings
+
+
+def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str) -> dict[str, Any]:
+    # mlx is imported when asked for: tests of packages without mlx import this module too.
+    import importlib
+
+    import mlx.core as mx
+    import mlx.nn as nn
+    import numpy as np
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    from tandem.models.families.table import FAMILIES
+
+    module = importlib.import_module(f"mlx_lm.models.{FAMILIES[settings['model_type']].module}")
+    model = module.Model(module.ModelArgs.from_dict(settings))
+    rng = np.random.default_rng(seed)
+    arrays = []
+    for name, array in sorted(tree_flatten(model.parameters())):
+        noise = rng.standard_normal(array.shape, dtype=np.float32)
+        values = 1 + 0.1 * noise if array.ndim == 1 and name.endswith("weight") else noise / 4
+        arrays.append((name, mx.array(values).astype(getattr(mx, dtype))))
+    model.update(tree_unflatten(arrays))
+    if quantized:
+        settings["quantization"] = {"group_size": 32, "bits": 4}
+
+        def predicate(path: str, leaf: nn.Module) -> bool | dict[str, Any]:
+            if not hasattr(leaf, "to_quantized") or leaf.weight.shape[-1] % 32:
+                return False
+            if settings["model_type"] == "gpt_oss" and ".experts." in path:
+                settings["quantization"][path] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+                return dict(settings["quantization"][path])
+            return True
+
+        nn.quantize(model, 32, 4, class_predicate=predicate)
+    return dict(tree_flatten(model.parameters()))
+
+
+def _save(path: Path, arrays: dict[str, Any], shards: int) -> None:
+    import mlx.core as mx
+
+    if shards == 1:
+        mx.save_safetensors(str(path / "model.safetensors"), arrays, {"format": "mlx"})
+        return
+    names = sorted(arrays)
+    weight_map: dict[str, str] = {}
+    for i in range(shards):
+        file = f"model-{i + 1:05d}-of-{shards:05d}.safetensors"
+        part = names[i * len(names) // shards : (i + 1) * len(names) // shards]
+        mx.save_safetensors(str(path / file), {name: arrays[name] for name in part}, {"format": "mlx"})
+        weight_map |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def write_tokenizer(path: Path, vocab: int = 512) -> None:
+    """Write a byte-level BPE tokenizer with `vocab` entries and a ChatML template: special tokens, bytes, merges."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    symbols = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    pairs = [(a, b) for a in ("Ġ", *letters) for b in letters]
+    pairs = pairs[: max(0, vocab - len(symbols))]
+    symbols += [a + b for a, b in pairs]
+    extra = [f"<|reserved_{i}|>" for i in range(vocab - len(symbols))]
+    symbols += extra
+    tokenizer = Tokenizer(models.BPE(vocab={s: i for i, s in enumerate(symbols)}, merges=pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in (*_SPECIAL, *extra)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": _SPECIAL[0],
+        "eos_token": _SPECIAL[2],
+        "pad_token": _SPECIAL[0],
+        "chat_template": CHAT_TEMPLATE,
+        "model_max_length": 512,
+        "clean_up_tokenization_spaces": False,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+
+
+class ThreadGroup:
+    """Ranks of one stage as threads of this process: `run` gives each its `ThreadRank`, a TensorParallel. Needs mlx.
+
+    `calls` lists what rank 0 asked for, as (name, shape of the result).
+    """
+
+    def __init__(self, size: int, *, timeout_s: float = 120.0) -> None:
+        """`timeout_s` is how long a rank waits for the others in one call."""
+        self.size = size
+        self.calls: list[tuple[str, tuple[int, ...]]] = []
+        self._slots: list[Any] = [None] * size
+        self._barrier = threading.Barrier(size, timeout=timeout_s)
+
+    def run(self, work: Callable[[ThreadRank], T]) -> list[T]:
+        """Call `work` once for each rank, all at the same time; results in the order of ranks.
+
+        Arrays in the results must be evaluated: MLX's streams belong to threads. A failing rank ends the others.
+        """
+        with ThreadPoolExecutor(self.size) as pool:
+            futures = [pool.submit(self._guarded, work, rank) for rank in range(self.size)]
+        errors = [e for f in futures if (e := f.exception()) is not None]
+        if errors:
+            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+        return [future.result() for future in futures]
+
+    def _guarded(self, work: Callable[[ThreadRank], T], rank: int) -> T:
+        try:
+            return work(ThreadRank(self, rank))
+        except BaseException:
+            self._barrier.abort()
+            raise
+
+    def exchange(self, rank: int, array: Any) -> list[Any]:
+        """All ranks' evaluated arrays."""
+        import mlx.core as mx
+
+        mx.eval(array)
+        self._slots[rank] = array
+        self._barrier.wait()
+        arrays = list(self._slots)
+        self._barrier.wait()  # nobody overwrites a slot before all have read
+        return arrays
+
+
+class ThreadRank:
+    """One rank of a `ThreadGroup`. Used by its thread alone. Raises ValueError where the ranks' arrays do not fit."""
+
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
+        self.rank = rank
+        self.size = group.size
+        self._group = group
+
+    def sum(self, x: Any) -> Any:
+        """Elementwise sum over the ranks, in their order."""
+        arrays = self._group.exchange(self.rank, x)
+        if len({(a.shape, a.dtype) for a in arrays}) > 1:
+            raise ValueError(f"ranks sum different arrays: {[(a.shape, a.dtype) for a in arrays]}")
+        total = arrays[0]
+        for array in arrays[1:]:
+            total = total + array
+        return self._record("sum", total)
+
+    def gather_last(self, x: Any, sizes: Sequence[int]) -> Any:
+        """All ranks' last axes, `sizes[r]` long on rank r."""
+        import mlx.core as mx
+
+        arrays = self._group.exchange(self.rank, x)
+        if [a.shape[-1] for a in arrays] != list(sizes):
+            raise ValueError(f"ranks gather {[a.shape for a in arrays]}, announced were {list(sizes)}")
+        return self._record("gather_last", mx.concatenate(arrays, axis=-1))
+
+    def _record(self, name: str, result: Any) -> Any:
+        if self.rank == 0:
+            self._group.calls.append((name, tuple(result.shape)))
+        return result

@@ -1,0 +1,274 @@
+"""Files of the engine's machine for its ranks: byte ranges over CURVE-secured TCP, read-only, each with a checksum.
+
+The server answers requests one by one and holds nothing between them; a client keeps a few requests under way. So
+memory on both sides is a few chunks, whatever the size of the files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from tandem.errors import TransportError
+from tandem.transport.security import Authenticator, ClusterKeys
+
+log = logging.getLogger(__name__)
+
+CHUNK = 4 * 1024 * 1024
+"""Most bytes of one answer."""
+WINDOW = 4
+"""Requests that a client has under way."""
+ATTEMPTS = 4
+"""Times that a chunk is asked for when it arrives damaged."""
+PATIENCE_S = 60.0
+"""Seconds without any answer before the server counts as gone."""
+MAX_REQUEST = 64 * 1024
+MAX_ANSWER = 2 * CHUNK
+SAMPLES, SAMPLE = 64, 4096
+"""Blocks of a file, and bytes in each, by which files of the same size and time are told apart."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class Range(Struct, frozen=True, array_like=True):
+    """`length` bytes of file `name` from `offset` on."""
+
+    name: str
+    offset: int
+    length: int
+
+
+class BlobFile(Struct, frozen=True):
+    """One file that is served."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    sample: str
+    """Checksum of some blocks spread over the file."""
+
+
+class ListFiles(Struct, frozen=True, tag=True):
+    """Ask for `FileList`."""
+
+    number: int
+
+
+class ReadRange(Struct, frozen=True, tag=True):
+    """Ask for `Chunk`."""
+
+    number: int
+    range: Range
+
+
+class FileList(Struct, frozen=True, tag=True):
+    """All files that are served."""
+
+    number: int
+    files: list[BlobFile]
+
+
+class Chunk(Struct, frozen=True, tag=True):
+    """The bytes follow in a frame of their own."""
+
+    number: int
+    digest: bytes
+    """`checksum` of them."""
+
+
+class Refusal(Struct, frozen=True, tag=True):
+    """The request cannot be answered."""
+
+    number: int
+    message: str
+
+
+Request = ListFiles | ReadRange
+Answer = FileList | Chunk | Refusal
+
+
+def checksum(data: bytes | memoryview) -> bytes:
+    """BLAKE2b of `data`, 16 bytes."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+class BlobServer:
+    """Serves the given files, and nothing else, from a thread of its own until `close`."""
+
+    def __init__(self, paths: Iterable[Path], keys: ClusterKeys, host: str = "127.0.0.1") -> None:
+        """Names are those of the files, without their directories, and must differ."""
+        self._paths = {path.name: path for path in paths}
+        self._files: dict[str, BlobFile] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = Authenticator(self._context, keys)
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_REQUEST
+        self._socket.sndhwm = 2 * WINDOW  # a peer that asks without reading loses answers; the memory stays bounded
+        keys.secure_bind(self._socket)
+        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"
+        self._stop = self._context.socket(zmq.PAIR)
+        self._stop.bind("inproc://stop")
+        self._stopped = self._context.socket(zmq.PAIR)
+        self._stopped.connect("inproc://stop")
+        self._decoder = msgspec.msgpack.Decoder(Request)
+        self._thread = threading.Thread(target=self._run, name="blobs", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._stopped, zmq.POLLIN)
+        while True:
+            ready = dict(poller.poll())
+            if self._stopped in ready:
+                break
+            identity, *frames = self._socket.recv_multipart()
+            if (answer := self._answer(frames)) is not None:
+                self._socket.send_multipart([identity, *answer], copy=False)
+        self._socket.close()
+        self._stopped.close()
+
+    def _answer(self, frames: Sequence[bytes]) -> list[bytes] | None:
+        try:
+            request = cast(Request, self._decoder.decode(frames[0] if len(frames) == 1 else b""))
+        except msgspec.DecodeError as error:
+            log.warning("a request for a file cannot be read: %s; dropped", error)
+            return None
+        try:
+            if isinstance(request, ListFiles):
+                return [_encoder.encode(FileList(request.number, [*self.served().values()]))]
+            digest, data = self.chunk(request.range)
+            return [_encoder.encode(Chunk(request.number, digest)), data]
+        except TransportError as error:
+            return [_encoder.encode(Refusal(request.number, error.message))]
+        except OSError as error:
+            return [_encoder.encode(Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
+
+    def served(self) -> dict[str, BlobFile]:
+        """The files that are served, by name, as they were when first asked for."""
+        if not self._files:
+            self._files = {name: _describe(path) for name, path in self._paths.items()}
+        return self._files
+
+    def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
+        """Checksum and bytes of a range. Raises TransportError for one that is not served, and OSError."""
+        file = self.served().get(wanted.name)
+        if file is None:
+            raise TransportError(f"{wanted.name!r} is not one of the model's files")
+        if not 0 < wanted.length <= CHUNK or wanted.offset < 0 or wanted.offset + wanted.length > file.size:
+            raise TransportError(f"{wanted.name}: {wanted.length} bytes from {wanted.offset} on are not served: the "
+                                 f"file has {file.size}, an answer at most {CHUNK}")
+        with self._paths[wanted.name].open("rb", buffering=0) as opened:
+            status = os.fstat(opened.fileno())
+            data = os.pread(opened.fileno(), wanted.length, wanted.offset)
+        if (status.st_size, status.st_mtime_ns) != (file.size, file.mtime_ns) or len(data) != wanted.length:
+            raise TransportError(f"{wanted.name}: has changed since the ranks were started")
+        return checksum(data), data
+
+    def close(self) -> None:
+        """End the thread and close the socket. Idempotent."""
+        if self._thread.is_alive():
+            self._stop.send(b"")
+            self._thread.join()
+        if not self._context.closed:
+            self._stop.close()
+            self._authenticator.stop()
+            self._context.term()
+
+
+def _describe(path: Path) -> BlobFile:
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb", buffering=0) as file:
+        status = os.fstat(file.fileno())
+        for i in range(SAMPLES):
+            digest.update(os.pread(file.fileno(), SAMPLE, max(status.st_size - SAMPLE, 0) * i // (SAMPLES - 1)))
+    return BlobFile(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
+
+
+class BlobClient:
+    """Used by one thread."""
+
+    def __init__(self, endpoint: str, keys: ClusterKeys, *, patience_s: float = PATIENCE_S) -> None:
+        """Connect; `patience_s` is how long to wait for an answer."""
+        self._patience = patience_s
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.maxmsgsize = MAX_ANSWER
+        keys.secure_connect(self._socket)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._number = 0
+
+    def files(self) -> list[BlobFile]:
+        """What is served. Raises TransportError when there is no answer."""
+        number = self._ask(ListFiles(self._next()))
+        while True:
+            answer, _ = self._receive()
+            if isinstance(answer, FileList) and answer.number == number:
+                return answer.files
+
+    def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:
+        """Each range once, in any order, as (index in `ranges`, bytes, checksum); a damaged one is asked for again.
+
+        Ranges are of at most `CHUNK` bytes. Raises TransportError when one is refused, stays damaged, or none comes.
+        """
+        waiting = deque((index, 1) for index in range(len(ranges)))
+        pending: dict[int, tuple[int, int]] = {}
+        while waiting or pending:
+            while waiting and len(pending) < WINDOW:
+                index, attempt = waiting.popleft()
+                pending[self._ask(ReadRange(self._next(), ranges[index]))] = (index, attempt)
+            answer, data = self._receive()
+            if answer.number not in pending:
+                continue  # of a call that was given up
+            index, attempt = pending.pop(answer.number)
+            wanted = ranges[index]
+            if isinstance(answer, Refusal):
+                raise TransportError(f"the engine's machine refuses {wanted.name}: {answer.message}")
+            if not isinstance(answer, Chunk):
+                raise TransportError(f"the engine's machine answers {type(answer).__name__} for {wanted.name}")
+            if len(data) == wanted.length and checksum(data) == answer.digest:
+                yield index, data, answer.digest
+                continue
+            where = f"{wanted.name}: {wanted.length} bytes from {wanted.offset} on"
+            if attempt >= ATTEMPTS:
+                raise TransportError(f"{where} arrived damaged {attempt} times (wrong checksum); check the memory and "
+                                     "network of both machines")
+            log.warning("%s arrived damaged; asking again", where)
+            waiting.appendleft((index, attempt + 1))
+
+    def _next(self) -> int:
+        self._number += 1
+        return self._number
+
+    def _ask(self, request: Request) -> int:
+        self._socket.send(_encoder.encode(request))
+        return request.number
+
+    def _receive(self) -> tuple[Answer, memoryview]:
+        if not self._socket.poll(int(self._patience * 1000)):
+            raise TransportError(f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?")
+        frames = self._socket.recv_multipart(copy=False)
+        try:
+            answer = cast(Answer, self._decoder.decode(frames[0].buffer))
+        except msgspec.DecodeError as error:
+            raise TransportError(f"an answer of the engine's machine cannot be read: {error}") from error
+        return answer, frames[1].buffer if len(frames) == 2 else memoryview(b"")
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,105 @@
+"""The control bus: one engine end, one end for each rank; msgpack structs over CURVE-secured TCP."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+import zmq
+
+from tandem.errors import TransportError
+from tandem.protocol.control import RankCommand, RankMessage
+from tandem.transport.security import Authenticator, ClusterKeys
+
+MAX_FRAME = 256 * 1024 * 1024
+"""Bytes; a longer frame ends the peer's connection before it is read into memory."""
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+class EngineBus:
+    """The engine's end. Ranks are known by the identity `rank:generation` that they connect with."""
+
+    def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = Authenticator(self._context, keys)
+        self.socket = self._context.socket(zmq.ROUTER)
+        self.socket.linger = 0
+        self.socket.maxmsgsize = MAX_FRAME
+        self.socket.router_mandatory = True
+        keys.secure_bind(self.socket)
+        port = self.socket.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"
+        self._decoder = msgspec.msgpack.Decoder(RankMessage)
+
+    def send(self, rank: int, generation: str, command: RankCommand) -> None:
+        """Send to one rank. Raises TransportError when that rank is not connected."""
+        try:
+            self.socket.send_multipart([rank_identity(rank, generation), _encoder.encode(command)])
+        except zmq.ZMQError as error:
+            raise TransportError(f"rank {rank} is not connected to the bus: {error}") from error
+
+    def receive(self, timeout_s: float) -> tuple[str, RankMessage] | None:
+        """Next message as (sender's identity, message), or None when `timeout_s` seconds pass.
+
+        Raises TransportError for bytes that are no message of a rank.
+        """
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        frames = self.socket.recv_multipart()
+        if len(frames) != 2:
+            raise TransportError(f"bus message of {len(frames)} frames, expected 2")
+        try:
+            return frames[0].decode("ascii"), cast(RankMessage, self._decoder.decode(frames[1]))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TransportError(f"bus message cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Close the socket and its context; unsent messages are dropped."""
+        self.socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+
+class RankBus:
+    """A rank's end."""
+
+    def __init__(self, endpoint: str, keys: ClusterKeys, rank: int, generation: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 1000
+        self._socket.maxmsgsize = MAX_FRAME
+        self._socket.identity = rank_identity(rank, generation)
+        keys.secure_connect(self._socket)
+        self._socket.connect(endpoint)
+        self._decoder = msgspec.msgpack.Decoder(RankCommand)
+
+    def send(self, message: RankMessage) -> None:
+        """Send to the engine; never blocks for long."""
+        self._socket.send(_encoder.encode(message))
+
+    def wait(self, other: object) -> None:
+        """Sleep until a command is there, or the socket `other` is readable."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(other, zmq.POLLIN)
+        poller.poll()
+
+    def receive(self, timeout_s: float | None = None) -> RankCommand | None:
+        """Next command; None when `timeout_s` seconds pass. Without a timeout it sleeps until one comes."""
+        if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
+            return None
+        try:
+            return cast(RankCommand, self._decoder.decode(self._socket.recv()))
+        except msgspec.DecodeError as error:
+            raise TransportError(f"command cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Flush for up to a second and close."""
+        self._socket.close()
+        self._context.term()
+
+
+def rank_identity(rank: int, generation: str) -> bytes:
+    """ZeroMQ identity of a rank; the generation keeps leftovers of a former gang out."""
+    return f"{rank}:{generation}".encode("ascii")

@@ -1,0 +1,136 @@
+"""The pipeline channel: stage i hands frames to stage i + 1, the last stage hands tokens to stage 0.
+
+Every stage has one inbound and one outbound end, so the stages form a ring. A frame is a header (step, element type,
+shape) and the raw bytes of an array. Frames arrive in the order in which they were sent; the receiver knows from the
+plan what must come next and stops when something else does.
+"""
+
+from __future__ import annotations
+
+import queue
+from abc import ABC, abstractmethod
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from tandem.errors import BatchDesync, TransportError
+from tandem.transport.security import Authenticator, ClusterKeys
+
+FRAMES_IN_FLIGHT = 64
+"""Frames that may wait unsent; the sender then blocks, so a fast stage cannot fill the memory."""
+
+
+class FrameHeader(Struct, frozen=True, array_like=True):
+    """What the bytes behind it are."""
+
+    step_id: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Buffer = bytes | memoryview
+
+
+class Channel(ABC):
+    """Both ends of one stage: `send` to the next stage, `receive` from the one before."""
+
+    @abstractmethod
+    def send(self, header: FrameHeader, data: Buffer) -> None:
+        """Queue one frame. `data` must not change afterwards."""
+
+    @abstractmethod
+    def _next(self) -> tuple[FrameHeader, Buffer]:
+        """Wait for the next frame."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close both ends."""
+
+    def receive(self, expected: FrameHeader) -> Buffer:
+        """Wait for the next frame; raises BatchDesync when it is not the expected one."""
+        header, data = self._next()
+        if header != expected:
+            raise BatchDesync(f"BATCH DESYNC DETECTED: the channel brought {header}, the plan expects {expected}")
+        return data
+
+
+class TcpChannel(Channel):
+    """ZeroMQ PUSH/PULL over CURVE-secured TCP; sending runs in ZeroMQ's own thread, beside the computation."""
+
+    def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator = Authenticator(self._context, keys)
+        self._inbound = self._socket(zmq.PULL)
+        keys.secure_bind(self._inbound)
+        port = self._inbound.bind_to_random_port(f"tcp://{host}")
+        self.endpoint = f"tcp://{host}:{port}"
+        self._outbound: list[zmq.Socket[bytes]] | None = None
+        self._decoder = msgspec.msgpack.Decoder(FrameHeader)
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.linger = 0
+        socket.sndhwm = socket.rcvhwm = FRAMES_IN_FLIGHT
+        return socket
+
+    def connect(self, endpoints: list[str]) -> None:
+        """Connect to each of `endpoints`, perhaps none; returns at once, frames wait until the peers are there."""
+        self._outbound = []
+        for endpoint in endpoints:
+            socket = self._socket(zmq.PUSH)
+            self._keys.secure_connect(socket)
+            socket.connect(endpoint)
+            self._outbound.append(socket)
+
+    def send(self, header: FrameHeader, data: Buffer) -> None:
+        """Queue one frame for every peer; blocks only when `FRAMES_IN_FLIGHT` frames wait."""
+        if self._outbound is None:
+            raise TransportError("the channel was used before it was connected")
+        encoded = msgspec.msgpack.encode(header)
+        for socket in self._outbound:
+            socket.send(encoded, zmq.SNDMORE)
+            socket.send(data, copy=False)
+
+    def _next(self) -> tuple[FrameHeader, Buffer]:
+        frames = self._inbound.recv_multipart(copy=False)
+        if len(frames) != 2:
+            raise TransportError(f"channel message of {len(frames)} frames, expected 2")
+        try:
+            return self._decoder.decode(frames[0].buffer), frames[1].buffer
+        except msgspec.DecodeError as error:
+            raise TransportError(f"channel header cannot be read: {error}") from error
+
+    def close(self) -> None:
+        """Close both ends; frames that are not sent yet are dropped."""
+        self._inbound.close()
+        for socket in self._outbound or ():
+            socket.close()
+        self._authenticator.stop()
+        self._context.term()
+
+
+class MemoryChannel(Channel):
+    """The in-process twin, for ranks that are threads of one process."""
+
+    def __init__(self, inbound: queue.Queue[tuple[FrameHeader, Buffer]],
+                 outbound: queue.Queue[tuple[FrameHeader, Buffer]]) -> None:
+        self._inbound = inbound
+        self._outbound = outbound
+
+    @classmethod
+    def ring(cls, size: int) -> list[MemoryChannel]:
+        """Channels of `size` stages, connected in a ring."""
+        queues: list[queue.Queue[tuple[FrameHeader, Buffer]]] = [queue.Queue() for _ in range(size)]
+        return [cls(queues[i], queues[(i + 1) % size]) for i in range(size)]
+
+    def send(self, header: FrameHeader, data: Buffer) -> None:
+        """Hand the frame over; never blocks."""
+        self._outbound.put((header, bytes(data)))
+
+    def _next(self) -> tuple[FrameHeader, Buffer]:
+        return self._inbound.get()
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,87 @@
+"""The prefix index against a brute-force model of what is kept."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tandem.cache.budget import batch_positions, kv_capacity
+from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
+
+
+def common(a: list[int], b: list[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lookup_finds_the_longest_kept_prefix(seed: int) -> None:
+    rng = random.Random(seed)
+    index = PrefixIndex(BLOCK * 40)
+    kept: dict[str, list[int]] = {}
+    stems = [[rng.randrange(5) for _ in range(BLOCK * 12)] for _ in range(3)]
+    for _ in range(200):
+        stem = rng.choice(stems)
+        tokens = stem[:rng.randint(1, len(stem))] + [rng.randrange(5) for _ in range(rng.randint(0, 3 * BLOCK))]
+        hit = index.lookup(tokens)
+        usable = [common(tokens[:-1], prompt) // BLOCK * BLOCK for prompt in kept.values()]
+        assert (hit.length if hit else 0) == max(usable, default=0)
+        if hit:
+            assert kept[hit.key][:hit.length] == tokens[:hit.length]
+        snapshot = index.save(tokens)
+        if snapshot:
+            kept[snapshot.key] = tokens[:snapshot.length]
+        for key in index.take_evicted():
+            del kept[key]
+        index.check()
+        assert set(kept) == set(index._snapshots)
+
+
+def test_what_cannot_be_cut_is_found_at_its_exact_length_only() -> None:
+    index = PrefixIndex(10_000, trimmable=False)
+    tokens = list(range(BLOCK * 3))
+    assert index.save_point(len(tokens)) == BLOCK * 2
+    assert index.save(tokens[:BLOCK * 2])
+    hit = index.lookup(tokens)
+    assert hit and hit.length == BLOCK * 2
+    assert index.lookup(tokens[:BLOCK + 5]) is None
+
+
+def test_one_token_is_always_left_to_compute() -> None:
+    index = PrefixIndex(10_000)
+    tokens = list(range(BLOCK * 2))
+    index.save(tokens)
+    hit = index.lookup(tokens)
+    assert hit and hit.length == BLOCK
+
+
+def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -> None:
+    index = PrefixIndex(BLOCK * 4)
+    prompts = [[i] * BLOCK for i in range(4)]
+    keys = [snapshot.key for prompt in prompts if (snapshot := index.save(prompt))]
+    index.lookup([*prompts[0], 9])
+    index.save([7] * BLOCK)
+    assert index.take_evicted() == [keys[1]]
+    index.shrink(BLOCK + 1)
+    assert index.positions == BLOCK * 2
+    index.shrink(-5)
+    assert index.positions == BLOCK * 2
+    index.clear()
+    assert len(index) == 0 and index.positions == 0
+
+
+def test_off_means_off() -> None:
+    index = PrefixIndex(0)
+    assert not index.enabled and index.save([1] * 100) is None and index.lookup([1] * 100) is None
+
+
+def test_hashes_chain() -> None:
+    tokens = list(range(BLOCK * 2))
+    assert block_hashes(tokens)[0] == block_hashes(tokens[:BLOCK])[0]
+    assert block_hashes([99, *tokens[1:]])[1] != block_hashes(tokens)[1]
+
+
+def test_capacity_and_batch_shape() -> None:
+    assert kv_capacity(1000, 0.5, [(100, 10), (100, 10)]) == 15
+    assert kv_capacity(100, 0.5, [(100, 10)]) == 0
+    assert batch_positions([3, 7, 1]) == 21 and batch_positions([]) == 0

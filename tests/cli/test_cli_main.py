@@ -1,0 +1,107 @@
+"""The command line from outside: exit codes, one-line errors, help."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tandem.config.options import options
+from tandem.version import __version__
+
+
+def tandem(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    return subprocess.run([sys.executable, "-m", "tandem", *arguments], env=inherited | variables, input="",
+                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+
+
+def refusal(*arguments: str, **variables: str) -> str:
+    """The one line with which a command ends that cannot work."""
+    done = tandem(*arguments, **variables)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("tandem")
+    return line
+
+
+def test_version():
+    assert tandem("--version").stdout == f"tandem {__version__}\n"
+    assert tandem("version").stdout.startswith(f"tandem {__version__}\n")
+
+
+def test_without_a_command():
+    done = tandem()
+    assert done.returncode == 2
+    assert "serve" in done.stdout + done.stderr
+
+
+def test_help_of_serve_lists_every_setting():
+    done = tandem("serve", "--help", COLUMNS="200")
+    assert done.returncode == 0
+    assert [option.flag for option in options() if option.name != "model" and option.flag not in done.stdout] == []
+    assert "MODEL" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("frob",), "frob"),
+        (("serve",), "no model is given"),
+        (("serve", "demo", "--prot", "1"), "--prot"),
+        (("serve", "demo", "--por", "1"), "--por"),
+        (("serve", "demo", "--port", "x"), "--port: 'x' is not a whole number"),
+        (("serve", "demo", "--port", "70000"), "--port: 70000 is out of range: must be 0 to 65535"),
+        (("serve", "demo", "--layer-split", "20,16"), "--layer-split: 20,16 is for 2 stage(s)"),
+        (("serve", "demo", "--dtype", "int8"), "--dtype: 'int8' is not one of auto, float32"),
+        (("serve", "demo", "--config", "/nowhere.toml"), "cannot read /nowhere.toml"),
+        (("serve", "demo", "--api-key", ""), "--api-key: a key must not be empty"),
+        (("serve", "demo", "--api-key-file", "/nowhere"), "--api-key-file: cannot read /nowhere"),
+        (("generate", "--prompt", "x"), "no model is given"),
+        (("generate", "/nowhere", "--prompt", "x"), "/nowhere: no such directory"),
+        (("model", "path", "/nowhere"), "/nowhere: no such directory"),
+        (("model",), "ACTION"),
+    ],
+)
+def test_wrong_usage_is_one_line(arguments, said):
+    assert said in refusal(*arguments)
+
+
+def test_wrong_variables_are_one_line():
+    assert "TANDEM_PORT: 'x'" in refusal("serve", "demo", TANDEM_PORT="x")
+    assert "TANDEM_API_KEY is set but empty" in refusal("serve", "demo", TANDEM_API_KEY="")
+    assert "'rings' is unknown" in refusal("serve", "demo", TANDEM_PROFILE="rings")
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    done = tandem("serve", str(tmp_path), "--port", "0", TANDEM_RUNTIME_DIR=str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert "config.json" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_secrets_do_not_show(tmp_path):
+    done = tandem("serve", str(tmp_path), "--port", "0", "--log-level", "DEBUG", TANDEM_API_KEY="geheim",
+                  TANDEM_RUNTIME_DIR=str(tmp_path / "run"))  # fmt: skip
+    assert "geheim" not in done.stdout + done.stderr
+
+
+def test_list_of_no_models(tmp_path):
+    done = tandem("model", "list", TANDEM_CACHE=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+def test_a_runtime_directory_that_cannot_be_made(tmp_path):
+    assert "/proc/nowhere" in refusal("serve", str(tmp_path), "--port", "0", TANDEM_RUNTIME_DIR="/proc/nowhere")
+
+
+def test_the_model_with_and_without_its_flag():
+    assert "/nowhere: no such directory" in refusal("generate", "--model", "/nowhere", "--prompt", "x")
+    assert "--model b differ" in refusal("serve", "a", "--model", "b")
+
+
+def test_a_switch_does_not_swallow_the_model():
+    assert "70000" in refusal("serve", "--metrics", "demo", "--port", "70000")

@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.cli.plan_hosts import Hosts, memory_size, read_hosts, read_links
+from tandem.errors import ConfigError
+from tandem.models.planner_hardware import GIB
+from tandem.testing import tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_model(tmp_path_factory.mktemp("plan") / "tiny", layers=6))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("64GB", 64 * GIB), ("64GiB", 64 * GIB), ("64g", 64 * GIB), ("512MB", 2**29), ("1.5TB", 1536 * GIB), ("99", 99)],
+)
+def test_memory_sizes(text, size):
+    assert memory_size(text, "host a") == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "64XB", "nan", "1e9"])
+def test_bad_memory_sizes(text):
+    with pytest.raises(ConfigError, match="host a"):
+        memory_size(text, "host a")
+
+
+def test_hosts_with_presets_and_measured_figures():
+    hosts = read_hosts(["a=64GB:m4-max", "b=128GB:m4-max:gpu=112GB,c=24GB:cpu:bandwidth=40:tflops=0.5", "d=36GB"], None)
+    a, b, c, d = hosts.machines
+    assert (a.name, a.memory, a.bandwidth, a.measured) == ("a", 48 * GIB, 546e9, False)
+    assert b.memory == 112 * GIB
+    assert (c.memory, c.gpu, c.bandwidth, c.flops, c.measured) == (24 * GIB, False, 40e9, 0.5e12, True)
+    assert d.chip == "m4-pro"
+    assert hosts.notes == ["host d: no chip is given, m4-pro is assumed."]
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("a", "write NAME=MEMORY"),
+        ("=64GB", "write NAME=MEMORY"),
+        ("a=lots", "'lots' is not a memory size"),
+        ("a=64GB:m4-max:m3", "'m3' is not"),
+        ("a=64GB:colour=red", "'colour=red' is not"),
+        ("a=64GB:gpu=65GB", "more than its memory"),
+        ("a=64GB:bandwidth=fast", "bandwidth=fast must be a number"),
+        ("a=64GB,a=32GB", "a is there twice"),
+    ],
+)
+def test_bad_hosts(spec, words):
+    with pytest.raises(ConfigError, match=words):
+        read_hosts([spec], None)
+
+
+def test_hosts_file_of_mlx(tmp_path):
+    path = tmp_path / "hosts.json"
+    hosts = [
+        {"ssh": "one", "ips": ["10.0.0.1"], "memory": "128GB", "chip": "m4-max"},
+        {"ssh": "two", "ips": ["10.0.0.2"], "rdma": [None, "rdma_en2"]},
+    ]
+    path.write_text(json.dumps({"backend": "jaccl", "envs": [], "hosts": hosts}))
+    found = read_hosts(["two=64GB:m4-pro"], str(path))
+    assert [(m.name, m.chip) for m in found.machines] == [("one", "m4-max"), ("two", "m4-pro")]
+    links, notes = read_links([], found)
+    assert [x.name for x in links] == ["thunderbolt5-rdma"]
+    assert notes == []
+    with pytest.raises(ConfigError, match=r"host two: its memory is not known.*--hosts two=64GB"):
+        read_hosts([], str(path))
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("{}", "must be a list of hosts"),
+        ("[1]", 'host 0 has no "ssh" name'),
+        ('[{"ssh": "a"}, {"ssh": "a"}]', "a is there twice"),
+        ('[{"ssh": "a", "memory": [1]}]', "memory of a must be"),
+    ],
+)
+def test_bad_hosts_files(tmp_path, text, words):
+    path = tmp_path / "hosts.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=words):
+        read_hosts([], str(path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_hosts([], str(tmp_path / "none.json"))
+
+
+def test_links():
+    hosts = read_hosts(["a=64GB:m4", "b=64GB:m4"], None)
+    links, notes = read_links([], hosts)
+    assert [x.name for x in links] == ["thunderbolt5-tcp"]
+    assert "assumed" in notes[0]
+    links, notes = read_links(["10gbe", "a,b=thunderbolt5-rdma:latency=30:bandwidth=7"], hosts)
+    assert [(x.name, x.between) for x in links] == [("10gbe", None), ("thunderbolt5-rdma", ("a", "b"))]
+    assert (links[1].latency, links[1].bandwidth) == (30e-6, 7e9)
+    assert notes == []
+    assert read_links([], Hosts(machines=hosts.machines[:1])) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("5gbe", "5gbe: is not one of"), ("10gbe:cost=3", "'cost=3' is not"), ("a,a=10gbe", "name two")]
+)
+def test_bad_links(text, words):
+    with pytest.raises(ConfigError, match=words):
+        read_links([text], read_hosts(["a=64GB:m4", "b=64GB:m4"], None))
+
+
+def test_table_reasons_and_flags(model, capsys):
+    hosts = ["a=2GB:m4", "b=2GB:m4"]
+    assert main(["plan", model, "--hosts", *hosts, "--link", "thunderbolt5-rdma", "--layout", "pp=2 layers=4,2"]) == 0
+    out = capsys.readouterr().out
+    for words in ("PP 2 (a | b)", "4 + 2", "as asked for", "Ranks in order: a, b.", "Estimates"):
+        assert words in out
+    assert f"tandem serve {model} --pipeline-parallel-size 2 --layer-split 4,2" in out
+
+
+def test_json(model, capsys):
+    hosts = ["--hosts", "a=2GB:m4", "b=3GB:m4-pro", "c=2GB:m4", "--link", "10gbe"]
+    assert main(["plan", model, *hosts, "--context", "128", "--streams", "3", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["goal"] == "throughput"
+    assert [m["name"] for m in answer["machines"]] == ["a", "b", "c"]
+    chosen = answer["candidates"][0]
+    assert chosen["label"] == answer["chosen"]
+    assert chosen["fits"]
+    assert chosen["prediction"]["memory"][0]["needed"] > 0
+    assert "--max-batch-size" in answer["serve"]
+    assert {c["reason"] for c in answer["candidates"]} != {""}
+
+
+def test_this_machine(model, capsys):
+    assert main(["plan", model, "--context", "128"]) == 0
+    out = capsys.readouterr().out
+    assert "Without --hosts, this machine is planned for" in out
+    assert "single (" in out
+
+
+def test_shapes_become_flags(model, capsys):
+    hosts = ["--hosts", *(f"{x}=2GB:m4" for x in "abcd"), "--context", "128", "--link", "10gbe"]
+    expected = {
+        "tp=2": "--tensor-parallel-size 2",
+        "tp=2 pp=2 layers=3,3": "--tensor-parallel-size 2 --pipeline-parallel-size 2 --layer-split 3,3",
+        "tp=2,1 layers=3,3": "--parallel 2,1 --layer-split 3,3",
+        "dp=4": "--data-parallel-size 4",
+    }
+    for layout, flags in expected.items():
+        assert main(["plan", model, *hosts, "--layout", layout]) == 0
+        assert f"tandem serve {model} {flags}" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_ends_with_one_line(model, capsys):
+    assert main(["plan", model, "--hosts", "a=512MB:m4", "b=700MB:m4", "--link", "10gbe"]) == 2
+    captured = capsys.readouterr()
+    assert "does not fit" in captured.out
+    assert captured.err.startswith("tandem: nothing fits")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--context", "513"], "--context 513: the model was made for 512"),
+        (["--streams", "0"], "--streams 0"),
+        (["--hosts", "a=64GB:z80"], "chip 'z80'"),
+        (["--hosts", "a=64GB", "--layout", "tp=2"], "needs 2 machines, there are 1"),
+        (["--hosts", "a=64GB", "b=64GB", "--layout", "tp=x"], "tp=x must be whole numbers"),
+        (["--hosts", "a=64GB", "b=64GB", "--link", "string"], "--link string"),
+    ],
+)
+def test_wrong_arguments_end_with_one_line(model, capsys, arguments, words):
+    assert main(["plan", model, *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1

@@ -1,0 +1,128 @@
+"""Precedence, sources in messages, the TOML file, legacy variables, JSON."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config.loading import build, from_json, load, to_json
+from tandem.config.settings import ServerSettings, Settings
+from tandem.errors import ConfigError
+
+
+@pytest.fixture
+def toml(tmp_path):
+    def write(text: str) -> str:
+        path = tmp_path / "tandem.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def refused(**arguments) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**arguments)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def test_defaults_alone():
+    loaded = load()
+    assert loaded.settings == Settings()
+    assert loaded.sources == {}
+    assert loaded.warnings == ()
+
+
+def test_precedence(toml):
+    file = toml("[server]\nport = 1\n[model]\nmodel = 'f'\nserved_name = 'f'\nmax_context = 9\n")
+    environment = {
+        "TANDEM_PORT": "2", "TANDEM_MODEL": "e", "API_PORT": "3", "MODEL_REPO": "l", "MAX_SEQUENCE_LENGTH": "8",
+    }  # fmt: skip
+    loaded = load({"port": ["4"]}, environment=environment, config_file=file, profile="ring")
+    assert loaded.settings.server.port == 4
+    assert loaded.settings.model.model == "e"
+    assert loaded.settings.model.max_context == 8
+    assert loaded.settings.model.served_name == "f"
+    assert loaded.given("model") == {"model": "e", "served_name": "f", "max_context": 8}
+
+
+def test_file_and_profile_can_come_from_the_environment(toml):
+    environment = {"TANDEM_CONFIG": toml("[server]\nport = 5\n"), "TANDEM_PROFILE": "ring", "MODEL_REPO": "org/name"}
+    settings = load(environment=environment).settings
+    assert (settings.server.port, settings.model.model) == (5, "org/name")
+
+
+def test_legacy_variables_need_the_profile():
+    assert load(environment={"MODEL_REPO": "a", "API_PORT": "3"}).settings == Settings()
+    assert load(profile="ring").settings.server.port == 8100
+
+
+def test_legacy_variables_without_effect_warn():
+    warnings = load(environment={"WORKER_SSH": "a@b", "MODEL_CACHE_DIR": ""}, profile="ring").warnings
+    assert len(warnings) == 1
+    assert "WORKER_SSH has no effect" in warnings[0]
+
+
+def test_unknown_profile():
+    assert "there is: ring" in refused(profile="rings")
+
+
+def test_unknown_variable_warns_with_the_nearest():
+    (warning,) = load(environment={"TANDEM_PROT": "80"}).warnings
+    assert "TANDEM_PROT" in warning
+    assert "TANDEM_PORT" in warning
+
+
+def test_empty_variables_count_as_unset_unless_they_are_secrets():
+    assert load(environment={"TANDEM_PORT": ""}).settings.server.port == 8000
+    assert "TANDEM_API_KEY" in refused(environment={"TANDEM_API_KEY": ""})
+    assert "TANDEM_API_KEY_FILE" in refused(environment={"TANDEM_API_KEY_FILE": " "})
+    assert "must not be empty" in refused(flags={"api_key": [""]})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[server]\nprot = 1\n", "prot: no such setting; did you mean port?"),
+        ("[servr]\nport = 1\n", "no table [servr]; did you mean server?"),
+        ("port = 1\n", "port belongs into [server]"),
+        ("[model]\nport = 1\n", "it belongs into [server]"),
+        ("server = 1\n", "must be a table"),
+        ("[server\n", "not valid TOML"),
+        ("[server]\nport = 'x'\n", "[server] port: 'x' is not a whole number"),
+    ],
+)
+def test_wrong_files(toml, text, said):
+    assert said in refused(config_file=toml(text))
+
+
+def test_missing_file():
+    assert "cannot read /nowhere/tandem.toml" in refused(config_file="/nowhere/tandem.toml")
+
+
+def test_messages_name_the_source(toml):
+    assert refused(environment={"TANDEM_PORT": "70000"}).startswith("TANDEM_PORT: 70000")
+    assert refused(flags={"port": ["-1"]}).startswith("--port: -1")
+    assert "tandem.toml [server] port: 70000" in refused(config_file=toml("[server]\nport = 70000\n"))
+    assert refused(environment={"API_PORT": "x"}, profile="ring").startswith("API_PORT")
+
+
+def test_json_round_trip_and_secrets_out_of_repr():
+    settings = load({"api_key": ["geheim"], "layer_split": ["3,4"], "pipeline_parallel_size": ["2"]}).settings
+    line = to_json(settings)
+    assert b"\n" not in line
+    assert from_json(line) == settings
+    assert "geheim" not in repr(settings)
+
+
+def test_json_of_something_else():
+    with pytest.raises(ConfigError):
+        from_json(b'{"server": {"port": "x"}}')
+    with pytest.raises(ConfigError):
+        from_json(b"")
+
+
+def test_build():
+    assert build({"port": 1}).server == ServerSettings(port=1)
+    with pytest.raises(ConfigError, match="did you mean port"):
+        build({"prot": 1})

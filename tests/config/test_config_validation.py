@@ -1,0 +1,75 @@
+"""Ranges and what must agree between fields."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.config.loading import build, load
+from tandem.config.options import options
+from tandem.config.validation import is_loopback, read_api_keys, validate
+from tandem.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", 65536), ("port", -1), ("max_batch_size", 0), ("memory_fraction", 0.0), ("memory_fraction", 1.1),
+        ("memory_fraction", float("nan")), ("step_timeout", float("inf")), ("step_timeout", 0.0),
+        ("layer_split", (0,)), ("max_restarts", -1), ("prefix_cache", 1.5), ("host", ""), ("served_name", ""),
+        ("api_key", ("good", " ")), ("tensor_parallel_size", 0), ("tensor_split", (1.0, -1.0)),
+    ],
+)  # fmt: skip
+def test_out_of_range(name, value):
+    with pytest.raises(ConfigError) as caught:
+        validate(build({name: value}))
+    assert caught.value.param == name
+    assert caught.value.message.startswith("--" + name.replace("_", "-"))
+
+
+@pytest.mark.parametrize("option", [o for o in options() if o.base in (int, float)], ids=lambda option: option.name)
+def test_every_number_has_a_range(option):
+    value = (-1,) if option.repeated else -1
+    with pytest.raises(ConfigError):
+        validate(build({option.name: value}))
+
+
+def test_layer_split_must_fit_the_stages():
+    validate(build({"layer_split": (2, 3), "pipeline_parallel_size": 2}))
+    validate(build({"layer_split": (2, 3), "parallel": (2, 1)}))
+    with pytest.raises(ConfigError, match=r"--layer-split: 2,3 is for 2 .*--pipeline-parallel-size asks for 3"):
+        validate(build({"layer_split": (2, 3), "pipeline_parallel_size": 3}))
+
+
+def test_open_server_warns():
+    assert "0.0.0.0" in validate(build({"host": "0.0.0.0"}))[0]
+    assert validate(build({"host": "0.0.0.0", "api_key": ("k",)})) == []
+    assert validate(build({"host": "::1"})) == []
+
+
+def test_loopback():
+    assert all(map(is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
+    assert not any(map(is_loopback, ("0.0.0.0", "::", "192.168.1.2", "mac.local")))
+
+
+def test_key_file(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("# mine\none\n\n two \n")
+    file.chmod(0o600)
+    assert read_api_keys(str(file)) == ("one", "two")
+    assert load({"api_key_file": [str(file)], "host": ["0.0.0.0"]}).warnings == ()
+    file.chmod(0o644)
+    (warning,) = load({"api_key_file": [str(file)]}).warnings
+    assert "chmod 600" in warning
+    assert "one" not in warning.split(str(file))[0]
+
+
+def test_key_files_that_cannot_be(tmp_path):
+    empty = tmp_path / "empty"
+    empty.write_text("\n# nothing\n")
+    for path in (str(empty), str(tmp_path / "none"), str(tmp_path)):
+        with pytest.raises(ConfigError, match="--api-key-file"):
+            load({"api_key_file": [path]})
+
+
+def test_remote_code_warns():
+    assert "will run" in load({"trust_remote_code": ["yes"]}).warnings[0]

@@ -1,0 +1,18 @@
+"""For all tests: a file that collects no test is a mistake, and fails."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+
+Reports = Generator[None, pytest.CollectReport, pytest.CollectReport]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Reports:
+    report = yield
+    if isinstance(collector, pytest.Module) and report.outcome == "passed" and not report.result:
+        report.outcome = "failed"
+        report.longrepr = f"{collector.nodeid}: no test is collected from this file"
+    return report

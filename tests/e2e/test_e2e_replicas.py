@@ -1,0 +1,255 @@
+"""`tandem serve --data-parallel-size N` as a user runs it: spreading, affinity, loss, joining and leaving."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from openai import OpenAI
+
+from tandem.testing import tiny_model
+
+pytestmark = pytest.mark.slow
+READY = re.compile(r"Tandem is ready: (\S+)")
+LONG = {"max_tokens": 300, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+class Server:
+    """A running `tandem serve` with several engines."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process = process
+        self.url = url
+        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=30).json()
+
+    def replicas(self) -> dict[int, Any]:
+        return {one["replica"]: one for one in self.get("/health")["replicas"]}
+
+    def complete(self, prompt: str, **options: Any) -> str:
+        return self.client.completions.create(model="default", prompt=prompt, **{**LONG, **options}).choices[0].text
+
+    def engine(self, replica: int) -> psutil.Process:
+        [found] = [one for one in psutil.Process(self.process.pid).children()
+                   if one.cmdline()[-2:] == ["engine", str(replica)]]
+        return found
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        port = self.url.rsplit(":", 1)[1]
+        return subprocess.run([sys.executable, "-m", "tandem", "replica", *arguments, "--port", port],
+                              capture_output=True, text=True, timeout=60, check=False)
+
+    def counted(self, name: str) -> dict[str, float]:
+        """A counter by replica."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return {label: float(value) for label, value in re.findall(rf'^{name}{{replica="(\d+)"}} (\S+)$', text, re.M)}
+
+    def moved(self) -> float:
+        """Requests that went on elsewhere."""
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return float(re.findall(r"^tandem_requests_moved_total (\S+)$", text, re.M)[0])
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    process = subprocess.Popen([sys.executable, "-m", "tandem", "serve", *arguments, "--port", "0"], text=True,
+                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    family: list[psutil.Process] = []
+    assert process.stdout is not None
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], 120)
+        ready = READY.search(process.stdout.readline() if readable else "")
+        assert ready, "not ready"
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield Server(process, ready[1])
+        family = list({*family, *psutil.Process(process.pid).children(recursive=True)})
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, "a child outlived the server"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(str(tiny_model(tmp_path_factory.mktemp("tiny"))), "-dp", "2") as server:
+        yield server
+
+
+def test_both_are_seen(two: Server) -> None:
+    health = two.get("/health")
+    assert health["world_size"] == 2 and sorted(rank["replica"] for rank in health["ranks"]) == [0, 1]
+    assert [one["state"] for one in health["replicas"]] == ["ready", "ready"]
+    assert two.get("/v1/status")["engine"]["kv_tokens_total"] == sum(
+        one["kv_tokens_total"] for one in health["replicas"])
+    assert set(two.counted("tandem_generation_tokens_total")) == {"0", "1"}
+
+
+def test_load_spreads(two: Server) -> None:
+    before = two.counted("tandem_generation_tokens_total")
+    threads = [threading.Thread(target=two.complete, args=(f"{i} and so on",)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    after = two.counted("tandem_generation_tokens_total")
+    assert {label: after[label] - before[label] for label in after} == {"0": 600, "1": 600}
+    wait_until(lambda: all(one["outstanding_tokens"] == 0 for one in two.replicas().values()))
+
+
+def test_a_prefix_stays_where_it_is_cached(two: Server) -> None:
+    context = "Some long introduction that every question has. " * 4
+    before = two.counted("tandem_prompt_tokens_total")
+    cached = []
+    for i in range(5):
+        reply = two.client.completions.create(model="default", prompt=f"{context}{i}?", max_tokens=2, temperature=0)
+        cached.append(reply.usage.prompt_tokens_details.cached_tokens)
+    after = two.counted("tandem_prompt_tokens_total")
+    assert sorted(after[label] > before[label] for label in after) == [False, True]
+    assert cached[0] == 0 and min(cached[1:]) > 60
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "presence_penalty": 0.5}])
+def test_a_killed_engine_costs_a_stream_a_pause(two: Server, options: dict[str, Any]) -> None:
+    undisturbed = two.complete("go on", **options)
+    moved = two.moved()
+    stream = two.client.completions.create(model="default", prompt="go on", stream=True,
+                                           stream_options={"include_usage": True}, **{**LONG, **options})
+    pieces, victim, usage = [], -1, None
+    for i, chunk in enumerate(stream):
+        pieces += [choice.text for choice in chunk.choices]
+        usage = chunk.usage or usage
+        if i == 20:
+            [victim] = [index for index, one in two.replicas().items() if one["outstanding_tokens"]]
+            two.engine(victim).kill()
+    assert "".join(pieces) == undisturbed
+    assert two.moved() == moved + 1, "the engine died too late to matter"
+    assert usage is not None and usage.completion_tokens == 300
+    wait_until(lambda: two.replicas()[victim]["state"] == "ready")
+    assert "restarts" in two.command("list").stdout
+
+
+def test_join_and_leave_while_serving(two: Server) -> None:
+    expected = two.complete("and then")
+    assert two.command("add").stdout.startswith("replica 2 is starting")
+    wait_until(lambda: two.replicas().get(2, {}).get("state") == "ready")
+    texts: list[str] = []
+    threads = [threading.Thread(target=lambda: texts.append(two.complete("and then"))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: sum(one["outstanding_tokens"] > 0 for one in two.replicas().values()) == 3)
+    pid = two.engine(0).pid
+    done = two.command("drain", "0")
+    assert done.returncode == 0, done.stderr
+    for thread in threads:
+        thread.join()
+    assert texts == [expected] * 6
+    wait_until(lambda: sorted(two.replicas()) == [1, 2])
+    assert not psutil.pid_exists(pid)
+    listed = two.command("list").stdout.splitlines()
+    assert [line.split()[:2] for line in listed[1:]] == [["1", "ready"], ["2", "ready"]]
+    assert two.complete("and then") == expected
+
+
+def test_what_replica_refuses(two: Server) -> None:
+    for arguments, words in ((("drain", "9"), "there is no replica 9"), (("drain", "x"), "invalid int")):
+        done = two.command(*arguments)
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
+    port = two.url.rsplit(":", 1)[1]
+    done = subprocess.run([sys.executable, "-m", "tandem", "replica", "list", "--port", str(int(port) % 60000 + 1)],
+                          capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "no server listens" in done.stderr
+
+
+def test_the_api_can_die_alone(two: Server) -> None:
+    [api] = [one for one in psutil.Process(two.process.pid).children() if one.cmdline()[-2] == "api"]
+    engines = [one.pid for one in psutil.Process(two.process.pid).children() if "engine" in one.cmdline()]
+    api.kill()
+
+    def answers() -> bool:
+        try:
+            return sum(one["state"] == "ready" for one in two.replicas().values()) == 2
+        except httpx.HTTPError:
+            return False
+
+    wait_until(answers)
+    assert two.complete("hello", max_tokens=3)
+    assert all(psutil.pid_exists(pid) for pid in engines)
+
+
+def test_idle_replicas_cost_no_cpu(two: Server) -> None:
+    time.sleep(1.0)
+    family = psutil.Process(two.process.pid).children(recursive=True)
+    family.append(psutil.Process(two.process.pid))
+    before = {one.pid: sum(one.cpu_times()[:2]) for one in family}
+    time.sleep(4.0)
+    spent = {one.pid: sum(one.cpu_times()[:2]) - before[one.pid] for one in family}
+    assert sum(spent.values()) < 0.4, f"seconds of CPU in 4 s of idleness: {spent}"
+
+
+def test_one_replica_may_become_several_and_its_layout_is_kept(tmp_path: Path) -> None:
+    with serving(str(tiny_model(tmp_path)), "-pp", "2") as server:
+        expected = server.complete("once", max_tokens=20)
+        for arguments, words in ((("drain", "0"), "last one"),):
+            assert words in server.command(*arguments).stderr
+        assert server.command("add").returncode == 0
+        wait_until(lambda: server.replicas().get(1, {}).get("state") == "ready")
+        health = server.get("/health")
+        assert health["world_size"] == 4
+        assert sorted((rank["replica"], rank["rank"]) for rank in health["ranks"]) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+        assert server.complete("once", max_tokens=20) == expected
+    runtime = os.environ.get("TANDEM_RUNTIME_DIR")
+    port = server.url.rsplit(":", 1)[1]
+    if runtime:
+        assert not list(Path(runtime).glob(f"*-{port}*")), "sockets were left behind"
+
+
+def test_killing_the_supervisor_leaves_no_orphan(tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path))
+    command = [sys.executable, "-m", "tandem", "serve", model, "-dp", "2", "-pp", "2", "--port", "0"]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert "2 replicas" in process.stdout.readline()
+    family = psutil.Process(process.pid).children(recursive=True)
+    assert len(family) == 7
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+def test_what_cannot_be_served_ends_with_code_2_and_a_line(tmp_path: Path) -> None:
+    directory = str(tiny_model(tmp_path))
+    for arguments, word in ((("-dp", "0"), "--data-parallel-size"), (("-dp", "2", "-pp", "9"), "pipeline-parallel")):
+        done = subprocess.run([sys.executable, "-m", "tandem", "serve", directory, *arguments, "--port", "0"],
+                              capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, "-m", "tandem", "engine", directory, "-dp", "2"], capture_output=True,
+                          text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "--data-parallel-size 2" in done.stderr

@@ -1,0 +1,175 @@
+"""How layers are divided over the ranks of a stage: every element once, in whole groups, in balance."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.errors import LayoutError
+from tandem.models.description import ModelDescription
+from tandem.models.families.sharding import NOT_SHARDED, SHARDING, Cut
+from tandem.models.families.table import FAMILIES
+from tandem.models.shard import part_of, plan_shards
+
+
+def description(**changes):
+    facts = {
+        "family": "llama", "num_layers": 2, "hidden_size": 576, "vocab_size": 49152, "num_heads": 9,
+        "num_kv_heads": 3, "head_dim": 64, "max_context": 2048, "dtype": "bfloat16", "quantization": None,
+        "tied_head": True, "layer_bytes": (1, 1), "embed_bytes": 1, "head_bytes": 1, "eos_token_ids": (2,),
+        "mlp_width": 1536,
+    }
+    return ModelDescription(**(facts | changes))
+
+
+PACKED = {"group_size": 64, "bits": 4}
+
+
+def layer_share(shard, d):
+    """Share of a dense layer's weights."""
+    cuts = SHARDING[d.family].cuts.values()
+    own = sum(len(piece) for cut in cuts for piece in part_of(cut, shard, d).pieces)
+    return own / sum(part_of(cut, shard, d).total for cut in cuts)
+
+
+def test_every_family_divides_or_says_why_not():
+    assert set(SHARDING) | set(NOT_SHARDED) == set(FAMILIES)
+    for family in NOT_SHARDED:
+        with pytest.raises(LayoutError, match=f"{family} does not run tensor-parallel: its .* --pipeline-parallel"):
+            plan_shards(description(family=family), 2)
+    with pytest.raises(LayoutError, match="new does not run tensor-parallel"):
+        plan_shards(description(family="new"), 2)
+    assert plan_shards(description(family="olmo2"), 1)[0].kv_heads == range(3)
+
+
+def test_nine_heads_over_two_ranks():
+    d = description()
+    first, second = plan_shards(d, 2)
+    assert (first.kv_heads, second.kv_heads) == (range(2), range(2, 3))
+    assert part_of(Cut("rows", ("q",)), first, d).pieces == (range(384),)
+    assert part_of(Cut("rows", ("q", "kv", "kv")), second, d).pieces == (
+        range(384, 576), range(576 + 128, 576 + 192), range(768 + 128, 768 + 192),
+    )
+    # The rank with one kv head gets more of the MLP, so that both have half of the layer.
+    assert (first.mlp, second.mlp) == (range(672), range(672, 1536))
+    assert layer_share(first, d) == pytest.approx(0.5, abs=0.01)
+    assert first.vocab_sizes == (24576, 24576)
+
+
+def test_weights_of_ranks_are_their_shares_of_a_layer():
+    d = description(num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, mlp_width=14336)
+    for weights in ((2, 1), (128, 64), (3, 1), (1, 1), (5, 2, 1)):
+        shards = plan_shards(d, len(weights), weights=weights)
+        for shard, weight in zip(shards, weights, strict=True):
+            assert layer_share(shard, d) == pytest.approx(weight / sum(weights), abs=0.01)
+    assert [len(s.kv_heads) for s in plan_shards(d, 2, weights=(3, 1))] == [6, 2]
+    assert [len(s.vocab) for s in plan_shards(d, 2, weights=(3, 1))] == [36864, 12288]
+
+
+def test_weights_like_kv_heads_divide_all_alike():
+    shards = plan_shards(description(), 2, weights=(2, 1))
+    assert [len(s.kv_heads) for s in shards] == [2, 1]
+    assert [len(s.mlp) for s in shards] == [1024, 512]
+
+
+def test_experts_are_divided_within_each():
+    d = description(family="qwen3_moe", num_kv_heads=4, num_heads=32, expert_width=768, num_experts=128, mlp_width=6144)
+    shards = plan_shards(d, 4)
+    assert [len(s.experts) for s in shards] == [192] * 4
+    assert [len(s.mlp) for s in shards] == [1536] * 4
+
+
+def test_packed_weights_are_cut_between_groups():
+    shards = plan_shards(description(quantization=PACKED), 2, weights=(1, 1))
+    assert all(s.mlp.start % 64 == 0 for s in shards)
+    narrow = description(quantization=PACKED, num_heads=8, num_kv_heads=8, head_dim=16)  # four heads to a group
+    assert [len(s.kv_heads) for s in plan_shards(narrow, 2, weights=(3, 1))] == [4, 4]
+    assert [len(s.kv_heads) for s in plan_shards(narrow, 2, weights=(3, 1), dequantize=True)] == [6, 2]
+    with pytest.raises(LayoutError, match="after every 4 of the 8 kv heads only; use at most 2, or --dequantize yes"):
+        plan_shards(narrow, 3)
+
+
+def test_exceptions_of_single_modules_count_where_they_are_cut():
+    settings = {"group_size": 32, "bits": 4, "model.layers.0.mlp.gate": {"group_size": 64, "bits": 8}}
+    d = description(quantization=settings, mlp_width=32 * 6)
+    assert [len(s.mlp) for s in plan_shards(d, 2, weights=(2, 1))] == [128, 64]
+    assert [len(s.mlp) % 64 for s in plan_shards(dataclasses.replace(d, mlp_width=32 * 5 * 3), 3)] == [32, 32, 32]
+    settings["model.layers.1.mlp.down_proj"] = {"group_size": 64, "bits": 4}
+    with pytest.raises(LayoutError, match="the mlp width 480 is not a multiple of the quantisation group 64"):
+        plan_shards(dataclasses.replace(d, mlp_width=32 * 5 * 3), 3)
+
+
+def test_the_head_can_stay_whole():
+    for shard in plan_shards(description(), 3, split_head=False):
+        assert shard.vocab == range(49152)
+        assert shard.vocab_sizes == ()
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "weights", "message"),
+    [
+        ({}, 4, None, "--tensor-parallel-size 4 is more than the model's 3 kv heads; use at most 3"),
+        ({}, 0, None, "--tensor-parallel-size must be at least 1, is 0"),
+        ({}, 2, (1, 2, 3), "3 weights of ranks do not fit --tensor-parallel-size 2"),
+        ({}, 2, (1, 0), "must be positive numbers, are 1, 0"),
+        ({}, 2, (1, math.nan), "must be positive numbers"),
+        ({"num_heads": 10}, 2, None, "10 heads are not a multiple of 3 kv heads"),
+        ({"mlp_width": 0}, 2, None, "names no MLP width"),
+        ({"mlp_width": 2}, 3, None, "the mlp width 2 has 2 parts of 1; use at most 2"),
+        ({"mlp_width": 64, "quantization": PACKED}, 2, None, "has 1 parts of 64; use at most 1, or --dequantize yes"),
+        ({"mlp_width": 100, "quantization": PACKED}, 2, None, "width 100 is not a multiple of the quantisation group"),
+    ],
+)
+def test_what_is_refused(changes, size, weights, message):
+    with pytest.raises(LayoutError, match=message):
+        plan_shards(description(**changes), size, weights=weights)
+
+
+@st.composite
+def models(draw):
+    """A random model of any family, ranks, weights, and whether weights are packed."""
+    kv = draw(st.integers(1, 16))
+    size = draw(st.integers(1, kv))
+    group = draw(st.sampled_from([1, 32, 64]))
+    width = st.integers(size, 400).map(lambda n: n * group)
+    d = description(
+        family=draw(st.sampled_from(sorted(SHARDING))),
+        num_kv_heads=kv,
+        num_heads=kv * draw(st.integers(1, 5)),
+        head_dim=draw(st.sampled_from([16, 32, 64, 128])),
+        hidden_size=draw(st.sampled_from([64, 576, 4096])),
+        vocab_size=draw(st.integers(300, 200_000)),
+        quantization={"group_size": group, "bits": 4} if group > 1 else None,
+        mlp_width=draw(width),
+        expert_width=draw(width),
+        shared_width=draw(st.one_of(st.just(0), width)),
+        num_experts=draw(st.integers(1, 128)),
+    )
+    weights = draw(st.none() | st.lists(st.floats(0.01, 100), min_size=size, max_size=size))
+    return d, size, weights, group
+
+
+@given(models())
+def test_every_element_has_one_owner(drawn):
+    d, size, weights, group = drawn
+    step = math.lcm(group, d.num_heads // d.num_kv_heads * d.head_dim)  # attention outputs between two cuts
+    if size > 1 and d.num_heads * d.head_dim // step < size:
+        with pytest.raises(LayoutError, match=f"in quantisation groups of {group} allow cuts"):
+            plan_shards(d, size, weights=weights)
+        return
+    shards = plan_shards(d, size, weights=weights)
+    assert [(s.rank, s.size) for s in shards] == [(i, size) for i in range(size)]
+    assert all(len(s.kv_heads) > 0 and len(s.mlp) > 0 and len(s.vocab) > 0 for s in shards)
+    cuts = {*SHARDING[d.family].cuts.values(), Cut("rows", ("vocab",))}
+    for cut in cuts:
+        parts = [part_of(cut, s, d) for s in shards]
+        owned = sorted((p.start, p.stop) for part in parts for p in part.pieces if len(p))
+        ends = [0, *(stop for _, stop in owned)]
+        assert [start for start, _ in owned] == ends[:-1]
+        assert ends[-1] == parts[0].total
+        if cut.axis == "columns":
+            assert all(start % group == 0 for start, _ in owned)

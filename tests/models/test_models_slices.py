@@ -1,0 +1,462 @@
+"""A rank gets the bytes of its slice, each once, and nothing else; what it gets loads like the whole model."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.errors import BrokenModel, TransportError, UsageError
+from tandem.models.description import ModelDescription, describe, part_of_tensor, read_headers, weight_files
+from tandem.models.files import METADATA, ModelFiles, resolve
+from tandem.models.safetensors import TensorInfo, header_length, read_header
+from tandem.models.slice_cache import fetch_slice
+from tandem.models.slices import chunks, owned_files, owned_parts, plan_parts
+from tandem.models.stage import StageModel, load_stage
+from tandem.testing import tiny_model
+from tandem.transport.blobs import BlobFile, Range, checksum
+
+FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "mistral", "phi3", "mixtral", "gpt_neox"]
+LIMIT = 5000  # bytes of a chunk: parts of tiny models have many
+LAYER_NAMES = [f"model.layers.{i}.{w}" for i in range(5) for w in "ab"]
+NAMES = ["embed_tokens.weight", "norm.weight", "lm_head.weight", *LAYER_NAMES]
+
+
+def description_of(layers: int, tied: bool) -> ModelDescription:
+    return ModelDescription(
+        family="llama", num_layers=layers, hidden_size=8, vocab_size=8, num_heads=1, num_kv_heads=1, head_dim=8,
+        max_context=8, dtype="float32", quantization=None, tied_head=tied, layer_bytes=(1,) * layers, embed_bytes=1,
+        head_bytes=1, eos_token_ids=(),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_every_byte_of_the_slice_once_and_no_other(data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 4))
+    files: dict[str, dict[str, TensorInfo]] = {f"model-{i}.safetensors": {} for i in range(count)}
+    ends = dict.fromkeys(files, 100)
+    for name in data.draw(st.permutations(NAMES)):
+        file = data.draw(st.sampled_from(sorted(files)))
+        size = data.draw(st.integers(0, 50))
+        files[file][name] = TensorInfo("U8", (size,), size, ends[file])
+        ends[file] += size
+    stop = data.draw(st.integers(1, 4))
+    layers = range(data.draw(st.integers(0, stop - 1)), stop)
+    model = description_of(4, data.draw(st.booleans()))
+    limit = data.draw(st.integers(1, 40))
+    wanted = set(owned_parts(layers, model))
+    needed = Counter(
+        (file, info.offset + i) for file, tensors in files.items() for name, info in tensors.items()
+        if part_of_tensor(name, 4) in wanted for i in range(info.nbytes)
+    )
+    plans = plan_parts(files, layers, model)
+    got: Counter[tuple[str, int]] = Counter()
+    for plan in plans:
+        at = len(plan.header)
+        for span in chunks(plan.spans, limit):
+            assert 0 < span.length <= limit and span.target == at
+            at += span.length
+            got.update((span.file, span.start + i) for i in range(span.length))
+        assert at == plan.size
+    assert got == needed
+    assert set(owned_files(files, layers, model)) >= {file for file, _ in needed}
+
+
+class FakeSource:
+    """A model directory, read directly. Counts what is read; `fail_after` answers it is gone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.paths = {p.name: p for pattern in METADATA for p in directory.glob(pattern)}
+        self.paths |= {p.name: p for p in weight_files(directory)}
+        self.read_bytes: Counter[tuple[str, int]] = Counter()
+        self.fail_after: int | None = None
+        self.names: list[str] = []
+        self.lock = threading.Lock()
+
+    def files(self) -> list[BlobFile]:
+        stats = {name: path.stat() for name, path in self.paths.items()}
+        return [BlobFile(name, s.st_size, s.st_mtime_ns, "") for name, s in stats.items()] + [
+            BlobFile(name, 1, 1, "") for name in self.names]
+
+    def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:
+        for index, one in reversed(list(enumerate(ranges))):
+            if one.name.endswith(".safetensors") and self.fail_after is not None:
+                self.fail_after -= 1
+                if self.fail_after < 0:
+                    raise TransportError("gone")
+            data = self.paths[one.name].read_bytes()[one.offset:one.offset + one.length]
+            with self.lock:
+                self.read_bytes.update((one.name, one.offset + i) for i in range(one.length))
+            yield index, memoryview(data), checksum(data)
+
+    def expected(self, *slices: range) -> set[tuple[str, int]]:
+        """Headers, and the tensors of `slices`."""
+        first = next(path for name, path in self.paths.items() if name.endswith(".safetensors"))
+        files = ModelFiles(first.parent, "m")
+        model, wanted = describe(files), set()
+        for file, tensors in read_headers(files).items():
+            with self.paths[file].open("rb") as opened:
+                wanted.update((file, i) for i in range(header_length(opened.read(8))))
+            for name, info in tensors.items():
+                if any(part_of_tensor(name, model.num_layers) in owned_parts(one, model) for one in slices):
+                    wanted.update((file, info.offset + i) for i in range(info.nbytes))
+        return wanted
+
+    def weights_read(self) -> Counter[tuple[str, int]]:
+        return Counter({key: n for key, n in self.read_bytes.items() if key[0].endswith(".safetensors")})
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def logits(stages: list[StageModel]) -> mx.array:
+    h = stages[0].embed(mx.array([[5, 9, 70, 3, 111]], dtype=mx.int32))
+    for stage in stages:
+        h = stage.forward(h, stage.make_caches())
+    return stages[-1].head(h)
+
+
+def stage_of(files: ModelFiles, layers: range) -> StageModel:
+    return load_stage(files, describe(files), layers, dtype="float32")
+
+
+def per_expert(directory: Path) -> None:
+    """Store the experts of a tiny model one by one, as the hub has them."""
+    names = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+    path = directory / "model.safetensors"
+    arrays = {}
+    for name, array in mx.load(str(path)).items():
+        before, found, after = name.partition(".switch_mlp.")
+        if not found:
+            arrays[name] = array
+            continue
+        for i, expert in enumerate(array):
+            module = names[after.split(".")[0]] if "block_sparse" in name else after.split(".")[0]
+            arrays[f"{before}.experts.{i}.{module}.weight"] = expert
+    half = dict(sorted(arrays.items())[:len(arrays) // 2])
+    rest = {name: array for name, array in arrays.items() if name not in half}
+    mx.eval(arrays)
+    path.unlink()
+    index = {}
+    for i, part in enumerate((half, rest)):
+        file = f"model-{i + 1:05d}-of-00002.safetensors"
+        mx.save_safetensors(str(directory / file), part, {"format": "mlx"})
+        index |= dict.fromkeys(part, file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+
+@pytest.mark.parametrize(("family", "stored"), [
+    *((family, stored) for family in FAMILIES for stored in ("plain", "quantized")),
+    ("qwen3_moe", "per expert"), ("mixtral", "per expert"),
+])
+def test_slices_load_like_the_whole_model(tmp_path: Path, cache: Path, family: str, stored: str) -> None:
+    path = tiny_model(tmp_path / "m", family, shards=1 if stored == "per expert" else 3,
+                      quantized=stored == "quantized")
+    if stored == "per expert":
+        per_expert(path)
+    source = FakeSource(path)
+    ranges = [range(0, 1), range(1, 3), range(3, 4)]
+    whole = resolve(str(path))
+    slices = [fetch_slice(source, "m", one, limit=LIMIT) for one in ranges]
+    assert [describe(one) for one in slices] == [describe(whole)] * 3
+    got = logits([stage_of(one, layers) for one, layers in zip(slices, ranges, strict=True)])
+    assert mx.array_equal(got, logits([stage_of(whole, range(4))])).item()
+
+
+def test_only_the_slice_is_read_once_and_other_layouts_use_it(tmp_path: Path, cache: Path) -> None:
+    source = FakeSource(tiny_model(tmp_path / "m", shards=3))
+    seen: list[tuple[int, int]] = []
+    fetch_slice(source, "m", range(0, 2), lambda *progress: seen.append(progress), limit=LIMIT)
+    assert source.weights_read() == Counter(source.expected(range(0, 2)))
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen) and len(seen) > 5
+    assert seen[-1][0] == seen[-1][1] and len({total for _, total in seen}) == 1
+
+    before = source.read_bytes.copy()
+    fetch_slice(source, "m", range(0, 2), limit=LIMIT)
+    fetch_slice(source, "m", range(1, 2), limit=LIMIT)
+    assert source.read_bytes == before  # here already
+
+    files = fetch_slice(source, "m", range(1, 4), limit=LIMIT)
+    assert source.weights_read() == Counter(source.expected(range(0, 2), range(1, 4)))
+    assert sorted(p.name for p in files.path.iterdir() if p.is_file()) == sorted(
+        name for name in source.paths if not name.endswith(".safetensors"))
+    (part,) = [p for p in files.weights if p.name == "layer-00002.safetensors"]
+    whole = {name for tensors in read_headers(resolve(str(tmp_path / "m"))).values() for name in tensors}
+    assert set(read_header(part)) == {name for name in whole if ".layers.2." in name}
+    assert {p.suffix for p in part.parent.iterdir()} == {".safetensors"}
+
+
+def test_a_changed_config_is_brought_anew_without_the_weights(tmp_path: Path, cache: Path) -> None:
+    path = tiny_model(tmp_path / "m")
+    source = FakeSource(path)
+    first = fetch_slice(source, "m", range(0, 2))
+    before = source.weights_read()
+    config = (path / "config.json").read_text()
+    (path / "config.json").write_text(config.replace('"eos_token_id": 2', '"eos_token_id": 7'))
+    again = fetch_slice(source, "m", range(0, 2))
+    assert again == first and describe(again).eos_token_ids == (7,)
+    assert source.weights_read() == before
+
+
+def test_changed_weights_are_another_model(tmp_path: Path, cache: Path) -> None:
+    path = tiny_model(tmp_path / "m")
+    first = fetch_slice(FakeSource(path), "m", range(0, 2))
+    os.utime(path / "model.safetensors", ns=(5, 5))
+    assert fetch_slice(FakeSource(path), "m", range(0, 2)).path != first.path
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_an_interrupted_fetch_goes_on_where_it_stopped(tmp_path: Path, cache: Path, damage: bool) -> None:
+    path = tiny_model(tmp_path / "m", shards=2)
+    source = FakeSource(path)
+    source.fail_after = 30
+    with pytest.raises(TransportError):
+        fetch_slice(source, "m", range(0, 4), limit=LIMIT)
+    (partial,) = cache.rglob("*.partial")
+    journal = partial.with_name(partial.name.replace(".partial", ".journal"))
+    offset, _ = journal.read_text().splitlines()[-1].split()
+    with journal.open("a") as file:
+        file.write("77 torn")  # as a crash may leave it
+    if damage:
+        with partial.open("r+b") as opened:
+            opened.seek(int(offset))
+            byte = opened.read(1)
+            opened.seek(int(offset))
+            opened.write(bytes([byte[0] ^ 255]))
+    source.fail_after = None
+    started: list[int] = []
+    files = fetch_slice(source, "m", range(0, 4), lambda done, total: started.append(done), limit=LIMIT)
+    assert started[0] > 0
+    twice = sum(n - 1 for n in source.weights_read().values())
+    assert (0 < twice <= LIMIT) if damage else twice == 0
+    assert source.weights_read().keys() == source.expected(range(0, 4))
+    assert mx.array_equal(logits([stage_of(files, range(4))]), logits([stage_of(resolve(str(path)), range(4))])).item()
+
+
+def test_ranks_of_one_machine_share_the_work(tmp_path: Path, cache: Path) -> None:
+    source = FakeSource(tiny_model(tmp_path / "m", shards=2))
+    fetch_slice(source, "m", range(0, 1), limit=LIMIT)  # headers and config
+    found: list[ModelFiles] = []
+    threads = [threading.Thread(target=lambda: found.append(fetch_slice(source, "m", range(0, 4), limit=LIMIT)))
+               for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 3 and found[0] == found[1] == found[2]
+    assert source.weights_read() == Counter(source.expected(range(0, 4)))
+    assert not list(cache.rglob("*.partial")) and not list(cache.rglob("*.journal"))
+
+
+def test_a_part_that_is_cut_off_is_fetched_again(tmp_path: Path, cache: Path) -> None:
+    source = FakeSource(tiny_model(tmp_path / "m"))
+    files = fetch_slice(source, "m", range(0, 2))
+    os.truncate(files.weights[1], 1000)
+    fetch_slice(source, "m", range(0, 2))
+    read_header(files.weights[1])
+
+
+def test_weights_that_are_not_here_are_never_taken_for_zeros(tmp_path: Path, cache: Path) -> None:
+    source = FakeSource(tiny_model(tmp_path / "m"))
+    files = fetch_slice(source, "m", range(0, 2))
+    with pytest.raises(BrokenModel, match=r"weight model.layers.2\S+: cannot be read"):
+        stage_of(files, range(2, 4))
+    with pytest.raises(BrokenModel, match="cannot be read"):
+        stage_of(replace(files, weights=()), range(0, 2))
+
+
+@pytest.mark.parametrize("name", ["../x.json", "/tmp/x.json", "a/b.json", "..", ".hidden", "", "a\0"])
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, cache: Path, name: str) -> None:
+    source = FakeSource(tiny_model(tmp_path / "m"))
+    source.names = [name]
+    with pytest.raises(BrokenModel, match="is not a name for a file of a model"):
+        fetch_slice(source, "m", range(0, 2))
+    assert not cache.exists()
+
+
+def test_a_cache_that_cannot_be_written_is_said_in_one_line(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=r"cannot keep the weights here.*TANDEM_CACHE"):
+        fetch_slice(FakeSource(tiny_model(tmp_path / "m")), "m", range(0, 2))
+
+
+# --- the hub ---
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class FakeHub(ThreadingHTTPServer):
+    """As much of the model hub's HTTP interface as its client needs to list and download one repository."""
+
+    daemon_threads = True
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(("127.0.0.1", 0), HubHandler)
+        self.directory = directory
+        self.sent: Counter[str] = Counter()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class HubHandler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        path = self.path.partition("?")[0]
+        files = sorted(self.server.directory.iterdir())
+        if path.startswith("/api/models/org/tiny/tree/"):
+            self.answer(json.dumps([
+                {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": "0" * 40} for f in files]).encode())
+        elif path.startswith("/api/models/org/tiny"):
+            names = [{"rfilename": f.name} for f in files]
+            self.answer(json.dumps({"id": "org/tiny", "sha": COMMIT, "siblings": names}).encode())
+        elif path.startswith("/org/tiny/resolve/") and (self.server.directory / path.rpartition("/")[2]).is_file():
+            self.file(self.server.directory / path.rpartition("/")[2])
+        else:
+            self.answer(b"{}", 404, {"X-Error-Code": "RepoNotFound"})
+
+    def file(self, path: Path) -> None:
+        data, status = path.read_bytes(), 200
+        headers = {"ETag": f'"{path.name}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        if (wanted := self.headers.get("Range")) and self.command == "GET":
+            first, _, last = wanted.removeprefix("bytes=").partition("-")
+            stop = min(int(last or len(data) - 1) + 1, len(data))
+            headers["Content-Range"] = f"bytes {first}-{stop - 1}/{len(data)}"
+            data, status = data[int(first):stop], 206
+        if self.command == "GET":
+            self.server.sent[path.name] += len(data)
+        self.answer(data, status, headers)
+
+    def answer(self, data: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {**(headers or {}), "Content-Length": str(len(data))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(data)
+
+
+HUB_RANK = """
+import json, sys
+from tandem.executors.weights import obtain_files
+from tandem.executors.base import StageSpec
+from tandem.models.description import describe
+from tandem.models.files import resolve
+from tandem.models.stage import load_stage
+import msgspec
+files = resolve("org/tiny", weights=False)
+d = describe(files)
+spec = msgspec.convert(dict(model_path=str(files.path), model_name=files.name, rank=0, stage=0, stage_sizes=(1, 1),
+    layers=(int(sys.argv[1]), int(sys.argv[2])), tensor_split=None, lanes=1, dtype="float32", dequantize="no",
+    vocab_size=d.vocab_size, memory_share=1.0, eos_token_ids=(), channel="tcp", backend="ring", blas="none",
+    log_level="INFO", hub=files.hub), StageSpec)
+seen = []
+mine = obtain_files(spec, None, lambda done, total: seen.append((done, total)))
+stage = load_stage(mine, d, range(*spec.layers), dtype="float32")
+again = obtain_files(spec, None, lambda done, total: None)
+assert again == mine
+print(json.dumps({"nbytes": stage.nbytes, "files": [p.name for p in mine.weights], "hub": files.hub, "seen": seen[-1]}))
+"""
+
+
+def in_hub_process(script: str, *arguments: str, home: Path, url: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "HF_HOME": str(home / "hf"), "TANDEM_CACHE": str(home / "cache"), "HF_ENDPOINT": url,
+           "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
+    env.pop("HF_HUB_OFFLINE", None)
+    return subprocess.run([sys.executable, "-c", script, *arguments], env=env, capture_output=True, text=True,
+                          timeout=120, check=False)
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    path = tiny_model(tmp_path / "m", shards=3, layers=6, dtype="float32", config={"hidden_size": 256})
+    server = FakeHub(path)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_rank_downloads_only_files_with_tensors_of_its_slice(tmp_path: Path, hub: FakeHub) -> None:
+    files = resolve(str(hub.directory))
+    for layers in (range(0, 2), range(2, 6)):
+        hub.sent.clear()
+        done = in_hub_process(HUB_RANK, str(layers.start), str(layers.stop), home=tmp_path / str(layers), url=hub.url)
+        assert done.returncode == 0, done.stderr
+        told = json.loads(done.stdout)
+        owned = owned_files(read_headers(files), layers, describe(files))
+        assert told["files"] == owned and told["hub"] == f"org/tiny@{COMMIT}"
+        assert told["nbytes"] == stage_of(files, layers).nbytes
+        for path in weight_files(files.path):
+            sent, size = hub.sent[path.name], path.stat().st_size
+            assert sent > 0 and (size <= sent <= size + 140_000 if path.name in owned else sent <= 131072 < size)
+        assert hub.sent["tokenizer.json"] == (files.path / "tokenizer.json").stat().st_size
+        assert told["seen"][0] == told["seen"][1] == sum((files.path / name).stat().st_size for name in owned)
+
+
+HUB_LLM = """
+import sys
+from tandem import LLM, SamplingParams
+if __name__ == "__main__":
+    with LLM(sys.argv[1], pipeline_parallel_size=2) as llm:
+        params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+        print(llm.generate([[5, 9, 70, 3]], params)[0].token_ids)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_download_their_slices_and_answer(tmp_path: Path, hub: FakeHub) -> None:
+    local = in_hub_process(HUB_LLM, str(hub.directory), home=tmp_path / "a", url="http://127.0.0.1:9")
+    remote = in_hub_process(HUB_LLM, "org/tiny", home=tmp_path / "b", url=hub.url)
+    assert remote.stdout == local.stdout != "", remote.stderr
+
+
+def test_a_hub_that_cannot_be_reached_is_one_clear_error_unless_all_is_here(tmp_path: Path, hub: FakeHub) -> None:
+    script = """
+from tandem.errors import ModelNotFound
+from tandem.models.files import resolve
+import sys
+for weights in (False, True):
+    try:
+        print(resolve(sys.argv[1], weights=weights).path.name)
+    except ModelNotFound as error:
+        print(error)
+"""
+    online = in_hub_process(script, "org/tiny", home=tmp_path / "a", url=hub.url)
+    assert online.stdout.split() == [COMMIT, COMMIT], online.stderr
+    missing = in_hub_process(script, "org/none", home=tmp_path / "a", url=hub.url)
+    assert missing.stdout.count("org/none: no such directory here, and no such model on the hub") == 2, missing.stderr
+    hub.shutdown()
+    hub.server_close()
+    offline = in_hub_process(script, "org/tiny", home=tmp_path / "a", url=hub.url)
+    assert offline.stdout.split() == [COMMIT, COMMIT], offline.stdout + offline.stderr
+    shutil.rmtree(tmp_path / "a")
+    nothing = in_hub_process(script, "org/tiny", home=tmp_path / "a", url=hub.url)
+    assert nothing.stdout.count("the hub cannot be reached") == 2, nothing.stdout + nothing.stderr

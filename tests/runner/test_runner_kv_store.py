@@ -1,0 +1,284 @@
+"""The KV store against sequences that each keep a cache of their own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import gemma3_text, gpt_oss, llama
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+
+from tandem.errors import UnsupportedModel
+from tandem.runner.kv_store import KVStore
+
+VOCAB = 61
+WINDOW = 8
+
+
+def tiny_llama() -> Any:
+    return llama.Model(llama.ModelArgs(
+        model_type="llama", hidden_size=32, num_hidden_layers=2, intermediate_size=48, num_attention_heads=4,
+        num_key_value_heads=2, rms_norm_eps=1e-5, vocab_size=VOCAB, tie_word_embeddings=True,
+    ))
+
+
+def tiny_gemma() -> Any:
+    return gemma3_text.Model(gemma3_text.ModelArgs(
+        model_type="gemma3_text", hidden_size=32, num_hidden_layers=4, intermediate_size=48, num_attention_heads=4,
+        num_key_value_heads=1, head_dim=16, query_pre_attn_scalar=16, vocab_size=VOCAB, sliding_window=WINDOW,
+        sliding_window_pattern=2,
+    ))
+
+
+def tiny_gpt_oss() -> Any:
+    return gpt_oss.Model(gpt_oss.ModelArgs(
+        num_hidden_layers=2, num_local_experts=2, num_experts_per_tok=1, vocab_size=VOCAB, hidden_size=32,
+        intermediate_size=32, head_dim=16, num_attention_heads=4, num_key_value_heads=2, sliding_window=WINDOW,
+        rope_theta=10000,
+    ))
+
+
+MODELS = [tiny_llama, tiny_gemma, tiny_gpt_oss]
+
+
+@pytest.fixture(params=MODELS, ids=lambda make: make.__name__)
+def model(request: pytest.FixtureRequest) -> Any:
+    mx.random.seed(7)
+    made = request.param()
+    mx.eval(made.parameters())
+    return made
+
+
+def prefilled(model: Any, prompt: list[int], chunk: int = 0) -> list[Any]:
+    caches = model.make_cache()
+    step = chunk or len(prompt)
+    for start in range(0, len(prompt), step):
+        model(mx.array([prompt[start : start + step]]), cache=caches)
+    mx.eval([cache.state for cache in caches])
+    return caches
+
+
+class Reference:
+    """Each sequence with caches of its own, one forward pass a sequence."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.caches = model, {}
+
+    def step(self, ids: list[str], tokens: list[int]) -> np.ndarray:
+        rows = [self.model(mx.array([[token]]), cache=self.caches[one])[0, -1]
+                for one, token in zip(ids, tokens, strict=True)]
+        return np.array(mx.stack(rows))
+
+
+def step_both(store: KVStore, reference: Reference, rng: random.Random) -> None:
+    ids = store.ids
+    tokens = [rng.randrange(VOCAB) for _ in ids]
+    logits = reference.model(mx.array(tokens)[:, None], cache=store.batch())[:, -1]
+    np.testing.assert_allclose(np.array(logits), reference.step(ids, tokens), rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_joins_leaves_and_steps_agree_with_single_sequences(model: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    store, reference, serial = KVStore(model.make_cache), Reference(model), 0
+    for _ in range(40):
+        action = rng.random()
+        if action < 0.3 or not store.ids:
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 3, WINDOW - 1, WINDOW, WINDOW + 1, 29]))]
+            name, chunk, serial = f"r{serial}", rng.choice([0, 0, 1, 5]), serial + 1
+            store.join(name, prefilled(model, prompt, chunk))
+            reference.caches[name] = prefilled(model, prompt, chunk)
+        elif action < 0.45:
+            gone = rng.choice(store.ids)
+            store.leave(gone)
+            del reference.caches[gone]
+        else:
+            for _ in range(rng.randrange(1, 6)):
+                step_both(store, reference, rng)
+        store.check()
+        assert {name: store.length(name) for name in store.ids} == {
+            name: caches[0].offset for name, caches in reference.caches.items()
+        }
+
+
+def test_rows_of_one_length_agree(model: Any) -> None:
+    rng = random.Random(1)
+    store, reference = KVStore(model.make_cache), Reference(model)
+    for name in "ab":
+        prompt = [rng.randrange(VOCAB) for _ in range(5)]
+        store.join(name, prefilled(model, prompt))
+        reference.caches[name] = prefilled(model, prompt)
+    for _ in range(2 * WINDOW):
+        step_both(store, reference, rng)
+
+
+def test_extracted_rows_go_on_alone_and_join_again(model: Any) -> None:
+    rng = random.Random(2)
+    store, reference = KVStore(model.make_cache), Reference(model)
+    for name, length in (("a", 3), ("b", 2 * WINDOW + 3), ("c", WINDOW)):
+        prompt = [rng.randrange(VOCAB) for _ in range(length)]
+        store.join(name, prefilled(model, prompt))
+        reference.caches[name] = prefilled(model, prompt)
+    for _ in range(6):
+        step_both(store, reference, rng)
+    taken = {name: store.extract(name) for name in store.ids}
+    for name, caches in taken.items():
+        alone = model(mx.array([[5]]), cache=store_copy(caches))[0, -1]
+        expected = model(mx.array([[5]]), cache=store_copy(reference.caches[name]))[0, -1]
+        np.testing.assert_allclose(np.array(alone), np.array(expected), rtol=2e-4, atol=2e-5)
+    for name in ("a", "b", "c"):
+        store.leave(name)
+    for name in ("c", "a", "b"):
+        store.join(name, taken[name])
+    assert store.ids == ["c", "a", "b"]
+    for _ in range(WINDOW + 1):
+        step_both(store, reference, rng)
+
+
+def store_copy(caches: list[Any]) -> list[Any]:
+    return [type(c).from_state(tuple(p[...] if isinstance(p, mx.array) else p for p in c.state)) for c in caches]
+
+
+def numbers(length: int, start: float, make: Callable[[], Any] = KVCache) -> list[Any]:
+    cache = make()
+    values = (mx.arange(length, dtype=mx.float32) + start).reshape(1, 1, length, 1)
+    cache.update_and_fetch(values, -values)
+    return [cache]
+
+
+def test_the_last_row_takes_the_place_of_one_that_leaves() -> None:
+    store = KVStore(lambda: [KVCache()])
+    for i, name in enumerate("abcd"):
+        store.join(name, numbers(i + 1, 10.0 * i))
+    store.leave("b")
+    assert store.ids == ["a", "d", "c"]
+    store.leave("c")
+    assert store.ids == ["a", "d"]
+    assert [store.length(name) for name in store.ids] == [1, 4]
+    keys, values, length = store.extract("d")[0].state
+    assert (keys.flatten().tolist(), values.flatten().tolist(), length) == ([30, 31, 32, 33], [-30, -31, -32, -33], 4)
+    assert len(store) == 2
+    assert "a" in store
+    assert "b" not in store
+
+
+def one_step(store: KVStore) -> None:
+    cache = store.batch()[0]
+    new = mx.zeros((len(store), 1, 1, 1))
+    mx.eval(cache.update_and_fetch(new, new))
+
+
+def test_memory_grows_with_need_and_is_given_back() -> None:
+    store = KVStore(lambda: [KVCache()])
+    assert store.nbytes == 0
+    for name in "abcdefgh":
+        store.join(name, numbers(3, 0.0))
+    few = store.nbytes
+    assert 8 * 256 * 8 <= few <= 12 * 256 * 8
+    store.join("long", numbers(5000, 0.0))
+    assert store.nbytes > 15 * few
+    store.leave("long")
+    assert store.nbytes <= 2 * few
+    for name in "abcdefg":
+        store.leave(name)
+        store.check()
+    assert store.nbytes <= 2 * 256 * 8
+    store.leave("h")
+    assert store.nbytes == 0
+    store.check()
+    store.join("again", numbers(3, 0.0))
+    one_step(store)
+    assert store.length("again") == 4
+
+
+def test_steps_cross_the_growth_of_the_arena() -> None:
+    store = KVStore(lambda: [KVCache()])
+    store.join("a", numbers(250, 0.0))
+    store.join("b", numbers(3, 0.0))
+    for _ in range(300):
+        one_step(store)
+    store.check()
+    assert store.extract("b")[0].state[0].flatten().tolist() == [0.0, 1.0, 2.0] + [0.0] * 300
+
+
+def test_a_step_copies_no_arena_even_with_extracts_alive() -> None:
+    store = KVStore(lambda: [KVCache()])
+    for name, length in (("a", 40_000), ("b", 30_000)):
+        store.join(name, numbers(length, 0.0))
+    one_step(store)
+    alive = [store.extract("b")]
+    mx.synchronize()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for _ in range(3):
+        one_step(store)
+    mx.synchronize()
+    assert mx.get_peak_memory() - before < store.nbytes / 4
+    assert alive[0][0].offset == 30_001
+
+
+@pytest.mark.parametrize("lengths", [(9, 4), (9, 9), (3, 2), (20, 15), (20, 3)])
+@pytest.mark.parametrize(("window", "span"), [(0, None), (0, 5), (12, None), (12, 5)])
+def test_masks_equal_the_reference(lengths: tuple[int, ...], window: int, span: int | None) -> None:
+    store = KVStore(lambda: [RotatingKVCache(max_size=window) if window else KVCache()])
+    for i, length in enumerate(lengths):
+        store.join(str(i), numbers(length, 0.0, lambda: RotatingKVCache(max_size=window) if window else KVCache()))
+    cache = store.batch()[0]
+    mask = cache.make_mask(1, window_size=span)
+    new = mx.array([float(length) for length in lengths]).reshape(-1, 1, 1, 1)
+    keys = np.array(cache.update_and_fetch(new, new)[0])[:, 0, :, 0]
+    assert keys.shape[1] == min(max(lengths) + 1, window or 99)
+    seen = np.ones_like(keys, dtype=bool) if mask is None else np.array(mask)[:, 0, 0]
+    for row, length in enumerate(lengths):  # each key holds its own position
+        first = max(0, length + 1 - min(window or 99, span or 99))
+        assert sorted(keys[row][seen[row]]) == list(range(first, length + 1))
+
+
+def test_fallback_rows_move_like_arena_rows() -> None:
+    def caches(start: float) -> list[Any]:
+        state = ArraysCache(1)
+        state[0] = mx.full((1, 2), start)
+        return [*numbers(2, start), CacheList(state)]
+
+    store = KVStore(lambda: [KVCache(), CacheList(ArraysCache(1))])
+    for i, name in enumerate("abcd"):
+        store.join(name, caches(float(i)))
+    store.leave("b")
+    store.leave("a")
+    assert store.ids == ["c", "d"]
+    store.check()
+    assert store.batch()[1][0][0].tolist() == [[2, 2], [3, 3]]
+    assert store.extract("d")[1][0][0].tolist() == [[3, 3]]
+    store.leave("c")
+    store.leave("d")
+    assert store.nbytes == 0
+
+
+def test_misuse_is_refused() -> None:
+    store = KVStore(lambda: [KVCache()])
+    with pytest.raises(ValueError, match="empty"):
+        store.batch()
+    with pytest.raises(ValueError, match="before its prefill"):
+        store.join("a", [KVCache()])
+    store.join("a", numbers(2, 0.0))
+    with pytest.raises(ValueError, match="already"):
+        store.join("a", numbers(2, 0.0))
+    with pytest.raises(ValueError, match="2 caches for 1"):
+        store.join("b", [*numbers(2, 0.0), *numbers(2, 0.0)])
+    with pytest.raises(KeyError):
+        store.leave("b")
+    cache = store.batch()[0]
+    with pytest.raises(RuntimeError, match="before the forward pass"):
+        store.batch()
+    with pytest.raises(RuntimeError, match="decode step of 1 rows"):
+        cache.update_and_fetch(mx.zeros((2, 1, 1, 1)), mx.zeros((2, 1, 1, 1)))
+
+
+@pytest.mark.parametrize("make", [QuantizedKVCache, lambda: RotatingKVCache(max_size=8, keep=4)])
+def test_cache_kinds_without_a_batch_form_are_refused(make: Callable[[], Any]) -> None:
+    with pytest.raises(UnsupportedModel, match="KVCache cannot be decoded in a batch"):
+        KVStore(lambda: [make()])

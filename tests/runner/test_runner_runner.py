@@ -1,0 +1,82 @@
+"""A rank does what plans say and refuses anything else before it computes."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+
+from tandem.errors import BatchDesync
+from tandem.models.description import describe
+from tandem.models.files import resolve
+from tandem.models.stage import StageModel, load_stage
+from tandem.protocol.request import SamplingParams
+from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
+from tandem.runner.runner import Runner
+from tandem.testing import tiny_model
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0)
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> StageModel:
+    files = resolve(str(tiny_model(tmp_path_factory.mktemp("model"))))
+    description = describe(files)
+    return load_stage(files, description, range(description.num_layers))
+
+
+@pytest.fixture
+def runner(stage: StageModel) -> Runner:
+    return Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+
+
+def first(**changes: object) -> StepPlan:
+    values: dict[str, object] = {
+        "inserts": [InsertOp("a", PROMPT, 4, PARAMS)], "prefill": [PrefillOp("a", 0, 4, True)],
+        "sampling_seeds": {"a": 1}, "fingerprint": batch_fingerprint([("a", 0)]), **changes}
+    return StepPlan(0, 0, **values)  # type: ignore[arg-type]
+
+
+def decode(step: int, length: int, **changes: object) -> StepPlan:
+    values: dict[str, object] = {"decode": ["a"], "fingerprint": batch_fingerprint([("a", length)]), **changes}
+    return StepPlan(step, 0, **values)  # type: ignore[arg-type]
+
+
+def test_steps_feed_on_the_token_that_the_rank_holds(runner: Runner, stage: StageModel) -> None:
+    tokens = [runner.execute(first()).finish().tokens[0]]
+    tokens += [runner.execute(decode(i, 3 + i)).finish().tokens[0] for i in (1, 2, 3)]
+    caches, expected, feed = stage.make_caches(), [], PROMPT
+    for _ in range(4):
+        logits = stage.head(stage.forward(stage.embed(mx.array([feed])), caches)[:, -1:])
+        feed = [int(mx.argmax(logits[0, -1]))]
+        expected += feed
+    assert tokens == expected
+
+
+def test_a_removed_sequence_leaves_no_bytes(runner: Runner) -> None:
+    runner.execute(first()).finish()
+    pending = runner.execute(StepPlan(1, 0, removes=["a"], fingerprint=batch_fingerprint([])))
+    assert pending.finish().tokens == [] and pending.kv_bytes == 0
+
+
+@pytest.mark.parametrize("plan", [
+    decode(1, 5),
+    decode(1, 4, decode=["b"]),
+    decode(1, 4, decode=[]),
+    decode(1, 4, removes=["b"]),
+    decode(1, 4, fingerprint=""),
+], ids=["length", "stranger", "left out", "removes a stranger", "no fingerprint"])
+def test_a_plan_for_another_batch_stops_the_rank(runner: Runner, plan: StepPlan) -> None:
+    runner.execute(first()).finish()
+    with pytest.raises(BatchDesync, match="BATCH DESYNC DETECTED"):
+        runner.execute(plan)
+
+
+def test_unknown_prefixes_stop_the_rank(runner: Runner) -> None:
+    with pytest.raises(BatchDesync):
+        runner.execute(first(restores=[SnapshotOp("a", "p7", 2)]))
+
+
+def test_evicting_an_unknown_prefix_stops_the_rank(runner: Runner) -> None:
+    with pytest.raises(BatchDesync):
+        runner.execute(StepPlan(0, 0, evicts=["p0"], fingerprint=batch_fingerprint([])))

@@ -1,0 +1,254 @@
+"""The scheduler as a pure state machine: random histories, with every invariant checked after every event."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from tandem.errors import OverloadedError, RequestError
+from tandem.protocol.control import Output, Refused
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import StepPlan, StepResult
+from tandem.scheduler.lane import PATIENCE
+from tandem.scheduler.scheduler import Limits, Scheduler
+
+EOS = 0
+
+
+def limits(**changes: object) -> Limits:
+    values: dict[str, object] = {
+        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 16, "kv_tokens": 10_000, "max_context": 512,
+        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([EOS]), "vocab_size": 50, **changes}
+    return Limits(**values)  # type: ignore[arg-type]
+
+
+def request(name: str, prompt: int = 4, **params: object) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt=[1] * prompt, params=SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def answer(scheduler: Scheduler, plan: StepPlan, token: int = 5) -> list[object]:
+    return list(scheduler.update(StepResult(plan.step_id, plan.lane, [token] * len(plan.sampled()))))
+
+
+def drain(scheduler: Scheduler, token: int = 5) -> dict[str, list[int]]:
+    """Run until nothing is left; the tokens of each request."""
+    got: dict[str, list[int]] = {}
+    plans: deque[StepPlan] = deque()
+    for _ in range(10_000):
+        while (plan := scheduler.next_plan()) is not None:
+            plans.append(plan)
+        if not plans:
+            return got
+        for message in answer(scheduler, plans.popleft(), token):
+            assert isinstance(message, Output)
+            got.setdefault(message.request_id, []).extend(message.tokens)
+        scheduler.check()
+    raise AssertionError("the scheduler does not come to rest")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = Scheduler(limits(
+        lanes=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([1, 5, 64]),
+        kv_tokens=rng.choice([200, 400, 100_000]), max_context=190))
+    live: set[str] = set()
+    plans: deque[StepPlan] = deque()
+    sent = 0
+    for _ in range(20_000):
+        if sent < 60 and rng.random() < 0.3:
+            name = f"r{sent}"
+            scheduler.submit(request(name, rng.randint(1, 100), max_tokens=rng.randint(1, 60)), seed=1)
+            live.add(name)
+            sent += 1
+        if live and rng.random() < 0.03:
+            name = rng.choice(sorted(live))
+            assert scheduler.abort(name)
+            live.remove(name)
+        if rng.random() < 0.01:
+            live -= {message.request_id for message in scheduler.restart() if isinstance(message, Refused)}
+            plans.clear()
+        plan = scheduler.next_plan()
+        if plan:
+            plans.append(plan)
+        elif plans:
+            plan = plans.popleft()
+            tokens = [rng.choice([EOS] + [5] * 30) for _ in plan.sampled()]
+            for message in scheduler.update(StepResult(plan.step_id, plan.lane, tokens)):
+                assert isinstance(message, Output) and message.request_id in live
+                if message.finish_reason:
+                    live.remove(message.request_id)
+        scheduler.check()
+        if sent == 60 and not live and scheduler.idle:
+            return
+    raise AssertionError(f"never done: {live}")
+
+
+def test_plans_go_out_before_results_are_back_but_only_two_of_them() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", max_tokens=10), seed=1)
+    first, second = scheduler.next_plan(), scheduler.next_plan()
+    assert first and first.sampled() == ["a"] and first.prefill[0].last
+    assert second and second.decode == ["a"]
+    assert scheduler.next_plan() is None
+
+
+def test_a_sequence_that_stops_is_removed_a_step_late_and_its_surplus_token_dropped() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", max_tokens=10), seed=1)
+    first, second = scheduler.next_plan(), scheduler.next_plan()
+    assert first and second
+    [message] = answer(scheduler, first, EOS)
+    assert isinstance(message, Output) and message.finish_reason == "stop" and message.stop_token
+    third = scheduler.next_plan()
+    assert third and third.removes == ["a"] and not third.decode
+    assert answer(scheduler, second, 7) == []
+    assert answer(scheduler, third) == []
+    assert scheduler.idle
+
+
+def test_no_step_is_spent_beyond_max_tokens() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", max_tokens=2), seed=1)
+    first, second, third = (scheduler.next_plan() for _ in range(3))
+    assert first and second and third is None
+    answer(scheduler, first)
+    last = scheduler.next_plan()
+    assert last and last.removes == ["a"] and not last.sampled()
+
+
+def test_a_long_prompt_stalls_running_streams_for_one_chunk_at_most() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=16))
+    scheduler.submit(request("stream", max_tokens=100), seed=1)
+    plan = scheduler.next_plan()
+    assert plan
+    answer(scheduler, plan)
+    scheduler.submit(request("long", 300, max_tokens=1), seed=1)
+    chunks = []
+    while not chunks or not chunks[-1].last:
+        plan = scheduler.next_plan()
+        assert plan and plan.decode == ["stream"], "every step advances the stream"
+        assert sum(op.count for op in plan.prefill) <= 16
+        chunks += plan.prefill
+        answer(scheduler, plan)
+    assert [chunk.start for chunk in chunks] == list(range(0, 300, 16))
+
+
+def test_short_prompts_overtake_a_long_one_but_not_for_ever() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=16, max_batch_size=100))
+    scheduler.submit(request("long", 320, max_tokens=1), seed=1)
+    first = scheduler.next_plan()
+    assert first
+    answer(scheduler, first)
+    waits = longest = 0
+    for i in range(40):
+        scheduler.submit(request(f"s{i}", 16, max_tokens=1), seed=1)
+        plan = scheduler.next_plan()
+        assert plan
+        if i == 0:
+            assert [op.request_id for op in plan.prefill] == ["s0"]
+        waits = 0 if any(op.request_id == "long" for op in plan.prefill) else waits + 1
+        longest = max(longest, waits)
+        answer(scheduler, plan)
+    assert 0 < longest <= PATIENCE
+
+
+def test_lanes_share_the_requests_and_take_turns() -> None:
+    scheduler = Scheduler(limits(lanes=2))
+    for i in range(4):
+        scheduler.submit(request(f"r{i}", max_tokens=5), seed=1)
+    plans = [scheduler.next_plan() for _ in range(4)]
+    lanes = [plan.lane for plan in plans if plan]
+    assert set(lanes) == {0, 1} and len(lanes) == 3
+    assert [len(lane.members) for lane in scheduler.lanes] == [2, 2]
+
+
+def test_when_the_kv_cache_is_full_the_youngest_starts_again_and_nothing_is_lost() -> None:
+    scheduler = Scheduler(limits(kv_tokens=150, max_context=110))
+    for i in range(3):
+        scheduler.submit(request(f"r{i}", 8, max_tokens=90), seed=1)
+    got = drain(scheduler)
+    assert scheduler.preemptions > 0
+    assert {name: len(tokens) for name, tokens in got.items()} == {"r0": 90, "r1": 90, "r2": 90}
+
+
+def test_replay_sends_prompt_and_tokens_so_far() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", 3, max_tokens=10), seed=77)
+    for token in (11, 12):
+        plan = scheduler.next_plan()
+        assert plan
+        answer(scheduler, plan, token)
+    assert scheduler.restart() == []
+    plan = scheduler.next_plan()
+    assert plan and plan.inserts[0].tokens == [1, 1, 1, 11, 12] and plan.inserts[0].prompt_len == 3
+    assert plan.sampling_seeds == {"a": 77}
+
+
+def test_a_request_under_which_gangs_keep_dying_is_refused() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a"), seed=1)
+    outcomes = []
+    for _ in range(3):
+        assert scheduler.next_plan()
+        outcomes.append(scheduler.restart())
+    assert outcomes[:2] == [[], []]
+    assert isinstance(outcomes[2][0], Refused) and outcomes[2][0].status == 500
+    assert scheduler.idle
+
+
+def test_min_tokens_and_ignore_eos_outlast_the_end_of_sequence() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", max_tokens=5, min_tokens=3), seed=1)
+    scheduler.submit(request("b", max_tokens=5, ignore_eos=True), seed=1)
+    got = drain(scheduler, EOS)
+    assert len(got["a"]) == 4 and len(got["b"]) == 5
+
+
+def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a", max_tokens=5), seed=1)
+    plan = scheduler.next_plan()
+    assert plan
+    [message] = answer(scheduler, plan, -1)
+    assert isinstance(message, Refused) and message.code == "not_finite"
+
+
+@pytest.mark.parametrize(("bad", "param"), [
+    ({"prompt": 0}, "prompt"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"temperature": -1.0}, "temperature"),
+    ({"temperature": float("nan")}, "temperature"),
+    ({"top_p": 0.0}, "top_p"),
+    ({"logit_bias": {50: 1.0}}, "logit_bias"),
+    ({"stop_token_ids": (99,)}, "stop_token_ids"),
+    ({"prompt": 600, "max_tokens": 1}, "messages"),
+    ({"max_tokens": 600}, "messages"),
+])
+def test_bad_requests_are_refused_by_name(bad: dict[str, object], param: str) -> None:
+    scheduler = Scheduler(limits())
+    with pytest.raises(RequestError) as caught:
+        scheduler.submit(request("a", **bad), seed=1)  # type: ignore[arg-type]
+    assert caught.value.param == param
+    assert scheduler.idle
+
+
+def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
+    scheduler = Scheduler(limits(max_queue=2, max_queue_tokens=100))
+    scheduler.submit(request("a", 60), seed=1)
+    with pytest.raises(OverloadedError):
+        scheduler.submit(request("b", 60), seed=1)
+    scheduler.submit(request("c", 10), seed=1)
+    with pytest.raises(OverloadedError):
+        scheduler.submit(request("d", 1), seed=1)
+    assert set(drain(scheduler)) == {"a", "c"}
+
+
+def test_a_live_id_cannot_be_used_again() -> None:
+    scheduler = Scheduler(limits())
+    scheduler.submit(request("a"), seed=1)
+    with pytest.raises(RequestError):
+        scheduler.submit(request("a"), seed=1)
+    assert not scheduler.abort("unknown")

@@ -1,0 +1,271 @@
+"""An engine that answers from a script, and a live server over it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import socket
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+
+import httpx
+import msgspec
+import openai
+import pytest
+import zmq
+
+from tandem.config.settings import ModelSettings, ProcessSettings, ServerSettings, Settings
+from tandem.models.files import ModelFiles
+from tandem.models.tokenizer import load_tokenizer
+from tandem.protocol.control import (
+    Abort,
+    ApiMessage,
+    Detach,
+    EngineStatus,
+    MetricsText,
+    Output,
+    QueryMetrics,
+    QueryStatus,
+    RankInfo,
+    Refused,
+    Submit,
+)
+from tandem.protocol.request import EngineRequest, TokenLogprob
+from tandem.server.app import create_app
+from tandem.server.client import EngineClient
+from tandem.server.run import listen, make_server
+from tandem.testing import write_tokenizer
+
+EOS = 2
+RANK = RankInfo(rank=0, stage=0, layers=(0, 4), pid=1, host="here", weight_bytes=10, peak_bytes=20, step_s=0.01)
+
+
+def wait_until(condition, seconds=5.0):
+    """Poll until `condition()` is true; fail after `seconds`."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.005)
+
+
+class Sequence:
+    """Outputs still to be sent for one request."""
+
+    def __init__(self, identity: bytes, request: EngineRequest, engine: FakeEngine) -> None:
+        self.identity, self.request, self.due = identity, request, time.monotonic()
+        params, limit = request.params, request.params.max_tokens
+        reply = list(itertools.islice(itertools.cycle(engine.reply), limit)) if params.ignore_eos else engine.reply
+        tokens = reply[:limit] if len(reply) >= limit else [*reply, EOS]
+        ended = len(reply) < limit
+        size = engine.tokens_per_output
+        self.outputs = deque(
+            Output(
+                request_id=request.request_id,
+                tokens=tokens[start : start + size],
+                logprobs=[self.logprob(token) for token in tokens[start : start + size]],
+                finish_reason=("stop" if ended else "length") if start + size >= len(tokens) else None,
+                stop_token=ended and start + size >= len(tokens),
+            )
+            for start in range(0, len(tokens), size)
+        )
+
+    def logprob(self, token: int) -> TokenLogprob:
+        """Deterministic values; the chosen token is the most likely, the next id has no probability at all."""
+        count = self.request.params.logprobs or 0
+        top = [(token, -0.25), ((token + 1) % 512, float("-inf"))]
+        return TokenLogprob(token, -0.25, top[:count])
+
+
+class FakeEngine:
+    """A ROUTER loop in a thread that speaks protocol/control.py. Its attributes are the script."""
+
+    def __init__(self, model_dir: Path) -> None:
+        self.tokenizer = load_tokenizer(ModelFiles(model_dir, "tiny"))
+        self.path = tempfile.mktemp(prefix="tandem-", suffix=".sock", dir="/tmp")
+        self.endpoint = f"ipc://{self.path}"
+        self.reply = self.tokenizer.encode("Hello, wörld 漢🙂!")
+        self.tokens_per_output = 1
+        self.delay = 0.0
+        self.hold = self.silent = self.garbage = False
+        self.refusal: tuple[int, str, str | None, float | None] | None = None
+        self.status = EngineStatus(
+            query_id=0, state="ready", detail="", model="tiny", source=str(model_dir), max_context=256, vocab_size=512,
+            queued=0, running=0, kv_tokens_used=0, kv_tokens_total=4096, restarts=0, stages=1, lanes=1, ranks=[RANK],
+        )  # fmt: skip
+        self.submitted: dict[str, EngineRequest] = {}
+        self.aborted: set[str] = set()
+        self.detached = 0
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._stop = threading.Event()
+        self._bound = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        assert self._bound.wait(5)
+
+    def stop(self) -> None:
+        """Go away without a word, as a killed process does."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+
+    def set_status(self, **changes) -> None:
+        self.status = msgspec.structs.replace(self.status, **changes)
+
+    def text(self) -> str:
+        return self.tokenizer.decode(self.reply)
+
+    def _run(self) -> None:
+        self._live: dict[str, Sequence] = {}
+        decode = msgspec.msgpack.Decoder(ApiMessage).decode
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+            router.linger, router.sndhwm, router.rcvhwm = 0, 0, 0
+            router.bind(self.endpoint)
+            self._router = router
+            self._bound.set()
+            while not self._stop.is_set():
+                while router.poll(1 if self._live else 5):
+                    identity, frame = router.recv_multipart()
+                    if not self.silent:
+                        self._handle(identity, decode(frame))
+                if not self.hold and not self.silent:
+                    self._advance()
+
+    def _send(self, identity: bytes, message) -> None:
+        self._router.send_multipart([identity, msgspec.msgpack.encode(message)])
+
+    def _handle(self, identity: bytes, message) -> None:
+        if self.garbage:
+            self._router.send_multipart([identity, b"\xc1 not a message"])
+        if isinstance(message, QueryStatus):
+            self._send(identity, msgspec.structs.replace(self.status, query_id=message.query_id))
+        elif isinstance(message, QueryMetrics):
+            self._send(identity, MetricsText(message.query_id, b"tandem_engine_up 1\n"))
+        elif isinstance(message, Submit):
+            self.submitted[message.request.request_id] = message.request
+            if self.refusal is not None:
+                status, text, code, retry = self.refusal
+                self._send(identity, Refused(message.request.request_id, status, text, code, None, retry))
+            else:
+                self._live[message.request.request_id] = Sequence(identity, message.request, self)
+        elif isinstance(message, Abort):
+            self.aborted.add(message.request_id)
+            self._live.pop(message.request_id, None)
+        elif isinstance(message, Detach):
+            self.detached += 1
+
+    def _advance(self) -> None:
+        now = time.monotonic()
+        for request_id, sequence in list(self._live.items()):
+            while sequence.outputs and sequence.due <= now:
+                self._send(sequence.identity, sequence.outputs.popleft())
+                sequence.due += self.delay
+            if not sequence.outputs:
+                del self._live[request_id]
+
+
+class LiveServer:
+    """uvicorn on a free port, in a thread."""
+
+    def __init__(self, settings: Settings, heartbeat_s: float) -> None:
+        self.listener = listen("127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.address = self.listener.getsockname()
+        self.app = create_app(settings, EngineClient(settings.process.engine_socket, heartbeat_s=0.1))
+        self.api = self.app.state.api
+        self.api.heartbeat_s = heartbeat_s
+        self.server = make_server(self.app, drain_timeout=2.0)
+        self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]}, daemon=True)
+        self._thread.start()
+        wait_until(lambda: self.server.started)
+        self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+
+    def stop(self) -> None:
+        self.http.close()
+        self.server.should_exit = True
+        self._thread.join(10)
+        assert not self._thread.is_alive()
+
+    def wait_ready(self) -> LiveServer:
+        wait_until(lambda: self.http.get("/health/ready").status_code == 200)
+        return self
+
+    def openai(self, **options) -> openai.OpenAI:
+        options.setdefault("api_key", "none")
+        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=20, **options)
+
+    def chat(self, **fields) -> httpx.Response:
+        fields.setdefault("messages", [{"role": "user", "content": "hi"}])
+        return self.http.post("/v1/chat/completions", json=fields)
+
+    def raw(self, request: bytes) -> socket.socket:
+        connection = socket.create_connection(self.address, timeout=10)
+        connection.sendall(request)
+        return connection
+
+
+@pytest.fixture(scope="session")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def shared(model_dir):
+    """A server with its `engine`, for tests that leave both as they were."""
+    fake = FakeEngine(model_dir)
+    fake.start()
+    settings = Settings(
+        model=ModelSettings(model="org/tiny", served_name="tiny"), process=ProcessSettings(engine_socket=fake.endpoint)
+    )
+    live = LiveServer(settings, 5.0).wait_ready()
+    live.engine = fake
+    yield live
+    live.stop()
+    fake.stop()
+    Path(fake.path).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def engine(model_dir):
+    fake = FakeEngine(model_dir)
+    fake.start()
+    yield fake
+    fake.stop()
+    Path(fake.path).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def serve(engine):
+    """Start a server with the given fields of ServerSettings; `ready=False` does not wait for the engine."""
+    running = []
+
+    def start(*, ready=True, heartbeat_s=5.0, model=None, **server):
+        settings = Settings(
+            model=model or ModelSettings(model="org/tiny", served_name="tiny"),
+            server=dataclasses.replace(ServerSettings(), **server),
+            process=ProcessSettings(engine_socket=engine.endpoint),
+        )
+        live = LiveServer(settings, heartbeat_s)
+        running.append(live)
+        return live.wait_ready() if ready else live
+
+    yield start
+    for live in running:
+        live.stop()
+
+
+@pytest.fixture
+def server(serve):
+    return serve()
+
+
+@pytest.fixture(name="wait_until")
+def wait_until_fixture():
+    return wait_until

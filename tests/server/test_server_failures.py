@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx
+import openai
+import pytest
+
+BODY = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+def post(server, results, **fields):
+    """Run a chat request in a thread; the response is appended to `results`."""
+    with httpx.Client(base_url=server.url, timeout=20, trust_env=False) as http:
+        results.append(http.post("/v1/chat/completions", json={**BODY, **fields}))
+
+
+def start(server, **fields):
+    results = []
+    thread = threading.Thread(target=post, args=(server, results), kwargs=fields)
+    thread.start()
+    return thread, results
+
+
+def request_bytes(**fields):
+    body = json.dumps({**BODY, **fields}).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("hold", [True, False])
+def test_disconnect_aborts_all_choices(server, engine, wait_until, stream, hold):
+    engine.hold, engine.delay = hold, 0.05
+    connection = server.raw(request_bytes(stream=stream, n=3, ignore_eos=True))
+    wait_until(lambda: len(engine.submitted) == 3)
+    if stream and not hold:
+        connection.recv(100)
+    connection.close()
+    wait_until(lambda: engine.aborted == set(engine.submitted))
+    assert server.api.live == {}
+    engine.hold, engine.delay = False, 0
+    assert server.chat().status_code == 200
+
+
+def test_heartbeats_while_nothing_comes(serve, engine):
+    server = serve(heartbeat_s=0.2)
+    engine.hold = True
+    with server.http.stream("POST", "/v1/chat/completions", json={**BODY, "stream": True}) as response:
+        seen = ""
+        for text in response.iter_text():
+            seen += text
+            if seen.count(": keep-alive\n\n") >= 3:
+                engine.hold = False
+            if "[DONE]" in seen:
+                break
+    assert seen.index('"role":"assistant"') < seen.index(": keep-alive")
+    assert '"finish_reason":"stop"' in seen
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_refused_with_429(server, engine, stream):
+    engine.refusal = (429, "The queue is full.", "queue_full", 7.0)
+    response = server.chat(stream=stream)
+    assert response.status_code == 429
+    assert response.headers["retry-after"] == "7"
+    assert response.json()["error"]["type"] == "rate_limit_error"
+    assert response.json()["error"]["code"] == "queue_full"
+    with server.openai() as client, pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(model="tiny", messages=BODY["messages"])
+    engine.refusal = None
+    assert server.chat().status_code == 200
+
+
+@pytest.mark.parametrize(("status", "code"), [(400, "too_long"), (503, "loading"), (500, "gang_killer"), (418, "odd")])
+def test_other_refusals_keep_their_status(server, engine, status, code):
+    engine.refusal = (status, "No.", code, None)
+    response = server.chat(n=2)
+    assert response.status_code == status
+    assert response.json()["error"]["code"] == code
+    assert server.api.live == {}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_timeout(serve, engine, stream, wait_until):
+    server = serve(request_timeout=0.7)
+    engine.hold = True
+    response = server.chat(stream=stream)
+    error = {"message": "Request timeout after 0.7s. Server may be overloaded.", "type": "server_error"}
+    if stream:
+        assert response.status_code == 200
+        lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
+        assert lines[-1] == "data: [DONE]"
+        found = json.loads(lines[-2].removeprefix("data: "))["error"]
+    else:
+        assert response.status_code == 504
+        found = response.json()["error"]
+    assert found == {**error, "param": None, "code": "request_timeout"}
+    wait_until(lambda: engine.aborted == set(engine.submitted))
+    assert "after 0.2s" in server.chat(timeout=0.2).json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_engine_dies_and_comes_back(server, engine, stream, wait_until):
+    engine.delay = 0.05
+    thread, results = start(server, stream=stream, ignore_eos=True)
+    wait_until(lambda: any(live.completion_tokens > 3 for live in server.api.live.values()))
+    engine.stop()
+    thread.join(3)
+    assert not thread.is_alive()
+    response = results[0]
+    if stream:
+        assert '"code":"engine_unavailable"' in response.text
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        assert response.status_code == 503
+    refused = server.chat()
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert server.http.get("/health/ready").status_code == 503
+    assert server.http.get("/health/live").status_code == 200
+    assert server.http.get("/health").json()["status"] == "unreachable"
+    engine.submitted.clear()
+    engine.delay = 0
+    engine.start()
+    server.wait_ready()
+    assert engine.submitted == {}
+    assert server.chat().status_code == 200
+
+
+def test_mid_stream_error_reaches_the_official_client(server, engine, wait_until):
+    engine.delay = 0.05
+    with server.openai() as client:
+        stream = client.chat.completions.create(model="tiny", messages=BODY["messages"], stream=True)
+        next(iter(stream))
+        engine.stop()
+        with pytest.raises(openai.APIError):
+            list(stream)
+
+
+def test_silent_engine_counts_as_gone(server, engine):
+    engine.hold = True
+    thread, results = start(server)
+    time.sleep(0.2)
+    engine.silent = True
+    thread.join(5)
+    assert results[0].status_code == 503
+    assert server.chat().status_code == 503
+    engine.hold = engine.silent = False
+    server.wait_ready()
+    assert server.chat().status_code == 200
+
+
+def test_engine_comes_later(serve, engine):
+    engine.stop()
+    server = serve(ready=False)
+    response = server.chat()
+    assert response.status_code == 503
+    assert "retry-after" in response.headers
+    assert server.http.get("/health/ready").status_code == 503
+    assert server.http.get("/health").status_code == 503
+    assert server.http.get("/v1/models").status_code == 200
+    assert server.http.get("/metrics").status_code == 200
+    engine.start()
+    server.wait_ready()
+    assert server.chat().status_code == 200
+
+
+def test_loading_engine_without_limits_yet(serve, engine):
+    engine.set_status(state="starting", max_context=0, source="")
+    server = serve(ready=False)
+    server.http.get("/health/live")
+    time.sleep(0.3)
+    assert server.chat().json()["error"]["code"] == "model_loading"
+
+
+def test_requests_wait_while_the_engine_recovers(server, engine, wait_until):
+    engine.set_status(state="recovering")
+    engine.hold = True
+    wait_until(lambda: server.http.get("/health/ready").status_code == 503)
+    assert server.http.get("/health").json()["status"] == "recovering"
+    thread, results = start(server)
+    wait_until(lambda: engine.submitted)
+    time.sleep(0.2)
+    assert not results
+    engine.hold = False
+    engine.set_status(state="ready")
+    thread.join(5)
+    assert results[0].status_code == 200
+
+
+def test_failed_engine(server, engine, wait_until):
+    engine.set_status(state="failed", detail="rank 1 keeps dying")
+    wait_until(lambda: server.api.client.status.state == "failed")
+    response = server.chat()
+    assert response.status_code == 503
+    assert "rank 1 keeps dying" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_cancel(server, engine, stream, wait_until):
+    engine.hold = True
+    thread, results = start(server, stream=stream)
+    wait_until(lambda: server.api.live)
+    listed = server.http.get("/v1/status").json()["requests"]
+    assert [(r["stream"], r["route"]) for r in listed] == [(stream, "/v1/chat/completions")]
+    request_id = listed[0]["request_id"]
+    time.sleep(0.7)  # the stream's status line is out
+    assert server.http.post(f"/v1/requests/{request_id}/cancel").json()["cancelled"] is True
+    thread.join(5)
+    assert results[0].status_code == (200 if stream else 409)
+    assert "request_cancelled" in results[0].text
+    wait_until(lambda: engine.aborted == set(engine.submitted))
+    again = server.http.post(f"/v1/requests/{request_id}/cancel")
+    assert again.status_code == 404
+    assert again.json()["error"]["code"] == "request_not_found"
+
+
+def test_slow_reader_does_not_hold_up_others(server, engine, wait_until):
+    engine.reply = engine.reply * 12
+    slow = server.raw(request_bytes(stream=True))
+    assert server.chat().status_code == 200
+    slow.close()
+    wait_until(lambda: not server.api.live)

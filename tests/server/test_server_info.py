@@ -1,0 +1,177 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def locked(serve, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("filekey\n\n")
+    keys.chmod(0o600)
+    return serve(api_key=("first", "second"), api_key_file=str(keys))
+
+
+@pytest.mark.parametrize("key", ["first", "second", "filekey"])
+def test_right_keys(locked, key):
+    assert locked.http.post("/v1/chat/completions", json=CHAT, headers={"x-api-key": key}).status_code == 200
+    with locked.openai(api_key=key) as client:
+        assert client.models.list().data
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Bearer"},
+        {"authorization": "Basic first"},
+        {"authorization": "first"},
+        {"x-api-key": "firs"},
+        {"authorization": b"Bearer \xff\xfe"},
+    ],
+)
+def test_wrong_keys(locked, headers, caplog):
+    for path in ("/v1/chat/completions", "/tokenize"):
+        response = locked.http.post(path, json=CHAT, headers=headers)
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == "authentication_error"
+        assert response.json()["error"]["code"] == "invalid_api_key"
+    for path in ("/metrics", "/v1/status", "/", "/nope", "/model/info"):
+        assert locked.http.get(path, headers=headers).status_code == 401
+    assert locked.http.get("/health/live").status_code == 200
+    assert locked.http.get("/health/ready").status_code == 200
+    assert locked.http.get("/health").json() == {"status": "healthy"}
+    assert "wrong" not in caplog.text
+
+
+def test_health_with_a_key(locked):
+    body = locked.http.get("/health", headers={"x-api-key": "first"}).json()
+    assert body["model_name"] == "tiny"
+    assert body["config"]["cors_enabled"] is False
+
+
+def test_one_client_cannot_see_or_cancel_anothers_request(locked, engine, wait_until):
+    import threading
+
+    engine.hold = True
+    post = {"url": "/v1/chat/completions", "json": CHAT, "headers": {"x-api-key": "first"}}
+    thread = threading.Thread(target=lambda: locked.http.post(**post))
+    thread.start()
+    wait_until(lambda: engine.submitted)
+    request_id = next(iter(locked.api.live))
+    assert locked.http.get("/v1/status", headers={"x-api-key": "second"}).json()["requests"] == []
+    path = f"/v1/requests/{request_id}/cancel"
+    assert locked.http.post(path, headers={"x-api-key": "second"}).status_code == 404
+    assert locked.http.post(path, headers={"x-api-key": "first"}).status_code == 200
+    thread.join()
+    groups = {request.group for request in engine.submitted.values()}
+    assert groups
+    assert "first" not in groups
+
+
+def test_service_and_health(server):
+    body = server.http.get("/").json()
+    assert {"name", "version", "endpoints"} <= body.keys()
+    assert {"health", "model_info", "chat"} <= body["endpoints"].keys()
+    assert server.http.get("/health/live").json() == {"status": "alive"}
+    assert server.http.get("/health/ready").json() == {"status": "ready"}
+    body = server.http.get("/health").json()
+    assert body["status"] == "healthy"
+    assert body["api"] == "ready"
+    assert body["model_loaded"] is True
+    assert body["model_type"] == "llm"
+    assert body["engine_type"] == "batched"
+    assert body["available_models"] == ["tiny"]
+    assert body["mcp"] is None
+    assert body["config"]["port"] == server.address[1]
+    assert body["world_size"] == 1
+    assert body["ranks"][0]["layers"] == [0, 4]
+
+
+def test_model_info_and_models(server):
+    body = server.http.get("/model/info").json()
+    facts = {"id", "model", "max_context_length", "max_tokens", "backend", "num_devices"}
+    assert facts <= body.keys()
+    assert set(body["models"][0]) == facts
+    listed = server.http.get("/v1/models").json()
+    assert listed["object"] == "list"
+    assert {"id", "object", "created", "owned_by"} <= listed["data"][0].keys()
+    assert server.http.get("/v1/models/org%2Ftiny").json()["id"] == "tiny"
+
+
+def test_status(server):
+    body = server.http.get("/v1/status").json()
+    assert body["engine"]["state"] == "ready"
+    assert body["requests"] == []
+    assert "source" not in body["engine"]
+
+
+def test_metrics(server, serve):
+    server.chat()
+    server.chat(temperature=9)
+    server.http.get("/made/up")
+    text = server.http.get("/metrics").text
+    assert "tandem_engine_up 1" in text
+    assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 1.0' in text
+    assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0' in text
+    assert 'route="unmatched",status="404"' in text
+    assert "made" not in text
+    assert "tandem_http_requests_in_flight 1.0" in text
+    assert serve(enable_metrics=False).http.get("/metrics").status_code == 404
+
+
+def test_tokenize_and_detokenize(server, engine):
+    ids = engine.tokenizer.encode("hé漢")
+    body = server.http.post("/tokenize", json={"prompt": "hé漢", "return_token_strs": True}).json()
+    assert body["tokens"] == ids
+    assert body["count"] == len(ids)
+    assert body["max_model_len"] == 256
+    assert len(body["token_strs"]) == len(ids)
+    chat = server.http.post("/tokenize", json=CHAT).json()
+    assert chat["tokens"] == engine.tokenizer.render_chat(CHAT["messages"])
+    assert chat["token_strs"] is None
+    assert server.http.post("/detokenize", json={"tokens": ids}).json() == {"prompt": "hé漢"}
+    assert server.http.post("/detokenize", json={"tokens": [512]}).json()["error"]["param"] == "tokens"
+    assert server.http.post("/tokenize", json={}).status_code == 400
+    assert server.http.post("/tokenize", json={"prompt": "a", **CHAT}).status_code == 400
+    big = "word " * 10_000
+    assert server.http.post("/tokenize", json={"prompt": big}).json()["count"] > 10_000
+
+
+def test_cors_only_for_configured_origins(server, serve):
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in server.http.get("/v1/models", headers=ask).headers
+    open_server = serve(cors_origin=("https://a.example",), api_key=("k",))
+    preflight = open_server.http.options("/v1/chat/completions", headers=ask)
+    assert preflight.status_code == 200
+    assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+    refused = open_server.http.get("/v1/models", headers=ask)
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://a.example"
+    other = open_server.http.get("/v1/models", headers={"origin": "https://b.example", "x-api-key": "k"})
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_openapi_describes_bodies(server):
+    schema = server.http.get("/openapi.json").json()
+    body = schema["paths"]["/v1/chat/completions"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    assert "messages" in body["properties"]
+    assert "Message" in schema["components"]["schemas"]
+    references = [text.split('"')[0] for text in msgspec.json.encode(schema).decode().split('"$ref":"#/')[1:]]
+    for reference in references:
+        node = schema
+        for part in reference.split("/"):
+            node = node[part]
+
+
+def test_requests_are_logged_without_their_text(serve, engine, caplog, wait_until):
+    caplog.set_level("INFO", logger="tandem")
+    server = serve(log_requests=True)
+    server.chat(messages=[{"role": "user", "content": "my secret"}])
+    wait_until(lambda: "POST /v1/chat/completions 200" in caplog.text)
+    assert "output tokens" in caplog.text
+    assert "secret" not in caplog.text
+    assert engine.text() not in caplog.text

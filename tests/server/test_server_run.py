@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import httpx
+import pytest
+
+from tandem import env
+from tandem.config.settings import ProcessSettings, ServerSettings, Settings
+from tandem.errors import ConfigError
+from tandem.server.run import engine_endpoint, listen
+
+CHILD = """
+import sys
+from tandem import log
+from tandem.config.settings import ProcessSettings, ServerSettings, Settings
+from tandem.server.run import run_api
+log.set_up("INFO")
+endpoint, port, fd, drain = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+settings = Settings(
+    server=ServerSettings(port=port), process=ProcessSettings(engine_socket=endpoint, drain_timeout=drain)
+)
+run_api(settings, fd=fd if fd >= 0 else None)
+print("ended in good order", file=sys.stderr)
+"""
+
+
+class Child:
+    """The api in a process of its own."""
+
+    def __init__(self, engine, *, fd=-1, port=0, drain=5.0):
+        command = [sys.executable, "-W", "error", "-c", CHILD, engine.path, str(port), str(fd), str(drain)]
+        environment = env.child_environment({"PYTHONPATH": ":".join(filter(None, sys.path))})
+        self.process = subprocess.Popen(
+            command, stderr=subprocess.PIPE, text=True, pass_fds=[fd] if fd >= 0 else [], env=environment
+        )
+        self.log = ""
+        while "Uvicorn running on http://" not in self.log:
+            line = self.process.stderr.readline()
+            assert line, self.log
+            self.log += line
+        url = self.log.split("Uvicorn running on ")[1].split()[0]
+        self.http = httpx.Client(base_url=url, timeout=20, trust_env=False)
+
+    def wait(self):
+        self.log += self.process.communicate(timeout=20)[1]
+        return self.process.returncode
+
+    def close(self):
+        self.http.close()
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.communicate()
+
+
+@pytest.fixture
+def run(engine):
+    children = []
+
+    def start(**options):
+        child = Child(engine, **options)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.close()
+
+
+def chat(child, **fields):
+    body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+    return child.http.post("/v1/chat/completions", json=body)
+
+
+def ready(child):
+    return child.http.get("/health/ready").status_code == 200
+
+
+@pytest.mark.slow
+def test_inherited_socket_and_drain(engine, run, wait_until):
+    listener = socket.create_server(("127.0.0.1", 0))
+    child = run(fd=listener.fileno())
+    listener.close()
+    wait_until(lambda: ready(child))
+    engine.delay = 0.1
+    results = []
+    thread = threading.Thread(target=lambda: results.append(chat(child, stream=True)))
+    thread.start()
+    wait_until(lambda: engine.submitted)
+    child.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: not ready(child))
+    refused = chat(child)
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "shutting_down"
+    thread.join(20)
+    text = "".join(
+        json.loads(line.removeprefix("data: "))["choices"][0]["delta"].get("content", "")
+        for line in results[0].text.split("\n\n")
+        if line.startswith("data: {")
+    )
+    assert text == engine.text()
+    assert child.wait() == 0
+    assert "ended in good order" in child.log
+    assert "Traceback" not in child.log
+    wait_until(lambda: engine.detached == 1)
+
+
+@pytest.mark.slow
+def test_drain_timeout_and_second_signal(engine, run, wait_until):
+    for drain, signals in ((0.5, 1), (60, 2)):
+        engine.hold = True
+        engine.submitted.clear()
+        child = run(drain=drain)
+        wait_until(lambda child=child: ready(child))
+        results = []
+        thread = threading.Thread(target=lambda child=child, results=results: results.append(chat(child)))
+        thread.start()
+        wait_until(lambda: engine.submitted)
+        for _ in range(signals):
+            child.process.send_signal(signal.SIGTERM)
+            wait_until(lambda child=child: child.process.poll() is not None or not ready(child))
+        assert child.wait() == 0
+        thread.join(5)
+        assert results[0].status_code == 503
+        assert "Traceback" not in child.log
+
+
+def test_address_in_use():
+    with listen("127.0.0.1", 0) as taken, pytest.raises(ConfigError, match="cannot listen there"):
+        listen("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(ConfigError, match="--host"):
+        listen("256.1.1.1", 0)
+
+
+def test_endpoint_of_the_engine(tmp_path):
+    settings = Settings(process=ProcessSettings(engine_socket="/run/x.sock"))
+    assert engine_endpoint(settings) == "ipc:///run/x.sock"
+    assert engine_endpoint(Settings(server=ServerSettings(port=8123))).endswith("engine-8123.sock")
