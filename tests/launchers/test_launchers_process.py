@@ -58,6 +58,9 @@ def test_a_stopped_child_can_be_killed(tmp_path: Path, module: dict[str, str]) -
     child = ChildProcess("a_child", b"x", env=module, name="child", arguments=[str(tmp_path / "got")])
     wait_for(tmp_path / "got")
     os.kill(child.pid, signal.SIGSTOP)
+    # Of two pending signals the kernel takes the lower first: wait until it has stopped, or SIGTERM ends it.
+    while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     child.terminate()
     assert not child.wait(0.3)
     child.kill()
