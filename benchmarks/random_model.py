@@ -17,7 +17,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-8b": {"model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "intermediate_size": 12288,
                  "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936},
     "llama-1gb": {"model_type": "llama", "hidden_size": 1280, "num_hidden_layers": 24, "intermediate_size": 3456,
-                  "num_attention_heads": 20, "num_key_value_heads": 5, "head_dim": 64, "vocab_size": 32000},
+                  "num_attention_heads": 20, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 32000},
     "tiny": {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 4, "intermediate_size": 160,
              "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024},
 }
