@@ -1,10 +1,12 @@
-"""For all tests: a file that collects no test is a mistake, and fails."""
+"""For all tests: a file that collects no test is a mistake, and fails; machines to test on (netns.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Generator
 
 import pytest
+
+from netns import make_machines as make_machines
 
 Reports = Generator[None, pytest.CollectReport, pytest.CollectReport]
 
