@@ -152,6 +152,19 @@ class Server:
                 os.killpg(process.pid, signal.SIGKILL)  # what a launcher has left behind
         self._log.close()
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Its processes are stopped inside, and go on after."""
+        family = [one for process in self.processes
+                  for one in (psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True))]
+        for one in family:
+            one.suspend()
+        try:
+            yield
+        finally:
+            for one in family:
+                one.resume()
+
     def get(self, path: str) -> Any:
         """JSON answer of a GET."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=30) as answer:

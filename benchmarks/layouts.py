@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import harness
@@ -26,6 +26,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt whose speed is measured")
     parser.add_argument("--output", type=int, default=48, help="tokens of each decoded answer")
     parser.add_argument("--concurrency", type=int, default=8, help="clients for throughput")
+    parser.add_argument("--mix", type=int, nargs=4, metavar=("FROM", "TO", "FROM", "TO"), default=[256, 512, 16, 32],
+                        help="tokens of prompts and of outputs for throughput, drawn evenly")
     parser.add_argument("--parts", nargs="+", default=["tp", "dp", "peer"], choices=("tp", "dp", "peer"))
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
@@ -44,7 +46,7 @@ def main() -> None:
                 _throughput(args, many, one, prompts, 1.8, results)
         if "peer" in args.parts:
             with launched_peer(args, model) as peer:
-                _throughput(args, divided, peer, prompts, 1.2, results)
+                _throughput(args, divided, peer, prompts, 1.2, results, pause=True)
     harness.write_json(args.json, args, results)
 
 
@@ -115,13 +117,16 @@ def _work(server: harness.Server) -> dict[str, tuple[float, float]]:
 
 
 def _throughput(args: argparse.Namespace, mine: harness.Server, other: harness.Server, prompts: load.Prompts,
-                goal: float, results: dict[str, Any]) -> None:
+                goal: float, results: dict[str, Any], *, pause: bool = False) -> None:
     rows: list[list[object]] = []
     ratios = []
 
     def play() -> list[float]:
-        jobs = make_jobs([16, 128], [args.output // 2, args.output], prompts, 2 * args.concurrency)
-        return [load.rate(load.closed_loop(server, jobs, args.concurrency)) for server in (mine, other)]
+        jobs = make_jobs(args.mix[:2], args.mix[2:], prompts, 2 * args.concurrency)
+        # Idle ranks of mlx-lm wait in a collective, which would take a core from the side that is measured.
+        with other.paused() if pause else nullcontext():
+            first = load.rate(load.closed_loop(mine, jobs, args.concurrency))
+        return [first, load.rate(load.closed_loop(other, jobs, args.concurrency))]
 
     play()
     with harness.heading(f"{mine.name} against {other.name}: {args.concurrency} clients"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,8 @@ from tandem import LLM, SamplingParams
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
-from tandem.errors import ModelError, RankFailure
+from tandem.errors import ModelError, OutOfMemory, RankFailure
+from tandem.executors.assembly import require_memory
 from tandem.executors.cluster import ClusterExecutor
 from tandem.executors.weights import Head, obtain_files, serve_model
 from tandem.executors.worker import WorkerPayload
@@ -115,6 +117,22 @@ def test_only_the_models_own_files_are_served(tmp_path: Path) -> None:
             "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     finally:
         server.close()
+
+
+def test_a_slice_that_does_not_fit_never_travels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    model = tiny_model(tmp_path / "m")
+    spec = msgspec.structs.replace(plan_layout(settings_of(model, pipeline_parallel_size=2)).ranks[0],
+                                   memory_share=1e-9)
+    keys = ClusterKeys.generate()
+    server = serve_model(model, keys, "127.0.0.1")
+    try:
+        with pytest.raises(OutOfMemory, match="stage 1/2.*needs .* MiB for its weights, and may use 0 MiB"):
+            obtain_files(spec, Head(server.endpoint, keys), lambda done, total: None,
+                         accept=partial(require_memory, spec))
+    finally:
+        server.close()
+    assert not list((tmp_path / "cache").rglob("parts/*"))
 
 
 def test_a_head_that_is_gone_or_has_changed_is_a_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

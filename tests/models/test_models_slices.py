@@ -438,6 +438,14 @@ def test_ranks_download_their_slices_and_answer(tmp_path: Path, hub: FakeHub) ->
     assert remote.stdout == local.stdout != "", remote.stderr
 
 
+def test_planning_for_a_hub_model_downloads_headers_alone(tmp_path: Path, hub: FakeHub) -> None:
+    script = "import sys; from tandem.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    done = in_hub_process(script, "plan", "org/tiny", "--hosts", "a=8GB:m4", "--json", home=tmp_path, url=hub.url)
+    assert done.returncode == 0 and json.loads(done.stdout)["chosen"], done.stderr
+    for path in weight_files(hub.directory):
+        assert 0 < hub.sent[path.name] <= 131072 < path.stat().st_size
+
+
 def test_a_hub_that_cannot_be_reached_is_one_clear_error_unless_all_is_here(tmp_path: Path, hub: FakeHub) -> None:
     script = """
 from tandem.errors import ModelNotFound

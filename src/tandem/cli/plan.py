@@ -27,7 +27,7 @@ _WIDTH = 160
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Raises UsageError for wrong arguments, `NothingFits` after printing what was compared."""
-    files = resolve(arguments.model, revision=arguments.revision)
+    files = resolve(arguments.model, revision=arguments.revision, weights=False)
     description = describe(files)
     machines, links, notes = _cluster(arguments)
     request = _request(arguments, description)

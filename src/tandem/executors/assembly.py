@@ -42,9 +42,9 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     mx.set_cache_limit(GPU_CACHE_BYTES if on_gpu() else CPU_CACHE_BYTES)
     files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
     description = describe(files)
-    dequantize = spec.dequantize == "yes" or (spec.dequantize == "auto" and not on_gpu())
+    dequantize = _dequantizes(spec)
     shard = shard_of(spec, description, dequantize)
-    _require_memory(spec, description, dequantize)
+    require_memory(spec, files)
     log.info("Loading sharded model: %s (%s)", spec.model_name, spec.label)
     stage = load_stage(files, description, range(*spec.layers), dtype=spec.dtype, dequantize=dequantize,
                        progress=progress, shard=shard, tensor_parallel=group)
@@ -52,7 +52,13 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     return stage
 
 
-def _require_memory(spec: StageSpec, description: ModelDescription, dequantize: bool) -> None:
+def _dequantizes(spec: StageSpec) -> bool:
+    return spec.dequantize == "yes" or (spec.dequantize == "auto" and not on_gpu())
+
+
+def require_memory(spec: StageSpec, files: ModelFiles) -> None:
+    """Refuse a slice that is too large for this machine; headers are enough. Raises OutOfMemory."""
+    description, dequantize = describe(files), _dequantizes(spec)
     share = 1 / spec.tp_size if spec.tensor_split is None else spec.tensor_split[spec.tp_rank] / sum(spec.tensor_split)
     need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, share)
     allowed = int(memory_bytes() * spec.memory_share)

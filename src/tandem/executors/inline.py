@@ -6,7 +6,7 @@ import select
 from functools import partial
 
 from tandem.errors import RankFailure, UsageError
-from tandem.executors.assembly import build_runner, load_slice, peak_bytes, ready_message
+from tandem.executors.assembly import build_runner, load_slice, peak_bytes, ready_message, require_memory
 from tandem.executors.base import Executor, Progress, StageSpec
 from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
 from tandem.executors.weights import obtain_files
@@ -39,7 +39,8 @@ class InlineExecutor(Executor):
 
     def _build(self, progress: Report) -> tuple[Runner, Ready]:
         # Whatever `weights_from` says: the engine's machine is this one.
-        files = obtain_files(self._spec, None, partial(progress, "fetch"))
+        files = obtain_files(self._spec, None, partial(progress, "fetch"),
+                             accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
         return build_runner(self._spec, stage, None), ready_message(self._spec, stage)
 

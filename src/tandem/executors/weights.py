@@ -31,22 +31,25 @@ def serve_model(directory: Path, keys: ClusterKeys, host: str) -> BlobServer:
 
 
 def obtain_files(spec: StageSpec, head: Head | None, progress: Callable[[int, int], None], *,
+                 accept: Callable[[ModelFiles], None] = lambda files: None,
                  patience_s: float = PATIENCE_S) -> ModelFiles:
     """Make the slice of the model that `spec` names available on this machine.
 
-    With `head` it comes from there, and the directory that `spec` names is not looked at. `progress` gets bytes that
-    are here and bytes in all. Raises RankFailure when the head says nothing for `patience_s` seconds, and UsageError.
+    With `head` it comes from there, and the directory that `spec` names is not looked at. `accept` is called when the
+    headers are here, before any weights travel, and may refuse by raising. `progress` gets bytes that are here and
+    bytes in all. Raises RankFailure when the head says nothing for `patience_s` seconds, and UsageError.
     """
     layers = range(*spec.layers)
     if head is not None:
         client = BlobClient(head.endpoint, head.keys, patience_s=patience_s)
         try:
-            return fetch_slice(client, spec.model_name, layers, progress)
+            return fetch_slice(client, spec.model_name, layers, progress, accept=accept)
         except TransportError as error:
             raise RankFailure(f"{spec.label}: {error.message}", rank=spec.rank) from error
         finally:
             client.close()
     if spec.hub:
         files = hub_model(spec.hub)
+        accept(files)
         return download_files(files, owned_files(read_headers(files), layers, describe(files)), progress)
     return ModelFiles(path=Path(spec.model_path), name=spec.model_name)

@@ -91,7 +91,7 @@ class Worker:
                progress: Report) -> tuple[Runner, Ready]:
         """In the thread that owns MLX: connect to the neighbours, load, and say so."""
         from tandem.comm.group import StageGroup
-        from tandem.executors.assembly import build_runner, load_slice, on_gpu, ready_message
+        from tandem.executors.assembly import build_runner, load_slice, on_gpu, ready_message, require_memory
 
         link = self._connect(command, channel)
         group = StageGroup(self._spec.backend, self._spec.tp_size) if self._spec.tp_size > 1 else None
@@ -99,7 +99,7 @@ class Worker:
             log.info("linear algebra: %s", self._blas or "MLX's own (slow: install OpenBLAS, or give --blas)")
         endpoint = self._payload.weights_endpoint
         files = obtain_files(self._spec, Head(endpoint, self._payload.keys) if endpoint else None,
-                             partial(progress, "fetch"))
+                             partial(progress, "fetch"), accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), group, files)
         if self._wrap is not None:
             stage = self._wrap(stage)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tandem.models.description import ModelDescription, read_config, weight_files
+from tandem.models.description import ModelDescription, read_config, read_headers
 from tandem.models.files import ModelFiles
 from tandem.models.planner_types import Experts
-from tandem.models.safetensors import read_header
 
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
@@ -23,8 +22,8 @@ def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | 
     if not count or not used or used > count:
         return None
     layers = [0] * description.num_layers
-    for file in weight_files(files.path):
-        for name, tensor in read_header(file).items():
+    for header in read_headers(files).values():
+        for name, tensor in header.items():
             match = _LAYER.search(name)
             if match and _ROUTED.search(name) and int(match[1]) < len(layers):
                 layers[int(match[1])] += tensor.nbytes

@@ -48,12 +48,14 @@ class Source(Protocol):
 
 
 def fetch_slice(
-    source: Source, name: str, layers: range, progress: Progress | None = None, *, limit: int = CHUNK
+    source: Source, name: str, layers: range, progress: Progress | None = None, *, limit: int = CHUNK,
+    accept: Callable[[ModelFiles], None] = lambda files: None,
 ) -> ModelFiles:
     """Bring what a stage with `layers` needs of the model `name` onto this machine, unless it is here already.
 
-    `limit` is the most bytes to ask for at once. Raises `BrokenModel` for files that are not a model's, UsageError
-    when they cannot be kept here, and what the source raises.
+    `limit` is the most bytes to ask for at once; `accept` is called once the headers are here, and may refuse by
+    raising. Raises `BrokenModel` for files that are not a model's, UsageError when they cannot be kept here, and what
+    the source raises.
     """
     files = source.files()
     for file in files:
@@ -67,6 +69,7 @@ def fetch_slice(
         _fetch_whole(source, [file for file in files if file not in weights], root)
         _fetch_headers(source, weights, root / "headers")
         here = ModelFiles(root, name, headers=root / "headers")
+        accept(here)
         plans = plan_parts(read_headers(here), layers, describe(here))
         _fetch_parts(source, plans, root / "parts", progress, limit)
     except OSError as error:

@@ -212,14 +212,17 @@ def _cutters(
 
 
 def _owned(layers: range, description: ModelDescription) -> list[str | int]:
-    """Parts that the stage with `layers` holds."""
+    """Parts that the stage with `layers` holds, in the order of loading.
+
+    The largest tensors come first: what is whole in memory until it is cut then adds nothing to the peak.
+    """
     first, last = layers.start == 0, layers.stop == description.num_layers
-    owned: list[str | int] = list(layers)
+    owned: list[str | int] = []
+    if last:
+        owned += ["norm"] if description.tied_head else ["head", "norm"]
     if first or (last and description.tied_head):
         owned.append("embed")
-    if last:
-        owned += ["norm"] if description.tied_head else ["norm", "head"]
-    return owned
+    return [*owned, *layers]
 
 
 def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
