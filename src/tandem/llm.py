@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from tandem.config.settings import Settings
+from tandem.config.validation import validate
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
 from tandem.errors import ConfigError, RequestError, ServerError
@@ -162,4 +163,6 @@ def _settings(options: dict[str, Any]) -> Settings:
     if options:
         raise ConfigError(f"unknown option {next(iter(options))!r}; docs/configuration.md lists all",
                           param=next(iter(options)))
-    return Settings(**chosen)
+    settings = Settings(**chosen)
+    validate(settings, str)
+    return settings

@@ -29,6 +29,13 @@ def test_one_replica_keeps_its_settings():
     assert dataclasses.replace(joined, process=given.process) == given
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_engines_are_not_told_api_keys(count):
+    given = settings(api_key=("secret",), api_key_file="/keys", data_parallel_size=count)
+    server = replica_settings(given, 0).server
+    assert server.api_key == () and server.api_key_file is None
+
+
 def test_several_share_cores_and_memory(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 16)

@@ -83,7 +83,8 @@ def replica_settings(settings: Settings, index: int) -> Settings:
         parallel = dataclasses.replace(parallel, data_parallel_size=1, threads_per_rank=threads)
     share = settings.scheduler.memory_fraction / (1 if gpus_of(settings, index) else count)
     scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
-    return dataclasses.replace(settings, parallel=parallel, scheduler=scheduler,
+    server = dataclasses.replace(settings.server, api_key=(), api_key_file=None)  # not an engine's business
+    return dataclasses.replace(settings, parallel=parallel, scheduler=scheduler, server=server,
                                process=dataclasses.replace(settings.process, engine_socket=str(path)))
 
 

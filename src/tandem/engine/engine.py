@@ -13,9 +13,10 @@ import time
 from tandem.cache.budget import kv_capacity
 from tandem.config.settings import Settings
 from tandem.engine.canary import REPEAT_S, send_canary
+from tandem.engine.drain_rate import DrainRate
 from tandem.engine.layout import Layout, make_executor
 from tandem.engine.metrics import EngineMetrics
-from tandem.errors import OutOfMemory, RankFailure, UnavailableError
+from tandem.errors import OutOfMemory, OverloadedError, RankFailure, UnavailableError
 from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import EngineMessage, EngineStatus, Output, RankInfo, Ready, Refused, Stepped
 from tandem.protocol.request import EngineRequest
@@ -46,6 +47,7 @@ class Engine:
         self._step_s: dict[int, float] = {}
         self._latest: dict[int, Stepped] = {}
         self._canary_s = 0.0
+        self._drain_rate = DrainRate()
 
     @property
     def executor(self) -> Executor:
@@ -112,7 +114,11 @@ class Engine:
         if self._scheduler is None or self.state in ("draining", "failed"):
             raise UnavailableError(f"the engine is {self.state}: {self.detail or 'try again later'}")
         seed = request.params.seed
-        self._scheduler.submit(request, secrets.randbits(63) if seed is None else seed & (2**64 - 1))
+        try:
+            self._scheduler.submit(request, secrets.randbits(63) if seed is None else seed & (2**64 - 1))
+        except OverloadedError as error:
+            error.retry_after = self._drain_rate.retry_after(self._scheduler.queued_tokens)
+            raise
         self.metrics.arrived(request.request_id, len(request.prompt))
 
     def abort(self, request_id: str) -> bool:
@@ -152,6 +158,7 @@ class Engine:
     def _send_plans(self) -> None:
         while (plan := self.scheduler.next_plan()) is not None:
             self._executor.submit(plan)
+        self._drain_rate.observe(time.monotonic(), self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 
     def _take(self, report: Stepped) -> list[EngineMessage]:
         self.metrics.stepped(report)

@@ -59,7 +59,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """Token ids, at least one."""
     params: SamplingParams
     group: str = ""
-    """The API key's name or the client's, for fairness."""
+    """Who asks: a digest of the API key, or the client's address. Groups share the machine fairly."""
+    weight: float = 1.0
+    """The group's share of the work beside that of others; > 0."""
     produced: list[int] = []
     """Output tokens that the client has already, fewer than `max_tokens`: the request comes from an engine that was
     lost. They count as output (limits, penalties, random-number position); only later tokens are sent."""

@@ -7,7 +7,9 @@ surplus token dropped. The scheduler alone decides which sequences are in a batc
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tandem.cache.prefix import PrefixIndex
@@ -18,9 +20,14 @@ from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, StepResult, batch_fingerprint
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence
+from tandem.scheduler.shares import FairShares
 
 HEADROOM = 64
 """Positions of output that must fit beside the prompt before a request is admitted."""
+RESERVE = 0.25
+"""What a full queue still takes, as a share of its limits, from groups that have less than their share of it."""
+BLOCKED_PLANS = 16
+"""Plans for which a group without any running sequence waits for room before others have to make it."""
 MAX_ATTEMPTS = 3
 """Gangs that may die under a request before it is refused."""
 
@@ -60,7 +67,10 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.lanes = [Lane(i) for i in range(limits.lanes)]
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable)
+        self.shares = FairShares()
         self.preemptions = 0
+        self.admitted_tokens = 0
+        """Tokens of all sequences that have left the queue for a batch, ever."""
         self._under_way: dict[int, StepPlan] = {}
         self.next_step = first_step
         """Number of the next plan."""
@@ -70,14 +80,28 @@ class Scheduler:
     def submit(self, request: EngineRequest, seed: int) -> None:
         """Queue a request. Raises RequestError if it can never run, OverloadedError if the queue is full."""
         self._check(request)
-        queued = sum(len(sequence.tokens) for sequence in self.waiting)
-        if len(self.waiting) >= self.limits.max_queue:
-            raise OverloadedError(f"{len(self.waiting)} requests are waiting already (max_queue); try again later")
-        if self.waiting and queued + len(request.prompt) > self.limits.max_queue_tokens:
-            raise OverloadedError(f"{queued} prompt tokens are waiting already (max_queue_tokens); try again later")
+        self._check_queue(request)
         sequence = Sequence(request, seed)
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
+        self.shares.enter(request)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the sequences that wait."""
+        return sum(len(sequence.tokens) for sequence in self.waiting)
+
+    def _check_queue(self, request: EngineRequest) -> None:
+        """Raises OverloadedError when the queue is full. One group cannot fill it for the others: those that have less
+        than their share of its places find some in reserve."""
+        queued, limits = self.queued_tokens, self.limits
+        mine = sum(sequence.request.group == request.group for sequence in self.waiting)
+        others = {sequence.request.group for sequence in self.waiting} - {request.group}
+        stretch = 1 + RESERVE if others and mine < limits.max_queue / (len(others) + 1) else 1.0
+        if len(self.waiting) >= limits.max_queue * stretch:
+            raise OverloadedError(f"{len(self.waiting)} requests are waiting already (max_queue); try again later")
+        if self.waiting and queued + len(request.prompt) > limits.max_queue_tokens * stretch:
+            raise OverloadedError(f"{queued} prompt tokens are waiting already (max_queue_tokens); try again later")
 
     def _check(self, request: EngineRequest) -> None:
         limits, params = self.limits, request.params
@@ -87,6 +111,8 @@ class Scheduler:
             raise RequestError("the prompt has no tokens; send at least one", param="prompt")
         if not all(0 <= token < limits.vocab_size for token in (*request.prompt, *request.produced)):
             raise RequestError(f"prompt token ids must lie in 0..{limits.vocab_size - 1}", param="prompt")
+        if not 0 < request.weight < math.inf:
+            raise RequestError(f"the weight {request.weight} is not a number above 0", param="weight")
         check_params(params, limits.vocab_size)
         if len(request.produced) >= params.max_tokens:
             raise RequestError(f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already",
@@ -147,6 +173,7 @@ class Scheduler:
             if sequence.complete:
                 lane.drop(sequence)
         self._make_room()
+        self._make_way(lane)
         decode = lane.decoding()
         inserts, restores = self._admit(lane)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
@@ -165,6 +192,7 @@ class Scheduler:
     def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for sequence in decode:
             sequence.computed += 1
+            self.shares.charge(sequence.request, 1)
         for op in prefill:
             lane.members[op.request_id].computed += op.count
         for request_id in plan.sampled():
@@ -178,19 +206,20 @@ class Scheduler:
     def _admit(self, lane: Lane) -> tuple[list[InsertOp], list[SnapshotOp]]:
         inserts: list[InsertOp] = []
         restores: list[SnapshotOp] = []
-        rows = -(-self.limits.max_batch_size // len(self.lanes))
-        while self.waiting and len(lane.members) < rows and self.running < self.limits.max_batch_size:
+        while self.waiting:
             if any(len(other.members) < len(lane.members) for other in self.lanes):
                 break
-            sequence = self.waiting[0]
+            sequence = self.shares.first(self.waiting)
             if sequence.inflight or not self._fits(lane, sequence):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
+            self.admitted_tokens += len(sequence.tokens)
             lane.members[sequence.request_id] = sequence
             hit = self.prefixes.lookup(sequence.tokens)
             if hit is not None:
                 restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
+            self.shares.charge(sequence.request, sequence.target - sequence.computed)
             sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if self.prefixes.enabled else 0
         return inserts, restores
 
@@ -202,6 +231,10 @@ class Scheduler:
         return None if snapshot is None else SnapshotOp(sequence.request_id, snapshot.key, snapshot.length)
 
     def _fits(self, lane: Lane, sequence: Sequence) -> bool:
+        """True if there is a place in the batch and room in the KV cache."""
+        rows = -(-self.limits.max_batch_size // len(self.lanes))
+        if len(lane.members) >= rows or self.running >= self.limits.max_batch_size:
+            return False
         rest = sequence.request.params.max_tokens - sequence.produced
         length = len(sequence.tokens) + min(rest, HEADROOM)
         others = sum(other.positions() for other in self.lanes if other is not lane)
@@ -210,17 +243,36 @@ class Scheduler:
         self.prefixes.shrink(need + self.prefixes.positions - self.limits.kv_tokens)
         return need <= self.limits.kv_tokens or self.running == 0
 
+    def _make_way(self, lane: Lane) -> None:
+        """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""
+        if not self.waiting:
+            return
+        sequence = self.shares.first(self.waiting)
+        running = Counter(one.request.group for other in self.lanes for one in other.members.values())
+        if running[sequence.request.group] or self._fits(lane, sequence):
+            return
+        sequence.blocked += 1
+        several = [one for one in lane.members.values() if running[one.request.group] > 1]
+        if sequence.blocked >= BLOCKED_PLANS and several:
+            group = max((one.request.group for one in several), key=self.shares.account)
+            self._preempt(self._youngest(one for one in several if one.request.group == group))
+
+    def _youngest(self, sequences: Iterable[Sequence]) -> Sequence:
+        order = {request_id: i for i, request_id in enumerate(self.sequences)}
+        return max(sequences, key=lambda one: order[one.request_id])
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Take it out of its batch; it starts again later, before what came after it."""
+        self.lanes[sequence.lane or 0].drop(sequence)
+        self.preemptions += 1
+        self.waiting.appendleft(sequence)
+
     def _make_room(self) -> None:
         """Let go of kept prefixes, then preempt the youngest sequences (they start again later), until the next step
         fits into the KV cache."""
         self.prefixes.shrink(self.kv_positions + self.prefixes.positions - self.limits.kv_tokens)
         while self.running > 1 and self.kv_positions > self.limits.kv_tokens:
-            order = {request_id: i for i, request_id in enumerate(self.sequences)}
-            youngest = max((s for lane in self.lanes for s in lane.members.values()),
-                           key=lambda s: order[s.request_id])
-            self.lanes[youngest.lane or 0].drop(youngest)
-            self.preemptions += 1
-            self.waiting.appendleft(youngest)
+            self._preempt(self._youngest(s for lane in self.lanes for s in lane.members.values()))
 
     # --- results ---
 
@@ -256,6 +308,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True
+        self.shares.leave(sequence.request)
         if sequence.lane is not None:
             self.lanes[sequence.lane].drop(sequence)
         elif sequence in self.waiting:
@@ -284,6 +337,7 @@ class Scheduler:
             if sequence.finished or sequence.attempts >= MAX_ATTEMPTS:
                 del self.sequences[request_id]
                 if not sequence.finished:
+                    self.shares.leave(sequence.request)
                     refused.append(Refused(request_id, 500, f"the ranks died {sequence.attempts} times while they "
                                            "worked on this request; it is not tried again", code="rank_failure"))
             else:

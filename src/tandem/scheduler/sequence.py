@@ -27,6 +27,8 @@ class Sequence:
     finished: bool = False
     skipped: int = 0
     """Steps in a row in which others' prompts went first."""
+    blocked: int = 0
+    """Plans in which it was next, but others' sequences left it no room."""
     save_point: int = 0
     """A chunk of its prompt must end here, so that the prefix cache can keep it; 0 for nowhere."""
     cached: int = 0

@@ -1,0 +1,77 @@
+"""Fair shares of the work between groups (API keys, or client addresses). Pure: no clock, no sockets.
+
+Each group has an account of the tokens of work done for it, divided by its weight. The waiting request of the group
+with the lowest account is next, so groups that always have something waiting get work in proportion to their weights.
+The virtual time is the account of a group that had got exactly its share all along. A group that comes (back) starts
+there: it cannot save up, nor is anybody held back for having used a machine that nobody else wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tandem.protocol.request import EngineRequest
+from tandem.scheduler.sequence import Sequence
+
+
+@dataclass
+class _Group:
+    account: float
+    """Tokens of work done for it, over its weight."""
+    weight: float
+    live: int = 0
+    """Its requests that are not over."""
+
+
+class FairShares:
+    """The accounts of all groups that have live requests, or have lately had more than their share."""
+
+    def __init__(self) -> None:
+        self._groups: dict[str, _Group] = {}
+        self._time = 0.0
+        self._weights = 0.0
+        """Sum over the groups that have live requests."""
+
+    def enter(self, request: EngineRequest) -> None:
+        """A request has come. Its weight is its group's from now on."""
+        self._forget_settled()
+        group = self._groups.setdefault(request.group, _Group(self._time, request.weight))
+        self._weights += request.weight - (group.weight if group.live else 0.0)
+        group.weight = request.weight
+        group.live += 1
+
+    def leave(self, request: EngineRequest) -> None:
+        """A request that had come is over."""
+        group = self._groups[request.group]
+        group.live -= 1
+        if not group.live:
+            self._weights -= group.weight
+        if not any(one.live for one in self._groups.values()):
+            self._groups.clear()
+            self._time = self._weights = 0.0
+
+    def charge(self, request: EngineRequest, tokens: int) -> None:
+        """So many tokens of work are planned for a request that is not over."""
+        group = self._groups[request.group]
+        group.account += tokens / group.weight
+        self._time += tokens / self._weights
+
+    def first(self, waiting: Iterable[Sequence]) -> Sequence:
+        """Which of the waiting sequences, at least one, is next: within a group the order stays as it is."""
+        heads: dict[str, Sequence] = {}
+        for sequence in waiting:
+            heads.setdefault(sequence.request.group, sequence)
+        return min(heads.values(), key=lambda one: self._groups[one.request.group].account)
+
+    def account(self, group: str) -> float:
+        """The account of a group that has live requests."""
+        return self._groups[group].account
+
+    def _forget_settled(self) -> None:
+        for name in [name for name, one in self._groups.items() if not one.live and one.account <= self._time]:
+            del self._groups[name]
+
+    def __len__(self) -> int:
+        """Accounts that are kept."""
+        return len(self._groups)
