@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config.loading import build, load
 from tandem.config.options import options
-from tandem.config.validation import is_loopback, read_api_keys, validate
+from tandem.config.validation import api_keys, is_loopback, validate
 from tandem.errors import ConfigError
 
 
@@ -55,7 +55,7 @@ def test_key_file(tmp_path):
     file = tmp_path / "keys"
     file.write_text("# mine\none\n\n two \n")
     file.chmod(0o600)
-    assert read_api_keys(str(file)) == ("one", "two")
+    assert list(api_keys(build({"api_key_file": str(file)}))) == ["one", "two"]
     assert load({"api_key_file": [str(file)], "host": ["0.0.0.0"]}).warnings == ()
     file.chmod(0o644)
     (warning,) = load({"api_key_file": [str(file)]}).warnings

@@ -109,7 +109,15 @@ class ServerSettings:
     api_key: tuple[str, ...] = field(default=(), repr=False)
     """Keys that clients may use. Better given as a file or as TANDEM_API_KEY, which do not show in process lists."""
     api_key_file: str | None = None
-    """File with one API key a line."""
+    """File with one API key a line. After a key may stand what it may use, such as `requests_per_minute=60 weight=2`
+    (docs/limits.md)."""
+    max_concurrent_requests: int | None = None
+    """Most requests of one client at once, the next is refused with 429; a client is an API key, or an address where
+    there are no keys."""
+    requests_per_minute: int | None = None
+    """Most requests of one client in a minute."""
+    tokens_per_minute: int | None = None
+    """Most tokens of one client in a minute, prompts and answers together."""
     cors_origin: tuple[str, ...] = ()
     """Web origins that may call the server from a browser; * for any."""
     max_body_mb: float = 32.0

@@ -7,9 +7,9 @@ import math
 import os
 import stat
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from tandem.config.keys import ClientLimits, read_key_file
 from tandem.config.options import by_name, options
 from tandem.config.settings import Settings
 from tandem.errors import ConfigError
@@ -44,6 +44,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "default_max_tokens": _AT_LEAST_ONE,
     "request_timeout": _POSITIVE,
     "max_choices": _AT_LEAST_ONE,
+    "max_concurrent_requests": _AT_LEAST_ONE,
+    "requests_per_minute": _AT_LEAST_ONE,
+    "tokens_per_minute": _AT_LEAST_ONE,
     "drain_timeout": (0.0, math.inf),
 }
 _NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "engine_socket")
@@ -67,21 +70,18 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
     return warnings
 
 
-def read_api_keys(path: str, *, label: str = "--api-key-file") -> tuple[str, ...]:
-    """Keys in a file: one a line; blank lines and lines that start with # do not count.
+def client_limits(settings: Settings) -> ClientLimits:
+    """What a client may use for whom nothing else is said."""
+    server = settings.server
+    return ClientLimits(max_concurrent_requests=server.max_concurrent_requests,
+                        requests_per_minute=server.requests_per_minute, tokens_per_minute=server.tokens_per_minute)
 
-    Raises ConfigError when the file cannot be read or holds no key.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{label}: cannot read {path}: {reason}", param="api_key_file") from None
-    lines = (line.strip() for line in text.splitlines())
-    keys = tuple(line for line in lines if line and not line.startswith("#"))
-    if not keys:
-        raise ConfigError(f"{label}: {path} holds no key; put one key on each line", param="api_key_file")
-    return keys
+
+def api_keys(settings: Settings, *, label: str = "--api-key-file") -> dict[str, ClientLimits]:
+    """All keys, each with its limits. Raises ConfigError when the file cannot be read or is not in order."""
+    limits, server = client_limits(settings), settings.server
+    found = dict.fromkeys(server.api_key, limits)
+    return found if server.api_key_file is None else found | read_key_file(server.api_key_file, limits, label=label)
 
 
 def is_loopback(host: str) -> bool:
@@ -133,7 +133,7 @@ def _check_keys(settings: Settings, label: Label) -> list[str]:
     if any(not key.strip() for key in server.api_key):
         raise ConfigError(f"{label('api_key')}: a key must not be empty", param="api_key")
     if server.api_key_file is not None:
-        read_api_keys(server.api_key_file, label=label("api_key_file"))
+        api_keys(settings, label=label("api_key_file"))
         if os.stat(server.api_key_file).st_mode & (stat.S_IRGRP | stat.S_IROTH):
             path = server.api_key_file
             warnings.append(f"{label('api_key_file')}: others on this machine can read {path}; chmod 600 mends that")

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from tandem.config.settings import Settings
-from tandem.config.validation import read_api_keys
+from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
 from tandem.server import chat, completions, info, tokens
 from tandem.server.context import Api
@@ -19,6 +19,7 @@ from tandem.server.engines import Engines
 from tandem.server.failures import add_handlers
 from tandem.server.gate import Gate
 from tandem.server.openapi import TandemApp
+from tandem.server.quotas import RATE_HEADERS
 from tandem.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -34,10 +35,7 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
 
     Raises ConfigError when the file with API keys cannot be read.
     """
-    keys = settings.server.api_key
-    if settings.server.api_key_file is not None:
-        keys = tuple(dict.fromkeys(keys + read_api_keys(settings.server.api_key_file)))
-    api = Api(settings, client, keys)
+    api = Api(settings, client, api_keys(settings))
     app = TandemApp(
         title="Tandem",
         version=__version__,
@@ -57,7 +55,7 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
             allow_origins=list(settings.server.cors_origin),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after"],
+            expose_headers=["retry-after", *RATE_HEADERS],
         )
     return app
 

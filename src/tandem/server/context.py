@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import cast
 
 from fastapi import Request
 
+from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
+from tandem.config.validation import client_limits
 from tandem.errors import RequestError, UnavailableError
 from tandem.protocol.control import EngineStatus
 from tandem.server.engines import Engines
 from tandem.server.metrics import ApiMetrics
+from tandem.server.quotas import Quotas
 from tandem.server.subscription import Subscription
 from tandem.server.texts import Texts
 
@@ -36,10 +40,11 @@ class LiveRequest:
 class Api:
     """Settings, engine client, tokenizer, live requests and metrics."""
 
-    def __init__(self, settings: Settings, client: Engines, keys: tuple[str, ...]) -> None:
+    def __init__(self, settings: Settings, client: Engines, keys: Mapping[str, ClientLimits]) -> None:
         self.settings = settings
         self.client = client
-        self.keys = keys
+        self.keys = tuple(keys)
+        self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
         self.texts = Texts(settings.model)
         self.metrics = ApiMetrics()
         self.live: dict[str, LiveRequest] = {}
@@ -84,6 +89,16 @@ class Api:
         for live in list(self.live.values()):
             live.subscription.close()
             live.subscription.fail(error)
+
+
+def key_digest(key: str) -> bytes:
+    """What is kept and compared of an API key, 32 bytes."""
+    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
+
+
+def key_group(key: str) -> str:
+    """The group of the requests that come with a key."""
+    return key_digest(key).hex()[:16]
 
 
 def get_api(request: Request) -> Api:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import logging
 import time
@@ -12,7 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import AuthenticationError, RequestError
-from tandem.server.context import Api
+from tandem.server.context import Api, key_digest, key_group
 from tandem.server.failures import error_response, internal_error
 
 logger = logging.getLogger(__name__)
@@ -21,17 +20,13 @@ OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
 """Need no key; /health says less without one."""
 
 
-def _digest(key: str) -> bytes:
-    return hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=32).digest()
-
-
 class Gate:
     """ASGI middleware. Plain ASGI, as Starlette's BaseHTTPMiddleware would hide the client's leaving."""
 
     def __init__(self, app: ASGIApp, api: Api) -> None:
         self._app = app
         self._api = api
-        self._digests = [_digest(key) for key in api.keys]
+        self._digests = [key_digest(key) for key in api.keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -45,6 +40,9 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if scope.get("tandem.metered"):
+                    limits = self._api.quotas.headers(scope["tandem.group"])
+                    message = {**message, "headers": [*message.get("headers", ()), *limits]}
             await send(message)
 
         self._api.metrics.in_flight.inc()
@@ -72,10 +70,10 @@ class Gate:
         presented = _presented_key(Headers(scope=scope))
         known = False
         if presented is not None:
-            digest = _digest(presented)
+            digest = key_digest(presented)
             # Every key is compared, in constant time: neither which key nor how much of it fits can be measured.
             known = sum(hmac.compare_digest(digest, other) for other in self._digests) > 0
-            scope["tandem.group"] = digest.hex()[:16]
+            scope["tandem.group"] = key_group(presented)
         scope["tandem.trusted"] = known
         if known or scope["path"] in OPEN_PATHS:
             return

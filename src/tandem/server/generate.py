@@ -91,7 +91,7 @@ class Generation:
         timeout: float | None,
         continues: bool = False,
     ) -> None:
-        """Submit `requests`; the position of each is the index of its choice. Raises UnavailableError.
+        """Submit `requests`; the position of each is the index of its choice. Raises UnavailableError, OverloadedError.
 
         `continues`: the text goes on from the prompt, rather than being a message of its own.
         """
@@ -108,11 +108,18 @@ class Generation:
         self._cached = 0
         self._first_at = self._last_at = 0.0
         self._started_at = time.monotonic()
-        self.subscription = api.client.open(requests)
+        group = get_group(http)
+        http.scope["tandem.metered"] = True
+        self._lease = api.quotas.admit(group, prompt_tokens)
+        try:
+            self.subscription = api.client.open(api.quotas.weighted(group, requests))
+        except BaseException:
+            self._lease.end()
+            raise
         self._live = LiveRequest(
             request_id=request_id,
             route=http.url.path,
-            group=get_group(http),
+            group=group,
             stream=stream,
             prompt_tokens=prompt_tokens,
             choices=len(requests),
@@ -147,6 +154,7 @@ class Generation:
             before = choice.tokens
             delta = choice.take(output)
             self._live.completion_tokens += choice.tokens - before
+            self._lease.spend(choice.tokens - before)
             if choice.finish_reason is not None:
                 self._left -= 1
                 self.subscription.stop(output.request_id)
@@ -158,6 +166,7 @@ class Generation:
         """Stop what still runs and forget the request. Safe to call again."""
         if self._api.live.pop(self.request_id, None) is None:
             return
+        self._lease.end()
         self._watcher.cancel()
         if self._deadline is not None:
             self._deadline.cancel()

@@ -1,0 +1,72 @@
+"""API keys, and what each of them may use."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientLimits:
+    """What one client may use; None is without limit."""
+
+    max_concurrent_requests: int | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    weight: float = 1.0
+    """Its share of the machine beside that of others."""
+
+
+_NAMES = tuple(ClientLimits.__dataclass_fields__)
+
+
+def read_key_file(path: str, limits: ClientLimits, *, label: str = "--api-key-file") -> dict[str, ClientLimits]:
+    """Keys in a file, with their limits: one a line, `KEY [name=value ...]`; what is left out is as in `limits`.
+
+    Blank lines and lines that start with # do not count. Raises ConfigError, which never quotes a key.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigError(f"{label}: cannot read {path}: {reason}", param="api_key_file") from None
+    keys: dict[str, ClientLimits] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        key, *rest = line.split() or ["#"]
+        if key.startswith("#"):
+            continue
+        where = f"{label}: {path} line {number}"
+        if key in keys:
+            raise ConfigError(f"{where}: this key stands in the file twice", param="api_key_file")
+        keys[key] = _limits(rest, limits, where)
+    if not keys:
+        raise ConfigError(f"{label}: {path} holds no key; put one key on each line", param="api_key_file")
+    return keys
+
+
+def _limits(words: list[str], limits: ClientLimits, where: str) -> ClientLimits:
+    given: dict[str, Any] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in _NAMES:
+            known = ", ".join(f"{one}=..." for one in _NAMES)
+            raise ConfigError(f"{where}: after the key may stand, divided by spaces: {known}", param="api_key_file")
+        given[name] = _value(name, value, where)
+    return replace(limits, **given)
+
+
+def _value(name: str, text: str, where: str) -> float | None:
+    if text == "none" and name != "weight":
+        return None
+    try:
+        value = float(text) if name == "weight" else int(text)
+    except ValueError:
+        value = 0
+    if not 0 < value < math.inf:
+        kind = "a number above 0" if name == "weight" else "a whole number above 0, or none"
+        raise ConfigError(f"{where}: {name}={text[:40]} must be {kind}", param="api_key_file")
+    return value
