@@ -13,7 +13,8 @@ import msgspec
 import zmq
 
 from tandem.env import runtime_dir
-from tandem.errors import UsageError
+from tandem.errors import TransportError, UsageError
+from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import ControlRefused, SupervisorReply, SupervisorRequest
 
 log = logging.getLogger("tandem.cli")
@@ -23,6 +24,8 @@ ANSWER_S = 5.0
 """Seconds that the supervisor gets to answer."""
 
 Handle = Callable[[SupervisorRequest], SupervisorReply]
+_requests = Decoder[SupervisorRequest](SupervisorRequest)
+_replies = Decoder[SupervisorReply](SupervisorReply)
 
 
 def control_path(port: int) -> Path:
@@ -57,14 +60,15 @@ class ControlServer:
         """Answer what comes within `timeout_s` seconds."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and self._socket.poll(max(int(left * 1000), 1)):
-            self._socket.send(msgspec.msgpack.encode(self._answer(self._socket.recv())))
+            # All frames must be taken, or REP refuses to answer.
+            self._socket.send(msgspec.msgpack.encode(self._answer(self._socket.recv_multipart())))
 
-    def _answer(self, frame: bytes) -> SupervisorReply:
+    def _answer(self, frames: list[bytes]) -> SupervisorReply:
         try:
-            return self._handle(msgspec.msgpack.decode(frame, type=SupervisorRequest))
+            return self._handle(_requests.decode(frames[0] if len(frames) == 1 else b""))
         except UsageError as error:
             return ControlRefused(error.message)
-        except msgspec.MsgspecError as error:
+        except TransportError as error:
             log.warning("a message on the control socket cannot be read: %s", error)
             return ControlRefused(f"the message cannot be read: {error}; is this the same version of Tandem?")
 
@@ -88,8 +92,8 @@ def ask(path: Path, request: SupervisorRequest, timeout_s: float = ANSWER_S) -> 
         if not client.poll(int(timeout_s * 1000)):
             raise UsageError(f"the server on {path} does not answer within {timeout_s:g} s; it may be shutting down")
         try:
-            reply: SupervisorReply = msgspec.msgpack.decode(client.recv(), type=SupervisorReply)
-        except msgspec.MsgspecError as error:
+            reply = _replies.decode(client.recv())
+        except TransportError as error:
             raise UsageError(f"the server's answer cannot be read: {error}; is it the same version?") from None
     if isinstance(reply, ControlRefused):
         raise UsageError(reply.message)

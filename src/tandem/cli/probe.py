@@ -7,6 +7,8 @@ import time
 import msgspec
 import zmq
 
+from tandem.errors import TransportError
+from tandem.protocol.codec import Decoder
 from tandem.protocol.control import EngineMessage, EngineStatus, QueryStatus
 
 AGAIN_S = 1.0
@@ -22,6 +24,7 @@ class StatusProbe:
         for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
         self._socket.connect(endpoint)
+        self._decoder = Decoder[EngineMessage](EngineMessage)
         self._asked: float | None = None
 
     def ask(self, timeout_s: float = 0.0) -> EngineStatus | None:
@@ -32,7 +35,10 @@ class StatusProbe:
             left = max(deadline - time.monotonic(), 0.0)
             if self._socket.poll(int(min(left, 0.05) * 1000)):
                 self._asked = None
-                message = msgspec.msgpack.decode(self._socket.recv(), type=EngineMessage)
+                try:
+                    message = self._decoder.decode(self._socket.recv())
+                except TransportError:
+                    continue  # not from an engine of this version; its silence is noticed
                 return message if isinstance(message, EngineStatus) else None
             if not left:
                 return None

@@ -149,7 +149,7 @@ def _add_file(merged: _Values, path: str) -> None:
         tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}", param="config") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # beside TOMLDecodeError: not UTF-8, endless digits
         raise ConfigError(f"--config: {path} is not valid TOML: {error}", param="config") from None
     for table, entries in tables.items():
         if table not in section_names():

@@ -10,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -96,7 +97,7 @@ class Option:
 
     def _convert_one(self, value: Any, label: str) -> Any:
         if self.base is float and type(value) is int:
-            value = float(value)
+            value = float(value) if abs(value) < 2**1023 else math.inf
         if type(value) is not self.base:
             raise ConfigError(f"{label}: {value!r} is not {_NAMES[self.base]}", param=self.name)
         return self._choice(str(value), label) if self.base is str else value

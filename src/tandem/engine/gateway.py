@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import zmq
 
-from tandem.errors import UsageError
+from tandem.errors import TransportError, UsageError
+from tandem.protocol.codec import Decoder
 from tandem.protocol.control import (
     Abort,
     ApiMessage,
@@ -59,7 +59,7 @@ class Gateway:
         self._inside.bind("inproc://engine")
         self.engine_end.connect("inproc://engine")
         self._seen: dict[Client, float] = {}
-        self._decoder = msgspec.msgpack.Decoder(ApiMessage)
+        self._decoder = Decoder[ApiMessage](ApiMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._inbound: list[Inbound] = []
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
@@ -88,7 +88,9 @@ class Gateway:
         while self.engine_end.poll(wait):
             wait = 0
             client, data = self.engine_end.recv_multipart()
-            messages.append((client, cast("Submit | Abort | Detach", self._decoder.decode(data))))
+            message = self._decoder.decode(data)
+            assert not isinstance(message, QueryStatus | QueryMetrics), "the gateway's thread answers these"
+            messages.append((client, message))
         return messages
 
     def send(self, client: Client, *messages: EngineMessage) -> None:
@@ -133,8 +135,9 @@ class Gateway:
         while self._router.poll(0):
             client, *frames = self._router.recv_multipart()
             try:
-                message = self._decoder.decode(b"".join(frames))
-            except msgspec.DecodeError as error:
+                # Decoded here and once more by the engine's thread, so that nothing unreadable gets that far.
+                message = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
+            except TransportError as error:
                 log.warning("a message of an api cannot be read: %s; dropped", error)
                 continue
             self._seen[client] = time.monotonic()

@@ -106,9 +106,9 @@ class ClusterExecutor(Executor):
         first = hellos[0]
         for rank, hello in hellos.items():
             for name, version in hello.versions.items():
-                if version != first.versions[name]:
+                if version != first.versions.get(name):
                     raise UsageError(f"rank {rank} on {hello.host} runs {name} {version}, rank 0 on {first.host} "
-                                     f"{first.versions[name]}; install the same version on all hosts")
+                                     f"{first.versions.get(name)}; install the same version on all hosts")
         return [hellos[rank] for rank in sorted(hellos)]
 
     def _gather_ready(self, progress: Progress | None) -> list[Ready]:
@@ -199,6 +199,10 @@ class ClusterExecutor(Executor):
         if received is None or not received[0].endswith(self._generation):
             return None
         message = received[1]
+        rank = message.step.rank if isinstance(message, Stepped) else message.rank
+        if received[0] != f"{rank}:{self._generation}":
+            log.warning("rank %s sends a message of rank %d; dropped", received[0].partition(":")[0], rank)
+            return None
         if isinstance(message, Failure):
             raise self._translate(message)
         return message

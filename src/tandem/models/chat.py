@@ -11,38 +11,27 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-import jinja2.ext
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from tandem.errors import BrokenModel, RequestError
+from tandem.models.chat_limits import Budget, LimitedEnvironment
 
+_MAX_TIME_FORMAT = 200  # characters
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` blocks mark answers for training; here they are rendered as what is in them."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class ChatTemplate:
     """A compiled chat template. `variables` are its special tokens (bos_token ...)."""
 
     def __init__(self, source: str, variables: Mapping[str, str], *, origin: str) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _tojson
+        environment = LimitedEnvironment()
+        environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form[:_MAX_TIME_FORMAT])
         self._variables = dict(variables)
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        # Beside TemplateError: what Python's own compiler refuses of the code that Jinja has made.
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise BrokenModel(f"{origin}: not a valid chat template: {error}", param="chat_template") from error
 
     def render(
@@ -53,17 +42,21 @@ class ChatTemplate:
         add_generation_prompt: bool,
         **variables: Any,
     ) -> str:
-        """The prompt's text. Raises `RequestError` with the template's own words when it refuses the messages."""
-        given = {**self._variables, **variables}
+        """The prompt's text. Raises `RequestError` with the template's own words when it refuses the messages, and when
+        it takes more time or memory than `chat_limits` allows.
+        """
+        given = {
+            **self._variables,
+            "documents": None,
+            **variables,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            return self._template.render(
-                messages=[_with_reasoning(message) for message in messages],
-                tools=list(tools) if tools else None,
-                documents=given.pop("documents", None),
-                add_generation_prompt=add_generation_prompt,
-                **given,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            with Budget(given):
+                return self._template.render(given)
+        except Exception as error:
             text = " ".join(str(error).split())[:300]
             raise RequestError(f"the chat template refuses these messages: {text}", param="messages") from error
 

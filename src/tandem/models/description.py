@@ -20,6 +20,8 @@ _HEADS = ("lm_head", "output", "embed_out")
 _SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "model_max_length")
+_LIMIT = 2**31  # no number in a config comes near it
+_MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
@@ -117,15 +119,18 @@ class _Facts:
         self._path, self._config = path, {**family.defaults, **config}
         layers = "num_hidden_layers" if "num_hidden_layers" in self._config else "num_layers"
         self.num_layers = self.number(layers)
+        if self.num_layers > _MAX_LAYERS:
+            raise BrokenModel(f"{path}/config.json: {layers} is {self.num_layers}; at most {_MAX_LAYERS} make sense",
+                              param=layers)
         self.hidden_size = self.number("hidden_size")
         self.num_heads = self.number("num_attention_heads")
 
     def number(self, key: str, default: int | None = None) -> int:
         value = self._config.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LIMIT:
             raise BrokenModel(
-                f"{self._path}/config.json: {key} must be a positive whole number, is {value!r}", param=key
+                f"{self._path}/config.json: {key} must be a positive whole number, is {value!r:.100}", param=key
             )
         return value
 
@@ -187,7 +192,7 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
             continue
         value = _read_json(path / name).get("eos_token_id")
         values = value if isinstance(value, list) else [value]
-        found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool))
+        found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < _LIMIT)
     return tuple(sorted(found))
 
 
@@ -196,7 +201,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BrokenModel(f"{path}: cannot be read: {error.strerror or error}", param=path.name) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path}: is not valid JSON: {error}", param=path.name) from error
     if not isinstance(value, dict):
         raise BrokenModel(f"{path}: must hold a JSON object", param=path.name)

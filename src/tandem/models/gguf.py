@@ -24,12 +24,13 @@ import numpy as np
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
 from tandem.models.gguf_config import model_config
-from tandem.models.gguf_tensors import QUANT_BITS, SUPPORTED, TYPE_NAMES, convert_tensor, mlx_name, stored_bytes
+from tandem.models.gguf_tensors import GROUP, QUANT_BITS, SUPPORTED, TYPE_NAMES, convert_tensor, mlx_name, stored_bytes
 from tandem.models.gguf_tokenizer import write_tokenizer
 from tandem.models.safetensors import PendingTensor, write_safetensors
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+MAX_DIMENSIONS = 4
 _FORMAT = 1  # raised when converted directories from before must not be used any more
 
 
@@ -56,7 +57,10 @@ class GGUFFile:
 
 
 class _Reader:
-    """Values of a GGUF header in turn. Raises EOFError when the file ends within it."""
+    """Values of a GGUF header in turn. Raises EOFError when the file ends within it.
+
+    Every value takes bytes of the file, so that no announced count makes it loop or allocate beyond the file's size.
+    """
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -89,15 +93,12 @@ class _Reader:
 
 def read_gguf(path: Path) -> GGUFFile:
     """Read the header of a GGUF file (version 2 or 3, little-endian). Raises `BrokenModel`, `UnsupportedModel`."""
-    try:
-        data = np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{path}: cannot be read: {error}", param="model") from error
+    data = _mapped(path)
     if bytes(data[:4]) != b"GGUF":
         raise BrokenModel(f"{path}: is not a GGUF file", param="model")
     reader = _Reader(data.data)
-    reader.take(4)
     try:
+        reader.take(4)
         version = reader.scalar(4)
         if version not in (2, 3):
             raise UnsupportedModel(f"{path}: GGUF version {version} is not supported (2 and 3 are)", param="model")
@@ -107,17 +108,34 @@ def read_gguf(path: Path) -> GGUFFile:
             key = reader.string()
             metadata[key] = reader.value(reader.scalar(4))
         tensors = [_tensor(reader) for _ in range(count)]
-    except (EOFError, KeyError, struct.error, MemoryError) as error:
+    except (EOFError, KeyError, struct.error, RecursionError) as error:
         raise BrokenModel(f"{path}: truncated or damaged GGUF header; copy it again", param="model") from error
-    align = int(metadata.get("general.alignment", 32))
+    align = metadata.get("general.alignment", 32)
+    if not isinstance(align, int) or align <= 0:
+        raise BrokenModel(f"{path}: general.alignment is {align!r:.100}, not a number of bytes", param="model")
     start = (reader.at + align - 1) // align * align
     tensors = [GGUFTensor(t.name, t.shape, t.kind, start + t.offset) for t in tensors]
     for tensor in tensors:
-        if tensor.kind in SUPPORTED and tensor.offset + stored_bytes(tensor.kind, tensor.shape) > data.size:
-            raise BrokenModel(
-                f"{path}: truncated: tensor {tensor.name} ends after the file; copy it again", param="model"
-            )
+        _check_tensor(path, tensor, data.size)
     return GGUFFile(path, metadata, tuple(tensors))
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        return np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"{path}: cannot be read: {error}", param="model") from error
+
+
+def _check_tensor(path: Path, tensor: GGUFTensor, size: int) -> None:
+    """Does a tensor of a supported type have a shape, and lie within the file's `size` bytes?"""
+    if not 1 <= len(tensor.shape) <= MAX_DIMENSIONS or 0 in tensor.shape:
+        raise BrokenModel(f"{path}: tensor {tensor.name} has the shape {list(tensor.shape)[:9]}", param="model")
+    if tensor.kind in QUANT_BITS and tensor.shape[-1] % GROUP:
+        raise BrokenModel(f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]} values, which is no whole "
+                          f"number of blocks of {GROUP}", param="model")
+    if tensor.kind in SUPPORTED and tensor.offset + stored_bytes(tensor.kind, tensor.shape) > size:
+        raise BrokenModel(f"{path}: truncated: tensor {tensor.name} ends after the file; copy it again", param="model")
 
 
 def _tensor(reader: _Reader) -> GGUFTensor:
@@ -132,6 +150,17 @@ def convert_gguf(source: Path, directory: Path, progress: Callable[[int, int], N
     `progress` gets bytes done and in all. Peak memory is about one tensor. Raises `UnsupportedModel` for an
     architecture, tensor type or tokenizer that is not supported, `BrokenModel` for a damaged file.
     """
+    try:
+        _convert(source, directory, progress)
+    except (ModelError, OSError):
+        raise
+    except Exception as error:
+        # Metadata can be wrong in more ways than are worth a check each, and tokenizers raises plain Exception.
+        text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise BrokenModel(f"{source}: metadata or tensors contradict one another ({text})", param="model") from error
+
+
+def _convert(source: Path, directory: Path, progress: Callable[[int, int], None] | None) -> None:
     file = read_gguf(source)
     for tensor in file.tensors:
         if tensor.kind not in SUPPORTED:

@@ -6,6 +6,7 @@ at bit i * bits of consecutive uint32 words, and w = scale * q + bias.
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
@@ -59,7 +60,7 @@ def mlx_name(name: str) -> str | None:
 
 def stored_bytes(kind: int, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor of a supported type in the file."""
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     return count // GROUP * _BLOCK_BYTES[kind] if kind in QUANT_BITS else count * _ITEM_BYTES[kind]
 
 

@@ -17,6 +17,7 @@ _WORDS = (
 )
 _PATTERNS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
 _PLAIN = ("gpt-2", "default")
+_MAX_TOKEN = 1024  # characters; deriving merges takes time that grows with the square of a token's length
 
 
 def write_tokenizer(metadata: dict[str, Any], directory: Path, source: str) -> None:
@@ -80,6 +81,8 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
     merges = []
     for token, score in zip(tokens, scores, strict=True):
+        if len(token) > _MAX_TOKEN:
+            raise ValueError(f"a token of {len(token)} characters")
         local = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
         local.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
         merges += [(score, pair) for pair in local]

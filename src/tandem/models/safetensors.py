@@ -6,18 +6,21 @@ Format: 8 bytes little-endian header length, JSON header, data (https://github.c
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tandem.errors import BrokenModel
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
-_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+          "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,14 @@ class TensorInfo:
     """Bytes from the start of the file to the data."""
 
 
+class _Entry(msgspec.Struct):
+    """A tensor in the header's JSON."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInfo]:
     """Tensors of one file; with `header_only` of a copy that ends behind the header.
 
@@ -44,12 +55,12 @@ def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInf
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 0 < length <= min(_MAX_HEADER, size - 8):
                 raise _broken(path, f"it is {size} bytes long and has no valid header")
-            raw = json.loads(file.read(length))
+            raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         tensors, end = _tensors(raw, 8 + length)
     except OSError as error:
         raise BrokenModel(f"{path}: cannot be read: {error.strerror or error}", param=str(path)) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _broken(path, "its header is not valid") from error
+    except (ValueError, RecursionError) as error:
+        raise _broken(path, f"its header is not valid ({error})") from error
     described = 8 + length + (0 if header_only else end)
     if described != size:
         raise _broken(path, f"its header describes {described} bytes but the file has {size}")
@@ -75,15 +86,21 @@ def encode_header(tensors: Mapping[str, TensorInfo]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def _tensors(raw: dict[str, Any], data: int) -> tuple[dict[str, TensorInfo], int]:
+def _tensors(raw: dict[str, msgspec.Raw], data: int) -> tuple[dict[str, TensorInfo], int]:
+    """Tensors, and bytes of data that they need. Raises ValueError for a tensor that contradicts itself."""
     tensors, end = {}, 0
-    for name, entry in raw.items():
+    decode = msgspec.json.Decoder(_Entry).decode
+    for name, text in raw.items():
         if name == "__metadata__":
             continue
-        first, last = entry["data_offsets"]
-        shape = tuple(int(n) for n in entry["shape"])
-        tensors[name] = TensorInfo(str(entry["dtype"]), shape, int(last) - int(first), data + int(first))
-        end = max(end, int(last))
+        entry = decode(text)
+        first, last = entry.data_offsets
+        size = _SIZES.get(entry.dtype)
+        fits = size is None or last - first == size * math.prod(entry.shape)
+        if not 0 <= first <= last or min(entry.shape, default=0) < 0 or not fits:
+            raise ValueError(f"{name[:200]}: {entry.dtype}{list(entry.shape)} in bytes {first} to {last}")
+        tensors[name] = TensorInfo(entry.dtype, entry.shape, last - first, data + first)
+        end = max(end, last)
     return tensors, end
 
 

@@ -180,7 +180,7 @@ def _config(path: Path) -> dict[str, Any]:
             continue
         try:
             value = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise BrokenModel(f"{file}: cannot be read: {error}", param=name) from error
         if isinstance(value, dict):
             merged |= value
@@ -205,7 +205,10 @@ def _template_source(path: Path, config: dict[str, Any], given: str | Path | Non
             raise UsageError(f"--chat-template {given}: cannot be read: {error}", param="chat_template") from error
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BrokenModel(f"{jinja}: cannot be read: {error}", param="chat_template") from error
     source = config.get("chat_template")
     if isinstance(source, list):  # named templates: [{"name": "default", "template": "..."}, ...]
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
@@ -213,6 +216,6 @@ def _template_source(path: Path, config: dict[str, Any], given: str | Path | Non
     if source is None and (path / "chat_template.json").is_file():
         try:
             source = json.loads((path / "chat_template.json").read_text(encoding="utf-8")).get("chat_template")
-        except (ValueError, AttributeError) as error:
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise BrokenModel(f"{path}/chat_template.json: cannot be read: {error}", param="chat_template") from error
     return source if isinstance(source, str) else None

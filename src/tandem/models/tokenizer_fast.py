@@ -19,16 +19,17 @@ class FastBackend:
         try:
             text = path.read_text(encoding="utf-8")
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
-            decoder = json.loads(text).get("decoder")
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            added = self._tokenizer.get_added_tokens_decoder()
+            self.scheme: Scheme = scheme_of(
+                json.loads(text).get("decoder"), {i: token.content for i, token in added.items()}
+            )
         except Exception as error:
             raise BrokenModel(
                 f"{path}: cannot be read: {' '.join(str(error).split())[:300]}", param=path.name
             ) from error
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.scheme: Scheme = scheme_of(decoder, {i: token.content for i, token in added.items()})
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:

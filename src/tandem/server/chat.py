@@ -31,7 +31,7 @@ _RESERVED = frozenset(
 )
 
 
-@router.post("/v1/chat/completions", openapi_extra=documented(ChatRequest))
+@router.post("/v1/chat/completions", openapi_extra=documented(ChatRequest, streams=True))
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation, in one piece or as a stream."""
     api = get_api(http)

@@ -15,7 +15,8 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from tandem.errors import UnavailableError
+from tandem.errors import TransportError, UnavailableError
+from tandem.protocol.codec import Decoder
 from tandem.protocol.control import (
     Abort,
     ApiMessage,
@@ -52,7 +53,7 @@ class EngineClient:
         """The engine's last answer, kept after it has gone; see `alive`."""
         self._heartbeat_s = heartbeat_s
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(EngineMessage).decode
+        self._decode = Decoder[EngineMessage](EngineMessage).decode
         self._sinks: dict[str, Sink] = {}
         self._metrics: dict[int, asyncio.Future[bytes]] = {}
         self._queries = itertools.count(1)
@@ -201,8 +202,8 @@ class EngineClient:
                 return
             try:
                 self._handle(self._decode(frame))
-            except msgspec.MsgspecError as error:
-                logger.error("unreadable message from the engine (%d bytes): %s", len(frame), type(error).__name__)
+            except TransportError as error:
+                logger.error("unreadable message from the engine: %s", error)
         self._loop.call_soon(self._drain)
 
     def _handle(self, message: EngineMessage) -> None:

@@ -27,7 +27,7 @@ from tandem.server.texts import decode, encode
 router = APIRouter()
 
 
-@router.post("/v1/completions", openapi_extra=documented(CompletionRequest))
+@router.post("/v1/completions", openapi_extra=documented(CompletionRequest, streams=True))
 async def completions(http: Request) -> Response:
     """Continue prompts, in one piece or as a stream. Choices are numbered prompt by prompt."""
     api = get_api(http)

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.context import Api, LiveRequest, get_api, get_group
@@ -59,14 +59,17 @@ async def live() -> Response:
     return _json({"status": "alive"})
 
 
-@router.get("/health/ready")
+_DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "The same, while no request can be answered."}}
+
+
+@router.get("/health/ready", responses=_DOWN)
 async def ready(http: Request) -> Response:
     """200 when a request sent now would be worked on at once, else 503. Needs no key."""
     api = get_api(http)
     return _json({"status": "ready"}) if api.ready() else _json({"status": _health(api)}, 503)
 
 
-@router.get("/health")
+@router.get("/health", responses=_DOWN)
 async def health(http: Request) -> Response:
     """State of api, engine and ranks; without a key, where one is needed, the state alone."""
     api = get_api(http)
@@ -197,7 +200,7 @@ async def cancel(http: Request, request_id: str) -> Response:
     return _json({"request_id": request_id, "cancelled": True})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(http: Request) -> Response:
     """Prometheus metrics of the engine and of this api."""
     api = get_api(http)

@@ -1,4 +1,4 @@
-"""Request bodies in the OpenAPI description: routes parse them by hand, so FastAPI does not see them."""
+"""Request bodies and errors in the OpenAPI description: routes parse and answer by hand, so FastAPI sees neither."""
 
 from __future__ import annotations
 
@@ -7,11 +7,38 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "additionalProperties": False,
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "additionalProperties": False,
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 
-def documented(model: type[BaseModel]) -> dict[str, Any]:
-    """`openapi_extra` of a route that takes `model` as its JSON body."""
+
+def documented(model: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
+    """`openapi_extra` of a route that takes `model` as its JSON body; `streams`: and may answer with events."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    if streams:
+        extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    return extra
+
+
+def _failure(description: str) -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
 class TandemApp(FastAPI):
@@ -19,10 +46,18 @@ class TandemApp(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         """The OpenAPI description of all routes."""
+        if self.openapi_schema is not None:
+            return self.openapi_schema
         schema = super().openapi()
         shared = schema.setdefault("components", {}).setdefault("schemas", {})
+        for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which never happens here
+            shared.pop(name, None)
+        shared["Error"] = _ERROR
         for operations in schema["paths"].values():
             for operation in operations.values():
+                operation["responses"].pop("422", None)
+                operation["responses"]["4XX"] = _failure("The request is at fault; the message says how.")
+                operation["responses"]["5XX"] = _failure("The server is at fault, or cannot answer now.")
                 content = operation.get("requestBody", {}).get("content", {})
                 body = content.get("application/json", {}).get("schema", {})
                 shared.update(body.pop("$defs", {}))

@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from tandem.errors import TransportError
+from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import ListReplicas, ReplicaInfo, ReplicaList, SupervisorReply
 
 logger = logging.getLogger(__name__)
@@ -35,7 +37,7 @@ class SupervisorLink:
         for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
         self._socket.connect(f"ipc://{self._path}")
-        self._decode = msgspec.msgpack.Decoder(SupervisorReply).decode
+        self._decode = Decoder[SupervisorReply](SupervisorReply).decode
         self._task = asyncio.create_task(self._run(on_replicas), name="supervisor-link")
 
     async def close(self) -> None:
@@ -77,8 +79,8 @@ class SupervisorLink:
                 return latest
             try:
                 message = self._decode(frames[-1])
-            except msgspec.MsgspecError as error:
-                logger.error("unreadable message from the supervisor: %s", type(error).__name__)
+            except TransportError as error:
+                logger.error("unreadable message from the supervisor: %s", error)
                 continue
             if isinstance(message, ReplicaList):
                 latest = message.replicas

@@ -13,13 +13,13 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
 
 import msgspec
 import zmq
 from msgspec import Struct
 
 from tandem.errors import TransportError
+from tandem.protocol.codec import Decoder
 from tandem.transport.security import Authenticator, ClusterKeys
 
 log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class BlobServer:
         self._stop.bind("inproc://stop")
         self._stopped = self._context.socket(zmq.PAIR)
         self._stopped.connect("inproc://stop")
-        self._decoder = msgspec.msgpack.Decoder(Request)
+        self._decoder = Decoder[Request](Request)
         self._thread = threading.Thread(target=self._run, name="blobs", daemon=True)
         self._thread.start()
 
@@ -142,8 +142,8 @@ class BlobServer:
 
     def _answer(self, frames: Sequence[bytes]) -> list[bytes] | None:
         try:
-            request = cast(Request, self._decoder.decode(frames[0] if len(frames) == 1 else b""))
-        except msgspec.DecodeError as error:
+            request = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
+        except TransportError as error:
             log.warning("a request for a file cannot be read: %s; dropped", error)
             return None
         try:
@@ -209,7 +209,7 @@ class BlobClient:
         self._socket.maxmsgsize = MAX_ANSWER
         keys.secure_connect(self._socket)
         self._socket.connect(endpoint)
-        self._decoder = msgspec.msgpack.Decoder(Answer)
+        self._decoder = Decoder[Answer](Answer)
         self._number = 0
 
     def files(self) -> list[BlobFile]:
@@ -263,9 +263,9 @@ class BlobClient:
             raise TransportError(f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?")
         frames = self._socket.recv_multipart(copy=False)
         try:
-            answer = cast(Answer, self._decoder.decode(frames[0].buffer))
-        except msgspec.DecodeError as error:
-            raise TransportError(f"an answer of the engine's machine cannot be read: {error}") from error
+            answer = self._decoder.decode(frames[0].buffer)
+        except TransportError as error:
+            raise TransportError(f"an answer of the engine's machine cannot be read: {error}") from None
         return answer, frames[1].buffer if len(frames) == 2 else memoryview(b"")
 
     def close(self) -> None:

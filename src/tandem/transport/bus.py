@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import msgspec
 import zmq
 
 from tandem.errors import TransportError
+from tandem.protocol.codec import Decoder
 from tandem.protocol.control import RankCommand, RankMessage
 from tandem.transport.security import Authenticator, ClusterKeys
 
@@ -30,7 +29,7 @@ class EngineBus:
         keys.secure_bind(self.socket)
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
-        self._decoder = msgspec.msgpack.Decoder(RankMessage)
+        self._decoder = Decoder[RankMessage](RankMessage)
 
     def send(self, rank: int, generation: str, command: RankCommand) -> None:
         """Send to one rank. Raises TransportError when that rank is not connected."""
@@ -50,9 +49,9 @@ class EngineBus:
         if len(frames) != 2:
             raise TransportError(f"bus message of {len(frames)} frames, expected 2")
         try:
-            return frames[0].decode("ascii"), cast(RankMessage, self._decoder.decode(frames[1]))
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise TransportError(f"bus message cannot be read: {error}") from error
+            return frames[0].decode("ascii"), self._decoder.decode(frames[1])
+        except UnicodeDecodeError as error:
+            raise TransportError(f"a bus peer's name cannot be read: {error}") from None
 
     def close(self) -> None:
         """Close the socket and its context; unsent messages are dropped."""
@@ -72,7 +71,7 @@ class RankBus:
         self._socket.identity = rank_identity(rank, generation)
         keys.secure_connect(self._socket)
         self._socket.connect(endpoint)
-        self._decoder = msgspec.msgpack.Decoder(RankCommand)
+        self._decoder = Decoder[RankCommand](RankCommand)
 
     def send(self, message: RankMessage) -> None:
         """Send to the engine; never blocks for long."""
@@ -86,13 +85,13 @@ class RankBus:
         poller.poll()
 
     def receive(self, timeout_s: float | None = None) -> RankCommand | None:
-        """Next command; None when `timeout_s` seconds pass. Without a timeout it sleeps until one comes."""
+        """Next command; None when `timeout_s` seconds pass. Without a timeout it sleeps until one comes.
+
+        Raises TransportError for bytes that are no command.
+        """
         if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
             return None
-        try:
-            return cast(RankCommand, self._decoder.decode(self._socket.recv()))
-        except msgspec.DecodeError as error:
-            raise TransportError(f"command cannot be read: {error}") from error
+        return self._decoder.decode(self._socket.recv())
 
     def close(self) -> None:
         """Flush for up to a second and close."""

@@ -7,6 +7,7 @@ plan what must come next and stops when something else does.
 
 from __future__ import annotations
 
+import math
 import queue
 from abc import ABC, abstractmethod
 
@@ -15,10 +16,15 @@ import zmq
 from msgspec import Struct
 
 from tandem.errors import BatchDesync, TransportError
+from tandem.protocol.codec import Decoder
 from tandem.transport.security import Authenticator, ClusterKeys
 
 FRAMES_IN_FLIGHT = 64
 """Frames that may wait unsent; the sender then blocks, so a fast stage cannot fill the memory."""
+MAX_FRAME = 1024 * 1024 * 1024
+"""Bytes; a longer frame ends the peer's connection before it is read into memory."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int32": 4, "uint32": 4}
+"""Of the element types that stages exchange."""
 
 
 class FrameHeader(Struct, frozen=True, array_like=True):
@@ -52,6 +58,9 @@ class Channel(ABC):
         header, data = self._next()
         if header != expected:
             raise BatchDesync(f"BATCH DESYNC DETECTED: the channel brought {header}, the plan expects {expected}")
+        size = ITEM_BYTES[expected.dtype] * math.prod(expected.shape)
+        if len(data) != size:
+            raise TransportError(f"the channel brought {len(data)} bytes for {header}, which is {size}")
         return data
 
 
@@ -67,12 +76,13 @@ class TcpChannel(Channel):
         port = self._inbound.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._outbound: list[zmq.Socket[bytes]] | None = None
-        self._decoder = msgspec.msgpack.Decoder(FrameHeader)
+        self._decoder = Decoder[FrameHeader](FrameHeader)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.linger = 0
         socket.sndhwm = socket.rcvhwm = FRAMES_IN_FLIGHT
+        socket.maxmsgsize = MAX_FRAME
         return socket
 
     def connect(self, endpoints: list[str]) -> None:
@@ -97,10 +107,7 @@ class TcpChannel(Channel):
         frames = self._inbound.recv_multipart(copy=False)
         if len(frames) != 2:
             raise TransportError(f"channel message of {len(frames)} frames, expected 2")
-        try:
-            return self._decoder.decode(frames[0].buffer), frames[1].buffer
-        except msgspec.DecodeError as error:
-            raise TransportError(f"channel header cannot be read: {error}") from error
+        return self._decoder.decode(frames[0].buffer), frames[1].buffer
 
     def close(self) -> None:
         """Close both ends; frames that are not sent yet are dropped."""

@@ -1,0 +1,339 @@
+"""Limits on what a chat template may compute. Templates come with models, from strangers: a sandbox keeps them from the
+machine, but not from its time and memory. No transformers, no mlx.
+
+Jinja compiles a template to Python, so nothing outside can stop one. Instead every construct that can repeat or grow
+something is charged to the budget of its rendering: each turn of a loop and call of a macro, each operator, call,
+filter and written-out list by the size of what comes of it, and each text that is put out. What multiplies sizes is
+charged before it is computed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2 import nodes
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+MAX_SECONDS = 10.0
+MAX_STEPS = 2_000_000
+"""Turns of loops, calls, operators, filters."""
+MAX_SIZE = 128 * 1024 * 1024
+"""Characters, and `ITEM` for each item of a container, of all intermediate results and the output together; `PER_INPUT`
+more for each of what is rendered."""
+PER_INPUT = 16
+ITEM = 16
+MAX_DEPTH = 100
+"""Levels of containers within containers."""
+MAX_BITS = 65536
+"""Of a whole number."""
+
+_REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
+"""Multiply their input, and no chat template is known to use them."""
+_TO_ITEMS = frozenset(("list", "sort", "unique", "map", "select", "reject", "selectattr", "rejectattr", "groupby",
+                       "dictsort", "min", "max", "sum"))  # fmt: skip
+"""Filters that take a text apart into its characters."""
+_REFUSED_METHODS = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "translate", "format_map", "encode"))
+_WIDE = re.compile(r"\{[^{}]*(\d{4}|\{)|%(\([^)]{0,100}\))?[^a-zA-Z%]*(\d{4}|\*)")
+"""A format with a width of four digits or more, or one that is taken from an argument."""
+_budget: ContextVar[Budget] = ContextVar("budget")
+
+
+class TooExpensive(SecurityError):
+    """The template asks for more time or memory than a prompt can need."""
+
+
+class Budget:
+    """What one rendering may still use. A context manager: within it, the environment's operations are charged."""
+
+    def __init__(self, *given: Any) -> None:
+        """`given` is what the template works on."""
+        self._deadline = time.monotonic() + MAX_SECONDS
+        self._steps = MAX_STEPS
+        self._known: dict[int, tuple[Any, int, int]] = {}
+        """By id: a container, its `deep` size and its depth. It is kept alive, so that the id stays its own."""
+        self._limit = MAX_SIZE + PER_INPUT * sum(map(self.deep, given))
+        self._size = self._limit
+
+    def __enter__(self) -> None:
+        self._token = _budget.set(self)
+
+    def __exit__(self, *exc: object) -> None:
+        _budget.reset(self._token)
+
+    def step(self, size: int = 0) -> None:
+        """Charge one step and `size`. Raises TooExpensive."""
+        self._steps -= 1
+        self._size -= size
+        if self._size < 0:
+            raise TooExpensive("it makes larger texts or lists than a prompt can need")
+        if self._steps < 0 or time.monotonic() > self._deadline:
+            raise TooExpensive(f"it takes more than {MAX_STEPS} steps or {MAX_SECONDS:g} s")
+
+    def result(self, value: Any) -> Any:
+        """Charge a result, which is returned."""
+        self.step(self.size(value))
+        return value
+
+    def size(self, value: Any) -> int:
+        """Size of a value without what its items hold; refuses containers that unfold to too much."""
+        if isinstance(value, str):
+            return len(value)
+        if isinstance(value, list | tuple | dict):
+            self.deep(value)
+            return ITEM * len(value)
+        return 0
+
+    def deep(self, value: Any) -> int:
+        """Size of a value when it is written out, in which shared parts count as often as they occur."""
+        return self._deep(value, 0)[0]
+
+    def _deep(self, value: Any, level: int) -> tuple[int, int]:
+        if isinstance(value, str):
+            return len(value), 0
+        if not isinstance(value, list | tuple | dict):
+            return ITEM, 0
+        known = self._known.get(id(value))
+        if known is None:
+            size, depth = ITEM, 0
+            if level > MAX_DEPTH:
+                raise TooExpensive(f"lists are nested more than {MAX_DEPTH} levels deep")
+            for item in _parts(value):
+                inner, levels = self._deep(item, level + 1)
+                size, depth = size + inner + ITEM, max(depth, levels + 1)
+            known = self._known[id(value)] = (value, size, depth)
+        if known[2] > MAX_DEPTH or (level == 0 and known[1] > getattr(self, "_limit", known[1])):
+            raise TooExpensive("it makes lists that unfold to more than a prompt can need")
+        return known[1:]
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    return (part for pair in value.items() for part in pair) if isinstance(value, dict) else value
+
+
+class _Charges(jinja2.ext.Extension):
+    """Rewrites a parsed template: charges stand where loops turn and values are made."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> Any:
+        """`{% generation %}` blocks mark answers for training; here they are rendered as what is in them."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    def rewrite(self, template: nodes.Template) -> nodes.Template:
+        """Insert the charges; returns the template."""
+        for node in list(template.find_all((nodes.For, nodes.Macro, nodes.CallBlock))):
+            text = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            turn = nodes.ExprStmt(self.call_to("turn", [nodes.Const(text)], node.lineno), lineno=node.lineno)
+            node.body.insert(0, turn)  # type: ignore[attr-defined]
+        rewritten: nodes.Template = _Rewriter(self).visit(template)
+        return rewritten.set_environment(self.environment)  # type: ignore[return-value]
+
+    def call_to(self, method: str, arguments: list[nodes.Expr], line: int) -> nodes.Expr:
+        """An expression that calls one of the methods below, whatever names the template defines."""
+        return self.call_method(method, arguments, lineno=line)
+
+    @staticmethod
+    def turn(text: int) -> str:
+        """A turn of a loop, or a call of a macro, which puts out up to `text` constant characters."""
+        _budget.get().step(text)
+        return ""
+
+    @staticmethod
+    def made(value: Any) -> Any:
+        """A list, tuple or dict that is written out in the template, a slice, or a comparison."""
+        return _budget.get().result(value)
+
+    @staticmethod
+    def joined(*values: Any) -> str:
+        """The operator ~."""
+        texts = [_text(value) for value in values]
+        _budget.get().step(sum(map(len, texts)))
+        return "".join(texts)
+
+
+class _Rewriter(NodeTransformer):
+    def __init__(self, charges: _Charges) -> None:
+        self._call = charges.call_to
+
+    def _made(self, node: nodes.Expr) -> nodes.Node:
+        self.generic_visit(node)
+        return self._call("made", [node], node.lineno) if getattr(node, "ctx", "load") == "load" else node
+
+    visit_List = visit_Dict = visit_Tuple = visit_Compare = _made
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        return self._made(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return self._call("joined", node.nodes, node.lineno)
+
+
+class LimitedEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox in which rendering, done within a `Budget`, ends with TooExpensive rather than go on and on."""
+
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "%", "**"))
+
+    def __init__(self) -> None:
+        """With the block settings and extensions that transformers gives chat templates."""
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Charges, jinja2.ext.loopcontrols], finalize=_output
+        )
+        del self.globals["lipsum"]
+        self.globals["namespace"] = _Opaque
+        for name in _REMOVED_FILTERS:
+            del self.filters[name]
+        for name, function in self.filters.items():
+            self.add_filter(name, function)
+
+    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
+        """Add a filter, or replace one; it is charged like the others."""
+        self.filters[name] = _charged(name, function)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        charges = self.extensions[_Charges.identifier]
+        assert isinstance(charges, _Charges)
+        return charges.rewrite(super()._parse(source, name, filename))
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """No methods of texts whose results are not foreseen here, and none of numbers."""
+        if isinstance(obj, int | float | bytes) or (isinstance(obj, str) and attr in _REFUSED_METHODS):
+            return False
+        return super().is_safe_attribute(obj, attr, value)
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Charge an operator before it is computed."""
+        budget = _budget.get()
+        if operator == "+" and isinstance(left, str) and isinstance(right, str):  # what templates do most
+            budget.step(len(left) + len(right))
+            return left + right
+        size = budget.size(left) + budget.size(right)
+        if operator == "%" and isinstance(left, str):
+            _before_text("format", left, (right,))
+        elif isinstance(left, int) and isinstance(right, int):
+            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+            if bits > MAX_BITS:
+                raise TooExpensive("it computes with larger numbers than a prompt can need")
+        elif operator == "*" and size:
+            size *= max(left if isinstance(left, int) else right if isinstance(right, int) else 1, 1)
+        budget.step(size)
+        return budget.result(super().call_binop(context, operator, left, right))
+
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        """The sandbox's stand-in for `str.format`, charged."""
+        formatted = super().wrap_str_format(value)
+        if formatted is None:
+            return None
+
+        def run(*args: Any, **kwargs: Any) -> str:
+            _before_text("format", value.__self__, (*args, *kwargs.values()))
+            return formatted(*args, **kwargs)
+
+        return run
+
+    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Charge a call's result; before it, what a method of a text would make."""
+        if getattr(function, "__qualname__", "").startswith("_Charges."):
+            return function(*args)
+        text = getattr(function, "__self__", None)
+        if isinstance(text, str):
+            _before_text(function.__name__, text, (*args, *kwargs.values()))
+        return _budget.get().result(super().call(context, function, *args, **kwargs))
+
+
+class _Opaque(Namespace):
+    """Written out, it does not unfold what it holds."""
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+def _text(value: Any) -> str:
+    """`str(value)`, charged before it is made."""
+    if isinstance(value, str):
+        return value
+    _budget.get().step(_budget.get().deep(value))
+    return str(value)
+
+
+@jinja2.pass_context  # so that Jinja does not call it while it compiles
+def _output(_: Any, value: Any) -> Any:
+    """Jinja's `finalize`: a value that is put out."""
+    if not isinstance(value, jinja2.Undefined):
+        value = _text(value)
+        _budget.get().step(len(value))
+    return value
+
+
+def _before_text(name: str, text: str, args: tuple[Any, ...]) -> None:
+    """Charge what a method or filter makes of a text."""
+    budget = _budget.get()
+    size = len(text)
+    if name == "replace" and len(args) > 1:
+        size += (text.count(str(args[0])) + 1) * budget.deep(args[1])
+    elif name == "join" and args:
+        size = budget.deep(args[0]) + len(text) * (len(args[0]) if hasattr(args[0], "__len__") else 1)
+    elif name == "format":
+        if _WIDE.search(text):
+            raise TooExpensive("it formats with a width that is computed or has more than 3 digits")
+        size += (text.count("%") + text.count("{")) * sum(map(budget.deep, args))
+    elif name in ("split", "rsplit", "splitlines"):
+        size += ITEM * (text.count(args[0]) if args and isinstance(args[0], str) and args[0] else len(text) // 2)
+    budget.step(size)
+
+
+def _charged(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter, charged for what it is given and for what it makes."""
+    position = 1 if hasattr(function, "jinja_pass_arg") else 0  # jinja passes a context or environment first
+
+    @wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if position < len(args):
+            value = args[position]
+            _before_filter(name, value, (*args[position + 1 :], *kwargs.values()))
+            if hasattr(value, "__next__"):
+                args = (*args[:position], _counted(value), *args[position + 1 :])
+        result = function(*args, **kwargs)
+        return _counted(result) if hasattr(result, "__next__") else _budget.get().result(result)
+
+    return run
+
+
+def _before_filter(name: str, value: Any, more: tuple[Any, ...]) -> None:
+    budget = _budget.get()
+    size = budget.deep(value)
+    if name in ("replace", "format"):
+        return _before_text(name, _text(value), more)
+    if name == "join":
+        size += (len(value) if hasattr(value, "__len__") else 1) * max(map(budget.deep, more), default=0)
+    elif name == "indent":
+        widths = [len(x) if isinstance(x, str) else int(x) for x in more if isinstance(x, str | int)]
+        size += (_text(value).count("\n") + 1) * max(widths, default=4)
+    elif name == "tojson":
+        size = 8 * size
+        if any(isinstance(x, int) and x > ITEM for x in more):
+            raise TooExpensive(f"it indents JSON by more than {ITEM}")
+    elif name == "sum" and any(isinstance(x, str | list | tuple) for x in more[1:]):
+        raise TooExpensive("it adds up lists with the filter sum")
+    elif name in _TO_ITEMS and hasattr(value, "__len__"):
+        size += ITEM * len(value)
+    budget.step(size)
+
+
+def _counted(values: Iterator[Any]) -> Iterator[Any]:
+    """Charges each item for what it holds."""
+    budget = _budget.get()
+    for value in values:
+        budget.step(ITEM + budget.deep(value))
+        yield value

@@ -1,0 +1,27 @@
+"""From bytes of another process to exactly one known type, or to one error, whatever the bytes are."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar, cast
+
+import msgspec
+
+from tandem.errors import TransportError
+
+Message = TypeVar("Message")
+
+
+class Decoder(Generic[Message]):
+    """Decodes MessagePack into `Message`, a struct or a union of tagged ones."""
+
+    def __init__(self, kind: object) -> None:
+        """`kind` is `Message` once more, as a value."""
+        self._decode = msgspec.msgpack.Decoder(kind).decode
+
+    def decode(self, data: bytes | memoryview) -> Message:
+        """The message in `data`. Raises TransportError for anything else."""
+        try:
+            return cast(Message, self._decode(data))
+        # Text that is not UTF-8 and nesting without end are no DecodeErrors.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise TransportError(f"{len(data)} bytes cannot be read as a message: {error}") from None

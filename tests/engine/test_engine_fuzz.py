@@ -1,0 +1,69 @@
+"""A client of the engine's socket that sends nonsense: it is dropped, and the next one is served."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tandem.engine.gateway import Gateway
+from tandem.protocol.control import Abort, EngineMessage, EngineStatus, QueryStatus, Submit
+from tandem.protocol.request import EngineRequest, SamplingParams
+
+STATUS = EngineStatus(
+    query_id=0,
+    state="ready",
+    detail="",
+    model="m",
+    source="/m",
+    max_context=9,
+    vocab_size=9,
+    queued=0,
+    running=0,
+    kv_tokens_used=0,
+    kv_tokens_total=9,
+    restarts=0,
+    stages=1,
+    lanes=1,
+    ranks=[],
+)
+
+
+def test_the_gateway_survives_its_clients() -> None:
+    draw = random.Random(0)
+    submit = msgspec.msgpack.encode(Submit(EngineRequest(request_id="r", prompt=[1], params=SamplingParams())))
+    query = msgspec.msgpack.encode(QueryStatus(7))
+    with tempfile.TemporaryDirectory(prefix="tandem-", dir="/tmp") as directory:
+        gateway = Gateway(Path(directory) / "e.sock", STATUS, lambda: b"")
+        with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+            client.linger = 0
+            client.connect(f"ipc://{gateway.path}")
+            for _ in range(200):
+                cut = draw.randrange(len(submit))
+                damaged = bytearray(submit)
+                damaged[cut] = draw.randrange(256)
+                for frames in (
+                    [b""],
+                    [submit[:cut]],
+                    [submit[:cut], submit[cut:]],
+                    [query, b""],
+                    [b"\x91" * 50_000],
+                    [draw.randbytes(draw.randrange(60)) + b"\xc1"],
+                    [bytes(damaged)],
+                ):
+                    client.send_multipart(frames)
+            client.send(msgspec.msgpack.encode(Abort("last")))
+            client.send(query)
+            taken = []
+            while not taken or taken[-1] != Abort("last"):
+                messages = gateway.receive(10.0)
+                assert messages, "the gateway has stopped handing on messages"
+                taken += [message for _, message in messages]
+            assert all(isinstance(message, Submit | Abort) for message in taken)
+            assert client.poll(10_000)
+            answer = msgspec.msgpack.decode(client.recv(), type=EngineMessage)
+            assert answer == msgspec.structs.replace(STATUS, query_id=7)
+        gateway.close()
