@@ -113,13 +113,26 @@ class TimeoutExceeded(ServerError):
     status = 504
 
 
-class RankFailure(TandemError):
-    """A rank died, hung or raised. The gang of ranks ends and is replaced."""
+CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "error")
+"""Why a gang ended: a rank's process ended, stands still by a signal, does not answer; a link brings nothing; a step
+does not move; ranks did not come up in time; a rank raised."""
 
-    def __init__(self, message: str, *, rank: int | None = None, details: str = "") -> None:
+
+class RankFailure(TandemError):
+    """A rank died, hung or raised. The gang of ranks ends and is replaced.
+
+    `cause` is one of `CAUSES`, for metrics.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, details: str = "", cause: str = "error") -> None:
         super().__init__(message)
         self.rank = rank
         self.details = details
+        self.cause = cause
+
+
+class EngineStuck(RankFailure):
+    """A step that runs in the engine's own process does not end: the process must be replaced."""
 
 
 class BatchDesync(RankFailure):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import zmq
 
@@ -14,6 +16,7 @@ from tandem.cli.control import ControlServer, ask
 from tandem.cli.engines import EngineSet, gpus_of, ranks_of, replica_settings
 from tandem.config.loading import build
 from tandem.errors import UsageError
+from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaList
 
 
@@ -118,8 +121,13 @@ class FakeChild:
         self.name, self.arguments, self.code, self.pid = name, arguments, None, 1
         self.started.append(self)
 
+    stopped = False
+
     def poll(self):
         return self.code
+
+    def kill(self):
+        self.code = -9
 
     def describe_exit(self):
         return f"exited with code {self.code}"
@@ -139,13 +147,73 @@ def children(monkeypatch):
     return FakeChild.started
 
 
-def test_a_single_engine_that_ends_ends_the_server(children):
-    for code, expected in ((2, 2), (3, 3), (-9, 3), (0, 3)):
+def test_a_single_engine_that_gives_up_ends_the_server(children):
+    for code, expected in ((2, 2), (3, 3), (0, 3)):
         engines = EngineSet(settings())
         engines.start()
         assert engines.look() is None
         children[-1].code = code
         assert engines.look() == expected
+
+
+@pytest.mark.parametrize("code", [-9, 1, 4])
+def test_a_single_engine_that_is_killed_is_started_again_within_bounds(children, code):
+    engines = EngineSet(settings())
+    engines.start()
+    for deaths in range(1, 6):
+        children[-1].code = code
+        assert engines.look() is None
+        assert [info.state for info in engines.infos()] == ["restarting"]
+        assert engines.look() is None
+        assert engines.infos()[0].restarts == deaths
+        assert children[-1].arguments == ("engine",)
+    children[-1].code = code
+    assert engines.look() == 3
+
+
+def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatch):
+    monkeypatch.setattr("tandem.cli.vigil.STOPPED_S", 0.05)
+    engines = EngineSet(settings())
+    engines.start()
+    children[0].stopped = True
+    assert engines.look() is None
+    assert children[0].code is None, "a short stop is forgiven"
+    time.sleep(0.1)
+    assert engines.look() is None
+    assert children[0].code == -9
+    assert engines.look() is None
+    assert engines.look() is None
+    assert len(children) == 2
+
+
+def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatch):
+    status = EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
+                          queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, lanes=1,
+                          ranks=[])
+    answers = [msgspec.structs.replace(status, age_s=age, state=state) for age, state in
+               ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))]
+
+    class Probe:
+        def __init__(self, endpoint):
+            pass
+
+        def ask(self):
+            return answers.pop(0)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("tandem.cli.engines.StatusProbe", Probe)
+    monkeypatch.setattr("tandem.cli.engines.ASK_S", 0.0)
+    engines = EngineSet(settings())
+    engines.start()
+    engines.announced = True
+    for _ in range(3):
+        assert engines.look() is None
+        assert children[0].code is None
+        time.sleep(0.001)
+    assert engines.look() is None
+    assert children[0].code == -9
 
 
 def test_one_of_several_is_started_again_within_bounds(children):

@@ -15,7 +15,8 @@ from tandem.protocol.supervisor import ReplicaInfo
 from tandem.router.router import Router
 from tandem.server.engines import refusal, replica_state
 from tandem.server.merged import merged_metrics, merged_status
-from tandem.server.replicas import MOST_LOSSES, Replicas
+from tandem.server.replicas import Replicas
+from tandem.server.trials import MOST_LOSSES
 
 
 @pytest.fixture
@@ -128,6 +129,53 @@ def test_a_silent_engine_is_lost_too(engines):
             engines[home].silent = True
             engines[1 - home].hold = False
             assert await asyncio.wait_for(task, 10)
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
+    [home] = engines[:1]
+
+    async def run():
+        replicas = Replicas(Router(), {0: home.endpoint}, heartbeat_s=0.05, patience_s=10)
+        await replicas.start()
+        try:
+            await until(lambda: replicas.alive)
+            task = asyncio.create_task(outputs_of(replicas, "a"))
+            await until(lambda: where([home], "a"))
+            await asyncio.sleep(0.1)
+            home.stop()
+            await until(lambda: not replicas.alive)
+            with pytest.raises(UnavailableError):
+                replicas.open([request("new")])
+            await asyncio.sleep(0.5)
+            home.start()
+            outputs = await asyncio.wait_for(task, 10)
+            [again] = [one for key, one in home.submitted.items() if key.startswith("a+")]
+            assert again.produced
+            assert again.strikes == 1
+            assert sum(bool(output.finish_reason) for output in outputs) == 1
+        finally:
+            await replicas.close()
+
+    asyncio.run(run())
+
+
+def test_it_waits_for_so_long_and_no_longer(engines):
+    async def run():
+        replicas = Replicas(Router(), {0: engines[0].endpoint}, heartbeat_s=0.05, patience_s=0.5)
+        await replicas.start()
+        try:
+            await until(lambda: replicas.alive)
+            engines[0].hold = True
+            task = asyncio.create_task(outputs_of(replicas, "a"))
+            await until(lambda: where(engines, "a"))
+            engines[0].stop()
+            with pytest.raises(UnavailableError):
+                await asyncio.wait_for(task, 10)
+            assert replicas._flights == {}
+        finally:
+            await replicas.close()
 
     asyncio.run(run())
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tandem.cli.probe import StatusProbe
 from tandem.cli.processes import MODULE
+from tandem.cli.vigil import Vigil
 from tandem.config.loading import to_json
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.env import child_environment, engine_socket_path, variable
@@ -23,13 +24,15 @@ from tandem.protocol.supervisor import ReplicaInfo
 log = logging.getLogger("tandem.cli")
 
 EXIT_USAGE, EXIT_FAILED = 2, 3
-RESTARTS = 5
 WINDOW_S = 300.0
-"""A replica that dies more than `RESTARTS` times within so long is given up."""
+"""A replica that dies more than `max_restarts` times within so long is given up."""
 GRACE_S = 10.0
 """Seconds beyond `drain_timeout` that a draining engine gets to end by itself."""
 BACKOFF_S = 0.5
 """Seconds until the first restart; twice as long each time after."""
+SILENT_S, HUNG_S = 10.0, 20.0
+"""Seconds after which an engine is replaced that does not answer, or whose main loop stands still."""
+ASK_S = 1.0
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -43,6 +46,8 @@ class _Replica:
     restarts: int = 0
     deaths: list[float] = field(default_factory=list)
     restart_at: float = 0.0
+    vigil: Vigil | None = None
+    asked_at: float = 0.0
 
     @property
     def endpoint(self) -> str:
@@ -89,7 +94,8 @@ def replica_settings(settings: Settings, index: int) -> Settings:
 
 
 class EngineSet:
-    """All replicas of one server. A server that never had more than one ends with it, as its engine knows best."""
+    """All replicas of one server. A server that never had more than one ends with it when it ends by itself, as its
+    engine knows best; one that is killed, or hangs, is replaced."""
 
     def __init__(self, settings: Settings) -> None:
         """`settings` with the port that is really bound. Nothing is started."""
@@ -152,9 +158,30 @@ class EngineSet:
             elif time.monotonic() > replica.drain_until:
                 log.warning("the %s did not end in time and is killed", replica.child.name)
                 replica.child.kill()
+            elif (trouble := self._trouble(replica)) is not None:
+                log.error("the %s %s; replacing it", replica.child.name, trouble)
+                replica.child.kill()
             if code is not None:
                 return code
         return None if self._replicas else EXIT_FAILED
+
+    def _trouble(self, replica: _Replica) -> str | None:
+        """Why a process that runs must be replaced, in words."""
+        assert replica.vigil is not None
+        now = time.monotonic()
+        if self.announced and now - replica.asked_at > ASK_S:
+            status = self._probe(replica).ask()
+            if status is not None:
+                replica.asked_at = now
+                replica.vigil.heard()
+                if status.state != "starting" and status.age_s > HUNG_S:
+                    return f"answers, but its main loop has stood still for {status.age_s:.0f} s"
+        return replica.vigil.verdict()
+
+    def _probe(self, replica: _Replica) -> StatusProbe:
+        if replica.index not in self._probes:
+            self._probes[replica.index] = StatusProbe(replica.endpoint)
+        return self._probes[replica.index]
 
     def _ended(self, replica: _Replica, child: ChildProcess, code: int) -> int | None:
         child.wait(0.0)
@@ -164,13 +191,14 @@ class EngineSet:
             return None
         if code not in (0, EXIT_USAGE, EXIT_FAILED) or self._several:
             log.error("the %s %s", child.name, child.describe_exit())
-        if not self._several or (code == EXIT_USAGE and not self.announced):
-            return code if code > 0 else EXIT_FAILED
+        gave_up = code in (0, EXIT_USAGE, EXIT_FAILED)
+        if (gave_up and not self._several) or (code == EXIT_USAGE and not self.announced):
+            return code or EXIT_FAILED
         replica.child = None
         self._drop_probe(replica)
         now = time.monotonic()
         replica.deaths = [at for at in replica.deaths if now - at < WINDOW_S] + [now]
-        if code == EXIT_USAGE or len(replica.deaths) > RESTARTS:
+        if code == EXIT_USAGE or len(replica.deaths) > self._settings.scheduler.max_restarts:
             log.error("replica %d is given up", replica.index)
             self._remove(replica)
         else:
@@ -181,14 +209,12 @@ class EngineSet:
         """What engines say of themselves, as far as they have answered since the last call. Used until `announced`."""
         found = {}
         for index, replica in self._replicas.items():
-            if index not in self._probes:
-                self._probes[index] = StatusProbe(replica.endpoint)
-            if (status := self._probes[index].ask()) is not None:
+            if (status := self._probe(replica).ask()) is not None:
                 found[index] = status
         return found
 
     def close_probes(self) -> None:
-        """Statuses are no longer asked for."""
+        """Forget all questions that are under way."""
         for probe in self._probes.values():
             probe.close()
         self._probes.clear()
@@ -222,6 +248,7 @@ class EngineSet:
             changes["CUDA_VISIBLE_DEVICES"] = gpus
         replica.child = ChildProcess(MODULE, to_json(replica.settings), env=child_environment(changes), name=name,
                                      arguments=arguments)
+        replica.vigil = Vigil(replica.child, SILENT_S)
 
     def _remove(self, replica: _Replica) -> None:
         del self._replicas[replica.index]

@@ -69,7 +69,8 @@ def _api_child(settings: Settings, fd: int) -> int:
     from tandem.server.supervisor import SupervisorLink
 
     control = control_path(settings.server.port)
-    engines = Replicas(Router(affinity=settings.scheduler.prefix_cache > 0), link=SupervisorLink(control))
+    engines = Replicas(Router(affinity=settings.scheduler.prefix_cache > 0), link=SupervisorLink(control),
+                       patience_s=settings.scheduler.start_timeout)
 
     def orphaned() -> None:
         # A supervisor that was killed could not do this. The port is ours until we end, so no other has the file yet.

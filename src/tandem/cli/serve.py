@@ -1,8 +1,8 @@
 """`tandem serve`: engines and an api as children of one supervisor.
 
-The supervisor holds the listening socket, so that the api can be replaced without refusing a connection. It restarts
-an api that dies, and an engine that dies while there are several; a single engine that gives up ends the server. It
-leaves nothing running, whoever is killed: the children hang on its standard-input pipes.
+The supervisor holds the listening socket, so that the api can be replaced without refusing a connection. It replaces an
+api or an engine that dies, is stopped or hangs; a single engine that gives up by itself ends the server. It leaves
+nothing running, whoever is killed: the children hang on its standard-input pipes.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rich.console import Console
 from tandem.cli.control import ControlServer, control_path
 from tandem.cli.engines import EXIT_FAILED, EngineSet
 from tandem.cli.processes import MODULE, prepared
+from tandem.cli.vigil import Vigil
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.env import child_environment, engine_socket_path
@@ -32,6 +33,7 @@ from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import (
     AddReplica,
     DrainReplica,
+    ListReplicas,
     ReplicaChanged,
     ReplicaList,
     SupervisorReply,
@@ -42,9 +44,10 @@ from tandem.server.run import listen
 log = logging.getLogger("tandem.cli")
 
 POLL_S = 0.1
-API_RESTARTS = 5
 API_WINDOW_S = 60.0
-"""An api that dies more than `API_RESTARTS` times within so long is not started again."""
+"""An api that dies more than `max_restarts` times within so long is not started again."""
+API_SILENT_S = 15.0
+"""Seconds without a sign of life after which the api is replaced."""
 GRACE_S = 10.0
 """Seconds beyond `drain_timeout` that children get to end by themselves."""
 
@@ -102,6 +105,8 @@ class Supervisor:
 
     def _answer(self, request: SupervisorRequest) -> SupervisorReply:
         """Answer the control socket. Raises UsageError."""
+        if isinstance(request, ListReplicas) and self._api is not None and request.api == self._api.pid:
+            self._vigil.heard()
         if isinstance(request, AddReplica):
             return ReplicaChanged(self._engines.add())
         if isinstance(request, DrainReplica):
@@ -115,6 +120,7 @@ class Supervisor:
     def _start_api(self) -> None:
         self._api = ChildProcess(MODULE, to_json(self._settings), env=child_environment(), name="api",
                                  arguments=("api", str(self._listener.fileno())), pass_fds=[self._listener.fileno()])
+        self._vigil = Vigil(self._api, API_SILENT_S)
 
     def _wait_until_ready(self) -> int | None:
         """None once requests can be served by all replicas, else an exit code."""
@@ -135,7 +141,6 @@ class Supervisor:
 
     def _announce(self, engines: list[EngineStatus]) -> None:
         self._engines.announced = True
-        self._engines.close_probes()
         host, port = self._settings.server.host, self._settings.server.port
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
@@ -155,18 +160,22 @@ class Supervisor:
         if self._signals:
             return 0
         code = self._engines.look()
-        if code is None and self._api is not None and self._api.poll() is not None:
-            code = self._restart_api(self._api)
+        if code is None and self._api is not None:
+            if self._api.poll() is not None:
+                code = self._restart_api(self._api)
+            elif (trouble := self._vigil.verdict()) is not None:
+                log.error("the api %s; replacing it", trouble)
+                self._api.kill()
         return code
 
     def _restart_api(self, api: ChildProcess) -> int | None:
         now = time.monotonic()
         self._api_deaths = [at for at in self._api_deaths if now - at < API_WINDOW_S] + [now]
-        if api.poll() == 2 or len(self._api_deaths) > API_RESTARTS:
+        if api.poll() == 2 or len(self._api_deaths) > self._settings.scheduler.max_restarts:
             log.error("the api %s; giving up", api.describe_exit())
             return 2 if api.poll() == 2 else EXIT_FAILED
         log.error("the api %s; starting another", api.describe_exit())
-        time.sleep(POLL_S * len(self._api_deaths))
+        time.sleep(POLL_S * min(len(self._api_deaths) - 1, 10))
         self._start_api()
         return None
 
@@ -183,6 +192,6 @@ class Supervisor:
         deadline = time.monotonic() + self._settings.process.drain_timeout + GRACE_S
         for child in children:
             while not child.wait(POLL_S):
-                if self._signals > 1 or time.monotonic() > deadline:
+                if self._signals > 1 or child.stopped or time.monotonic() > deadline:
                     log.warning("the %s did not end in time and is killed", child.name)
                     child.kill()

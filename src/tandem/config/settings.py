@@ -88,14 +88,16 @@ class SchedulerSettings:
     memory_fraction: float = 0.85
     """Share of a machine's memory that its ranks may use together, weights included."""
     step_timeout: float = 300.0
-    """Seconds within which a step must end before its ranks count as stuck."""
+    """Most seconds without progress in a step before its ranks count as stuck. What steps have taken lately makes the
+    deadline shorter, down to 5 seconds on a CPU and 20 on a GPU."""
     start_timeout: float = 600.0
     """Seconds within which all ranks must be up and loaded; they count anew whenever weights have arrived."""
     canary: bool = True
     """Before serving, compute a prompt of more than two chunks twice in different ways over all ranks and links, and
     refuse to serve if anything disagrees. Layouts of one rank skip it."""
     max_restarts: int = 5
-    """Gang restarts in a row, without a request served in between, before the engine gives up."""
+    """Gang restarts in a row, without a request served in between, before the engine gives up. Also most times that
+    `tandem serve` starts an engine again within 5 minutes, or its api within one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections.abc import Callable
 
 from tandem.cache.budget import kv_capacity
 from tandem.config.settings import Settings
@@ -16,7 +17,7 @@ from tandem.engine.canary import REPEAT_S, send_canary
 from tandem.engine.drain_rate import DrainRate
 from tandem.engine.layout import Layout, make_executor
 from tandem.engine.metrics import EngineMetrics
-from tandem.errors import OutOfMemory, OverloadedError, RankFailure, UnavailableError
+from tandem.errors import EngineStuck, OutOfMemory, OverloadedError, RankFailure, UnavailableError
 from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import EngineMessage, EngineStatus, Output, RankInfo, Ready, Refused, Stepped
 from tandem.protocol.request import EngineRequest
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
+STABLE_S = 60.0
+"""A gang that has stood for so long was sound: the failure that ends it is the first in a row."""
+WAIT_S = 0.05
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
@@ -40,6 +44,8 @@ class Engine:
         self.state = "starting"
         self.detail = "loading the model"
         self.restarts = 0
+        self.on_wait: Callable[[], None] | None = None
+        """Called about every 0.1 s while `pump` replaces the ranks. It may submit and abort requests."""
         self._executor = executor or make_executor(settings, layout)
         self._scheduler: Scheduler | None = None
         self._failures_in_a_row = 0
@@ -48,6 +54,8 @@ class Engine:
         self._latest: dict[int, Stepped] = {}
         self._canary_s = 0.0
         self._drain_rate = DrainRate()
+        self._load_s = 0.0
+        self._ready_at = 0.0
 
     @property
     def executor(self) -> Executor:
@@ -62,7 +70,7 @@ class Engine:
 
     def start(self, progress: Progress | None = None) -> None:
         """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
-        self._ready = self._executor.start(progress)
+        self._launch(progress)
         try:
             limits = self._limits()
             self._scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
@@ -70,7 +78,17 @@ class Engine:
             self._executor.close()
             raise
         self.metrics.kv_total.set(self._scheduler.limits.kv_tokens)
+        self._stand()
+
+    def _launch(self, progress: Progress | None = None) -> None:
+        started = time.monotonic()
+        self._ready = self._executor.start(progress)
+        self._load_s = time.monotonic() - started
+        self.metrics.load_seconds.set(self._load_s)
+
+    def _stand(self) -> None:
         self.state, self.detail = "ready", ""
+        self._ready_at = time.monotonic()
 
     def _canary(self, limits: Limits, first_step: int) -> int:
         """Check the ranks against one another; returns the number of the next step. Raises RankFailure."""
@@ -139,18 +157,22 @@ class Engine:
     def pump(self, timeout_s: float) -> list[EngineMessage]:
         """Send the plans that can be sent, and take what results there are, waiting up to `timeout_s` seconds.
 
-        Replaces the gang when it fails. Raises RankFailure when it gives up; `failures()` then ends the requests.
+        Also looks after the ranks, and is to be called now and then when there is nothing to do. Replaces the gang when
+        it fails. Raises RankFailure when it gives up; `failures()` then ends the requests. EngineStuck means that only
+        another process can go on with them.
         """
         if self._scheduler is None:
             return []
         messages: list[EngineMessage] = []
         try:
             self._send_plans()
-            if self._scheduler.under_way:
-                for report in self._executor.collect(timeout_s):
-                    messages += self._take(report)
-                # At once, so that the ranks have their next step before anybody looks at this one's outcome.
-                self._send_plans()
+            for report in self._executor.collect(timeout_s if self._scheduler.under_way else 0.0):
+                messages += self._take(report)
+            # At once, so that the ranks have their next step before anybody looks at this one's outcome.
+            self._send_plans()
+        except EngineStuck:
+            self.state = "failed"
+            raise
         except RankFailure as failure:
             messages += self._recover(failure)
         return messages
@@ -181,31 +203,51 @@ class Engine:
     def _recover(self, failure: RankFailure) -> list[EngineMessage]:
         """A new gang, and every request queued again with the tokens it has."""
         assert self._scheduler is not None
-        self.state = "recovering"
+        noticed = time.monotonic()
+        if noticed - self._ready_at > STABLE_S:
+            self._failures_in_a_row = 0
         refused = self._scheduler.restart()
+        # Deaths that a request is to blame for say nothing against the machines.
+        self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
         while True:
+            self._count_failure(failure)
             self._executor.close()
-            self._failures_in_a_row += 1
-            self.restarts += 1
-            self.metrics.restarts.inc()
-            log.error("%s; replacing all ranks (failure %d in a row)", failure.message, self._failures_in_a_row)
-            self.detail = f"replacing the ranks after: {failure.message}"
             if self._failures_in_a_row > self.settings.scheduler.max_restarts:
                 self.state = "failed"
                 raise RankFailure(f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the "
-                                  f"last: {failure.message}", rank=failure.rank)
+                                  f"last: {failure.message}", rank=failure.rank, cause=failure.cause)
             if self._failures_in_a_row > 1:
-                time.sleep(min(BACKOFF_S * 2 ** self._failures_in_a_row, MAX_BACKOFF_S))
+                self._wait(min(BACKOFF_S * 2 ** self._failures_in_a_row, MAX_BACKOFF_S))
             try:
-                self._ready = self._executor.start()
+                self._executor.on_wait = self.on_wait
+                self._launch()
                 if self._canary_s < REPEAT_S:
                     self._scheduler.next_step = self._canary(self._scheduler.limits, self._scheduler.next_step)
                 break
             except RankFailure as again:
                 failure = again
-        self.state, self.detail = "ready", ""
-        log.info("the ranks are back; %d requests go on", len(self._scheduler.sequences))
+        self._stand()
+        self.metrics.recovery_seconds.observe(self._ready_at - noticed)
+        log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
+                 len(self._scheduler.sequences))
         return refused
+
+    def _count_failure(self, failure: RankFailure) -> None:
+        self._failures_in_a_row += 1
+        self.restarts += 1
+        self.metrics.restarts.inc()
+        self.metrics.failures.labels(failure.cause).inc()
+        log.error("%s; replacing all ranks (failure %d in a row)", failure.message, self._failures_in_a_row)
+        self.state, self.detail = "recovering", f"replacing the ranks after: {failure.message}"
+        if self.on_wait is not None:
+            self.on_wait()
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.on_wait is not None:
+                self.on_wait()
+            time.sleep(WAIT_S)
 
     def failures(self, error: Exception) -> list[EngineMessage]:
         """End every request with an error, because the engine cannot go on."""
@@ -239,11 +281,18 @@ class Engine:
             kv_tokens_total=scheduler.limits.kv_tokens if scheduler else 0, restarts=self.restarts,
             prefix_tokens=scheduler.prefixes.positions if scheduler else 0,
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
-            prefix_hits=scheduler.prefixes.hits if scheduler else 0, stages=layout.ranks[0].stages,
+            prefix_hits=scheduler.prefixes.hits if scheduler else 0, load_s=self._load_s, stages=layout.ranks[0].stages,
             lanes=layout.lanes, ranks=[self._rank_info(ready) for ready in self._ready])
+
+    def _slowdown(self, rank: int) -> float:
+        slowdowns = self._executor.slowdowns
+        slowdown = slowdowns[rank] if rank < len(slowdowns) else 1.0
+        self.metrics.slowdown.labels(str(rank)).set(slowdown)
+        return slowdown
 
     def _rank_info(self, ready: Ready) -> RankInfo:
         spec, latest = self.layout.ranks[ready.rank], self._latest.get(ready.rank)
         return RankInfo(rank=ready.rank, stage=spec.stage, layers=spec.layers, pid=ready.pid, host=ready.host,
                         weight_bytes=ready.weight_bytes, peak_bytes=latest.peak_bytes if latest else ready.peak_bytes,
-                        step_s=self._step_s.get(ready.rank, 0.0), kv_bytes=latest.step.kv_bytes if latest else 0)
+                        step_s=self._step_s.get(ready.rank, 0.0), kv_bytes=latest.step.kv_bytes if latest else 0,
+                        slowdown=self._slowdown(ready.rank))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -30,6 +31,8 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 15.0
 """An api that says nothing for so long is gone; its requests are aborted."""
+DOUBT_S = 2.0
+"""After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
 Inbound = tuple[Client, Submit | Abort | Detach]
@@ -43,19 +46,19 @@ class Gateway:
 
     def __init__(self, path: Path, status: EngineStatus, metrics: Callable[[], bytes]) -> None:
         self.path = path
-        self.status = status
-        """Replaced as a whole by the engine's thread."""
+        self._status = (status, time.monotonic())
         self._metrics = metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 500
         self._router.maxmsgsize = MAX_FRAME
         self._router.sndhwm = 0
+        self._router.router_mandatory = True  # sending to an api that is gone raises
         self._bind()
         self._inside, self.engine_end = (self._context.socket(zmq.PAIR) for _ in range(2))
-        for socket in (self._inside, self.engine_end):
-            socket.hwm = 0
-            socket.linger = 500
+        for end in (self._inside, self.engine_end):
+            end.hwm = 0
+            end.linger = 500
         self._inside.bind("inproc://engine")
         self.engine_end.connect("inproc://engine")
         self._seen: dict[Client, float] = {}
@@ -80,6 +83,15 @@ class Gateway:
                              param="engine_socket") from error
 
     # --- the engine's thread ---
+
+    @property
+    def status(self) -> EngineStatus:
+        """What apis are told. Replaced as a whole by the engine's thread."""
+        return self._status[0]
+
+    @status.setter
+    def status(self, status: EngineStatus) -> None:
+        self._status = (status, time.monotonic())
 
     def receive(self, timeout_s: float) -> list[Inbound]:
         """Everything that apis have sent for the engine; waits up to `timeout_s` seconds for something."""
@@ -128,8 +140,18 @@ class Gateway:
             frames = self._inside.recv_multipart()
             if not frames[0]:
                 return False
-            self._router.send_multipart(frames)
+            self._send(frames)
         return True
+
+    def _send(self, frames: list[bytes]) -> None:
+        try:
+            self._router.send_multipart(frames)
+        except zmq.ZMQError:
+            self._forget(frames[0])
+
+    def _answer(self, query_id: int) -> EngineStatus:
+        status, at = self._status
+        return msgspec.structs.replace(status, query_id=query_id, age_s=time.monotonic() - at)
 
     def _take_requests(self) -> None:
         while self._router.poll(0):
@@ -142,32 +164,44 @@ class Gateway:
                 continue
             self._seen[client] = time.monotonic()
             if isinstance(message, QueryStatus):
-                answer: EngineMessage = msgspec.structs.replace(self.status, query_id=message.query_id)
+                answer: EngineMessage = self._answer(message.query_id)
             elif isinstance(message, QueryMetrics):
                 answer = MetricsText(message.query_id, self._metrics())
             else:
                 self._inside.send_multipart([client, frames[0]])
                 continue
-            self._router.send_multipart([client, self._encoder.encode(answer)])
+            self._send([client, self._encoder.encode(answer)])
 
     def _forget_silent(self) -> None:
         now = time.monotonic()
-        for client in [client for client, seen in self._seen.items() if now - seen > SILENCE_S]:
-            del self._seen[client]
+        for client, seen in list(self._seen.items()):
+            if now - seen > SILENCE_S:
+                self._forget(client)
+            elif now - seen > DOUBT_S:
+                self._send([client, self._encoder.encode(self._answer(0))])
+
+    def _forget(self, client: Client) -> None:
+        """It is gone: what it still has running is aborted."""
+        if self._seen.pop(client, None) is not None:
             self._inside.send_multipart([client, self._encoder.encode(Detach())])
 
 
 def _answers(path: Path) -> bool:
     """True if an engine lives behind the socket file."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False  # nobody listens: a file that a killed engine left
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
+    client = context.socket(zmq.DEALER)
+    client.linger = 0
     try:
-        socket.connect(f"ipc://{path}")
-        socket.send(msgspec.msgpack.encode(QueryStatus(0)))
-        return bool(socket.poll(500))
+        client.connect(f"ipc://{path}")
+        client.send(msgspec.msgpack.encode(QueryStatus(0)))
+        return bool(client.poll(500))
     except zmq.ZMQError:
         return False
     finally:
-        socket.close()
+        client.close()
         context.term()

@@ -99,7 +99,7 @@ def make_executor(settings: Settings, layout: Layout) -> Executor:
         preload_blas(settings.parallel.blas)
         from tandem.executors.inline import InlineExecutor
 
-        return InlineExecutor(layout.ranks[0])
+        return InlineExecutor(layout.ranks[0], step_timeout_s=settings.scheduler.step_timeout)
     from tandem.executors.cluster import ClusterExecutor
     from tandem.launchers.local import LocalLauncher
 

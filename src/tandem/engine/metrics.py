@@ -48,6 +48,11 @@ class EngineMetrics:
         self.aborted = counter("request_aborted", "Requests ended by the client.")
         self.preemptions = gauge("num_preemptions_total", "Sequences put back into the queue for want of KV memory.")
         self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
+        self.failures = counter("gang_failures", "Failures of a gang of ranks by what was found.", "cause")
+        self.recovery_seconds = histogram("gang_recovery_seconds", "From a failure noticed to ranks that are ready.")
+        self.load_seconds = gauge("gang_load_seconds", "What the last start of the ranks took, loading included.")
+        self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.",
+                              "rank")
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
         """A request was queued."""

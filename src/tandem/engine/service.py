@@ -17,17 +17,19 @@ from tandem.engine.engine import Engine
 from tandem.engine.gateway import Client, Gateway
 from tandem.engine.layout import plan_layout
 from tandem.env import engine_socket_path
-from tandem.errors import RankFailure, RequestError
+from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.launchers.process import watch_lifeline
 from tandem.protocol.control import Abort, Detach, EngineMessage, Output, Refused, Submit
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
 
-IDLE_S = 1.0
-"""Seconds between refreshes of the published status while nothing happens."""
-POLL_MS = 100
-EXIT_OK, EXIT_FAILED = 0, 3
+PUBLISH_S = 0.5
+"""Seconds between refreshes of the published status."""
+POLL_MS, IDLE_MS = 100, 500
+"""Longest sleeps while there is work, and while there is none."""
+EXIT_OK, EXIT_FAILED, EXIT_STUCK = 0, 3, 4
+"""Exit codes. STUCK: another process with the same settings may well go on."""
 
 
 class EngineService:
@@ -38,6 +40,7 @@ class EngineService:
         self._settings = settings
         layout = plan_layout(settings)
         self._engine = Engine(settings, layout)
+        self._engine.on_wait = self._meanwhile
         path = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
         self._gateway = Gateway(path, self._engine.status(), self._engine.metrics.text)
         self._owners: dict[str, Client] = {}
@@ -64,6 +67,11 @@ class EngineService:
             self._publish()
             self._serving = True
             self._serve()
+        except EngineStuck as stuck:
+            log.error("%s; this process ends, since the step cannot be ended without it", stuck.message)
+            self._gateway.close()
+            # Not an exit in good order, which would wait for the thread that is stuck.
+            os._exit(EXIT_STUCK)
         except RankFailure as failure:
             log.error("%s", failure.message)
             self._deliver(self._engine.failures(failure))
@@ -75,15 +83,21 @@ class EngineService:
 
     def _serve(self) -> None:
         while not self._over():
-            idle = self._engine.idle
-            for client, message in self._gateway.receive(IDLE_S if idle else 0.0):
-                self._handle(client, message)
-            if self._engine.idle:
-                self._publish_now_and_then()
-                continue
+            self._take_messages()
             self._deliver(self._engine.pump(0.0))
             self._wait_for_news()
             self._publish_now_and_then()
+
+    def _take_messages(self) -> None:
+        for client, message in self._gateway.receive(0.0):
+            self._handle(client, message)
+
+    def _meanwhile(self) -> None:
+        """While ranks are being replaced: requests may come and go, and the status shows it."""
+        self._take_messages()
+        if self._gateway.status.state != self._engine.state:
+            self._publish()
+        self._publish_now_and_then()
 
     def _wait_for_news(self) -> None:
         """Sleep until a rank or an api has something to say."""
@@ -91,7 +105,7 @@ class EngineService:
         poller.register(self._gateway.engine_end, zmq.POLLIN)
         if (socket := self._engine.executor.wait_socket) is not None:
             poller.register(socket, zmq.POLLIN)
-        poller.poll(POLL_MS)
+        poller.poll(IDLE_MS if self._engine.idle else POLL_MS)
 
     def _over(self) -> bool:
         if not self._stopping.is_set():
@@ -142,7 +156,7 @@ class EngineService:
         self._published = time.monotonic()
 
     def _publish_now_and_then(self) -> None:
-        if time.monotonic() - self._published > IDLE_S / 2:
+        if time.monotonic() - self._published > PUBLISH_S:
             self._publish()
 
 

@@ -90,6 +90,9 @@ Progress = Callable[[int, int, int, str], None]
 class Executor(ABC):
     """A gang of ranks, or one in this process. Used by one thread."""
 
+    on_wait: Callable[[], None] | None = None
+    """Called about every 0.1 s while `start` waits for ranks."""
+
     @abstractmethod
     def start(self, progress: Progress | None = None) -> list[Ready]:
         """Bring all ranks up, loaded and connected. Raises UsageError for what the user must mend, else RankFailure."""
@@ -113,6 +116,11 @@ class Executor(ABC):
     def wait_socket(self) -> object | None:
         """A socket, ZeroMQ's or plain, that turns readable when `collect` has something; None before `start`."""
         return None
+
+    @property
+    def slowdowns(self) -> list[float]:
+        """Of each rank: seconds for a unit of work lately, as a multiple of what is usual; empty if not measured."""
+        return []
 
     @property
     def pids(self) -> list[int]:

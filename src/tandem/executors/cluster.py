@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -13,11 +12,25 @@ import msgspec
 from tandem import errors
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
 from tandem.executors.base import Executor, Progress, StageSpec
+from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import serve_model
 from tandem.executors.worker import WorkerPayload
 from tandem.launchers.base import Launcher, RankProcess
 from tandem.launchers.worlds import World, make_world
-from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Plan, RankMessage, Ready, Stepped, Stop
+from tandem.protocol.control import (
+    Connect,
+    Failure,
+    Hello,
+    LoadProgress,
+    Ping,
+    Plan,
+    Pong,
+    RankCommand,
+    RankMessage,
+    Ready,
+    Stepped,
+    Stop,
+)
 from tandem.protocol.step import StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus
@@ -29,6 +42,8 @@ POLL_S = 0.1
 """Seconds between looks at whether the rank processes live."""
 STOP_GRACE_S = 2.0
 """Seconds that ranks get to end by themselves."""
+FAILED = 1
+"""Exit code of a rank that has reported why it ends."""
 
 
 class ClusterExecutor(Executor):
@@ -39,21 +54,23 @@ class ClusterExecutor(Executor):
         self._specs = specs
         self._launcher = launcher
         self._start_timeout = start_timeout_s
-        self._step_timeout = step_timeout_s
+        self._watchdog = Watchdog(len(specs), step_timeout_s)
         self._processes: list[RankProcess] = []
         self._bus: EngineBus | None = None
         self._worlds: list[World] = []
         self._blobs: BlobServer | None = None
         self._generation = ""
-        self._under_way: deque[tuple[int, set[int]]] = deque()
-        """(step, ranks that have not reported it), oldest first."""
-        self._progress_at = 0.0
+        self._connected = False
+        """All ranks have said hello and may be pinged."""
+        self._failed = False
 
     # --- start ---
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         """Launch, greet, connect and load. Ends the gang before it raises."""
         self._generation = secrets.token_hex(8)
+        self._connected = self._failed = False
+        self._watchdog.begin(time.monotonic())
         keys = ClusterKeys.generate()
         self._bus = EngineBus(keys, self._launcher.bus_host)
         try:
@@ -69,6 +86,7 @@ class ClusterExecutor(Executor):
             deadline = time.monotonic() + self._start_timeout
             hellos = self._gather_hellos(deadline)
             self._broadcast(Connect([hello.endpoint for hello in hellos]))
+            self._connected = True
             ready = self._gather_ready(progress)
             self._stop_serving()
             return ready
@@ -127,7 +145,7 @@ class ClusterExecutor(Executor):
                     progress(message.rank, message.done, message.total, message.phase)
             elif isinstance(message, Ready):
                 ready[message.rank] = message
-        self._under_way.clear()
+        self._watchdog.loaded(time.monotonic(), gpu=any(one.gpu for one in ready.values()))
         return [ready[rank] for rank in sorted(ready)]
 
     def _next_before(self, deadline: float, what: str, missing: set[int]) -> RankMessage:
@@ -135,18 +153,18 @@ class ClusterExecutor(Executor):
             message = self._receive(POLL_S)
             if message is not None:
                 return message
-            self._check_processes()
+            self._look()
+            if self.on_wait is not None:
+                self.on_wait()
             if time.monotonic() > deadline:
                 raise RankFailure(f"ranks {sorted(missing)} did not {what} within {self._start_timeout:.0f} s "
-                                  "(start_timeout)")
+                                  "(start_timeout)", cause="start")
 
     # --- steps ---
 
     def submit(self, plan: StepPlan) -> None:
         """Send the plan to every rank."""
-        if not self._under_way:
-            self._progress_at = time.monotonic()
-        self._under_way.append((plan.step_id, set(range(len(self._specs)))))
+        self._watchdog.planned(plan, time.monotonic())
         self._broadcast(Plan(plan))
 
     def collect(self, timeout_s: float) -> list[Stepped]:
@@ -156,36 +174,39 @@ class ClusterExecutor(Executor):
         while message is not None:
             if isinstance(message, Stepped):
                 reports.append(message)
-                self._note_progress(message)
+                self._watchdog.reported(message, time.monotonic())
             message = self._receive(0.0)
         if not reports:
-            self._check_processes()
-            self._check_progress()
+            self._look()
         return reports
 
-    def _note_progress(self, report: Stepped) -> None:
-        self._progress_at = time.monotonic()
-        for step_id, ranks in self._under_way:
-            if step_id == report.step.step_id:
-                ranks.discard(report.step.rank)
-        while self._under_way and not self._under_way[0][1]:
-            self._under_way.popleft()
+    def _look(self) -> None:
+        """Ping the ranks, and raise RankFailure for those that have died, do not answer or do not move."""
+        self._check_processes()
+        now = time.monotonic()
+        if self._connected and (number := self._watchdog.ping(now)) is not None:
+            self._broadcast(Ping(number))
+        try:
+            self._watchdog.look(now, lambda rank: self._processes[rank].stopped)
+        except RankFailure:
+            self._failed = True
+            raise
 
-    def _check_progress(self) -> None:
-        if self._under_way and time.monotonic() - self._progress_at > self._step_timeout:
-            step_id, ranks = self._under_way[0]
-            raise RankFailure(f"step {step_id} made no progress on ranks {sorted(ranks)} for "
-                              f"{self._step_timeout:.0f} s (step_timeout)", rank=min(ranks))
+    @property
+    def slowdowns(self) -> list[float]:
+        """As the watchdog measures them."""
+        return self._watchdog.slowdowns
 
     # --- the bus ---
 
-    def _broadcast(self, command: Plan | Connect | Stop) -> None:
+    def _broadcast(self, command: RankCommand) -> None:
         assert self._bus is not None
         for spec in self._specs:
             try:
                 self._bus.send(spec.rank, self._generation, command)
             except TransportError as error:
-                raise RankFailure(str(error), rank=spec.rank) from error
+                self._check_processes()
+                raise RankFailure(str(error), rank=spec.rank, cause="link") from error
 
     def _receive(self, timeout_s: float) -> RankMessage | None:
         """Next message of this gang. A message that cannot be read is logged and dropped; Failure is raised."""
@@ -205,6 +226,8 @@ class ClusterExecutor(Executor):
             return None
         if isinstance(message, Failure):
             raise self._translate(message)
+        if isinstance(message, Pong):
+            self._watchdog.answered(message, time.monotonic())
         return message
 
     def _translate(self, failure: Failure) -> TandemError:
@@ -213,6 +236,11 @@ class ClusterExecutor(Executor):
         if isinstance(kind, type) and issubclass(kind, UsageError):
             return kind(f"rank {failure.rank}: {failure.message}")
         log.debug("%s", failure.traceback)
+        for rank, process in enumerate(self._processes):
+            if rank != failure.rank and process.poll() not in (None, 0, FAILED):
+                # What this rank reports is what it saw of the other's death.
+                return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank,
+                                   cause="died")
         return RankFailure(f"rank {failure.rank}: {failure.kind}: {failure.message}", rank=failure.rank,
                            details=failure.traceback)
 
@@ -223,7 +251,8 @@ class ClusterExecutor(Executor):
                 while (received := self._bus.receive(0.2) if self._bus else None) is not None:
                     if isinstance(received[1], Failure):
                         raise self._translate(received[1])
-                raise RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank)
+                raise RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank,
+                                  cause="died")
 
     @property
     def wait_socket(self) -> object | None:
@@ -243,14 +272,13 @@ class ClusterExecutor(Executor):
                     self._bus.send(spec.rank, self._generation, Stop())
                 except TransportError:
                     continue
-        idle = not self._under_way
-        deadline = time.monotonic() + (STOP_GRACE_S if idle else 0.0)
+        calm = not (self._watchdog.busy or self._failed)
+        deadline = time.monotonic() + (STOP_GRACE_S if calm else 0.0)
         for process in self._processes:
             if not process.wait(max(deadline - time.monotonic(), 0.0)):
                 process.kill()
                 process.wait(10.0)
         self._processes = []
-        self._under_way.clear()
         self._stop_serving()
         if self._bus is not None:
             self._bus.close()

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import select
+import time
 from functools import partial
 
-from tandem.errors import RankFailure, UsageError
+from tandem.errors import EngineStuck, RankFailure, UsageError
 from tandem.executors.assembly import build_runner, load_slice, peak_bytes, ready_message, require_memory
 from tandem.executors.base import Executor, Progress, StageSpec
 from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
+from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
 
-POLL_S = 1.0
+POLL_S = 0.1
 STOP_S = 10.0
 
 
 class InlineExecutor(Executor):
-    """No bus, no channel, no second process. A step that hangs cannot be ended; that needs the cluster executor."""
+    """No bus, no channel, no second process. A step that hangs can be ended only together with the process."""
 
-    def __init__(self, spec: StageSpec) -> None:
+    def __init__(self, spec: StageSpec, *, step_timeout_s: float) -> None:
         self._spec = spec
+        self._watchdog = Watchdog(1, step_timeout_s)
         self._loop: RankLoop | None = None
         self._mailbox: Mailbox | None = None
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         """Load the model into this process."""
+        self._watchdog.begin(time.monotonic())
         self._mailbox = Mailbox()
         self._loop = RankLoop(0, self._build, self._mailbox, peak_bytes)
         while True:
@@ -35,7 +39,10 @@ class InlineExecutor(Executor):
                 if isinstance(event, Loaded) and progress is not None:
                     progress(0, event.done, event.total, event.phase)
                 elif isinstance(event, Ready):
+                    self._watchdog.loaded(time.monotonic(), gpu=event.gpu)
                     return [event]
+            if self.on_wait is not None:
+                self.on_wait()
 
     def _build(self, progress: Report) -> tuple[Runner, Ready]:
         # Whatever `weights_from` says: the engine's machine is this one.
@@ -48,11 +55,24 @@ class InlineExecutor(Executor):
         """Queue a step for the thread that owns the device."""
         if self._loop is None:
             raise RankFailure("the executor is not started", rank=0)
+        self._watchdog.planned(plan, time.monotonic())
         self._loop.submit(plan)
 
     def collect(self, timeout_s: float) -> list[Stepped]:
-        """Steps that are done; waits up to `timeout_s` seconds for one."""
-        return [event for event in self._wait(timeout_s) if isinstance(event, Stepped)]
+        """Steps that are done; waits up to `timeout_s` seconds for one. Raises EngineStuck."""
+        reports = [event for event in self._wait(timeout_s) if isinstance(event, Stepped)]
+        for report in reports:
+            self._watchdog.reported(report, time.monotonic())
+        try:
+            self._watchdog.look(time.monotonic(), lambda _: False)
+        except RankFailure as failure:
+            raise EngineStuck(failure.message, rank=0, cause=failure.cause) from failure
+        return reports
+
+    @property
+    def slowdowns(self) -> list[float]:
+        """As the watchdog measures it."""
+        return self._watchdog.slowdowns
 
     def _wait(self, timeout_s: float) -> list[Event]:
         """Whatever MLX raises makes the runner's state worthless, so it counts as the rank's failure."""

@@ -81,6 +81,8 @@ class RankLoop:
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._finished_at = 0.0
+        self._runner: Runner | None = None
+        self._begun = -1
         self._threads = [threading.Thread(target=target, name=name, daemon=True)
                          for target, name in ((self._compute, "mlx"), (self._report, "results"))]
         for thread in self._threads:
@@ -89,6 +91,10 @@ class RankLoop:
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan; returns at once."""
         self._plans.put(plan)
+
+    def where(self) -> tuple[int, bool]:
+        """The last step begun, -1 before the first, and whether it waits for another stage. From any thread."""
+        return self._begun, self._runner is not None and self._runner.waiting
 
     def stop(self, timeout_s: float) -> bool:
         """Finish what is queued and end; False if that takes more than `timeout_s` seconds."""
@@ -101,8 +107,10 @@ class RankLoop:
     def _compute(self) -> None:
         try:
             runner, ready = self._build(lambda *progress: self._mailbox.put(Loaded(*progress)))
+            self._runner = runner
             self._mailbox.put(ready)
             while (plan := self._plans.get()) is not None:
+                self._begun = plan.step_id
                 self._steps.put(runner.execute(plan))
         except Exception as error:  # noqa: BLE001 - the thread's border: whoever reads the mailbox decides
             self._mailbox.put(error)

@@ -25,7 +25,7 @@ from tandem.executors.blas import preload_blas
 from tandem.executors.weights import Head, obtain_files
 from tandem.launchers.process import receive_payload, watch_lifeline
 from tandem.log import set_up
-from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Plan, Ready, Stepped, Stop
+from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.transport.bus import RankBus
 from tandem.transport.channel import TcpChannel
 from tandem.transport.security import ClusterKeys
@@ -150,6 +150,8 @@ class Worker:
                     return
                 if isinstance(command, Plan):
                     loop.submit(command.plan)
+                elif isinstance(command, Ping):
+                    self._bus.send(Pong(self._spec.rank, command.number, *loop.where()))
 
 
 def main() -> None:

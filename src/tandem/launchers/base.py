@@ -16,6 +16,10 @@ class RankProcess(Protocol):
     def poll(self) -> int | None:
         """Exit code, or None while it runs."""
 
+    @property
+    def stopped(self) -> bool:
+        """It lives but stands still (SIGSTOP), as far as that can be told."""
+
     def describe_exit(self) -> str:
         """How it ended, in words."""
 

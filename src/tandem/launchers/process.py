@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 
@@ -45,6 +46,11 @@ class ChildProcess:
         """Exit code, negative for a signal; None while it runs."""
         return self._process.poll()
 
+    @property
+    def stopped(self) -> bool:
+        """It stands still: SIGSTOP, or a debugger. Linux tells; elsewhere this is always False."""
+        return self.poll() is None and process_state(self.pid) in ("T", "t")
+
     def describe_exit(self) -> str:
         """How it ended, in words."""
         code = self._process.returncode
@@ -72,6 +78,14 @@ class ChildProcess:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         return True
+
+
+def process_state(pid: int) -> str:
+    """The kernel's letter for what a process does (R, S, D, T, Z ...); empty where that is not known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode("ascii")
+    except (OSError, IndexError):
+        return ""
 
 
 def receive_payload() -> bytes:

@@ -90,6 +90,8 @@ class RankInfo(Struct, frozen=True):
     """Bytes of KV that it holds."""
     replica: int = 0
     """Which engine it belongs to; filled in by an api that has several."""
+    slowdown: float = 1.0
+    """Seconds for a unit of work lately, as a multiple of what is usual for this rank."""
 
 
 class EngineStatus(Struct, frozen=True, tag=True):
@@ -118,6 +120,10 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """KV positions kept for prompts to come."""
     prefix_queries: int = 0
     prefix_hits: int = 0
+    load_s: float = 0.0
+    """Seconds from the start of the ranks that are there now until they were ready."""
+    age_s: float = 0.0
+    """Seconds since the engine's main loop wrote this; the thread that answers fills it in."""
 
 
 class MetricsText(Struct, frozen=True, tag=True):
@@ -148,7 +154,13 @@ class Connect(Struct, frozen=True, tag=True):
     endpoints: list[str]
 
 
-RankCommand = Plan | Stop | Connect
+class Ping(Struct, frozen=True, tag=True):
+    """Answer with `Pong`, at once, whatever the rank computes."""
+
+    number: int
+
+
+RankCommand = Plan | Stop | Connect | Ping
 
 # --- rank -> engine --------------------------------------------------------------------------------------------
 
@@ -212,4 +224,15 @@ class Failure(Struct, frozen=True, tag=True):
     traceback: str = ""
 
 
-RankMessage = Hello | LoadProgress | Ready | Stepped | Failure
+class Pong(Struct, frozen=True, tag=True):
+    """Answer to a `Ping`. It comes from the thread that has no part in computing: the process runs."""
+
+    rank: int
+    number: int
+    step_id: int
+    """The last step that the computing thread has begun; -1 before the first."""
+    waiting: bool
+    """It waits for what another stage sends."""
+
+
+RankMessage = Hello | LoadProgress | Ready | Stepped | Failure | Pong

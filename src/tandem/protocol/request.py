@@ -65,6 +65,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     produced: list[int] = []
     """Output tokens that the client has already, fewer than `max_tokens`: the request comes from an engine that was
     lost. They count as output (limits, penalties, random-number position); only later tokens are sent."""
+    strikes: int = 0
+    """Engines that were lost while they worked on it, without its getting further; from 2 on it runs alone."""
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

@@ -6,7 +6,10 @@ from msgspec import Struct
 
 
 class ListReplicas(Struct, frozen=True, tag=True):
-    """Ask for `ReplicaList`."""
+    """Ask for `ReplicaList`. Also the api's heartbeat."""
+
+    api: int = 0
+    """Process id of the api that asks; 0 for anybody else."""
 
 
 class AddReplica(Struct, frozen=True, tag=True):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,6 +81,8 @@ class Runner:
         self._samplers = [Sampler(vocab_size, eos_token_ids) for _ in range(lanes)] if samples else []
         self._inbox = TokenInbox(link, lanes + 1) if link is not None and stage.is_first else None
         self._latest: dict[int, tuple[list[str], mx.array]] = {}
+        self.waiting = False
+        """It waits for what another stage sends. May be read from any thread."""
 
     def execute(self, plan: StepPlan) -> PendingStep:
         """Build and dispatch one step; on a GPU, and mostly on a CPU, it computes while the next one is built."""
@@ -87,7 +91,8 @@ class Runner:
         lane.apply(plan)
         self._update_samplers(plan)
         if self._inbox is not None:
-            self._inbox.drain(plan.step_id)
+            with self._waiting(pending):
+                self._inbox.drain(plan.step_id)
         if plan.decode:
             self._decode(plan, lane, pending)
         saves = {op.request_id: op for op in plan.saves}
@@ -170,17 +175,22 @@ class Runner:
 
     def _receive(self, pending: PendingStep, shape: tuple[int, ...]) -> mx.array:
         assert self._link is not None
+        with self._waiting(pending):
+            return self._link.receive(shape, self._stage.dtype, pending.plan.step_id)
+
+    @contextmanager
+    def _waiting(self, pending: PendingStep) -> Iterator[None]:
         started = time.perf_counter()
-        array = self._link.receive(shape, self._stage.dtype, pending.plan.step_id)
+        self.waiting = True
+        yield
+        self.waiting = False
         pending.waited += time.perf_counter() - started
-        return array
 
     def _feedback(self, pending: PendingStep, ids: list[str]) -> mx.array:
         """int32 [n]: the token that each of `ids` was given last, still on the device."""
-        started = time.perf_counter()
         lane = pending.plan.lane
-        known, tokens = self._inbox.latest(lane) if self._inbox is not None else self._latest[lane]
-        pending.waited += time.perf_counter() - started
+        with self._waiting(pending):
+            known, tokens = self._inbox.latest(lane) if self._inbox is not None else self._latest[lane]
         if known == ids:
             return tokens
         places = {request_id: i for i, request_id in enumerate(known)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from tandem.cache.prefix import PrefixIndex
@@ -21,6 +21,7 @@ from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, Step
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence
 from tandem.scheduler.shares import FairShares
+from tandem.scheduler.suspects import acquit, may_join, strike, suspect
 
 HEADROOM = 64
 """Positions of output that must fit beside the prompt before a request is admitted."""
@@ -28,8 +29,6 @@ RESERVE = 0.25
 """What a full queue still takes, as a share of its limits, from groups that have less than their share of it."""
 BLOCKED_PLANS = 16
 """Plans for which a group without any running sequence waits for room before others have to make it."""
-MAX_ATTEMPTS = 3
-"""Gangs that may die under a request before it is refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +143,9 @@ class Scheduler:
         """Sequences that have a place in a batch."""
         return sum(len(lane.members) for lane in self.lanes)
 
+    def _members(self) -> Iterator[Sequence]:
+        return (sequence for lane in self.lanes for sequence in lane.members.values())
+
     @property
     def under_way(self) -> int:
         """Plans whose results are not back."""
@@ -209,8 +211,8 @@ class Scheduler:
         while self.waiting:
             if any(len(other.members) < len(lane.members) for other in self.lanes):
                 break
-            sequence = self.shares.first(self.waiting)
-            if sequence.inflight or not self._fits(lane, sequence):
+            sequence = self._first()
+            if sequence.inflight or not may_join(sequence, self._members()) or not self._fits(lane, sequence):
                 break
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
@@ -222,6 +224,11 @@ class Scheduler:
             self.shares.charge(sequence.request, sequence.target - sequence.computed)
             sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if self.prefixes.enabled else 0
         return inserts, restores
+
+    def _first(self) -> Sequence:
+        """Which of the waiting sequences is next."""
+        suspects = (sequence for sequence in self.waiting if suspect(sequence))
+        return next(suspects, None) or self.shares.first(self.waiting)
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SnapshotOp | None:
         """Keep the prompt's KV when this chunk completes it, as far as it has whole blocks."""
@@ -247,7 +254,7 @@ class Scheduler:
         """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""
         if not self.waiting:
             return
-        sequence = self.shares.first(self.waiting)
+        sequence = self._first()
         running = Counter(one.request.group for other in self.lanes for one in other.members.values())
         if running[sequence.request.group] or self._fits(lane, sequence):
             return
@@ -272,7 +279,7 @@ class Scheduler:
         fits into the KV cache."""
         self.prefixes.shrink(self.kv_positions + self.prefixes.positions - self.limits.kv_tokens)
         while self.running > 1 and self.kv_positions > self.limits.kv_tokens:
-            self._preempt(self._youngest(s for lane in self.lanes for s in lane.members.values()))
+            self._preempt(self._youngest(self._members()))
 
     # --- results ---
 
@@ -302,6 +309,9 @@ class Scheduler:
         reason = "stop" if stops else "length" if sequence.produced >= params.max_tokens else None
         if reason:
             self._finish(sequence)
+        elif acquit(sequence) and sequence.lane is not None and any(map(suspect, self.waiting)):
+            self.lanes[sequence.lane].drop(sequence)  # the next one's turn, alone too
+            self.waiting.appendleft(sequence)
         logprob = result.logprobs.get(sequence.request_id)
         cached = sequence.cached if sequence.produced == 1 else 0
         return Output(sequence.request_id, [token], [logprob] if logprob else [], reason, stops, cached)
@@ -321,7 +331,7 @@ class Scheduler:
     def restart(self) -> list[EngineMessage]:
         """The gang is gone: queue everything again, with the tokens it has, in the order of arrival.
 
-        Returns refusals for requests that were under way in too many gangs that died.
+        Those that may have killed it are next, and run alone (suspects.py). Returns refusals for those that are tried no more.
         """
         refused: list[EngineMessage] = []
         working = {request_id for plan in self._under_way.values() for request_id in
@@ -333,12 +343,12 @@ class Scheduler:
         for request_id, sequence in list(self.sequences.items()):
             sequence.leave()
             sequence.inflight = 0
-            sequence.attempts += request_id in working
-            if sequence.finished or sequence.attempts >= MAX_ATTEMPTS:
+            over = request_id in working and strike(sequence)
+            if sequence.finished or over:
                 del self.sequences[request_id]
                 if not sequence.finished:
                     self.shares.leave(sequence.request)
-                    refused.append(Refused(request_id, 500, f"the ranks died {sequence.attempts} times while they "
+                    refused.append(Refused(request_id, 500, f"the ranks died {sequence.deaths} times while they "
                                            "worked on this request; it is not tried again", code="rank_failure"))
             else:
                 self.waiting.append(sequence)

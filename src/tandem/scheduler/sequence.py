@@ -33,11 +33,17 @@ class Sequence:
     """A chunk of its prompt must end here, so that the prefix cache can keep it; 0 for nowhere."""
     cached: int = 0
     """Positions that came from the prefix cache when it was last inserted."""
-    attempts: int = 0
+    deaths: int = 0
     """Gangs that died while they worked on it."""
+    strikes: int = 0
+    """Those of them in a row between which it did not get further (suspects.py)."""
+    died_at: int = -1
+    """Output tokens that it had when the last of them died."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.produced]
+        self.strikes = self.request.strikes
+        self.died_at = self.produced if self.strikes else -1
 
     @property
     def request_id(self) -> str:

@@ -12,6 +12,9 @@ from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 from tandem.server.subscription import Subscription
 
+CLEAR = 8
+"""Tokens beyond the point of loss that clear a request of having caused it."""
+
 
 class Carrier(Protocol):
     """Whoever moves flights from replica to replica."""
@@ -40,8 +43,12 @@ class Flight:
         """Where it is; None between two replicas."""
         self.losses = 0
         """Replicas that died under it."""
-        self.moving = False
-        """It was accepted once, and lost its replica: it is not turned away now because others are full."""
+        self.strikes = 0
+        """Those of them in a row between which it did not get further."""
+        self.lost_at: float | None = None
+        """When it lost the last one, by the event loop's clock. It was accepted once: it is not turned away now because
+        others are full."""
+        self._died_at = -1
         self.refused_by: set[int] = set()
         """Replicas that would not have it."""
 
@@ -65,6 +72,20 @@ class Flight:
         """Output limit, counted from the beginning."""
         return self._request.params.max_tokens
 
+    def lose(self, now: float, *, died: bool) -> None:
+        """Its replica is lost; `died` unless it was leaving anyway."""
+        self.lost_at, self.replica = now, None
+        self.refused_by.clear()
+        if died:
+            self.losses += 1
+            self.strikes = 1 if self.acquitted else self.strikes + 1
+            self._died_at = len(self.produced)
+
+    @property
+    def acquitted(self) -> bool:
+        """It is further than when it lost its last replica, by more than can have been under way unseen."""
+        return len(self.produced) > self._died_at + CLEAR
+
     def depart(self) -> str:
         """It is about to be sent (again): the id to use."""
         self._sendings += 1
@@ -72,7 +93,8 @@ class Flight:
 
     def wire_request(self) -> EngineRequest:
         """What to send."""
-        return msgspec.structs.replace(self._request, request_id=self.wire_id, produced=list(self.produced))
+        return msgspec.structs.replace(self._request, request_id=self.wire_id, produced=list(self.produced),
+                                       strikes=self.strikes)
 
     def push(self, output: Output) -> None:
         """Take an output of the replica."""

@@ -24,13 +24,12 @@ from tandem.server.flight import Flight
 from tandem.server.merged import merged_metrics, merged_status
 from tandem.server.subscription import Subscription
 from tandem.server.supervisor import SupervisorLink
+from tandem.server.trials import Trials
 
 logger = logging.getLogger(__name__)
 
-MOST_LOSSES = 3
-"""Replicas that may die under a request before it is refused: it may be what kills them."""
-RETRY_S = 0.5
-"""Seconds until a request that was accepted once, and lost its replica, tries full ones again."""
+RETRY_S = 0.2
+"""Seconds until a request that was accepted once, and lost its replica, tries full or absent ones again."""
 _NOBODY = "The engine is not reachable (it is starting or has gone); try again shortly."
 
 
@@ -70,14 +69,20 @@ class Replicas:
     """Engines by number; the same methods as `EngineClient`. Belongs to the event loop that called `start`."""
 
     def __init__(self, router: Placement, endpoints: Mapping[int, str] | None = None, *,
-                 link: SupervisorLink | None = None, heartbeat_s: float = HEARTBEAT_S) -> None:
-        """`endpoints` are the zmq addresses of engines by number; with `link` the supervisor says which there are."""
+                 link: SupervisorLink | None = None, heartbeat_s: float = HEARTBEAT_S,
+                 patience_s: float = 0.0) -> None:
+        """`endpoints` are the zmq addresses of engines by number; with `link` the supervisor says which there are.
+
+        A request that was accepted waits up to `patience_s` seconds for a replica when all are lost.
+        """
         self._router = router
         self._endpoints = dict(endpoints or {})
         self._link = link
         self._heartbeat_s = heartbeat_s
         self._members: dict[int, _Member] = {}
+        self._patience_s = patience_s
         self._flights: dict[str, Flight] = {}
+        self._trials = Trials(self._retry)
         self._closing = False
         self._merged: tuple[list[tuple[int, EngineStatus]], EngineStatus | None] = ([], None)
         self._registry = CollectorRegistry()
@@ -217,13 +222,18 @@ class Replicas:
     def abort(self, request_id: str) -> None:
         """Stop a request wherever it is; its subscription hears no more of it. Unknown ones are ignored."""
         flight = self._flights.pop(request_id, None)
-        if flight is not None and flight.replica is not None:
+        if flight is None:
+            return
+        self._trials.look(flight, over=True)
+        if flight.replica is not None:
             self._router.end(flight.wire_id)
             if flight.replica in self._members:
                 self._members[flight.replica].client.abort(flight.wire_id)
 
     def _send(self, flight: Flight) -> bool:
-        """To the best replica that takes it; False when there is none."""
+        """To the best replica that takes it, or later when it has to stand trial; False when there is none."""
+        if self._trials.must_wait(flight):
+            return True
         while True:
             flight.replica = None
             wire_id = flight.depart()
@@ -240,11 +250,13 @@ class Replicas:
     def arrived(self, flight: Flight, output: Output) -> None:
         """An output of a flight: count it and hand it on."""
         self._router.advance(flight.wire_id, len(output.tokens))
-        if output.finish_reason is not None:
+        over = output.finish_reason is not None
+        if over:
             self._router.end(flight.wire_id)
             self._flights.pop(flight.request_id, None)
             if flight.replica in self._members:
                 self._members[flight.replica].client.forget(flight.wire_id)
+        self._trials.look(flight, over=over)
         flight.subscription.push(output)
 
     def failed(self, flight: Flight, error: RequestError) -> None:
@@ -252,42 +264,48 @@ class Replicas:
         self._router.end(flight.wire_id)
         if self._flights.get(flight.request_id) is not flight:
             return
-        lost_at, flight.replica = flight.replica, None
+        member = None if flight.replica is None else self._members.get(flight.replica)
         if not self._closing and isinstance(error, OverloadedError | UnavailableError):
-            member = self._members.get(lost_at) if lost_at is not None else None
             if isinstance(error, EngineLost):
-                flight.moving = True
-                flight.losses += member is not None and not member.draining
-                flight.refused_by.clear()
-            elif lost_at is not None:
-                flight.refused_by.add(lost_at)
-            if flight.losses < MOST_LOSSES:
+                flight.lose(asyncio.get_running_loop().time(), died=member is not None and not member.draining)
+            elif flight.replica is not None:
+                flight.refused_by.add(flight.replica)
+                flight.replica = None
+            if not self._trials.guilty(flight):
                 if self._move(flight, error):
                     return
             else:
                 error = ServerError(f"{flight.losses} engines were lost while they worked on this request; it is not "
                                     "tried again", code="engine_lost")
+        self._end(flight, error)
+
+    def _end(self, flight: Flight, error: RequestError) -> None:
         self._flights.pop(flight.request_id, None)
+        self._trials.look(flight, over=True)
         flight.subscription.fail(error)
 
     def _move(self, flight: Flight, error: RequestError) -> bool:
         """Send it elsewhere, or have that tried again soon; False when nothing more can be done for it."""
         self._refresh()
         if self._send(flight):
-            if isinstance(error, EngineLost):
+            if isinstance(error, EngineLost) and flight.replica is not None:
                 self._moved.inc()
                 logger.info("request %s goes on at replica %s after %d tokens", flight.request_id, flight.replica,
                             len(flight.produced))
             return True
-        if flight.moving and isinstance(error, OverloadedError):
-            asyncio.get_running_loop().call_later(RETRY_S, self._retry, flight, error)
+        if flight.lost_at is None:
+            return False
+        loop = asyncio.get_running_loop()
+        if isinstance(error, OverloadedError) or (self._members and loop.time() < flight.lost_at + self._patience_s):
+            loop.call_later(RETRY_S, self._retry, flight, error)
             return True
         return False
 
-    def _retry(self, flight: Flight, error: RequestError) -> None:
+    def _retry(self, flight: Flight, error: RequestError | None = None) -> None:
+        """Send a request again; `error` is what its client gets if that cannot be, by default that nobody is there."""
+        error = error or EngineLost(_NOBODY)
         if self._flights.get(flight.request_id) is not flight:
             return
         flight.refused_by.clear()
         if not self._move(flight, error):
-            self._flights.pop(flight.request_id, None)
-            flight.subscription.fail(error)
+            self._end(flight, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -65,7 +66,7 @@ class SupervisorLink:
     def _ask(self) -> None:
         try:
             # The empty frame is what a REP socket expects before the message.
-            self._socket.send_multipart([b"", msgspec.msgpack.encode(ListReplicas())], zmq.NOBLOCK)
+            self._socket.send_multipart([b"", msgspec.msgpack.encode(ListReplicas(os.getpid()))], zmq.NOBLOCK)
         except zmq.Again:
             return
 

@@ -1,0 +1,71 @@
+"""How long steps take: the work in a plan, and the seconds that a unit of it has taken lately. Pure."""
+
+from __future__ import annotations
+
+from tandem.protocol.step import StepPlan
+
+PASS = 16.0
+"""A forward pass costs about as much as so many tokens, however few it has: all weights are read."""
+CONTEXT = 4096.0
+"""Positions of context that cost about as much as one token's products."""
+LEARNT = 16
+"""Reports after which a pace is known."""
+KEEP = 0.999
+"""Share of the slowest pace that is left after another report."""
+DOWN, UP, RECENT = 0.05, 0.002, 0.2
+"""How fast the usual pace follows quicker and slower reports, and how fast the recent one follows all."""
+
+
+class Workload:
+    """Counts the units of work in one gang's plans; one unit is about a token's products."""
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+
+    def count(self, plan: StepPlan) -> float:
+        """Units in the next plan, at least 1."""
+        lengths = self._lengths
+        for request_id in plan.removes:
+            lengths.pop(request_id, None)
+        for insert in plan.inserts:
+            lengths[insert.request_id] = len(insert.tokens)
+        work = 1.0
+        if plan.decode:
+            for request_id in plan.decode:
+                lengths[request_id] = lengths.get(request_id, 0) + 1
+            work += PASS + len(plan.decode) + sum(lengths[one] for one in plan.decode) / CONTEXT
+        for op in plan.prefill:
+            work += PASS + op.count * (1 + (op.start + op.count / 2) / CONTEXT)
+        return work
+
+
+class Pace:
+    """Seconds for a unit of work: the slowest, the usual and the recent."""
+
+    def __init__(self) -> None:
+        self.slowest = 0.0
+        """Of late: it is forgotten by and by."""
+        self.usual = 0.0
+        self.recent = 0.0
+        self._reports = 0
+
+    @property
+    def known(self) -> bool:
+        """False while too little has been seen to judge by."""
+        return self._reports >= LEARNT
+
+    @property
+    def slowdown(self) -> float:
+        """How many times slower than usual it is now; 1 while that is not known."""
+        return self.recent / self.usual if self.known and self.usual > 0 else 1.0
+
+    def note(self, seconds: float, work: float) -> None:
+        """`work` units took so long."""
+        rate = seconds / work
+        self._reports += 1
+        self.slowest = max(rate, self.slowest * KEEP)
+        if self._reports <= LEARNT:
+            self.usual = self.recent = self.recent + (rate - self.recent) / self._reports
+            return
+        self.recent += (rate - self.recent) * RECENT
+        self.usual += (rate - self.usual) * (DOWN if rate < self.usual else UP)

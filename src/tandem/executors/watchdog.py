@@ -1,0 +1,237 @@
+"""Is a gang getting on? Told from what its ranks report and answer, and from the clock. Pure.
+
+Four kinds of trouble look alike from the outside, a step that does not end, and are told apart here:
+
+- a rank whose process stands still (SIGSTOP, a debugger): its state says so, or it answers no ping;
+- a rank that cannot be reached: it answers no ping, though nothing is known of its process;
+- a link between ranks that brings nothing: a rank that answers waits for what another has sent;
+- a step that does not move, most often a collective: ranks answer and are inside it, and none waits for a stage.
+
+A rank that is slow but moves is left alone, with a warning. Deadlines follow the work in the step and the slowest pace
+of late, times a generous factor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.errors import RankFailure
+from tandem.executors.pace import Pace, Workload
+from tandem.protocol.control import Pong, Stepped
+from tandem.protocol.step import StepPlan
+
+log = logging.getLogger(__name__)
+
+FLOOR_S, GPU_FLOOR_S = 5.0, 20.0
+"""Least seconds for a step, whatever its work. On a GPU a kernel that is used for the first time is compiled first."""
+FACTOR = 10.0
+"""A step may take so many times what the slowest pace of late makes of its work, on top of the floor."""
+PING_S, IDLE_PING_S = 0.5, 2.0
+SILENT_S, LOADING_SILENT_S = 3.0, 60.0
+"""Seconds without an answer after which a rank counts as not running; MLX holds the interpreter for up to 31 s while it
+connects a group."""
+STOPPED_S = 1.0
+"""Seconds that a process may stand still."""
+PAUSE_S = 1.0
+"""A longer gap between two calls was spent elsewhere by the engine itself, and counts for nobody."""
+SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 60.0
+"""A pace so many times the usual one, for so many seconds, is worth a warning, so many seconds after the last one."""
+
+
+@dataclass
+class _Rank:
+    asked_at: float | None = None
+    """When the oldest ping that it has not answered was sent."""
+    stopped_at: float | None = None
+    """Since when its process stands still."""
+    round_trip: float = 0.0
+    """The longest lately."""
+    begun: int = -1
+    waiting: bool = False
+    pace: Pace = field(default_factory=Pace)
+    slow_at: float | None = None
+    warned_at: float = -AGAIN_S
+
+
+@dataclass
+class _Step:
+    step_id: int
+    work: float
+    missing: set[int]
+    """Ranks that have not reported it."""
+
+
+class Watchdog:
+    """Watches one gang after the other; what it has learnt of their pace stays unless it proved wrong.
+
+    Times are seconds of one monotonic clock; they never run backwards.
+    """
+
+    def __init__(self, ranks: int, step_timeout_s: float) -> None:
+        """`step_timeout_s`: most seconds without progress, whatever was learnt."""
+        self._step_timeout = step_timeout_s
+        self._ranks = [_Rank() for _ in range(ranks)]
+        self._pace = Pace()
+        self._floor = FLOOR_S
+        self._loaded = False
+        self._workload = Workload()
+        self._steps: deque[_Step] = deque()
+        self._progress_at = self._awake_at = self._pinged_at = 0.0
+        self._number = 0
+
+    def begin(self, now: float) -> None:
+        """The ranks of a new gang have been told to load."""
+        self._ranks = [_Rank(pace=rank.pace) for rank in self._ranks]
+        self._workload = Workload()
+        self._steps.clear()
+        self._loaded = False
+        self._progress_at = self._awake_at = now
+        self._pinged_at = now - IDLE_PING_S
+
+    def loaded(self, now: float, *, gpu: bool) -> None:
+        """All ranks are ready for steps."""
+        self._loaded = True
+        self._floor = GPU_FLOOR_S if gpu else FLOOR_S
+        self._progress_at = now
+
+    @property
+    def slowdowns(self) -> list[float]:
+        """Of each rank: seconds for a unit of work lately, as a multiple of what is usual for it."""
+        return [rank.pace.slowdown for rank in self._ranks]
+
+    @property
+    def busy(self) -> bool:
+        """Steps are under way."""
+        return bool(self._steps)
+
+    # --- events ---
+
+    def planned(self, plan: StepPlan, now: float) -> None:
+        """A plan was sent to all ranks."""
+        self._wake(now)
+        if not self._steps:
+            self._progress_at = now
+        self._steps.append(_Step(plan.step_id, self._workload.count(plan), set(range(len(self._ranks)))))
+
+    def reported(self, report: Stepped, now: float) -> None:
+        """A rank has done a step."""
+        self._wake(now)
+        rank = self._ranks[report.step.rank]
+        rank.asked_at = None
+        step = next((one for one in self._steps if one.step_id == report.step.step_id), None)
+        if step is None:
+            return
+        step.missing.discard(report.step.rank)
+        rank.pace.note(report.step.busy_s, step.work)
+        self._pace.note(max(now - self._progress_at, 0.0), max(one.work for one in self._steps))
+        self._progress_at = now
+        while self._steps and not self._steps[0].missing:
+            self._steps.popleft()
+
+    def answered(self, pong: Pong, now: float) -> None:
+        """A rank has answered a ping."""
+        self._wake(now)
+        rank = self._ranks[pong.rank]
+        if rank.asked_at is not None:
+            rank.round_trip = max(now - rank.asked_at, 0.9 * rank.round_trip)
+            rank.asked_at = None
+        rank.begun, rank.waiting = pong.step_id, pong.waiting
+
+    def ping(self, now: float) -> int | None:
+        """The number of a ping to send to all ranks, when it is time for one."""
+        if now - self._pinged_at < (IDLE_PING_S if self._loaded and not self._steps else PING_S):
+            return None
+        self._pinged_at = now
+        self._number += 1
+        for rank in self._ranks:
+            rank.asked_at = now if rank.asked_at is None else rank.asked_at
+        return self._number
+
+    # --- verdict ---
+
+    def look(self, now: float, stopped: Callable[[int], bool]) -> None:
+        """Raise RankFailure when a rank or a step is stuck. `stopped` tells whether a rank's process stands still."""
+        self._wake(now)
+        for number, rank in enumerate(self._ranks):
+            self._check_stopped(number, rank, now, stopped(number))
+            self._check_silence(number, rank, now)
+            if self._loaded:
+                self._check_pace(number, rank, now)
+        self._check_progress(now)
+
+    def _wake(self, now: float) -> None:
+        """The engine runs. If it did not for a while (suspended, or busy elsewhere), nobody else is to blame."""
+        gap, self._awake_at = now - self._awake_at, now
+        if gap <= PAUSE_S:
+            return
+        self._progress_at += gap
+        for rank in self._ranks:
+            rank.asked_at = None if rank.asked_at is None else rank.asked_at + gap
+            rank.stopped_at = None if rank.stopped_at is None else rank.stopped_at + gap
+
+    def _check_stopped(self, number: int, rank: _Rank, now: float, stopped: bool) -> None:
+        if not stopped:
+            rank.stopped_at = None
+        elif rank.stopped_at is None:
+            rank.stopped_at = now
+        elif now - rank.stopped_at > STOPPED_S:
+            raise RankFailure(f"rank {number} stands still: its process is stopped (SIGSTOP, or a debugger)",
+                              rank=number, cause="stopped")
+
+    def _check_silence(self, number: int, rank: _Rank, now: float) -> None:
+        limit = max(SILENT_S, FACTOR * rank.round_trip) if self._loaded else LOADING_SILENT_S
+        if rank.asked_at is not None and now - rank.asked_at > min(limit, self._step_timeout):
+            raise RankFailure(f"rank {number} has not answered for {now - rank.asked_at:.1f} s: its process does not "
+                              "run, or its machine cannot be reached", rank=number, cause="silent")
+
+    def _check_pace(self, number: int, rank: _Rank, now: float) -> None:
+        if rank.pace.slowdown < SLOW:
+            rank.slow_at = None
+        elif rank.slow_at is None:
+            rank.slow_at = now
+        elif now - rank.slow_at > SLOW_S and now - rank.warned_at > AGAIN_S:
+            rank.warned_at = now
+            log.warning("rank %d is slow: it takes %.1f times as long as usual for its steps; it is left alone as long "
+                        "as it moves", number, rank.pace.slowdown)
+
+    def deadline_s(self) -> float:
+        """Seconds without progress that the steps under way may take."""
+        if not self._pace.known or not self._steps:
+            return self._step_timeout
+        work = max(step.work for step in self._steps)
+        return min(self._floor + FACTOR * self._pace.slowest * work, self._step_timeout)
+
+    def _check_progress(self, now: float) -> None:
+        still = now - self._progress_at
+        if not self._steps or still <= self.deadline_s():
+            return
+        step, limit = self._steps[0], self.deadline_s()
+        self._pace = Pace()  # if it was a false alarm, it is not raised again
+        words, cause = self._explain(step)
+        raise RankFailure(f"step {step.step_id} made no progress for {still:.1f} s (deadline {limit:.1f} s): {words}",
+                          rank=min(step.missing), cause=cause)
+
+    def _explain(self, step: _Step) -> tuple[str, str]:
+        """Why a step does not end, in words and as a cause."""
+        missing = sorted(step.missing)
+        inside = [rank for rank in missing if self._ranks[rank].begun >= step.step_id]
+        computing = [rank for rank in inside if not self._ranks[rank].waiting]
+        if inside and not computing:
+            return (f"{_names(inside)} answer{_s(inside)}, and wait{_s(inside)} for another stage: the link to it "
+                    "brings nothing"), "link"
+        if len(computing) > 1:
+            return (f"{_names(computing)} answer, are inside it, and do not move: a collective is stuck, or the link "
+                    "between them is cut"), "stuck"
+        idle = computing or missing
+        return f"{_names(idle)} answer{_s(idle)}, but do{'es' if len(idle) == 1 else ''} not move", "stuck"
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+def _s(ranks: Sequence[int]) -> str:
+    return "s" if len(ranks) == 1 else ""

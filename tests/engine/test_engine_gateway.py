@@ -1,0 +1,113 @@
+"""The engine's door: apis that go are noticed, and what they had asked is given up."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from tandem.engine import gateway as module
+from tandem.engine.gateway import Gateway
+from tandem.protocol.control import Abort, Detach, EngineMessage, EngineStatus, Output, QueryStatus
+
+STATUS = EngineStatus(query_id=0, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1, queued=0,
+                      running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, lanes=1, ranks=[])
+
+
+@pytest.fixture
+def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+    monkeypatch.setattr(module, "DOUBT_S", 0.3)
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        one = Gateway(Path(directory) / "engine.sock", STATUS, lambda: b"")
+        yield one
+        one.close()
+        assert not one.path.exists()
+
+
+class Api:
+    """A client that says what it is told to."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(f"ipc://{gateway.path}")
+
+    def say(self, message: Any) -> None:
+        self.socket.send(msgspec.msgpack.encode(message))
+
+    def hear(self) -> EngineMessage:
+        assert self.socket.poll(5000)
+        message: EngineMessage = msgspec.msgpack.decode(self.socket.recv(), type=EngineMessage)
+        return message
+
+    def die(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+def next_message(gateway: Gateway) -> Any:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if messages := gateway.receive(0.1):
+            [message] = messages
+            return message
+    raise AssertionError("nothing came")
+
+
+def test_an_api_that_dies_is_noticed_when_something_is_sent_to_it(gateway: Gateway) -> None:
+    api = Api(gateway)
+    api.say(Abort("a"))
+    client, _ = next_message(gateway)
+    api.die()
+    time.sleep(0.2)
+    gateway.send(client, Output("a", [1]))
+    assert next_message(gateway) == (client, Detach())
+
+
+def test_an_api_that_dies_is_noticed_though_nothing_is_sent(gateway: Gateway) -> None:
+    api = Api(gateway)
+    api.say(Abort("a"))
+    client, _ = next_message(gateway)
+    api.die()
+    assert next_message(gateway) == (client, Detach())
+
+
+def test_an_api_that_says_nothing_for_a_while_but_lives_is_kept(gateway: Gateway) -> None:
+    api = Api(gateway)
+    api.say(Abort("a"))
+    next_message(gateway)
+    time.sleep(2.5)
+    assert gateway.receive(0.0) == []
+    api.die()
+
+
+def test_the_age_of_what_is_told_shows_whether_the_engine_moves(gateway: Gateway) -> None:
+    api = Api(gateway)
+    time.sleep(0.3)
+    api.say(QueryStatus(1))
+    old = api.hear()
+    gateway.status = STATUS
+    api.say(QueryStatus(2))
+    new = api.hear()
+    assert isinstance(old, EngineStatus) and isinstance(new, EngineStatus)
+    assert (old.query_id, new.query_id) == (1, 2)
+    assert old.age_s >= 0.3 > new.age_s >= 0
+    api.die()
+
+
+def test_a_file_that_a_killed_engine_left_is_no_obstacle() -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        path = Path(directory) / "engine.sock"
+        with zmq.Context() as context, context.socket(zmq.ROUTER) as old:
+            old.bind(f"ipc://{path}")
+        path.touch()
+        started = time.monotonic()
+        Gateway(path, STATUS, lambda: b"").close()
+        assert time.monotonic() - started < 0.4

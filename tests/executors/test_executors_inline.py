@@ -1,0 +1,48 @@
+"""A step in the engine's own process that does not end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from tandem.errors import EngineStuck
+from tandem.executors.base import StageSpec
+from tandem.executors.inline import InlineExecutor
+from tandem.protocol.control import Ready
+from tandem.protocol.step import StepPlan
+
+SPEC = StageSpec(model_path="", model_name="m", rank=0, stage=0, stage_sizes=(1,), layers=(0, 1), tensor_split=None,
+                 lanes=1, dtype="auto", dequantize="auto", vocab_size=10, memory_share=1.0, eos_token_ids=(),
+                 channel="", backend="", blas="none", log_level="INFO")
+READY = Ready(rank=0, weight_bytes=1, kv_bytes_per_token=1, memory_bytes=1, peak_bytes=1, gpu=False, host="h", pid=1,
+              trimmable=True)
+
+
+class StuckRunner:
+    """Computes for good."""
+
+    waiting = False
+
+    def __init__(self, over: threading.Event) -> None:
+        self.over = over
+
+    def execute(self, plan: StepPlan) -> Any:
+        self.over.wait(60)
+        raise RuntimeError("over")
+
+
+def test_it_is_noticed_and_only_another_process_can_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    executor = InlineExecutor(SPEC, step_timeout_s=0.5)
+    monkeypatch.setattr(executor, "_build", lambda progress: (StuckRunner(over), READY))
+    assert executor.start() == [READY]
+    executor.submit(StepPlan(0, 0, decode=["a"]))
+    assert executor.collect(0.1) == []
+    time.sleep(0.6)
+    with pytest.raises(EngineStuck, match="step 0 made no progress"):
+        executor.collect(0.1)
+    over.set()
+    executor.close()

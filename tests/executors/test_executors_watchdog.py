@@ -1,0 +1,223 @@
+"""The watchdog: what it holds for stuck, when, and in which words; and what it leaves alone."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+
+import pytest
+
+from tandem.errors import RankFailure
+from tandem.executors.pace import LEARNT, Pace, Workload
+from tandem.executors.watchdog import FLOOR_S, Watchdog
+from tandem.protocol.control import Pong, Stepped
+from tandem.protocol.request import SamplingParams
+from tandem.protocol.step import InsertOp, PrefillOp, RankStep, StepPlan
+
+TICK = 0.1
+
+
+class Gang:
+    """Ranks behind a watchdog, on a clock of their own."""
+
+    def __init__(self, ranks: int = 2, step_timeout: float = 300.0) -> None:
+        self.dog = Watchdog(ranks, step_timeout)
+        self.now = 1000.0
+        self.ranks = ranks
+        self.answering = set(range(ranks))
+        self.stopped: set[int] = set()
+        self.waiting: set[int] = set()
+        self.owed: dict[int, int] = {}
+        """Pings not answered yet."""
+        self.begun = dict.fromkeys(range(ranks), -1)
+        self.steps = itertools.count()
+        self.begin()
+
+    def begin(self) -> None:
+        self.dog.begin(self.now)
+        self.dog.loaded(self.now, gpu=False)
+
+    def plan(self) -> int:
+        step = next(self.steps)
+        self.dog.planned(StepPlan(step, 0, decode=["a", "b"]), self.now)
+        return step
+
+    def report(self, step: int, *ranks: int, busy: float = 0.01) -> None:
+        for rank in ranks:
+            self.dog.reported(Stepped(RankStep(rank, step, busy, 0)), self.now)
+
+    def step(self, seconds: float = 0.01, busy: float = 0.01) -> None:
+        step = self.plan()
+        self.wait(seconds)
+        self.report(step, *range(self.ranks), busy=busy)
+
+    def wait(self, seconds: float) -> None:
+        """Let time pass as the engine spends it: a look and perhaps a ping at each tick."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + TICK, until)
+            if (number := self.dog.ping(self.now)) is not None:
+                self.owed = dict.fromkeys(range(self.ranks), number)
+            for rank in (self.answering - self.stopped) & set(self.owed):
+                pong = Pong(rank, self.owed.pop(rank), self.begun[rank], rank in self.waiting)
+                self.dog.answered(pong, self.now + 0.002)
+            self.dog.look(self.now, lambda rank: rank in self.stopped)
+
+    def until_failure(self, most: float = 400.0) -> tuple[float, RankFailure]:
+        started = self.now
+        with pytest.raises(RankFailure) as caught:
+            self.wait(most)
+        return self.now - started, caught.value
+
+
+@pytest.fixture
+def gang() -> Gang:
+    """Two ranks whose pace is known."""
+    one = Gang()
+    for _ in range(LEARNT):
+        one.step()
+    return one
+
+
+def test_a_gang_at_work_or_idle_is_left_alone(gang: Gang) -> None:
+    for _ in range(50):
+        gang.step(0.3)
+    gang.wait(600)
+    gang.step(4.0)
+
+
+def test_a_stopped_rank_is_found_within_seconds_at_work_and_idle(gang: Gang) -> None:
+    for busy in (True, False):
+        if busy:
+            gang.plan()
+        gang.stopped = {1}
+        seconds, failure = gang.until_failure()
+        assert seconds < 1.5
+        assert (failure.cause, failure.rank) == ("stopped", 1)
+        assert "rank 1 stands still" in failure.message
+        gang.stopped = set()
+        gang.begin()
+
+
+def test_a_short_stop_is_forgiven(gang: Gang) -> None:
+    for _ in range(5):
+        gang.stopped = {0}
+        gang.wait(0.8)
+        gang.stopped = set()
+        gang.wait(0.3)
+
+
+def test_a_rank_that_answers_nothing_is_found_though_its_state_is_unknown(gang: Gang) -> None:
+    gang.plan()
+    gang.answering = {0}
+    seconds, failure = gang.until_failure()
+    assert seconds < 5
+    assert (failure.cause, failure.rank) == ("silent", 1)
+    assert "has not answered" in failure.message
+
+
+def test_a_collective_that_is_stuck(gang: Gang) -> None:
+    step = gang.plan()
+    gang.begun = {0: step, 1: step}
+    seconds, failure = gang.until_failure()
+    assert FLOOR_S <= seconds < FLOOR_S + 2
+    assert failure.cause == "stuck"
+    assert "ranks 0, 1 answer, are inside it, and do not move: a collective is stuck" in failure.message
+
+
+def test_a_cut_link_between_stages(gang: Gang) -> None:
+    step = gang.plan()
+    gang.begun = {0: step, 1: step}
+    gang.report(step, 0)
+    gang.waiting = {1}
+    _, failure = gang.until_failure()
+    assert (failure.cause, failure.rank) == ("link", 1)
+    assert "rank 1 answers, and waits for another stage: the link to it brings nothing" in failure.message
+
+
+def test_one_rank_that_does_not_move_while_the_others_wait_for_it(gang: Gang) -> None:
+    step = gang.plan()
+    gang.begun = {0: step, 1: step}
+    gang.waiting = {1}
+    _, failure = gang.until_failure()
+    assert failure.cause == "stuck"
+    assert "rank 0 answers, but does not move" in failure.message
+
+
+def test_deadlines_follow_work_and_pace_and_step_timeout_is_the_ceiling() -> None:
+    gang = Gang(step_timeout=100)
+    gang.plan()
+    assert gang.until_failure()[0] == pytest.approx(100, abs=1), "nothing is known yet"
+    gang.begin()
+    for _ in range(LEARNT):
+        gang.step(0.2)
+    gang.plan()
+    short = gang.dog.deadline_s()
+    gang.dog.planned(StepPlan(next(gang.steps), 0, prefill=[PrefillOp("a", 0, 512, True)]), gang.now)
+    long = gang.dog.deadline_s()
+    assert FLOOR_S < short < 10 < long < 100
+    gang.dog.planned(StepPlan(next(gang.steps), 0, prefill=[PrefillOp("a", 0, 10**6, True)]), gang.now)
+    assert gang.dog.deadline_s() == 100
+
+
+def test_a_false_alarm_is_not_raised_twice(gang: Gang) -> None:
+    """Everything is suddenly a hundred times slower, but moves: the next gang is given time to show its pace."""
+    gang.plan()
+    gang.until_failure()
+    gang.begin()
+    for _ in range(30):
+        gang.step(8.0)
+
+
+def test_time_that_the_engine_lost_itself_counts_for_nobody(gang: Gang) -> None:
+    step = gang.plan()
+    gang.wait(1.0)
+    gang.now += 3600
+    gang.begun = {0: step, 1: step}
+    assert FLOOR_S - 2 < gang.until_failure()[0] < FLOOR_S + 2
+
+
+def test_a_slow_rank_that_moves_is_named_once_and_left_alone(gang: Gang, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(200):
+        gang.step(0.05)
+    assert gang.dog.slowdowns == pytest.approx([1, 1], abs=0.2)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(40):
+            step = gang.plan()
+            gang.wait(0.5)
+            gang.report(step, 0)
+            gang.report(step, 1, busy=0.4)
+    assert gang.dog.slowdowns[1] > 5 > 2 > gang.dog.slowdowns[0]
+    assert [record.message.split(":")[0] for record in caplog.records] == ["rank 1 is slow"]
+
+
+def test_a_gang_that_loads_may_be_silent_for_longer() -> None:
+    gang = Gang()
+    gang.dog.begin(gang.now)
+    gang.answering = set()
+    seconds, failure = gang.until_failure()
+    assert failure.cause == "silent" and 31 < seconds < 90
+
+
+def test_work_counts_tokens_passes_and_context() -> None:
+    load = Workload()
+    insert = InsertOp("a", [1] * 100, 100, SamplingParams())
+    first = load.count(StepPlan(0, 0, inserts=[insert], prefill=[PrefillOp("a", 0, 100, True)]))
+    assert 100 < first < 130
+    one = load.count(StepPlan(1, 0, decode=["a"]))
+    assert 1 < one < first
+    far = load.count(StepPlan(2, 0, prefill=[PrefillOp("b", 8192, 100, False)]))
+    assert far > 2 * first
+    assert load.count(StepPlan(3, 0, removes=["a"])) == 1
+
+
+def test_pace_remembers_the_slowest_and_the_usual() -> None:
+    pace = Pace()
+    for _ in range(500):
+        pace.note(0.1, 10)
+    pace.note(5.0, 10)
+    assert pace.slowest == pytest.approx(0.5)
+    assert pace.usual == pytest.approx(0.01, rel=0.2)
+    for _ in range(5000):
+        pace.note(0.1, 10)
+    assert pace.slowest == pytest.approx(0.01, rel=0.2)

@@ -1,0 +1,81 @@
+"""Engines and apis that are killed and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ALONE = pytest.mark.parametrize("served", ["pp"], indirect=True)
+FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+ATTACH_S = 2.0
+SLACK = 4.0
+"""A machine that runs other things too may take so many times as long."""
+
+
+@ALONE
+@FAULTS
+def test_an_engine_that_goes_is_replaced_and_its_streams_go_on(served: Any, fault: signal.Signals) -> None:
+    [engine] = served.engines()
+    ranks = served.ranks()
+    calls = served.load()
+    served.wait(lambda: calls[0].chunks > 20, "tokens")
+    os.kill(engine.pid, fault)
+    served.wait(lambda: not any(psutil.pid_exists(pid) for pid in (engine.pid, *ranks)), "engine and ranks are gone")
+    refused = httpx.post(f"{served.url}/v1/completions", json={"model": "default", "prompt": "x", "max_tokens": 1})
+    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1, "new requests are not kept waiting"
+    served.check(calls)
+    served.wait(served.settled, "recovery")
+
+
+@ALONE
+@FAULTS
+def test_an_api_that_goes_leaves_engine_and_model_alone(served: Any, fault: signal.Signals) -> None:
+    api, [engine], ranks = served.api(), served.engines(), served.ranks()
+    calls = served.load()
+    served.wait(lambda: calls[0].chunks > 20, "tokens")
+    os.kill(api.pid, fault)
+    served.wait(lambda: not api.is_running(), "the api is gone")
+    gone = time.monotonic()
+    served.wait(served.settled, "another api")
+    assert time.monotonic() - gone < ATTACH_S * SLACK
+    for call in calls:
+        assert call.join().error is not None, "the connection broke: the client knows that its answer is not whole"
+    served.wait(lambda: served.get("/v1/status")["num_running"] == 0, "work of dead clients ends", 10)
+    assert served.get("/v1/status")["num_waiting"] == 0
+    assert [one.pid for one in served.engines()] == [engine.pid] and served.ranks() == ranks
+    served.check(served.load())
+
+
+@ALONE
+def test_api_and_rank_at_once(served: Any) -> None:
+    ranks = served.ranks()
+    calls = served.load()
+    served.wait(lambda: calls[0].chunks > 5, "tokens")
+    os.kill(served.api().pid, signal.SIGKILL)
+    os.kill(ranks[0], signal.SIGKILL)
+    for call in calls:
+        call.join()
+    served.wait(lambda: served.settled() and not set(ranks) & set(served.ranks()), "both are replaced")
+    served.check(served.load())
+
+
+@ALONE
+def test_engine_and_api_at_once(served: Any) -> None:
+    calls = served.load()
+    served.wait(lambda: calls[0].chunks > 5, "tokens")
+    [engine] = served.engines()
+    api = served.api()
+    for victim in (engine, api):
+        os.kill(victim.pid, signal.SIGKILL)
+    for call in calls:
+        call.join()
+    served.wait(lambda: served.settled() and served.engines() != [engine], "both are replaced")
+    served.check(served.load())

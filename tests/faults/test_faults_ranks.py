@@ -1,0 +1,115 @@
+"""Ranks that are killed and stopped, whatever they do at that moment: each answer is that of the undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import psutil
+import pytest
+
+pytestmark = pytest.mark.slow
+
+GANGS = pytest.mark.parametrize("served", ["pp", "tp"], indirect=True)
+FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
+RANKS = pytest.mark.parametrize("rank", [0, 1])
+RANK = "tandem.executors.worker"
+
+
+def recovered(served: Any, restarts: float, pids: list[int]) -> None:
+    """One more gang, which serves; nothing is left of the old one."""
+    served.wait(served.settled, "recovery")
+    assert served.metric("tandem_gang_restarts_total") == restarts
+    assert not set(pids) & set(served.ranks())
+    served.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "old ranks are gone")
+
+
+def prefilling(served: Any) -> list[Any]:
+    """Calls of which none has brought a token; half of them have long prompts."""
+    for _ in range(20):
+        calls = [*served.load()]
+        served.wait(lambda: served.get("/v1/status")["num_running"] > 0, "it runs")
+        if not any(call.chunks for call in calls[-1:]):
+            return calls
+        served.check(calls)
+    raise AssertionError("prompts are computed too fast for this test")
+
+
+@GANGS
+@FAULTS
+@RANKS
+def test_while_idle(served: Any, rank: int, fault: signal.Signals) -> None:
+    pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
+    os.kill(pids[rank], fault)
+    served.wait(lambda: served.metric("tandem_gang_restarts_total") > restarts, "it is noticed without any request")
+    served.check(served.load())
+    recovered(served, restarts + 1, pids)
+
+
+@GANGS
+@FAULTS
+@RANKS
+def test_during_prefill(served: Any, rank: int, fault: signal.Signals) -> None:
+    pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
+    calls = prefilling(served)
+    os.kill(pids[rank], fault)
+    assert calls[-1].chunks == 0, "its prompt was being computed"
+    served.check(calls)
+    recovered(served, restarts + 1, pids)
+
+
+@GANGS
+@FAULTS
+@RANKS
+def test_during_decode(served: Any, rank: int, fault: signal.Signals) -> None:
+    pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
+    calls = served.load()
+    served.wait(lambda: min(calls[0].chunks, calls[1].chunks) > 20, "tokens")
+    os.kill(pids[rank], fault)
+    served.check(calls)
+    recovered(served, restarts + 1, pids)
+
+
+@GANGS
+@FAULTS
+def test_while_the_next_gang_loads(served: Any, fault: signal.Signals) -> None:
+    """A fault during recovery: requests wait through both."""
+    pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
+    calls = served.load()
+    served.wait(lambda: calls[0].chunks > 5, "tokens")
+    os.kill(pids[1], signal.SIGKILL)
+
+    def newcomers() -> list[int]:
+        return [one.pid for one in served.processes(RANK) if one.pid not in pids]
+
+    served.wait(lambda: len(newcomers()) == 2, "new ranks")
+    time.sleep(0.5)
+    second = newcomers()
+    os.kill(second[1], fault)
+    served.check(calls)
+    recovered(served, restarts + 2, [*pids, *second])
+
+
+@GANGS
+def test_two_at_once(served: Any) -> None:
+    pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
+    calls = served.load()
+    served.wait(lambda: calls[0].chunks > 20, "tokens")
+    os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    served.check(calls)
+    recovered(served, restarts + 1, pids)
+
+
+@GANGS
+def test_what_was_found_is_said_and_counted(served: Any) -> None:
+    """After all the faults above: causes are told apart."""
+    counted = {cause: served.metric(f'tandem_gang_failures_total{{replica="0",cause="{cause}"}}')
+               for cause in ("died", "stopped", "silent", "stuck", "link", "start", "error")}
+    assert counted["died"] >= 6, counted
+    assert counted["stopped"] >= 6, counted
+    assert counted["died"] + counted["stopped"] == served.metric("tandem_gang_restarts_total"), counted
+    assert "stands still: its process is stopped" in served.log.read_text()
+    assert served.metric("tandem_gang_recovery_seconds_count") > 10

@@ -1,0 +1,117 @@
+"""A request that kills gangs is found, and the innocent beside it are served."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from tandem.protocol.control import Output, Refused
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import StepPlan, StepResult
+from tandem.scheduler.scheduler import Limits, Scheduler
+
+
+def a_scheduler(lanes: int = 1) -> Scheduler:
+    return Scheduler(Limits(lanes=lanes, max_batch_size=8, prefill_chunk=16, kv_tokens=5000, max_context=400,
+                            max_queue=50, max_queue_tokens=5000, eos_token_ids=frozenset([0]), vocab_size=50))
+
+
+def submit(scheduler: Scheduler, name: str, tokens: int = 40, strikes: int = 0) -> None:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    scheduler.submit(EngineRequest(request_id=name, prompt=[1] * 20, params=params, strikes=strikes), seed=1)
+
+
+class Gang:
+    """Executes plans two at a time, and dies when one of `killers` has produced so many tokens."""
+
+    def __init__(self, scheduler: Scheduler, killers: dict[str, int]) -> None:
+        self.scheduler, self.killers = scheduler, killers
+        self.deaths = 0
+        self.produced: dict[str, int] = {}
+        self.refused: list[str] = []
+
+    def run(self) -> None:
+        plans: deque[StepPlan] = deque()
+        for _ in range(20_000):
+            while (plan := self.scheduler.next_plan()) is not None:
+                plans.append(plan)
+            if not plans:
+                assert self.scheduler.idle
+                return
+            plan = plans.popleft()
+            if any(self.killers.get(one, 10**6) <= self.produced.get(one, 0) for one in working(plan)):
+                self.deaths += 1
+                plans.clear()
+                self.refused += [message.request_id for message in self.scheduler.restart()
+                                 if isinstance(message, Refused)]
+            else:
+                self.take(plan)
+            self.scheduler.check()
+        raise AssertionError("it never ends")
+
+    def take(self, plan: StepPlan) -> None:
+        for message in self.scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
+            assert isinstance(message, Output)
+            self.produced[message.request_id] = self.produced.get(message.request_id, 0) + len(message.tokens)
+
+
+def working(plan: StepPlan) -> list[str]:
+    return [*plan.decode, *(op.request_id for op in plan.prefill)]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("at", [0, 1, 15, 30])
+def test_the_one_that_kills_is_refused_and_nobody_else(lanes: int, at: int) -> None:
+    scheduler = a_scheduler(lanes)
+    for name in ("a", "b", "killer", "c", "d"):
+        submit(scheduler, name)
+    gang = Gang(scheduler, {"killer": at})
+    gang.run()
+    assert gang.refused == ["killer"]
+    assert gang.deaths == 3
+    assert {name: count for name, count in gang.produced.items() if name != "killer"} == dict.fromkeys("abcd", 40)
+
+
+def test_two_that_kill_are_both_found() -> None:
+    scheduler = a_scheduler()
+    for name in ("k1", "a", "k2", "b"):
+        submit(scheduler, name)
+    gang = Gang(scheduler, {"k1": 3, "k2": 12})
+    gang.run()
+    assert sorted(gang.refused) == ["k1", "k2"]
+    assert gang.deaths <= 6
+    assert gang.produced["a"] == gang.produced["b"] == 40
+
+
+def test_gangs_that_die_for_other_reasons_cost_nobody_an_answer() -> None:
+    """Each death comes after some progress."""
+    scheduler = a_scheduler()
+    submit(scheduler, "a", tokens=100)
+    submit(scheduler, "b", tokens=100)
+    gang = Gang(scheduler, {})
+    for target in (20, 40, 60, 80):
+        while gang.produced.get("a", 0) < target:
+            plan = scheduler.next_plan()
+            assert plan is not None
+            gang.take(plan)
+        assert scheduler.next_plan()
+        assert scheduler.restart() == []
+    gang.run()
+    assert gang.produced == {"a": 100, "b": 100}
+
+
+def test_new_requests_wait_while_a_suspect_runs_alone() -> None:
+    scheduler = a_scheduler()
+    submit(scheduler, "suspect", strikes=2)
+    submit(scheduler, "new")
+    gang = Gang(scheduler, {})
+    together = []
+    while not scheduler.idle:
+        plan = scheduler.next_plan()
+        assert plan is not None
+        together.append((gang.produced.get("suspect", 0), sorted(working(plan))))
+        gang.take(plan)
+    assert all(names == ["suspect"] for count, names in together if count < 8)
+    assert any(names == ["new", "suspect"] for count, names in together), "cleared, it shares the batch again"
+    assert gang.produced == {"suspect": 40, "new": 40}
