@@ -28,10 +28,11 @@ def test_an_engine_that_goes_is_replaced_and_its_streams_go_on(served: Any, faul
     calls = served.load()
     served.wait(lambda: calls[0].chunks > 20, "tokens")
     os.kill(engine.pid, fault)
-    served.wait(lambda: not any(psutil.pid_exists(pid) for pid in (engine.pid, *ranks)), "engine and ranks are gone")
-    refused = httpx.post(f"{served.url}/v1/completions", json={"model": "default", "prompt": "x", "max_tokens": 1})
-    assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1, "new requests are not kept waiting"
+    served.wait(lambda: not engine.is_running(), "the engine is gone")
+    new = httpx.post(f"{served.url}/v1/completions", json={"model": "default", "prompt": "x", "max_tokens": 1}, timeout=90)
+    assert new.status_code == 200 or (new.status_code == 503 and int(new.headers["retry-after"]) >= 1)
     served.check(calls)
+    served.wait(lambda: not any(psutil.pid_exists(pid) for pid in ranks), "the old ranks are gone")
     served.wait(served.settled, "recovery")
 
 
