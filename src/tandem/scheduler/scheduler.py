@@ -331,8 +331,8 @@ class Scheduler:
     def restart(self) -> list[EngineMessage]:
         """The gang is gone: queue everything again, with the tokens it has, in the order of arrival.
 
-        Those that may have killed it are next, and run alone (suspects.py). Returns refusals for those that are tried no
-        more.
+        Those that may have killed it are next, and run alone (suspects.py). Returns refusals for those that are not
+        tried again.
         """
         refused: list[EngineMessage] = []
         working = {request_id for plan in self._under_way.values() for request_id in
