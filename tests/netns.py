@@ -107,7 +107,7 @@ class Machines:
     def __init__(self, count: int) -> None:
         self._base = Path(tempfile.mkdtemp(prefix="tdm-", dir="/tmp"))
         self._number = self._take_number()
-        self._switch = f"tdm{self._number}"
+        self.switch = f"tdm{self._number}"
         self.address = f"10.213.{self._number}.254"
         self.names = [f"h{i}" for i in range(count)]
         self.variables: dict[str, dict[str, str]] = {}
@@ -124,13 +124,13 @@ class Machines:
 
     def __enter__(self) -> Machines:
         try:
-            switch = ("ip", "-n", self._switch)
+            switch = ("ip", "-n", self.switch)
             sh(*switch, "link", "add", "br0", "type", "bridge")
             sh(*switch, "link", "set", "br0", "up")
-            sh("ip", "link", "add", self._switch, "type", "veth", "peer", "name", "test", "netns", self._switch)
+            sh("ip", "link", "add", self.switch, "type", "veth", "peer", "name", "test", "netns", self.switch)
             sh(*switch, "link", "set", "test", "master", "br0", "up")
-            sh("ip", "addr", "add", f"{self.address}/24", "dev", self._switch)
-            sh("ip", "link", "set", self._switch, "up")
+            sh("ip", "addr", "add", f"{self.address}/24", "dev", self.switch)
+            sh("ip", "link", "set", self.switch, "up")
             sh("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self._base / "user_key"))
             Path("/run/sshd").mkdir(exist_ok=True)
             for index, name in enumerate(self.names):
@@ -151,12 +151,12 @@ class Machines:
 
     def _prepare(self, name: str, address: str) -> None:
         """Network, home and sshd of one machine."""
-        namespace, home = f"{self._switch}-{name}", self._base / name
+        namespace, home = f"{self.switch}-{name}", self._base / name
         for path in (home / ".ssh", home / "run", home / "tmp"):
             path.mkdir(parents=True, mode=0o700)
         sh("ip", "netns", "add", namespace)
-        sh("ip", "-n", self._switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", namespace)
-        sh("ip", "-n", self._switch, "link", "set", name, "master", "br0", "up")
+        sh("ip", "-n", self.switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        sh("ip", "-n", self.switch, "link", "set", name, "master", "br0", "up")
         for words in (("link", "set", "lo", "up"), ("addr", "add", f"{address}/24", "dev", "eth0"),
                       ("link", "set", "eth0", "up")):
             sh("ip", "-n", namespace, *words)
@@ -250,19 +250,19 @@ class Machines:
 
     def cut(self, name: str) -> None:
         """Pull the machine's cable: packets are lost in silence."""
-        sh("ip", "-n", self._switch, "link", "set", name, "down")
+        sh("ip", "-n", self.switch, "link", "set", name, "down")
 
     def heal(self, name: str) -> None:
         """Plug it in again, at full speed."""
-        sh("ip", "-n", self._switch, "link", "set", name, "up")
-        for namespace, device in ((self._switch, name), (self[name].namespace, "eth0")):
+        sh("ip", "-n", self.switch, "link", "set", name, "up")
+        for namespace, device in ((self.switch, name), (self[name].namespace, "eth0")):
             subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
 
     def slow(self, name: str, *, rate: str | None = None, delay: str | None = None) -> None:
         """Limit the machine's cable both ways to `rate` ("20mbit") or delay each packet ("50ms"; see `has_netem`)."""
         shape = ["netem", "delay", delay, *(["rate", rate] if rate else [])] if delay else [
             "tbf", "rate", str(rate), "burst", "64kb", "latency", "400ms"]
-        for namespace, device in ((self._switch, name), (self[name].namespace, "eth0")):
+        for namespace, device in ((self.switch, name), (self[name].namespace, "eth0")):
             sh("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
 
     def link(self, one: str, other: str, addresses: tuple[str, str]) -> str:
@@ -294,9 +294,9 @@ class Machines:
         for process in self._started:
             process.kill()
             process.communicate()
-        for namespace in [*(one.namespace for one in self._machines.values()), self._switch]:
+        for namespace in [*(one.namespace for one in self._machines.values()), self.switch]:
             subprocess.run(["ip", "netns", "del", namespace], capture_output=True)
-        subprocess.run(["ip", "link", "del", self._switch], capture_output=True)
+        subprocess.run(["ip", "link", "del", self.switch], capture_output=True)
         shutil.rmtree(self._base, ignore_errors=True)
 
 
