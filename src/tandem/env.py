@@ -14,7 +14,7 @@ from pathlib import Path
 SECRET_VARIABLES = ("TANDEM_API_KEY",)
 """Never handed on to child processes: settings travel to them over a pipe."""
 
-EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RUNTIME_DIR")
+EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RUNTIME_DIR", "TANDEM_STATE_DIR")
 """Variables with our prefix that are not made from the name of a setting."""
 
 _LONGEST_RUNTIME_DIR = 64
@@ -86,3 +86,15 @@ def cache_dir() -> Path:
     if (base := variable("XDG_CACHE_HOME")) is not None:
         return Path(base).expanduser() / "tandem"
     return Path.home() / ".cache" / "tandem"
+
+
+def state_dir() -> Path:
+    """Directory for what outlasts a process (logs and records of servers in the background), not created here.
+
+    TANDEM_STATE_DIR, else `tandem` in XDG_STATE_HOME, else ~/.local/state/tandem.
+    """
+    if (own := variable("TANDEM_STATE_DIR")) is not None:
+        return Path(own).expanduser()
+    if (base := variable("XDG_STATE_HOME")) is not None:
+        return Path(base).expanduser() / "tandem"
+    return Path.home() / ".local" / "state" / "tandem"

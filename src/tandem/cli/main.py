@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from tandem.cli import parity_options, plan_options
+from tandem.cli import lifecycle_options, parity_options, plan_options
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -31,6 +31,7 @@ def build_parser() -> Parser:
     engine = add_command(commands, "engine", "Load a model and wait for `tandem api` on a Unix socket.")
     add_settings(engine, SERVE_SECTIONS)
     engine.set_defaults(run=_engine)
+    lifecycle_options.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
     _add_generate(commands)
     _add_model(commands)
     _add_replica(commands)
@@ -139,6 +140,13 @@ def _parity(arguments: argparse.Namespace) -> int:
     from tandem.cli.parity import run
 
     return run(arguments)
+
+
+def _lifecycle(arguments: argparse.Namespace) -> int:
+    from tandem.cli import lifecycle, status
+
+    runs = {"up": lifecycle.run_up, "down": lifecycle.run_down, "logs": lifecycle.run_logs, "status": status.run}
+    return runs[arguments.command](arguments)
 
 
 def _version(arguments: argparse.Namespace) -> int:

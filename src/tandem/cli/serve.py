@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import FrameType
 from typing import Any
@@ -54,12 +55,23 @@ GRACE_S = 10.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Returns the exit code; raises UsageError before anything is started."""
-    settings = prepared(arguments)
+    return serve(checked(prepared(arguments)))
+
+
+def checked(settings: Settings) -> Settings:
+    """The settings, if they are enough to serve. Raises UsageError."""
     if not settings.model.model:
         raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
+    return settings
+
+
+def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda settings: None) -> int:
+    """Serve until a signal; `on_listening` gets the settings with the port that is bound. Raises UsageError."""
     listener = listen(settings.server.host, settings.server.port)
     with listener:
-        return Supervisor(_completed(settings, listener), listener).run()
+        completed = _completed(settings, listener)
+        on_listening(completed)
+        return Supervisor(completed, listener).run()
 
 
 def _completed(settings: Settings, listener: socket.socket) -> Settings:

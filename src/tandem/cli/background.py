@@ -1,0 +1,47 @@
+"""The server that `tandem up` starts: `python -m tandem.cli.background NAME LOCK`, settings on standard input."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+
+from tandem.cli.arguments import fail
+from tandem.cli.record import Background, Record
+from tandem.cli.serve import serve
+from tandem.config.loading import from_json
+from tandem.config.settings import Settings
+from tandem.errors import RankFailure, UsageError
+from tandem.launchers.process import receive_payload
+from tandem.log import set_up
+
+MODULE = "tandem.cli.background"
+
+
+def main() -> int:
+    """Serve until a signal. The lock stays open, and is nobody else's, until this process ends."""
+    settings = from_json(receive_payload())
+    place = Background(sys.argv[1])
+    set_up(settings.process.log_level)
+
+    def write_down(bound: Settings) -> None:
+        place.write(Record(os.getpid(), bound.server.host, bound.server.port, bound.model.model, time.time(),
+                           bound.process.drain_timeout))
+
+    try:
+        return serve(settings, write_down)
+    except UsageError as error:
+        return fail(error.message)
+    except RankFailure as error:
+        fail(error.message)
+        return 3
+    except OSError as error:
+        logging.getLogger("tandem").debug("%s", error, exc_info=True)
+        return fail(str(error))
+    finally:
+        place.forget()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""Servers in the background: each has a name, and a directory with its lock, record and log."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from tandem.env import state_dir
+from tandem.errors import UsageError
+
+DEFAULT_NAME = "default"
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
+_PATIENCE_S = 0.5
+"""Somebody who only looks whether the lock is held has it for less than this."""
+
+
+class Record(Struct, frozen=True):
+    """What a server in the background writes down once its port is bound."""
+
+    pid: int
+    host: str
+    port: int
+    model: str
+    started_at: float
+    drain_timeout: float
+
+
+class Background:
+    """One server's directory. The server holds the lock for life, so its end, however it comes, frees the name."""
+
+    def __init__(self, name: str) -> None:
+        """Raises UsageError for a name that cannot be a directory's."""
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"--name {name}: use up to 32 letters, digits and ._-, beginning with a letter or digit",
+                             param="name")
+        self.name = name
+        self.path = servers_dir() / name
+        self.log = self.path / "log"
+
+    def lock(self) -> int:
+        """Take the name; an open file that holds it. Raises UsageError if a server has it."""
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        deadline = time.monotonic() + _PATIENCE_S
+        while not _try_lock(fd, fcntl.LOCK_EX):
+            if time.monotonic() > deadline:
+                os.close(fd)
+                record = self.record()
+                what = f" (process {record.pid}, port {record.port}, {record.model})" if record else ""
+                raise UsageError(f"{self.name} runs already{what}; `tandem down` ends it, --name starts another",
+                                 param="name")
+            time.sleep(_PATIENCE_S / 10)
+        return fd
+
+    def runs(self) -> bool:
+        """A server has the name."""
+        try:
+            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            return not _try_lock(fd, fcntl.LOCK_SH)
+        finally:
+            os.close(fd)
+
+    def record(self) -> Record | None:
+        """What the server wrote down, or None while there is nothing; it may be that of an earlier one."""
+        try:
+            return msgspec.json.decode((self.path / "record.json").read_bytes(), type=Record)
+        except (FileNotFoundError, msgspec.MsgspecError):
+            return None
+
+    def write(self, record: Record) -> None:
+        """Write it down at once, or not at all."""
+        fresh = self.path / "record.new"
+        fresh.write_bytes(msgspec.json.encode(record))
+        fresh.replace(self.path / "record.json")
+
+    def forget(self) -> None:
+        """Remove the record."""
+        (self.path / "record.json").unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def fresh_log(self) -> Iterator[int]:
+        """A new log's file descriptor; the last one is kept as `log.1`."""
+        with contextlib.suppress(FileNotFoundError):
+            self.log.replace(self.path / "log.1")
+        fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+
+def servers_dir() -> Path:
+    """Where the directories of all servers are."""
+    return state_dir() / "servers"
+
+
+def known_names() -> list[str]:
+    """Names that a server has or had."""
+    try:
+        return sorted(one.name for one in servers_dir().iterdir() if _NAME.fullmatch(one.name) and one.is_dir())
+    except FileNotFoundError:
+        return []
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

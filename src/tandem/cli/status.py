@@ -1,0 +1,201 @@
+"""`tandem status`: the servers in the background, their replicas and ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.cli.control import ask, control_path
+from tandem.cli.probe import StatusProbe
+from tandem.cli.record import Background, known_names
+from tandem.errors import UsageError
+from tandem.protocol.control import EngineStatus
+from tandem.protocol.supervisor import ListReplicas, ReplicaInfo, ReplicaList
+
+PROBE_S = 1.0
+"""Seconds that an engine gets to say how it is."""
+_TOKENS = re.compile(r"^tandem_generation_tokens_total (\S+)$", re.MULTILINE)
+_MIB = 2**20
+_WIDTH = 140
+"""Columns of tables that do not go to a terminal."""
+
+
+@dataclass
+class Replica:
+    """One engine."""
+
+    info: ReplicaInfo
+    status: EngineStatus | None
+    tokens_per_s: float | None = None
+
+    @property
+    def state(self) -> str:
+        """`ready`, `starting` and so on; `unreachable` if it does not answer."""
+        if self.info.state != "running":
+            return self.info.state
+        return "unreachable" if self.status is None else self.status.state
+
+
+@dataclass
+class Look:
+    """A server as it is just now."""
+
+    name: str
+    runs: bool
+    pid: int | None = None
+    address: str = ""
+    model: str = ""
+    started_at: float | None = None
+    replicas: list[Replica] = field(default_factory=list)
+
+    @property
+    def ready(self) -> bool:
+        """Every replica takes requests."""
+        return bool(self.replicas) and all(one.state == "ready" for one in self.replicas)
+
+    @property
+    def state(self) -> str:
+        """In a word."""
+        if not self.runs:
+            return "down"
+        if self.ready:
+            return "ready"
+        return next((one.state for one in self.replicas if one.state != "ready"), "starting")
+
+    @property
+    def detail(self) -> str:
+        """What the slowest engine is about."""
+        return next((one.status.detail for one in self.replicas if one.status is not None and one.state != "ready"), "")
+
+    @property
+    def running(self) -> int:
+        """Requests under way."""
+        return sum(one.status.running + one.status.queued for one in self.replicas if one.status is not None)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print; 0 if everything that was asked for is ready. Raises UsageError."""
+    if arguments.port is not None:
+        looks = [Look(f"port {arguments.port}", True, address=f"http://127.0.0.1:{arguments.port}")]
+        _fill(looks[0], arguments.port, arguments.interval)
+    else:
+        names = [arguments.name] if arguments.name else [name for name in known_names() if Background(name).runs()]
+        looks = [look_at(Background(name), arguments.interval) for name in names]
+    if arguments.json:
+        print(json.dumps([_as_json(one) for one in looks], indent=2))
+    elif not looks:
+        print("no server runs in the background; `tandem up MODEL` starts one")
+    for one in () if arguments.json else looks:
+        _show(one)
+    return 0 if looks and all(one.ready for one in looks) else 1
+
+
+def look_at(place: Background, interval: float) -> Look:
+    """The server of that name. Tokens a second are counted over `interval` seconds, 0 leaves them out."""
+    if not place.runs():
+        return Look(place.name, False)
+    look, record = Look(place.name, True), place.record()
+    if record is not None:
+        host = f"[{record.host}]" if ":" in record.host else record.host
+        look.pid, look.model, look.started_at = record.pid, record.model, record.started_at
+        look.address = f"http://{host}:{record.port}"
+        try:
+            _fill(look, record.port, interval)
+        except UsageError:
+            look.replicas = []  # it has only just begun, or is about to end
+    return look
+
+
+def _fill(look: Look, port: int, interval: float) -> None:
+    reply = ask(control_path(port), ListReplicas())
+    assert isinstance(reply, ReplicaList)
+    probes = {info.replica: StatusProbe(info.endpoint) for info in reply.replicas if info.pid is not None}
+    try:
+        statuses = {number: probe.ask(PROBE_S) for number, probe in probes.items()}
+        look.replicas = [Replica(info, statuses.get(info.replica)) for info in reply.replicas]
+        if interval:
+            answering = {number: probe for number, probe in probes.items() if statuses[number] is not None}
+            rates = _rates(answering, interval)
+            for one in look.replicas:
+                one.tokens_per_s = rates.get(one.info.replica)
+    finally:
+        for probe in probes.values():
+            probe.close()
+    look.model = next((one.status.model for one in look.replicas if one.status is not None), look.model)
+
+
+def _rates(probes: dict[int, StatusProbe], interval: float) -> dict[int, float]:
+    """Tokens a second of each engine, from two looks at its counter."""
+    before = {number: (_counted(probe), time.monotonic()) for number, probe in probes.items()}
+    time.sleep(interval)
+    found = {}
+    for number, probe in probes.items():
+        count, then = before[number]
+        after = _counted(probe)
+        if count is not None and after is not None:
+            found[number] = (after - count) / (time.monotonic() - then)
+    return found
+
+
+def _counted(probe: StatusProbe) -> float | None:
+    match = _TOKENS.search(probe.metrics(PROBE_S) or "")
+    return float(match[1]) if match else None
+
+
+def _as_json(look: Look) -> dict[str, Any]:
+    replicas = []
+    for one in look.replicas:
+        entry: dict[str, Any] = {"replica": one.info.replica, "state": one.state, "pid": one.info.pid,
+                                 "process_restarts": one.info.restarts, "tokens_per_s": one.tokens_per_s}
+        if (status := one.status) is not None:
+            entry |= {name: getattr(status, name) for name in ("running", "queued", "kv_tokens_used",
+                                                               "kv_tokens_total", "restarts", "stages", "detail")}
+            entry["ranks"] = [{name: getattr(rank, name) for name in rank.__struct_fields__ if name != "replica"}
+                              for rank in status.ranks]
+        replicas.append(entry)
+    facts = {key: value for key, value in asdict(look).items() if key != "replicas"}
+    return {**facts, "state": look.state, "replicas": replicas}
+
+
+def _show(look: Look) -> None:
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    since = f", for {_span(time.time() - look.started_at)}" if look.started_at else ""
+    process = f", process {look.pid}" if look.pid else ""
+    where = f" at {look.address} (model {look.model}{process}{since})" if look.runs else ""
+    console.print(f"{look.name}: {look.state}{where}", markup=False, style="bold")
+    if not look.replicas:
+        return
+    table = Table("replica", "state", "running", "waiting", "KV tokens", "tokens/s", "restarts", box=None)
+    ranks = Table("replica", "rank", "host", "stage", "layers", "weights", "KV", "peak", "ms/step", "process", box=None)
+    for one in look.replicas:
+        status, restarts = one.status, one.info.restarts
+        if status is None:
+            table.add_row(str(one.info.replica), one.state, "-", "-", "-", "-", str(restarts))
+            continue
+        rate = "-" if one.tokens_per_s is None else f"{one.tokens_per_s:.1f}"
+        table.add_row(str(one.info.replica), one.state, str(status.running), str(status.queued),
+                      f"{status.kv_tokens_used}/{status.kv_tokens_total}", rate, str(restarts + status.restarts))
+        for rank in status.ranks:
+            ranks.add_row(str(one.info.replica), str(rank.rank), rank.host, f"{rank.stage + 1}/{status.stages}",
+                          f"{rank.layers[0]}-{rank.layers[1] - 1}", *map(_size, (rank.weight_bytes, rank.kv_bytes,
+                          rank.peak_bytes)), f"{rank.step_s * 1e3:.1f}", str(rank.pid))
+    console.print(table)
+    if ranks.row_count:
+        console.print(ranks)
+
+
+def _size(count: int) -> str:
+    return f"{count / _MIB:.0f} MiB"
+
+
+def _span(seconds: float) -> str:
+    minutes = int(seconds // 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min" if minutes else "a moment"

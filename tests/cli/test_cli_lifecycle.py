@@ -1,0 +1,156 @@
+"""`tandem up`, `status`, `logs` and `down` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tandem.cli.record import Background
+from tandem.errors import UsageError
+from tandem.testing import tiny_model
+
+
+class Tandem:
+    """The command, with state and sockets of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = str(tiny_model(directory / "tiny"))
+        self.state = directory / "state"
+        self.environment = {**os.environ, "TANDEM_STATE_DIR": str(self.state), "TANDEM_API_KEY": "sesame"}
+
+    def __call__(self, *words: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "tandem", *words], capture_output=True, text=True,
+                              timeout=timeout, env=self.environment, check=False)
+
+    def status(self, *words: str) -> list[dict]:
+        return json.loads(self("status", "--json", *words).stdout)
+
+
+@pytest.fixture(scope="module")
+def tandem(tmp_path_factory) -> Iterator[Tandem]:
+    command = Tandem(tmp_path_factory.mktemp("lifecycle"))
+    yield command
+    for name in ("default", "other"):
+        command("down", "--now", "--name", name)
+
+
+@pytest.fixture
+def server(tandem) -> Iterator[dict]:
+    done = tandem("up", tandem.model, "--port", "0", "-pp", "2")
+    assert done.returncode == 0, done.stderr
+    assert "default is ready: http://127.0.0.1:" in done.stdout
+    yield tandem.status("--interval", "0")[0]
+    tandem("down", "--now")
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+
+
+@pytest.mark.slow
+def test_a_servers_life(tandem, server):
+    assert (server["name"], server["state"]) == ("default", "ready")
+    [replica] = server["replicas"]
+    assert [(rank["rank"], rank["stage"]) for rank in replica["ranks"]] == [(0, 0), (1, 1)]
+    assert all(rank["host"] and rank["peak_bytes"] > 0 and psutil.pid_exists(rank["pid"]) for rank in replica["ranks"])
+    url = server["address"]
+    assert httpx.get(f"{url}/v1/models").status_code == 401  # the key came along, though not as an argument
+    assert all("sesame" not in " ".join(one.cmdline()) for one in family(server["pid"]))
+
+    second = tandem("up", tandem.model, "--port", "0")
+    assert second.returncode == 2
+    assert f"default runs already (process {server['pid']}, port {url.rsplit(':')[-1]}" in second.stderr
+
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            answer = httpx.post(f"{url}/v1/completions", timeout=120, headers={"Authorization": "Bearer sesame"}, json={
+                "model": "default", "prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True})
+            assert answer.status_code == 200, answer.text
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        assert tandem.status("--interval", "2")[0]["replicas"][0]["tokens_per_s"] > 0
+    finally:
+        done.set()
+        thread.join()
+    table = tandem("status").stdout
+    assert "default: ready" in table and "1/2" in table and "2/2" in table
+
+    assert "engine ready" in tandem("logs").stdout
+    assert len(tandem("logs", "-n", "3").stdout.splitlines()) == 3
+    follower = subprocess.Popen([sys.executable, "-m", "tandem", "logs", "-f", "-n", "0"], text=True,
+                                stdout=subprocess.PIPE, env=tandem.environment)
+    processes = family(server["pid"])
+    ended = tandem("down")
+    assert (ended.returncode, "default has ended" in ended.stdout) == (0, True)
+    assert follower.communicate(timeout=30)[0] is not None  # it ends with the server
+    assert not psutil.wait_procs(processes, timeout=10)[1]
+    assert tandem("status").returncode == 1
+    assert "does not run" in tandem("down").stdout
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_frees_its_name_and_leaves_nothing(tandem, server):
+    processes = family(server["pid"])
+    os.kill(server["pid"], signal.SIGKILL)
+    assert not psutil.wait_procs(processes, timeout=20)[1]
+    assert tandem.status("--name", "default")[0]["state"] == "down"
+    done = tandem("up", tandem.model, "--port", "0", "--no-wait")
+    assert done.returncode == 0, done.stderr
+    other = tandem("up", tandem.model, "--port", "0", "--name", "other")
+    assert other.returncode == 0, other.stderr
+    deadline = time.monotonic() + 120
+    while [one["state"] for one in tandem.status("--interval", "0")] != ["ready", "ready"]:
+        assert time.monotonic() < deadline
+    assert {one["name"] for one in tandem.status("--interval", "0")} == {"default", "other"}
+    assert tandem("down", "--name", "other").returncode == 0
+    assert [one["name"] for one in tandem.status("--interval", "0")] == ["default"]
+
+
+@pytest.mark.slow
+def test_what_does_not_come_up_says_why(tandem):
+    done = tandem("up", str(tandem.state / "nothing"), "--port", "0")
+    assert done.returncode == 2
+    assert "no such directory or file" in done.stderr
+    assert "did not come up" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_bad_input(tandem):
+    for words, expected in ((("up",), "no model is given"), (("up", "m", "--name", "../m"), "--name ../m"),
+                            (("logs", "--name", "nobody"), "has no log"),
+                            (("logs", "-n", "x"), "not a number of lines"),
+                            (("status", "--interval", "-1"), "not a number of seconds"),
+                            (("status", "--port", "1"), "no server listens"),
+                            (("up", "m", "--pipeline-parallel-size", "0"), "pipeline_parallel_size")):
+        done = tandem(*words)
+        assert done.returncode == 2, words
+        assert expected in done.stderr.replace("-", "_") or expected in done.stderr, (words, done.stderr)
+        assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_one_name_has_one_owner(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+    place = Background("a")
+    assert not place.runs()
+    fd = place.lock()
+    assert place.runs()
+    with pytest.raises(UsageError, match="a runs already"):
+        Background("a").lock()
+    assert not Background("b").runs()
+    os.close(fd)
+    assert not place.runs()
