@@ -13,8 +13,9 @@ import pytest
 import zmq
 
 from tandem.cli.control import ControlServer, ask
-from tandem.cli.engines import EngineSet, gpus_of, ranks_of, replica_settings
+from tandem.cli.engines import EngineSet, gpus_of, replica_settings
 from tandem.config.loading import build
+from tandem.engine.machines import ranks_of
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaList

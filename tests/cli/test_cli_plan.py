@@ -5,8 +5,9 @@ import json
 import pytest
 
 from tandem.cli.main import main
-from tandem.cli.plan_hosts import Hosts, memory_size, read_hosts, read_links
+from tandem.cli.plan_hosts import Hosts, read_hosts, read_links
 from tandem.errors import ConfigError
+from tandem.launchers.hostfile import memory_size
 from tandem.models.planner_hardware import GIB
 from tandem.testing import tiny_model
 

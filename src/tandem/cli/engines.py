@@ -14,7 +14,8 @@ from tandem.cli.probe import StatusProbe
 from tandem.cli.processes import MODULE
 from tandem.cli.vigil import Vigil
 from tandem.config.loading import to_json
-from tandem.config.settings import ParallelSettings, Settings
+from tandem.config.settings import Settings
+from tandem.engine.machines import chosen_launcher, ranks_of, replica_hosts, sharing
 from tandem.env import child_environment, engine_socket_path, variable
 from tandem.errors import UsageError
 from tandem.launchers.process import ChildProcess
@@ -59,12 +60,6 @@ def endpoint(path: str) -> str:
     return path if "://" in path else f"ipc://{path}"
 
 
-def ranks_of(parallel: ParallelSettings) -> int:
-    """Ranks of one replica."""
-    return sum(parallel.parallel) if parallel.parallel else (
-        parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
-
-
 def gpus_of(settings: Settings, index: int) -> str | None:
     """A replica's part of CUDA_VISIBLE_DEVICES, when that lists a GPU for each rank of all replicas; None otherwise."""
     given = [name for name in (variable("CUDA_VISIBLE_DEVICES") or "").split(",") if name]
@@ -76,17 +71,21 @@ def gpus_of(settings: Settings, index: int) -> str | None:
 
 
 def replica_settings(settings: Settings, index: int) -> Settings:
-    """Settings of one engine: its own socket, and with several replicas its share of cores and memory.
+    """Settings of one engine: its own socket, and with several replicas its hosts, or its share of cores and memory.
 
     A single one keeps the settings as they are. Replicas that are added later get the same shares as the first ones.
     """
-    count, parallel = settings.parallel.data_parallel_size, settings.parallel
+    count, parallel = settings.parallel.data_parallel_size, replica_hosts(settings.parallel, index)
     base = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
     path = base.with_name(f"{base.stem}-{index}{base.suffix}") if count > 1 or index else base
     if count > 1:
-        threads = parallel.threads_per_rank or max(1, (os.cpu_count() or 1) // (count * ranks_of(parallel)))
-        parallel = dataclasses.replace(parallel, data_parallel_size=1, threads_per_rank=threads)
-    share = settings.scheduler.memory_fraction / (1 if gpus_of(settings, index) else count)
+        parallel = dataclasses.replace(parallel, data_parallel_size=1)
+        if chosen_launcher(parallel) == "local":
+            threads = parallel.threads_per_rank or max(1, (os.cpu_count() or 1) // (count * ranks_of(parallel)))
+            parallel = dataclasses.replace(parallel, threads_per_rank=threads)
+    if index and parallel.launcher == "manual":
+        parallel = dataclasses.replace(parallel, join_port=parallel.join_port + index)
+    share = settings.scheduler.memory_fraction / (1 if gpus_of(settings, index) else sharing(settings.parallel, index))
     scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
     server = dataclasses.replace(settings.server, api_key=(), api_key_file=None)  # not an engine's business
     return dataclasses.replace(settings, parallel=parallel, scheduler=scheduler, server=server,

@@ -32,6 +32,7 @@ def build_parser() -> Parser:
     add_settings(engine, SERVE_SECTIONS)
     engine.set_defaults(run=_engine)
     lifecycle_options.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
+    _add_rank(commands)
     _add_generate(commands)
     _add_model(commands)
     _add_replica(commands)
@@ -40,6 +41,28 @@ def build_parser() -> Parser:
     version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
     version.set_defaults(run=_version)
     return parser
+
+
+def _add_rank(commands: argparse._SubParsersAction[Parser]) -> None:
+    rank = add_command(commands, "rank", "Run a rank on this machine for a `tandem serve --launcher manual` elsewhere; "
+                       "also under mlx.launch. Order does not matter: it waits for the head, and the head for it.")
+    rank.add_argument("--join", metavar="HOST[:PORT]", help="the head's machine, and its --join-port [29650]")
+    rank.add_argument("--token-file", metavar="FILE", help="a copy of the head's token file, mode 600.")
+    rank.add_argument("--rank", type=int, metavar="N", help="which rank; by default MLX_RANK, else as they join.")
+    rank.add_argument("--address", metavar="IP", help="address of this machine for other ranks; by default that from "
+                      "which it reaches the head.")
+    rank.add_argument("--join-timeout", type=float, default=300.0, metavar="X",
+                      help="seconds to keep trying to reach the head, at first and when it was lost [300]")
+    rank.add_argument("--log-level", choices=("DEBUG", "INFO", "WARNING", "ERROR"), default="INFO",
+                      help="least severe messages to log [INFO]")
+    rank.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
+    rank.set_defaults(run=_rank)
+
+
+def _rank(arguments: argparse.Namespace) -> int:
+    from tandem.cli.rank import run
+
+    return run(arguments)
 
 
 def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from tandem.cli.arguments import load_settings
 from tandem.config.settings import Settings
 from tandem.engine.layout import Layout, plan_layout
+from tandem.engine.machines import chosen_launcher
 from tandem.errors import ConfigError
 from tandem.executors.blas import limit_threads, preload_blas
 from tandem.log import set_up
@@ -54,6 +55,9 @@ def _prepared(arguments: argparse.Namespace, world: World | None) -> Comparison:
     loaded = load_settings(arguments)
     set_up("WARNING")
     settings = loaded.settings
+    if chosen_launcher(settings.parallel) != "local":
+        raise ConfigError("parity runs its ranks on this machine, or under mlx.launch; leave out --launcher and "
+                          "--hostfile", param="launcher")
     if settings.parallel.executor == "inline":
         raise ConfigError("--executor inline: parity runs every rank in a process of its own; leave it out",
                           param="executor")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError, LayoutError
+from tandem.launchers.hostfile import memory_size
 from tandem.models.planner_hardware import CHIPS, GIB, Link, Machine, link, machine
 
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
 _DEFAULT_LINK = "thunderbolt5-tcp"
 _HOST_KEYS = ("gpu", "bandwidth", "tflops")
 _LINK_KEYS = ("latency", "bandwidth")
@@ -29,14 +27,6 @@ class Hosts:
     machines: list[Machine]
     notes: list[str] = field(default_factory=list)
     link: str | None = None
-
-
-def memory_size(text: str, label: str) -> int:
-    """Bytes of `64GB`, `64GiB`, `512MB` or a plain number of bytes. Memory is sold in powers of two, so GB is GiB."""
-    match = _MEMORY.fullmatch(text.strip())
-    if not match or float(match[1]) == 0:
-        raise ConfigError(f"{label}: {text!r} is not a memory size such as 64GB", param="hosts")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 def read_hosts(specs: Sequence[str], hostfile: str | None) -> Hosts:

@@ -49,7 +49,7 @@ class ParallelSettings:
     tensor_split: tuple[float, ...] | None = None
     """Shares by which the ranks of a stage divide heads and widths, such as 2,1; by default equal ones."""
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl", "mpi", "any"] = "auto"
-    """MLX backend between the ranks of a stage. auto: ring."""
+    """MLX backend between the ranks of a stage. auto: that of the hostfile, else ring."""
     layer_split: tuple[int, ...] | None = None
     """Layers per stage, such as 20,16; by default in proportion to each machine's memory."""
     lanes: int | None = None
@@ -59,8 +59,25 @@ class ParallelSettings:
     executor: Literal["auto", "inline", "cluster"] = "auto"
     """inline: the whole model in the engine's process; cluster: ranks in processes of their own. auto: inline for one
     stage."""
-    launcher: Literal["local"] = "local"
-    """How ranks are started."""
+    launcher: Literal["auto", "local", "ssh", "manual"] = "auto"
+    """How ranks are started. local: on this machine; ssh: on the hosts of `hostfile`; manual: by `tandem rank` on each
+    machine. auto: ssh with a hostfile, else local."""
+    hostfile: str | None = None
+    """MLX's hostfile: machines for the ranks, one rank for each entry, in order. Without a layout of your own they
+    form a pipeline."""
+    host_entries: tuple[int, ...] | None = None
+    """Entries of the hostfile to use, counted from 0; by default all in order, shared out among replicas."""
+    remote_python: str | None = None
+    """Python interpreter on the hosts. By default that of the same path as here, else what a login shell there finds as
+    `tandem` or `python3`."""
+    head_address: str | None = None
+    """Address of this machine at which the ranks' machines reach it. By default worked out for each host."""
+    join_port: int = 29650
+    """Port at which `tandem rank` joins with the manual launcher; further replicas take the ports behind it."""
+    token_file: str | None = None
+    """File with the keys that `tandem rank` needs to join; made if it is missing."""
+    heartbeat_timeout: float = 8.0
+    """Seconds of silence after which a rank's machine and the engine's give each other up; the rank then ends."""
     threads_per_rank: int | None = None
     """CPU threads of each rank; by default the cores are shared out among the ranks of a machine."""
     blas: str = "auto"

@@ -11,7 +11,7 @@ from typing import Any
 
 from tandem.config.keys import ClientLimits, read_key_file
 from tandem.config.options import by_name, options
-from tandem.config.settings import Settings
+from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import ConfigError
 
 Label = Callable[[str], str]
@@ -29,6 +29,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "layer_split": _AT_LEAST_ONE,
     "lanes": _AT_LEAST_ONE,
     "threads_per_rank": _AT_LEAST_ONE,
+    "host_entries": (0, math.inf),
+    "join_port": (1, 65535),
+    "heartbeat_timeout": (2.0, math.inf),
     "max_batch_size": _AT_LEAST_ONE,
     "prefill_chunk": _AT_LEAST_ONE,
     "max_queue": _AT_LEAST_ONE,
@@ -49,7 +52,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "tokens_per_minute": _AT_LEAST_ONE,
     "drain_timeout": (0.0, math.inf),
 }
-_NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "engine_socket")
+_NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "engine_socket",
+              "hostfile", "remote_python", "head_address", "token_file")
 
 
 def default_label(name: str) -> str:
@@ -64,6 +68,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
         for item in value if option.repeated and value is not None else (value,):
             _check_item(option.name, item, label)
     _check_layer_split(settings, label)
+    _check_launcher(settings.parallel, label)
     warnings = _check_keys(settings, label)
     if settings.model.trust_remote_code:
         warnings.append(f"{label('trust_remote_code')}: Python code that comes with the model will run on this machine")
@@ -118,12 +123,31 @@ def _check_layer_split(settings: Settings, label: Label) -> None:
     if parallel.parallel is not None:
         source, stages = "parallel", len(parallel.parallel)
     split = parallel.layer_split
-    if split is not None and len(split) != stages:
+    by_hosts = parallel.hostfile is not None and source == "pipeline_parallel_size" and stages == 1
+    if split is not None and len(split) != stages and not by_hosts:
         given = ",".join(map(str, split))
         raise ConfigError(
             f"{label('layer_split')}: {given} is for {len(split)} stage(s), but {label(source)} asks for {stages}",
             param="layer_split",
         )
+
+
+def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
+    """Options that only one launcher takes."""
+    launcher = "ssh" if parallel.launcher == "auto" and parallel.hostfile else parallel.launcher
+    if launcher == "ssh" and parallel.hostfile is None:
+        raise ConfigError(f"{label('launcher')} ssh: needs --hostfile FILE, which names the hosts", param="hostfile")
+    if launcher == "manual" and parallel.token_file is None:
+        raise ConfigError(f"{label('launcher')} manual: needs --token-file FILE; it is made if it is missing, and each "
+                          "machine needs a copy for `tandem rank`", param="token_file")
+    if parallel.executor == "inline" and launcher not in ("auto", "local"):
+        raise ConfigError(f"{label('executor')} inline: computes in the engine's process, not on the machines of "
+                          f"{label('launcher')} {launcher}; leave one out", param="executor")
+    takers = {"hostfile": "ssh", "host_entries": "ssh", "remote_python": "ssh", "token_file": "manual"}
+    for name, taker in takers.items():
+        if getattr(parallel, name) is not None and launcher != taker:
+            raise ConfigError(f"{label(name)}: is for {label('launcher')} {taker}, not {launcher}; leave one out",
+                              param=name)
 
 
 def _check_keys(settings: Settings, label: Label) -> list[str]:

@@ -70,12 +70,12 @@ class Engine:
 
     def start(self, progress: Progress | None = None) -> None:
         """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
-        self._launch(progress)
         try:
+            self._launch(progress)
             limits = self._limits()
             self._scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
         except BaseException:
-            self._executor.close()
+            self._executor.shutdown()
             raise
         self.metrics.kv_total.set(self._scheduler.limits.kv_tokens)
         self._stand()
@@ -259,8 +259,8 @@ class Engine:
         self.state, self.detail = "draining", "the server is shutting down"
 
     def close(self) -> None:
-        """End all ranks."""
-        self._executor.close()
+        """End all ranks, and let go of their machines."""
+        self._executor.shutdown()
 
     # --- state ---
 

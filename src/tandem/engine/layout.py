@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.config.settings import ParallelSettings, Settings
+from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
 from tandem.executors.base import Executor, StageSpec
 from tandem.models.description import ModelDescription, describe
@@ -33,15 +34,15 @@ class Layout:
 
 def plan_layout(settings: Settings) -> Layout:
     """Find and check the model, and split it. Raises UsageError for anything that cannot work."""
-    parallel, model = settings.parallel, settings.model
+    parallel, model = with_layout(settings.parallel), settings.model
     if parallel.data_parallel_size > 1:
         raise LayoutError(f"--data-parallel-size {parallel.data_parallel_size}: only `tandem serve` runs several "
                           "replicas; leave it out", param="data_parallel_size")
     files = resolve(model.model, revision=model.revision, weights=model.weights_from == "head")
     description = describe(files)
     sizes = stage_sizes(parallel)
-    ranges = split_layers(description.num_layers, len(sizes), layer_bytes=description.layer_bytes, memory=sizes,
-                          explicit=parallel.layer_split)
+    ranges = split_layers(description.num_layers, len(sizes), layer_bytes=description.layer_bytes,
+                          memory=stage_memory(parallel, sizes), explicit=parallel.layer_split)
     for size in set(sizes) - {1}:
         # Refuses what cannot be shared out. Only the ranks know whether `auto` expands; they refuse the rest.
         plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no")
@@ -61,8 +62,8 @@ def plan_layout(settings: Settings) -> Layout:
             lanes=lanes, dtype=model.dtype, dequantize=model.dequantize, vocab_size=description.vocab_size,
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
-            backend="ring" if parallel.backend == "auto" else parallel.backend,
-            blas=parallel.blas, log_level=settings.process.log_level, weights_from=model.weights_from, hub=files.hub)
+            backend=parallel.backend, blas=parallel.blas, log_level=settings.process.log_level,
+            weights_from=model.weights_from, hub=files.hub)
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
     return Layout(files, description, tuple(specs), context, lanes)
 
@@ -90,10 +91,10 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
 
 def make_executor(settings: Settings, layout: Layout) -> Executor:
     """The executor that the settings ask for. The inline one brings mlx into this process."""
-    kind = settings.parallel.executor
+    kind, here = settings.parallel.executor, chosen_launcher(settings.parallel) == "local"
     if kind == "inline" and len(layout.ranks) > 1:
         raise LayoutError(f"--executor inline runs one rank, not {len(layout.ranks)}; use cluster", param="executor")
-    if kind == "inline" or (kind == "auto" and len(layout.ranks) == 1):
+    if kind == "inline" or (kind == "auto" and here and len(layout.ranks) == 1):
         from tandem.executors.blas import preload_blas
 
         preload_blas(settings.parallel.blas)
@@ -101,8 +102,7 @@ def make_executor(settings: Settings, layout: Layout) -> Executor:
 
         return InlineExecutor(layout.ranks[0], step_timeout_s=settings.scheduler.step_timeout)
     from tandem.executors.cluster import ClusterExecutor
-    from tandem.launchers.local import LocalLauncher
 
-    return ClusterExecutor(list(layout.ranks), LocalLauncher(settings.parallel.threads_per_rank),
+    return ClusterExecutor(list(layout.ranks), make_launcher(settings),
                            start_timeout_s=settings.scheduler.start_timeout,
                            step_timeout_s=settings.scheduler.step_timeout)

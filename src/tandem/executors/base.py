@@ -112,6 +112,10 @@ class Executor(ABC):
     def close(self) -> None:
         """End all ranks, whatever their state, and release sockets. Idempotent; `start` may follow."""
 
+    def shutdown(self) -> None:
+        """Close for good: `start` does not follow. Idempotent."""
+        self.close()
+
     @property
     def wait_socket(self) -> object | None:
         """A socket, ZeroMQ's or plain, that turns readable when `collect` has something; None before `start`."""

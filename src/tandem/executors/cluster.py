@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from tandem import errors
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
@@ -15,8 +17,7 @@ from tandem.executors.base import Executor, Progress, StageSpec
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import serve_model
 from tandem.executors.worker import WorkerPayload
-from tandem.launchers.base import Launcher, RankProcess
-from tandem.launchers.worlds import World, make_world
+from tandem.launchers.base import Launcher, Place, RankProcess, World
 from tandem.protocol.control import (
     Connect,
     Failure,
@@ -72,18 +73,13 @@ class ClusterExecutor(Executor):
         self._connected = self._failed = False
         self._watchdog.begin(time.monotonic())
         keys = ClusterKeys.generate()
-        self._bus = EngineBus(keys, self._launcher.bus_host)
         try:
-            variables = self._make_worlds()
+            deadline = time.monotonic() + self._start_timeout
+            places = self._launcher.recruit(len(self._specs), deadline, self.on_wait)
+            self._bus = EngineBus(keys, self._launcher.bus_host)
             if self._specs[0].weights_from == "head":
                 self._blobs = serve_model(Path(self._specs[0].model_path), keys, self._launcher.bus_host)
-            for spec in self._specs:
-                payload = WorkerPayload(spec=spec, keys=keys, bus_endpoint=self._bus.endpoint,
-                                        channel_host=self._launcher.bus_host, generation=self._generation,
-                                        weights_endpoint=self._blobs.endpoint if self._blobs else "")
-                self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload),
-                                                            variables[spec.rank]))
-            deadline = time.monotonic() + self._start_timeout
+            self._launch(places, keys)
             hellos = self._gather_hellos(deadline)
             self._broadcast(Connect([hello.endpoint for hello in hellos]))
             self._connected = True
@@ -99,21 +95,38 @@ class ClusterExecutor(Executor):
             self._blobs.close()
             self._blobs = None
 
-    def _make_worlds(self) -> list[dict[str, str]]:
-        """Environment of each rank: one MLX group for each stage of several ranks, or one over all stages when the
-        channel is MLX's."""
+    def _launch(self, places: list[Place], keys: ClusterKeys) -> None:
+        """Start all ranks. Those on one machine share what they may use of its memory."""
+        assert self._bus is not None
+        worlds = self._make_worlds()
+        machines = Counter(place.host for place in places)
+        for spec, place, world in zip(self._specs, places, worlds, strict=True):
+            share = spec.memory_share * len(self._specs) / machines[place.host]
+            variables = {} if world is None else world[0].variables(world[1])
+            spec = replace(spec, memory_share=share, backend=world[0].backend if world else spec.backend)
+            payload = WorkerPayload(
+                spec=spec, keys=keys, bus_endpoint=seen_from(place, self._bus.endpoint), channel_host=place.address,
+                generation=self._generation,
+                weights_endpoint=seen_from(place, self._blobs.endpoint) if self._blobs else "")
+            self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload),
+                                                        variables))
+
+    def _make_worlds(self) -> list[tuple[World, int] | None]:
+        """Each rank's group and its number there: one MLX group for each stage of several ranks, or one over all
+        stages when the channel is MLX's."""
         first = self._specs[0]
-        sizes = (len(self._specs),) if first.channel == "mlx" and first.stages > 1 else first.stage_sizes
-        backend = "ring" if first.channel == "mlx" and first.stages > 1 else first.backend
-        variables: list[dict[str, str]] = []
+        one_ring = first.channel == "mlx" and first.stages > 1
+        sizes = (len(self._specs),) if one_ring else first.stage_sizes
+        places: list[tuple[World, int] | None] = []
         for size in sizes:
+            ranks = range(len(places), len(places) + size)
             if size == 1:
-                variables.append({})
+                places.append(None)
                 continue
-            world = make_world(backend, size, len(variables))
+            world = self._launcher.world("ring" if one_ring else first.backend, ranks)
             self._worlds.append(world)
-            variables += [world.variables(index) for index in range(size)]
-        return variables
+            places += [(world, index) for index in range(size)]
+        return places
 
     def _gather_hellos(self, deadline: float) -> list[Hello]:
         hellos: dict[int, Hello] = {}
@@ -286,3 +299,13 @@ class ClusterExecutor(Executor):
         for world in self._worlds:
             world.remove()
         self._worlds.clear()
+
+    def shutdown(self) -> None:
+        """Let go of the machines as well."""
+        self.close()
+        self._launcher.close()
+
+
+def seen_from(place: Place, endpoint: str) -> str:
+    """An endpoint of the engine by the address that `place` reaches it at."""
+    return f"tcp://{place.engine_address}:{endpoint.rpartition(':')[2]}"

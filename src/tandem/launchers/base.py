@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
+
+OnWait = Callable[[], None]
+"""Called about every 0.1 s while a launcher waits."""
 
 
 class RankProcess(Protocol):
@@ -11,7 +16,7 @@ class RankProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Process id on its host."""
+        """Process id on its host; 0 while it is not known yet."""
 
     def poll(self) -> int | None:
         """Exit code, or None while it runs."""
@@ -30,14 +35,58 @@ class RankProcess(Protocol):
         """Wait for its end; False when `timeout_s` seconds pass first."""
 
 
+class World:
+    """One MLX group of ranks; made anew, with fresh ports, for each gang."""
+
+    backend: str
+    """MLX's name for it, as `StageGroup` takes it."""
+
+    def variables(self, index: int) -> dict[str, str]:
+        """Environment of the group's rank `index`."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Delete what it keeps on disk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a rank will run."""
+
+    host: str
+    """Name of the machine, the same for all places on it."""
+    address: str
+    """Address on which other ranks reach it."""
+    engine_address: str
+    """Address on which it reaches the engine."""
+
+
 class Launcher(ABC):
-    """Places the ranks of one gang after the other."""
+    """Places the ranks of one gang after the other. Used by one thread."""
 
     @property
     @abstractmethod
     def bus_host(self) -> str:
-        """Address on which ranks can reach the engine."""
+        """Address of this machine to which the engine's sockets bind; all of them: 0.0.0.0."""
+
+    @abstractmethod
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+        """Have a place for each of `count` ranks; what was there for the last gang and still is serves again.
+
+        `deadline` is in seconds of the monotonic clock. Raises UsageError for what the user must mend, and RankFailure
+        when places are missing that may come back.
+        """
+
+    @abstractmethod
+    def world(self, backend: str, ranks: Sequence[int]) -> World:
+        """An MLX group of some of the recruited ranks, over `backend` (auto: the launcher chooses).
+
+        Raises LayoutError and RankFailure.
+        """
 
     @abstractmethod
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RankProcess:
-        """Start one rank with its payload. Raises UsageError when it cannot be placed."""
+        """Start one of the recruited ranks with its payload. Raises UsageError and RankFailure."""
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to let go of
+        """Let go of the machines; nothing follows. Idempotent."""

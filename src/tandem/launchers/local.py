@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
 from tandem.env import child_environment
-from tandem.launchers.base import Launcher
+from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.process import ChildProcess
-from tandem.launchers.worlds import visible_gpus
+from tandem.launchers.worlds import make_world, visible_gpus
 
 WORKER_MODULE = "tandem.executors.worker"
+
+
+def thread_variables(count: int) -> dict[str, str]:
+    """Environment in which numerical libraries use `count` threads."""
+    return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
 
 
 class LocalLauncher(Launcher):
@@ -26,11 +32,18 @@ class LocalLauncher(Launcher):
         """Loopback: nothing off this machine can connect."""
         return "127.0.0.1"
 
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+        """This machine has room for any number."""
+        return [Place(host="this machine", address=self.bus_host, engine_address=self.bus_host)] * count
+
+    def world(self, backend: str, ranks: Sequence[int]) -> World:
+        """A group on loopback."""
+        return make_world(backend, len(ranks), ranks[0])
+
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> ChildProcess:
         """Start one rank."""
-        threads = str(self._threads or max(1, (os.cpu_count() or 1) // world_size))
+        threads = thread_variables(self._threads or max(1, (os.cpu_count() or 1) // world_size))
         gpus = visible_gpus()
         device = {"CUDA_VISIBLE_DEVICES": gpus[rank]} if len(gpus) >= world_size > 1 else {}
-        env = child_environment({"OPENBLAS_NUM_THREADS": threads, "OMP_NUM_THREADS": threads,
-                                 "MKL_NUM_THREADS": threads, **device, **extra_env})
+        env = child_environment({**threads, **device, **extra_env})
         return ChildProcess(self._module, payload, env=env, name=f"rank {rank}")

@@ -7,26 +7,19 @@ import json
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tandem.env import variable
 from tandem.errors import LayoutError
-
-
-class World:
-    """One group of ranks; made anew, with fresh ports, for each gang."""
-
-    def variables(self, index: int) -> dict[str, str]:
-        """Environment of the group's rank `index`."""
-        raise NotImplementedError
-
-    def remove(self) -> None:
-        """Delete what it keeps on disk."""
+from tandem.launchers.base import World
 
 
 class RingWorld(World):
     """An `MLX_HOSTFILE` on loopback ports that nobody uses."""
+
+    backend = "ring"
 
     def __init__(self, size: int) -> None:
         handle, name = tempfile.mkstemp(prefix="tandem-ring-", suffix=".json")
@@ -47,6 +40,8 @@ class RingWorld(World):
 class NcclWorld(World):
     """NCCL over the GPUs of this machine, one for each rank from `first_gpu` on."""
 
+    backend = "nccl"
+
     def __init__(self, size: int, first_gpu: int) -> None:
         """Ranks take GPUs in order, `first_gpu` being that of the first. Raises LayoutError when there are too few."""
         self._size = size
@@ -65,12 +60,16 @@ class NcclWorld(World):
 
 def make_world(backend: str, size: int, first_rank: int) -> World:
     """The group of `size` ranks that starts at the gang's rank `first_rank`. Raises LayoutError."""
-    if backend == "ring":
+    if backend in ("auto", "ring", "any"):
         return RingWorld(size)
     if backend == "nccl":
         return NcclWorld(size, first_rank)
-    raise LayoutError(f"--backend {backend} needs a host file that names each host's devices, which the local launcher "
-                      "has not; use ring (or nccl on GPUs)", param="backend")
+    if backend == "mpi":
+        raise LayoutError("--backend mpi: ranks that mpirun did not start have no MPI; use ring, or start them with "
+                          "`mlx.launch --backend mpi -- tandem rank ...` for a head with --launcher manual",
+                          param="backend")
+    raise LayoutError(f"--backend {backend} needs each host's RDMA devices: give --hostfile with `rdma`; on one "
+                      "machine use ring (or nccl on GPUs)", param="backend")
 
 
 def visible_gpus() -> list[str]:
@@ -81,10 +80,24 @@ def visible_gpus() -> list[str]:
     return [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports on loopback that were free a moment ago, all different."""
+def free_ports(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = ()) -> list[int]:
+    """Ports of `address` that were free a moment ago, all different; `wanted` if all of them are.
+
+    Raises OSError when this machine does not have the address.
+    """
+    try:
+        return _bound(address, wanted) if len(wanted) == count else _bound(address, [0] * count)
+    except OSError:
+        if not wanted:
+            raise
+        return _bound(address, [0] * count)
+
+
+def _bound(address: str, ports: Sequence[int]) -> list[int]:
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
+        sockets = [stack.enter_context(socket.socket()) for _ in ports]
+        for one, port in zip(sockets, ports, strict=True):
+            if port:  # one that a gang has just given up
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind((address, port))
         return [int(one.getsockname()[1]) for one in sockets]

@@ -29,6 +29,7 @@ class EngineBus:
         keys.secure_bind(self.socket)
         port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
+        self._authenticator.watch(self.socket, "bus")
         self._decoder = Decoder[RankMessage](RankMessage)
 
     def send(self, rank: int, generation: str, command: RankCommand) -> None:
@@ -55,8 +56,8 @@ class EngineBus:
 
     def close(self) -> None:
         """Close the socket and its context; unsent messages are dropped."""
-        self.socket.close()
         self._authenticator.stop()
+        self.socket.close()
         self._context.term()
 
 

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+import time
+
 import zmq
 from msgspec import Struct
 from zmq.auth.thread import ThreadAuthenticator
+from zmq.utils.monitor import recv_monitor_message
+
+log = logging.getLogger(__name__)
+
+REFUSALS_S = 600.0
+"""Seconds for which further refused peers of a socket are not logged."""
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 
 DOMAIN = "tandem"
 
@@ -49,11 +61,36 @@ class Authenticator:
         self._thread = ThreadAuthenticator(context)
         self._thread.start()
         self._thread.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
+        self._watched: list[tuple[zmq.Socket[bytes], threading.Thread]] = []
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by pyzmq for each handshake with the peer's public key."""
         return key == self._key
 
+    def watch(self, socket: zmq.Socket[bytes], name: str) -> None:
+        """Log when a peer is refused at `socket`, a bound one, in whose messages it is called `name`."""
+        monitor = socket.get_monitor_socket(_REFUSED | zmq.EVENT_MONITOR_STOPPED)
+        endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        thread = threading.Thread(target=_log_refusals, args=(monitor, name, endpoint), name="refusals", daemon=True)
+        thread.start()
+        self._watched.append((socket, thread))
+
     def stop(self) -> None:
-        """End the thread."""
+        """End the threads. Call before the sockets are closed."""
+        for socket, thread in self._watched:
+            with contextlib.suppress(zmq.ZMQError):
+                socket.disable_monitor()
+            thread.join()
+        self._watched.clear()
         self._thread.stop()
+
+
+def _log_refusals(monitor: zmq.Socket[bytes], name: str, endpoint: str) -> None:
+    """A scanner may knock a thousand times: the first refusal is a warning, those soon after are not."""
+    quiet_until = 0.0
+    while (event := recv_monitor_message(monitor)["event"]) != zmq.EVENT_MONITOR_STOPPED:
+        reason = "without the cluster's keys" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "whose greeting is wrong"
+        if time.monotonic() >= quiet_until:
+            quiet_until = time.monotonic() + REFUSALS_S
+            log.warning("refused a peer %s at the %s %s; others are not logged for a while", reason, name, endpoint)
+    monitor.close()

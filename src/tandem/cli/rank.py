@@ -1,0 +1,54 @@
+"""`tandem rank`: put this machine at the disposal of a head, by hand or under `mlx.launch`."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+import msgspec
+
+from tandem.errors import ConfigError
+from tandem.launchers.facts import launched_world
+from tandem.launchers.manual import read_token
+from tandem.launchers.process import receive_payload
+from tandem.launchers.rank_host import HostPayload, host_ranks
+from tandem.log import set_up
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Join, and run a rank whenever the head asks for one, until it releases this machine. Raises UsageError."""
+    payload = _received() if arguments.stdin else _given(arguments)
+    set_up(payload.log_level, prefix="[rank host]")
+    return host_ranks(payload)
+
+
+def _received() -> HostPayload:
+    try:
+        return msgspec.json.decode(receive_payload(), type=HostPayload)
+    except msgspec.DecodeError:
+        raise ConfigError("--stdin: is for Tandem's launchers, which write what to do there; use --join and "
+                          "--token-file") from None
+
+
+def _given(arguments: argparse.Namespace) -> HostPayload:
+    if arguments.join is None or arguments.token_file is None:
+        raise ConfigError("--join HOST[:PORT] and --token-file FILE are needed: the head's address, and a copy of its "
+                          "token file", param="join")
+    if not 0 < arguments.join_timeout < math.inf:
+        raise ConfigError(f"--join-timeout: {arguments.join_timeout:g} is out of range: must be above 0",
+                          param="join_timeout")
+    slot = arguments.rank if arguments.rank is not None else launched_world().rank
+    if slot is not None and slot < 0:
+        raise ConfigError(f"--rank: {slot} is out of range: must be 0 or more", param="rank")
+    return HostPayload(keys=read_token(arguments.token_file), endpoints=[_endpoint(arguments.join)], slot=slot,
+                       address=arguments.address, join_timeout=arguments.join_timeout, rejoin=True,
+                       log_level=arguments.log_level)
+
+
+def _endpoint(text: str) -> str:
+    from tandem.config.settings import ParallelSettings
+
+    host, colon, port = text.partition(":")
+    if not host or (colon and not (port.isdigit() and 0 < int(port) < 65536)):
+        raise ConfigError(f"--join: {text!r} is not HOST or HOST:PORT", param="join")
+    return f"{host}:{port or ParallelSettings().join_port}"

@@ -1,0 +1,91 @@
+"""What a rank host tells of its machine when it joins."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from tandem.env import variable
+from tandem.errors import ConfigError
+from tandem.launchers.worlds import visible_gpus
+from tandem.protocol.hosts import HostFacts, MlxWorld
+from tandem.version import __version__
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be alike on all machines."""
+    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "tandem": __version__}
+    for name in ("mlx", "mlx-lm"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "missing"
+    return found
+
+
+def host_facts(address: str) -> HostFacts:
+    """This machine, reached at `address`."""
+    return HostFacts(
+        name=socket.gethostname(), pid=os.getpid(), address=address, versions=versions(),
+        system=f"{platform.system()} {platform.machine()}", chip=_chip(), cores=os.cpu_count() or 1,
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus=visible_gpus())
+
+
+def _chip() -> str:
+    if sys.platform == "darwin":
+        done = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
+        return done.stdout.strip()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
+def address_towards(host: str) -> str:
+    """The IPv4 address of this machine from which packets go to `host`. Raises OSError. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])
+
+
+def is_own(address: str) -> bool:
+    """True when this machine has `address`."""
+    with socket.socket() as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def launched_world() -> MlxWorld:
+    """What `mlx.launch` has put into this process's environment. Raises ConfigError when it cannot be read."""
+    rank = variable("MLX_RANK") or variable("OMPI_COMM_WORLD_RANK")
+    host, port = variable("NCCL_HOST_IP"), variable("NCCL_PORT")
+    try:
+        return MlxWorld(
+            rank=int(rank) if rank is not None else None, hostfile=_listed("MLX_HOSTFILE"),
+            devices=_listed("MLX_IBV_DEVICES"), coordinator=variable("MLX_JACCL_COORDINATOR") or "",
+            prefers_ring=variable("MLX_JACCL_RING") is not None, nccl=f"{host}:{port}" if host and port else "",
+            mpi=variable("OMPI_COMM_WORLD_SIZE") is not None)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"MLX_RANK is {rank}, but what comes with it cannot be read: {error}; start with mlx.launch, "
+                          "or unset it") from error
+
+
+def _listed(name: str) -> list[list[Any]]:
+    """The JSON file that a variable names, with a list for each rank. mlx.launch leaves it empty for a single rank."""
+    path = variable(name)
+    text = Path(path).read_text().strip() if path else ""
+    content = json.loads(text) if text else []
+    if not isinstance(content, list) or not all(isinstance(entry, list) for entry in content):
+        raise ValueError(f"{name} ({path}) is not a list of lists")
+    return content

@@ -1,0 +1,195 @@
+"""A launcher whose ranks are started by rank hosts, whoever starts those: ssh, Ray, or people."""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from tandem.errors import LayoutError, RankFailure, UsageError
+from tandem.launchers.base import Launcher, OnWait, Place
+from tandem.launchers.host_worlds import Devices, HostWorld, any_world, jaccl_world, nccl_world, ring_world
+from tandem.launchers.local import thread_variables
+from tandem.launchers.roster import Member, RemoteRank, Roster
+from tandem.protocol.hosts import StartRank
+from tandem.transport.security import ClusterKeys
+
+log = logging.getLogger(__name__)
+
+WAIT_S = 0.1
+HEARTBEAT_S = 8.0
+
+
+class HostsLauncher(Launcher):
+    """Listens for rank hosts; what is left to subclasses is to bring them (`bring`), and to end them (`release`)."""
+
+    def __init__(self, *, bind: str, port: int = 0, keys: ClusterKeys | None = None, tickets: bool = True,
+                 heartbeat_s: float = HEARTBEAT_S, threads_per_rank: int | None = None) -> None:
+        """Open the join socket on an address of this machine (0.0.0.0: all), and a port (0: a free one).
+
+        With `tickets` each rank host must show what `Roster.issue` was last given for its slot. Raises UsageError when
+        the port is taken.
+        """
+        self._bind = bind
+        self._threads = threads_per_rank
+        self.keys = keys or ClusterKeys.generate()
+        try:
+            self.roster = Roster(self.keys, bind, port, heartbeat_s, tickets=tickets)
+        except OSError as error:
+            raise UsageError(f"rank hosts cannot join at {bind}:{port}: {error.strerror}; choose another --join-port "
+                             "or --head-address", param="join_port") from error
+        self._members: list[Member] = []
+        self._files: dict[int, dict[str, str]] = {}
+        self._gangs = 0
+        """How many have been recruited."""
+
+    @property
+    def bus_host(self) -> str:
+        """Where the join socket is bound, too."""
+        return self._bind
+
+    # --- what subclasses do ---
+
+    @abstractmethod
+    def bring(self, missing: list[int], *, first: bool) -> None:
+        """See to it that a rank host comes for each slot in `missing`. Called over and over while any is missing.
+
+        `first` is True until all have been there once. Raises UsageError or RankFailure when one cannot come.
+        """
+
+    @abstractmethod
+    def describe_missing(self, missing: list[int]) -> str:
+        """One line about who has not come in time, with the remedy."""
+
+    def release(self) -> None:
+        """End what was started to bring rank hosts, which have been told to end."""
+
+    def addresses(self, slot: int) -> list[str]:
+        """Addresses (IPs) over which the rank's collectives shall go; the first is used where only one can be."""
+        member = self._members[slot]
+        mlx = member.mlx
+        if mlx.rank is not None and mlx.rank < len(mlx.hostfile):
+            return [one.rpartition(":")[0] for one in mlx.hostfile[mlx.rank]]
+        return [self._address(member)]
+
+    def devices(self, slot: int) -> Devices:
+        """RDMA devices of the rank's machine towards each slot; empty when they are not known."""
+        mlx = self._members[slot].mlx
+        return list(mlx.devices[mlx.rank]) if mlx.rank is not None and mlx.rank < len(mlx.devices) else []
+
+    def default_backend(self) -> str:
+        """Backend for `auto`."""
+        return next((one.mlx.backend for one in self._members if one.mlx.backend), "ring")
+
+    # --- the launcher ---
+
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+        """Wait for the rank hosts, having brought them."""
+        first = self._gangs == 0
+        while None in (found := self.roster.fill(count)):
+            missing = [slot for slot, member in enumerate(found) if member is None]
+            self.bring(missing, first=first)
+            if time.monotonic() > deadline:
+                raise (UsageError if first else RankFailure)(self.describe_missing(missing))
+            self.roster.wait(WAIT_S)
+            if on_wait is not None:
+                on_wait()
+        self._gangs += 1
+        self._members = [member for member in found if member is not None]
+        self._files.clear()
+        return [Place(host=one.facts.name, address=self._address(one), engine_address=one.join.head)
+                for one in self._members]
+
+    def _address(self, member: Member) -> str:
+        """A machine that reached the head over loopback is the head's; others know that by another address."""
+        own = member.facts.address
+        if not own.startswith("127."):
+            return own
+        return next((one.join.head for one in self._members if not one.facts.address.startswith("127.")), own)
+
+    def world(self, backend: str, ranks: Sequence[int]) -> HostWorld:
+        """An MLX group. The first gang uses what mlx.launch has prepared, if it did; later ones take fresh ports."""
+        chosen = self.default_backend() if backend == "auto" else backend
+        world = self._make_world(chosen, ranks)
+        for index, rank in enumerate(ranks):
+            self._files[rank] = world.files(index)
+        return world
+
+    def _make_world(self, backend: str, ranks: Sequence[int]) -> HostWorld:
+        if backend == "ring":
+            return ring_world([self._listeners(rank) for rank in ranks])
+        if backend in ("jaccl", "jaccl-ring"):
+            return self._jaccl(backend, ranks)
+        if backend == "nccl":
+            return nccl_world(len(ranks), self._coordinator(ranks[0], self._members[ranks[0]].mlx.nccl))
+        if backend == "mpi":
+            return self._mpi(ranks)
+        complete = all(self.devices(rank) for rank in ranks)
+        return any_world(self._make_world("ring", ranks), self._jaccl("jaccl", ranks) if complete else None)
+
+    def _jaccl(self, backend: str, ranks: Sequence[int]) -> HostWorld:
+        names = [self._members[rank].facts.name for rank in ranks]
+        rows = [self.devices(rank) for rank in ranks]
+        if all(len(row) > max(ranks) for row in rows):
+            rows = [[row[rank] for rank in ranks] for row in rows]
+        return jaccl_world(backend, names, rows,
+                           self._coordinator(ranks[0], self._members[ranks[0]].mlx.coordinator))
+
+    def _mpi(self, ranks: Sequence[int]) -> HostWorld:
+        """Ranks inherit what mpirun gave to their rank hosts, and it lets them start once."""
+        if len(ranks) < len(self._members) or not all(member.mlx.mpi for member in self._members):
+            raise LayoutError("--backend mpi: every rank must be started by mpirun, as one stage: use --launcher "
+                              "manual here and `mlx.launch --backend mpi -- tandem rank --join ...`", param="backend")
+        if self._gangs > 1:
+            raise UsageError("--backend mpi: ranks cannot be replaced, for mpirun starts each but once; start anew")
+        return HostWorld("mpi", [{}] * len(ranks))
+
+    def _listeners(self, rank: int) -> list[str]:
+        member, addresses = self._members[rank], self.addresses(rank)
+        mlx = member.mlx
+        given = mlx.hostfile[mlx.rank] if mlx.rank is not None and mlx.rank < len(mlx.hostfile) else []
+        listeners = []
+        for index, address in enumerate(addresses):
+            wanted = [int(given[index].rpartition(":")[2])] if given and self._gangs == 1 else []
+            [port] = self.roster.reserve(member, address, 1, wanted)
+            listeners.append(f"{address}:{port}")
+        return listeners
+
+    def _coordinator(self, rank: int, given: str) -> str:
+        """IP:port on the rank's machine where the others of its group meet."""
+        address, _, port = given.rpartition(":")
+        if rank or not given:
+            address, port = self.addresses(rank)[0], ""
+        wanted = [int(port)] if port and self._gangs == 1 else []
+        [free] = self.roster.reserve(self._members[rank], address, 1, wanted)
+        return f"{address}:{free}"
+
+    def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RemoteRank:
+        """Have the rank's host start it."""
+        member = self._members[rank]
+        together = [one for one in self._members if one.facts.name == member.facts.name]
+        environment = {**self.environment(rank), **self._gpu(member, together), **extra_env}
+        if self._threads:
+            environment |= thread_variables(self._threads)
+        process = self.roster.begin(member)
+        self.roster.send(member, StartRank(process.number, rank, payload, environment, self._files.get(rank, {}),
+                                           len(together)))
+        return process
+
+    def environment(self, slot: int) -> dict[str, str]:
+        """Variables that the user wants ranks to have."""
+        return {}
+
+    @staticmethod
+    def _gpu(member: Member, together: list[Member]) -> dict[str, str]:
+        """A GPU for each rank of a machine, if there are enough, and they are not shared out already."""
+        gpus = member.facts.gpus
+        if not 1 < len(together) <= len(gpus) or any(one.facts.gpus != gpus for one in together):
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": gpus[together.index(member)]}
+
+    def close(self) -> None:
+        """Release the rank hosts."""
+        self.roster.close()
+        self.release()

@@ -1,0 +1,77 @@
+"""Rank hosts that people start, with `tandem rank`, or `mlx.launch` for them: the head only waits."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import msgspec
+
+from tandem.errors import ConfigError
+from tandem.launchers.head import HostsLauncher
+from tandem.transport.security import ClusterKeys
+
+log = logging.getLogger(__name__)
+
+ALL_ADDRESSES = "0.0.0.0"
+
+
+class ManualLauncher(HostsLauncher):
+    """Takes rank hosts in any order; those beyond what the layout needs wait as spares."""
+
+    def __init__(self, *, port: int, token_file: str | None, head_address: str | None = None, heartbeat_s: float = 8.0,
+                 threads_per_rank: int | None = None) -> None:
+        """Raises UsageError: no token file, or the port is taken."""
+        if not token_file:
+            raise ConfigError("--launcher manual needs --token-file FILE: it is made if it is missing; copy it to each "
+                              "machine for `tandem rank`", param="token_file")
+        self._token_file = token_file
+        self._told = 0
+        super().__init__(bind=head_address or ALL_ADDRESSES, port=port, keys=make_token(token_file), tickets=False,
+                         heartbeat_s=heartbeat_s, threads_per_rank=threads_per_rank)
+
+    def bring(self, missing: list[int], *, first: bool) -> None:
+        """Say once what to do."""
+        if self._told != len(missing):
+            self._told = len(missing)
+            log.info("waiting for %d rank(s) to join: on each machine run `tandem rank --join THIS-MACHINE:%d "
+                     "--token-file %s` (a copy of that file)", len(missing), self.roster.port, self._token_file)
+
+    def describe_missing(self, missing: list[int]) -> str:
+        """How many have not come."""
+        return (f"{len(missing)} rank(s) have not joined in time (start_timeout); run `tandem rank --join "
+                f"THIS-MACHINE:{self.roster.port} --token-file FILE` on their machines")
+
+
+def make_token(path: str, label: str = "--token-file") -> ClusterKeys:
+    """The keys in a token file, which is made when it is missing. Raises ConfigError."""
+    try:
+        descriptor = os.open(Path(path).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return read_token(path, label)
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot make {path}: {error.strerror}", param="token_file") from None
+    keys = ClusterKeys.generate()
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(msgspec.json.encode(keys) + b"\n")
+    return keys
+
+
+def read_token(path: str, label: str = "--token-file") -> ClusterKeys:
+    """The keys in a token file. Raises ConfigError: missing, readable by others, or not one."""
+    try:
+        file = Path(path).expanduser()
+        content, mode = file.read_bytes(), file.stat().st_mode
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot read {path}: {error.strerror}; copy it from the head, which makes it",
+                          param="token_file") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{label}: others can read {path}, and whoever has it may join; mend that with `chmod 600 "
+                          f"{path}`", param="token_file")
+    try:
+        return msgspec.json.decode(content, type=ClusterKeys)
+    except msgspec.DecodeError:
+        raise ConfigError(f"{label}: {path} is not a token file; delete it, and let the head make a new one",
+                          param="token_file") from None

@@ -1,0 +1,281 @@
+"""A rank host: the process on a rank's machine that joins the head and starts, watches and kills a rank there.
+
+`python -m tandem.launchers.rank_host`, with a `HostPayload` as a line on standard input, is what launchers start;
+`tandem rank` is the same for people. It holds no mlx, so it stays awake while its rank is stuck in a collective: a rank
+ends within `heartbeat_timeout` of the last sign of the head, whatever has happened to either, or to the network.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+from msgspec import Struct
+
+from tandem.env import child_environment
+from tandem.errors import TransportError, UsageError
+from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
+from tandem.launchers.local import WORKER_MODULE, thread_variables
+from tandem.launchers.process import ChildProcess, receive_payload, watch_lifeline
+from tandem.launchers.worlds import free_ports
+from tandem.log import set_up
+from tandem.protocol.hosts import (
+    HeadMessage,
+    Join,
+    JoinAgain,
+    KillRank,
+    Leave,
+    MlxWorld,
+    Ping,
+    Pong,
+    Ports,
+    RankExited,
+    RankStarted,
+    Refuse,
+    Release,
+    ReservePorts,
+    StartRank,
+    Welcome,
+)
+from tandem.transport.join import HostEnd
+from tandem.transport.security import ClusterKeys
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+JOIN_S = 3.0
+"""Seconds that the head gets to answer at one of its addresses, before the next is tried."""
+REPEAT_S = 0.5
+END_S = 10.0
+WORLD_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING",
+                   "NCCL_HOST_IP", "NCCL_PORT", "MLX_WORLD_SIZE")
+"""Of the process that started this one, not for ranks: the head says which group a rank is in."""
+
+
+class HostPayload(Struct, frozen=True, kw_only=True):
+    """What a launcher hands over."""
+
+    keys: ClusterKeys
+    endpoints: list[str]
+    """HOST:PORT of the head's join socket, by each address that the machine may reach it at."""
+    slot: int | None = None
+    ticket: str = ""
+    address: str | None = None
+    """Address of the machine for other ranks; None: the one from which it reaches the head."""
+    join_timeout: float = 30.0
+    """Seconds to keep trying to join."""
+    rejoin: bool = False
+    """Join again after the head was lost."""
+    log_level: str = "INFO"
+    worker: str = WORKER_MODULE
+    """Entry point of ranks."""
+
+
+class _Rank:
+    """The rank process and the files that it was given."""
+
+    def __init__(self, order: StartRank, worker: str) -> None:
+        self.number = order.number
+        self._directory = Path(tempfile.mkdtemp(prefix="tandem-rank-"))
+        threads = thread_variables(max(1, (os.cpu_count() or 1) // order.sharing))
+        environment: dict[str, str | None] = {**dict.fromkeys(WORLD_VARIABLES), **threads, **order.environment}
+        for variable, content in order.files.items():
+            path = self._directory / variable
+            path.write_text(content)
+            environment[variable] = str(path)
+        self.process = ChildProcess(worker, order.payload, env=child_environment(environment),
+                                    name=f"rank {order.rank}")
+
+    def kill(self) -> None:
+        """End it and take its files away. Idempotent."""
+        self.process.kill()
+        self.process.wait(END_S)
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class RankHost:
+    """Joins, and does what the head says until it is released, refused, or loses the head."""
+
+    def __init__(self, payload: HostPayload, mlx: MlxWorld | None = None) -> None:
+        self._payload = payload
+        self._mlx = mlx or MlxWorld()
+        self._id = secrets.token_hex(8)
+        self._rank: _Rank | None = None
+        self._told_to_end = False
+        self._heartbeat_s = 0.0
+
+    def end(self) -> None:
+        """Have `run` return soon. From any thread, or a signal handler."""
+        self._told_to_end = True
+
+    def run(self) -> int:
+        """Returns an exit code: 0 when the head released it. Raises UsageError."""
+        while True:
+            link = self._join()
+            if link is None:
+                return 1
+            try:
+                code = self._serve(link)
+            finally:
+                self._end_rank()
+                link.close()
+            if code is not None:
+                return code
+            if not self._payload.rejoin:
+                return 1
+
+    # --- joining ---
+
+    def _join(self) -> HostEnd | None:
+        """Try the head's addresses in turn. None when told to end; raises UsageError when none answers in time."""
+        payload = self._payload
+        deadline = time.monotonic() + payload.join_timeout
+        troubles: dict[str, str] = {}
+        for endpoint in itertools.cycle(payload.endpoints):
+            host, _, port = endpoint.rpartition(":")
+            try:
+                head = socket.gethostbyname(host)
+                link, troubles[endpoint] = self._knock(head, int(port), min(deadline, time.monotonic() + JOIN_S))
+                if link is not None:
+                    log.info("joined the head at %s", endpoint)
+                    return link
+            except OSError as error:
+                troubles[endpoint] = error.strerror or str(error)
+                time.sleep(REPEAT_S)
+            if self._told_to_end:
+                return None
+            if time.monotonic() > deadline:
+                tried = ", ".join(f"{where} ({trouble})" for where, trouble in troubles.items())
+                raise UsageError(
+                    f"{socket.gethostname()} could not join the head within {payload.join_timeout:.0f} s: tried "
+                    f"{tried}; is the head up, its firewall open for this port, and --head-address one that this "
+                    "machine reaches?")
+        raise UsageError("no address of the head is given")
+
+    def _knock(self, head: str, port: int, until: float) -> tuple[HostEnd | None, str]:
+        address = self._payload.address or address_towards(head)
+        if not is_own(address):
+            raise UsageError(f"{socket.gethostname()} has no address {address}, which is given for it (`ips` in a "
+                             f"hostfile, or --address); towards the head it has {address_towards(head)}")
+        link = HostEnd(f"tcp://{head}:{port}", self._payload.keys, secrets.token_hex(8))
+        join = Join(facts=host_facts(address), host_id=self._id, head=head, slot=self._payload.slot,
+                    ticket=self._payload.ticket, mlx=self._mlx)
+        try:
+            while time.monotonic() < until and not self._told_to_end:
+                link.send(join)
+                answer = link.receive(REPEAT_S)
+                if isinstance(answer, Refuse):
+                    raise UsageError(f"the head at {head}:{port} refuses this machine: {answer.reason}")
+                if isinstance(answer, Welcome):
+                    self._heartbeat_s = answer.heartbeat_timeout
+                    return link, ""
+        except BaseException:
+            link.close()
+            raise
+        trouble = link.trouble
+        link.close()
+        return None, trouble
+
+    # --- serving ---
+
+    def _serve(self, link: HostEnd) -> int | None:
+        """Obey until the end. The exit code, or None when the head is lost."""
+        heard = time.monotonic()
+        while not self._told_to_end:
+            try:
+                message = link.receive(POLL_S)
+            except TransportError as error:
+                log.warning("%s; dropped", error)
+                continue
+            now = time.monotonic()
+            if message is not None:
+                heard = now
+            if isinstance(message, Release):
+                return 0
+            if isinstance(message, JoinAgain):
+                log.error("the head had given this machine up; the rank ends")
+                return None
+            if now - heard > self._heartbeat_s:
+                log.error("no word from the head for %.0f s (heartbeat_timeout); the rank ends", self._heartbeat_s)
+                return None
+            if message is not None:
+                self._obey(link, message)
+            self._report_exit(link)
+        self._end_rank()
+        link.send(Leave())
+        return 128 + signal.SIGTERM
+
+    def _obey(self, link: HostEnd, message: HeadMessage) -> None:
+        if isinstance(message, Ping):
+            link.send(Pong(message.number, self._rank is not None and self._rank.process.stopped))
+        elif isinstance(message, ReservePorts):
+            try:
+                link.send(Ports(message.number, free_ports(message.count, message.address, message.wanted)))
+            except OSError as error:
+                link.send(Ports(message.number, [], f"{socket.gethostname()} cannot listen on {message.address}: "
+                                f"{error.strerror}"))
+        elif isinstance(message, StartRank):
+            self._start(link, message)
+        elif isinstance(message, KillRank) and self._rank is not None and self._rank.number == message.number:
+            self._rank.process.kill()
+
+    def _start(self, link: HostEnd, order: StartRank) -> None:
+        self._end_rank()
+        try:
+            self._rank = _Rank(order, self._payload.worker)
+        except OSError as error:
+            link.send(RankExited(order.number, 1, f"could not be started: {error}"))
+            return
+        link.send(RankStarted(order.number, self._rank.process.pid))
+
+    def _report_exit(self, link: HostEnd) -> None:
+        rank = self._rank
+        if rank is None or (code := rank.process.poll()) is None:
+            return
+        self._end_rank()
+        link.send(RankExited(rank.number, code, rank.process.describe_exit()))
+
+    def _end_rank(self) -> None:
+        if self._rank is not None:
+            self._rank.kill()
+            self._rank = None
+
+
+def host_ranks(payload: HostPayload) -> int:
+    """Run a rank host in this process until it ends. Returns its exit code; raises UsageError. Main thread only."""
+    host = RankHost(payload, launched_world())
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        host.end()
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, on_signal)
+    if not payload.rejoin:
+        watch_lifeline(host.end)
+    return host.run()
+
+
+def main() -> int:
+    """Entry point for launchers."""
+    payload = msgspec.json.decode(receive_payload(), type=HostPayload)
+    set_up(payload.log_level, prefix="[rank host]")
+    try:
+        return host_ranks(payload)
+    except UsageError as error:
+        print(f"tandem: {error.message}", file=sys.stderr)  # noqa: T201 - read by whoever started this
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,348 @@
+"""The rank hosts that have joined: a thread of the head talks with them, whatever the engine's thread is doing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import zmq
+
+from tandem.errors import RankFailure, TransportError
+from tandem.launchers.facts import versions
+from tandem.protocol.hosts import (
+    HeadMessage,
+    HostFacts,
+    HostMessage,
+    Join,
+    JoinAgain,
+    KillRank,
+    Leave,
+    MlxWorld,
+    Ping,
+    Pong,
+    Ports,
+    RankExited,
+    RankStarted,
+    Refuse,
+    Release,
+    ReservePorts,
+    Welcome,
+)
+from tandem.transport.join import HeadEnd
+from tandem.transport.security import ClusterKeys
+
+log = logging.getLogger(__name__)
+
+POLL_MS = 100
+PING_S = 1.0
+ASK_S = 10.0
+"""Seconds in which a rank host must answer a question."""
+LOST = 255
+"""Exit code of a rank whose host is lost."""
+
+
+class RemoteRank:
+    """A rank process on another machine, as far as its rank host has told."""
+
+    def __init__(self, number: int, member: Member, kill: Callable[[], None], changed: threading.Condition) -> None:
+        self.number = number
+        self.pid = 0
+        self.stopped = False
+        self._member = member
+        self._kill = kill
+        self._changed = changed
+        self._code: int | None = None
+        self._how = ""
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self._code
+
+    def describe_exit(self) -> str:
+        """How it ended, in words."""
+        where = self._member.facts.name
+        return f"on {where} {self._how}" if self._code is not None else f"is running on {where}"
+
+    def ended(self, code: int, how: str) -> None:
+        """For the roster: it has ended."""
+        with self._changed:
+            if self._code is None:
+                self._code, self._how = code, how
+            self._changed.notify_all()
+
+    def kill(self) -> None:
+        """Have its host end it."""
+        if self._code is None:
+            self._kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False when `timeout_s` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._code is not None, timeout_s)
+
+
+@dataclass(eq=False)
+class Member:
+    """A rank host that has joined."""
+
+    identity: bytes
+    join: Join
+    slot: int | None
+    """Rank that it is for; None while it is spare."""
+    heard: float
+    rank: RemoteRank | None = None
+
+    @property
+    def facts(self) -> HostFacts:
+        """Of its machine."""
+        return self.join.facts
+
+    @property
+    def mlx(self) -> MlxWorld:
+        """What mlx.launch told it."""
+        return self.join.mlx
+
+
+@dataclass
+class _Answers:
+    numbers: int = 0
+    ports: dict[int, Ports] = field(default_factory=dict)
+
+
+class Roster:
+    """Who has joined. Methods are for the engine's thread; members that fall silent are struck off."""
+
+    def __init__(self, keys: ClusterKeys, host: str, port: int, heartbeat_s: float, *, tickets: bool) -> None:
+        """With `tickets` a rank host needs the one that was last issued for its slot. Raises OSError: port taken."""
+        self._end = HeadEnd(keys, host, port)
+        self.port = self._end.port
+        self._heartbeat = heartbeat_s
+        self._needs_tickets = tickets
+        self._tickets: dict[int, str] = {}
+        self._count = 0
+        self._members: dict[bytes, Member] = {}
+        self._changed = threading.Condition()
+        self._answers = _Answers()
+        self._refusals: dict[int | None, str] = {}
+        self._outbox: list[tuple[bytes, HeadMessage]] = []
+        self._bell, self._ring = socket.socketpair()
+        self._closing = False
+        self._pinged = 0.0
+        self._thread = threading.Thread(target=self._run, name="roster", daemon=True)
+        self._thread.start()
+
+    # --- the engine's thread ---
+
+    def issue(self, slot: int, ticket: str) -> None:
+        """The rank host for `slot` that joins with `ticket` is let in, once; whoever has the slot is struck off."""
+        with self._changed:
+            self._tickets[slot] = ticket
+            self._refusals.pop(slot, None)
+            for member in [one for one in self._members.values() if one.slot == slot]:
+                self._strike(member, "another has been started in its place")
+
+    def fill(self, count: int) -> list[Member | None]:
+        """Who is there for each of `count` ranks; spare ones, in the order of joining, take the places without."""
+        with self._changed:
+            self._count = count
+            places: list[Member | None] = [None] * count
+            for member in self._members.values():
+                if member.slot is not None and member.slot < count:
+                    places[member.slot] = member
+            spare = (one for one in self._members.values() if one.slot is None)
+            for slot in range(count):
+                if places[slot] is None and (chosen := next(spare, None)) is not None:
+                    chosen.slot = slot
+                    places[slot] = chosen
+            return places
+
+    def refusal(self, slot: int) -> str | None:
+        """Why the rank host for `slot` was sent away, if it was."""
+        with self._changed:
+            return self._refusals.pop(slot, None)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until somebody joins, leaves or answers, or `timeout_s` seconds have passed."""
+        with self._changed:
+            self._changed.wait(timeout_s)
+
+    def send(self, member: Member, message: HeadMessage) -> None:
+        """Send soon."""
+        with self._changed:
+            self._outbox.append((member.identity, message))
+        self._ring.send(b"!")
+
+    def number(self) -> int:
+        """One that was not used before."""
+        with self._changed:
+            self._answers.numbers += 1
+            return self._answers.numbers
+
+    def begin(self, member: Member) -> RemoteRank:
+        """A rank process for the member's host, which is to be told to start it."""
+        number = self.number()
+        rank = RemoteRank(number, member, lambda: self.send(member, KillRank(number)), self._changed)
+        with self._changed:
+            member.rank = rank
+            if member.identity not in self._members:
+                rank.ended(LOST, "is lost with its host")
+        return rank
+
+    def reserve(self, member: Member, address: str, count: int, wanted: list[int]) -> list[int]:
+        """Free ports on the member's machine. Raises RankFailure."""
+        number = self.number()
+        self.send(member, ReservePorts(number, address, count, wanted))
+        deadline = time.monotonic() + ASK_S
+        with self._changed:
+            while number not in self._answers.ports:
+                if member.identity not in self._members or time.monotonic() > deadline:
+                    raise RankFailure(f"{member.facts.name} does not answer")
+                self._changed.wait(POLL_MS / 1000)
+            answer = self._answers.ports.pop(number)
+        if answer.problem:
+            raise RankFailure(answer.problem)
+        return answer.ports
+
+    def leave(self, ticket: str, reason: str) -> None:
+        """Strike the member with this ticket off, if it is there: its process is known to have ended. Any thread."""
+        with self._changed:
+            for member in [one for one in self._members.values() if one.join.ticket == ticket]:
+                self._strike(member, reason)
+
+    def close(self) -> None:
+        """Release all rank hosts and close the socket. Idempotent."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        self._ring.send(b"!")
+        self._thread.join()
+        self._bell.close()
+        self._ring.close()
+
+    # --- its own thread ---
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._end.socket, zmq.POLLIN)
+        poller.register(self._bell, zmq.POLLIN)
+        complained = False
+        while not self._closing:
+            if self._bell.fileno() in dict(poller.poll(POLL_MS)):
+                self._bell.recv(4096)
+            self._send_outbox()
+            while True:
+                try:
+                    received = self._end.receive()
+                except TransportError as error:
+                    if not complained:
+                        log.warning("join socket: %s; dropped, as are others like it", error)
+                    complained = True
+                    continue
+                if received is None:
+                    break
+                self._take(*received)
+            self._keep_up()
+        self._send_outbox()
+        for member in self._members.values():
+            self._post(member.identity, Release())
+        with self._changed:
+            self._members.clear()
+        self._end.close()
+
+    def _send_outbox(self) -> None:
+        with self._changed:
+            outbox, self._outbox = self._outbox, []
+        for identity, message in outbox:
+            self._post(identity, message)
+
+    def _post(self, identity: bytes, message: HeadMessage) -> None:
+        try:
+            self._end.send(identity, message)
+        except TransportError as error:
+            log.debug("%s", error)  # its silence will tell
+
+    def _take(self, identity: bytes, message: HostMessage) -> None:
+        if isinstance(message, Join):
+            self._greet(identity, message)
+            return
+        with self._changed:
+            member = self._members.get(identity)
+            if member is None:
+                self._post(identity, JoinAgain())
+                return
+            member.heard = time.monotonic()
+            if isinstance(message, Leave):
+                self._strike(member, "has been ended there")
+            elif isinstance(message, Ports):
+                self._answers.ports[message.number] = message
+            elif not isinstance(message, Pong) and member.rank is not None and member.rank.number == message.number:
+                if isinstance(message, RankStarted):
+                    member.rank.pid = message.pid
+                elif isinstance(message, RankExited):
+                    member.rank.ended(message.code, message.how)
+            elif isinstance(message, Pong) and member.rank is not None:
+                member.rank.stopped = message.stopped
+            self._changed.notify_all()
+
+    def _greet(self, identity: bytes, join: Join) -> None:
+        with self._changed:
+            if identity not in self._members:
+                if (reason := self._objection(join)) is not None:
+                    log.warning("refused %s (%s): %s", join.facts.name, join.facts.address, reason)
+                    self._refusals[join.slot] = reason
+                    self._post(identity, Refuse(reason))
+                    self._changed.notify_all()
+                    return
+                member = Member(identity, join, join.slot, time.monotonic())
+                self._members[identity] = member
+                log.info("%s has joined from %s%s: %s, %d cores, %.0f GiB", join.facts.name, join.facts.address,
+                         "" if join.slot is None else f" for rank {join.slot}", join.facts.chip or join.facts.system,
+                         join.facts.cores, join.facts.memory_bytes / 2**30)
+                self._changed.notify_all()
+        self._post(identity, Welcome(self._heartbeat))
+
+    def _objection(self, join: Join) -> str | None:
+        """Why the rank host cannot be let in; takes its ticket."""
+        facts, own = join.facts, versions()
+        different = [f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
+                     for name in own if facts.versions.get(name) != own[name]]
+        if different:
+            return f"{facts.name} has {', '.join(different)}; install the same versions on all machines"
+        if self._needs_tickets and (join.slot is None or self._tickets.pop(join.slot, None) != join.ticket):
+            return "its ticket is not valid, or has been used"
+        if join.slot is None:
+            return None
+        if self._count and join.slot >= self._count:
+            return f"rank {join.slot} was asked for, and the layout has {self._count} ranks"
+        holder = next((one for one in self._members.values() if one.slot == join.slot), None)
+        if holder is not None and holder.join.host_id == join.host_id:
+            self._strike(holder, "has joined anew")
+        elif holder is not None:
+            return f"rank {join.slot} is taken: {holder.facts.name} (process {holder.facts.pid}) has it"
+        return None
+
+    def _keep_up(self) -> None:
+        """Ping all, and strike off the silent."""
+        now = time.monotonic()
+        if now - self._pinged < PING_S:
+            return
+        self._pinged = now
+        with self._changed:
+            for member in list(self._members.values()):
+                if now - member.heard > self._heartbeat:
+                    self._strike(member, f"has not answered for {self._heartbeat:.0f} s (heartbeat_timeout)")
+            identities = list(self._members)
+        for identity in identities:
+            self._post(identity, Ping(int(now)))
+
+    def _strike(self, member: Member, reason: str) -> None:
+        del self._members[member.identity]
+        log.error("%s is lost: %s", member.facts.name, reason)
+        if member.rank is not None:
+            member.rank.ended(LOST, f"is lost with its host, which {reason}")
+        self._changed.notify_all()

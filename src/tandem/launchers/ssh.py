@@ -1,0 +1,259 @@
+"""Rank hosts over the system's ssh, with the user's own keys, agent and configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from tandem.env import child_environment
+from tandem.errors import ConfigError, RankFailure, UsageError
+from tandem.launchers.base import OnWait, Place
+from tandem.launchers.facts import address_towards
+from tandem.launchers.head import HostsLauncher
+from tandem.launchers.host_worlds import Devices
+from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
+from tandem.launchers.rank_host import HostPayload
+
+log = logging.getLogger(__name__)
+
+RANK_HOST_MODULE = "tandem.launchers.rank_host"
+CONNECT_S = 10
+ALIVE_S, ALIVE_COUNT = 2, 4
+"""ssh gives a connection up after so many unanswered questions, one in so many seconds."""
+SSH_FAILED, NOT_FOUND = 255, 127
+TAIL = 20
+END_S = 3.0
+OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval={ALIVE_S}",
+           f"ServerAliveCountMax={ALIVE_COUNT}", "ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes",
+           "LogLevel=ERROR")
+"""No questions to a terminal; no connection shared with others, which could outlive this one."""
+REMEDIES = (
+    ("permission denied", "ssh refuses this user's key", "`ssh-copy-id {ssh}`, and check with `ssh {ssh} true`"),
+    ("host key verification failed", "its host key is not the known one, or not known",
+     "compare the key, then connect once with `ssh {ssh}`"),
+    ("could not resolve hostname", "its name is not known here", "mend `ssh` in the hostfile, or /etc/hosts"),
+    ("connection refused", "it does not take ssh connections",
+     "start sshd there (macOS: System Settings, General, Sharing, Remote Login)"),
+    ("timed out", "it cannot be reached", "check that it is on, and the cable and address: `ping {ssh}`"),
+    ("no route to host", "it cannot be reached", "check that it is on, and the cable and address: `ping {ssh}`"),
+    ("network is unreachable", "it cannot be reached", "check this machine's network and the address: `ping {ssh}`"),
+)
+"""Words of ssh, what they mean, and what helps."""
+
+
+def remote_command(python: str | None) -> str:
+    """What the host's login shell is to run: a rank host, by the interpreter that is named, or that of the same path as
+    here, or the one that a login shell finds."""
+    run = f"-m {RANK_HOST_MODULE}"
+    if python is not None:
+        return f"exec {shlex.quote(python)} {run}"
+    same = shlex.quote(sys.executable)
+    found = f"command -v tandem >/dev/null 2>&1 && exec tandem rank --stdin; exec python3 {run}"
+    script = f'[ -x {same} ] && exec {same} {run}; exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(found)}'
+    return f"exec sh -c {shlex.quote(script)}"
+
+
+def ssh_command(host: str, command: str) -> list[str]:
+    """ssh, without a terminal, to run a line of shell on `host`."""
+    return ["ssh", "-T", "-x", *(word for option in OPTIONS for word in ("-o", option)), "--", host, command]
+
+
+def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
+    """One line: why no rank host runs there, with the remedy. `lines` are the last that were written."""
+    text = "\n".join(lines).lower()
+    if code == SSH_FAILED:
+        for words, meaning, remedy in REMEDIES:
+            if words in text:
+                return f"host {entry.ssh}: {meaning}; {remedy.format(ssh=entry.ssh)}"
+    said = next((line for line in reversed(lines) if line.strip()), "nothing was said")
+    if code == NOT_FOUND or "no module named" in text or "no such file" in text:
+        return (f"host {entry.ssh}: no Python with Tandem was found there ({said}); install it, or name its "
+                "interpreter with --remote-python or `python` in the hostfile")
+    return f"host {entry.ssh}: {said.removeprefix('tandem: ')}" + (f" (ssh ended with {code})" if code != 2 else "")
+
+
+class _Connection:
+    """One ssh, or a local rank host, with its output copied line by line."""
+
+    def __init__(self, command: Sequence[str], payload: bytes, label: str, on_end: Callable[[], None]) -> None:
+        """`on_end` is called, in another thread, when its output has ended."""
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=subprocess.STDOUT, env=child_environment(), start_new_session=True)
+        self.lines: deque[str] = deque(maxlen=TAIL)
+        self.served = False
+        """Its rank host has been one of a whole gang."""
+        self._label = label
+        self._on_end = on_end
+        self._reader = threading.Thread(target=self._copy, name=f"log of {label}", daemon=True)
+        self._reader.start()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(payload + b"\n")
+            self._process.stdin.flush()
+
+    def _copy(self) -> None:
+        assert self._process.stdout is not None
+        for raw in self._process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self.lines.append(line)
+            # Its own time, level and rank stand in it; only where it comes from is added.
+            sys.stderr.write(f"[{self._label}] {line}\n")
+            sys.stderr.flush()
+        self._on_end()
+
+    def poll(self) -> int | None:
+        """Exit code once all output is read; None before."""
+        code = self._process.poll()
+        if code is not None:
+            self._reader.join(END_S)
+        return code
+
+    def hang_up(self) -> None:
+        """Close its standard input: the rank host there ends its rank and itself."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+
+    def end(self, timeout_s: float) -> None:
+        """Hang up, and kill what is left here after `timeout_s` seconds."""
+        self.hang_up()
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(END_S)
+
+
+class SshLauncher(HostsLauncher):
+    """One rank for each entry of a hostfile, in its order."""
+
+    def __init__(self, hostfile: Hostfile, entries: Sequence[int] | None = None, *, remote_python: str | None = None,
+                 head_address: str | None = None, heartbeat_s: float = 8.0, threads_per_rank: int | None = None,
+                 log_level: str = "INFO") -> None:
+        """Find out at which addresses the hosts reach this machine. Raises UsageError; nothing is started."""
+        self._hostfile = hostfile
+        self._entries = hosts_of(hostfile, entries)
+        self._numbers = tuple(range(len(hostfile.hosts))) if entries is None else tuple(entries)
+        self._python = remote_python
+        self._log_level = log_level
+        self._connections: dict[int, _Connection] = {}
+        self._head_addresses = self._find_head_addresses(head_address)
+        own = set(self._head_addresses)
+        super().__init__(bind=own.pop() if len(own) == 1 else "0.0.0.0", heartbeat_s=heartbeat_s,
+                         threads_per_rank=threads_per_rank)
+
+    def _find_head_addresses(self, given: str | None) -> list[str]:
+        """For each host the address by which it reaches this machine."""
+        if given is not None:
+            return [given] * len(self._entries)
+        found = [None if entry.is_here else _address_for(entry) for entry in self._entries]
+        others = [one for one in found if one is not None]
+        return [one if one is not None else others[0] if others else "127.0.0.1" for one in found]
+
+    def bring(self, missing: list[int], *, first: bool) -> None:
+        """Start ssh for each; one that has ended is an error."""
+        for slot in missing:
+            if slot >= len(self._entries):
+                raise UsageError(f"the layout has more ranks than {self._hostfile.path} has hosts "
+                                 f"({len(self._entries)}); name a host several times to run several ranks there",
+                                 param="hostfile")
+            connection = self._connections.get(slot)
+            if connection is not None and connection.served:
+                connection.end(0.0)  # what was there has been lost
+                connection = None
+            code = None if connection is None else connection.poll()
+            if connection is None:
+                self._connect(slot)
+            elif code is not None:
+                del self._connections[slot]
+                kind = UsageError if first else RankFailure
+                refusal = self.roster.refusal(slot)
+                raise kind(refusal or explain(self._entries[slot], code, list(connection.lines)))
+
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+        """As for all; from then on a connection without a rank host is a lost one."""
+        places = super().recruit(count, deadline, on_wait)
+        for slot in range(count):
+            self._connections[slot].served = True
+        return places
+
+    def _connect(self, slot: int) -> None:
+        entry, ticket = self._entries[slot], secrets.token_hex(16)
+        self.roster.issue(slot, ticket)
+        payload = HostPayload(keys=self.keys, endpoints=[f"{self._head_addresses[slot]}:{self.roster.port}"], slot=slot,
+                              ticket=ticket, address=entry.ips[0] if entry.ips else None, log_level=self._log_level)
+        if entry.is_here:
+            command = [entry.python or sys.executable, "-m", RANK_HOST_MODULE]
+        else:
+            command = ssh_command(entry.ssh, remote_command(entry.python or self._python))
+        log.info("starting a rank host on %s for rank %d", entry.ssh, slot)
+        self._connections[slot] = _Connection(command, msgspec.json.encode(payload), self._label(slot),
+                                              lambda: self.roster.leave(ticket, "has ended"))
+
+    def _label(self, slot: int) -> str:
+        """The host's name, with the rank where the host has several."""
+        name = self._entries[slot].ssh
+        several = sum(entry.ssh == name for entry in self._entries) > 1
+        return f"{name} {slot}" if several else name
+
+    def describe_missing(self, missing: list[int]) -> str:
+        """Hosts from which nothing has come."""
+        names = ", ".join(self._entries[slot].ssh for slot in missing)
+        return f"{names} did not join in time (start_timeout); what ssh has said stands above"
+
+    def addresses(self, slot: int) -> list[str]:
+        """`ips` of the hostfile."""
+        return list(self._entries[slot].ips) or super().addresses(slot)
+
+    def devices(self, slot: int) -> Devices:
+        """`rdma` of the hostfile, for the hosts that take part."""
+        row = self._entries[slot].rdma
+        return [list(cell) if isinstance(cell, tuple) else cell for cell in (row[number] for number in self._numbers)
+                ] if row else []
+
+    def default_backend(self) -> str:
+        """That of the hostfile."""
+        return self._hostfile.backend or "ring"
+
+    def environment(self, slot: int) -> dict[str, str]:
+        """`envs` of the hostfile."""
+        return dict(self._hostfile.envs)
+
+    def release(self) -> None:
+        """End all ssh connections: the rank hosts at their other ends have been released."""
+        for connection in self._connections.values():
+            connection.hang_up()
+        for connection in self._connections.values():
+            connection.end(END_S)
+        self._connections.clear()
+
+
+def _address_for(entry: HostEntry) -> str:
+    """This machine's address towards a host. Raises ConfigError."""
+    target = entry.ips[0] if entry.ips else _ssh_hostname(entry.ssh)
+    try:
+        return address_towards(socket.gethostbyname(target))
+    except OSError as error:
+        raise ConfigError(f"host {entry.ssh}: {target} is not known here ({error.strerror or error}); mend the "
+                          "hostfile, or name the address at which hosts reach this machine: --head-address",
+                          param="hostfile") from error
+
+
+def _ssh_hostname(destination: str) -> str:
+    """The name or address that ssh's configuration has for a destination."""
+    done = subprocess.run(["ssh", "-G", "--", destination], capture_output=True, text=True, env=child_environment())
+    for line in done.stdout.splitlines():
+        if line.startswith("hostname "):
+            return line.partition(" ")[2]
+    return destination.rpartition("@")[2]
