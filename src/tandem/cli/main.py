@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from tandem.cli import lifecycle_options, parity_options, plan_options
+from tandem.cli import doctor_options, lifecycle_options, parity_options, plan_options
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -38,6 +38,7 @@ def build_parser() -> Parser:
     _add_replica(commands)
     plan_options.add_parser(commands).set_defaults(run=_plan)
     parity_options.add_parser(commands).set_defaults(run=_parity)
+    doctor_options.add_parser(commands).set_defaults(run=_doctor)
     version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
     version.set_defaults(run=_version)
     return parser
@@ -170,6 +171,16 @@ def _lifecycle(arguments: argparse.Namespace) -> int:
 
     runs = {"up": lifecycle.run_up, "down": lifecycle.run_down, "logs": lifecycle.run_logs, "status": status.run}
     return runs[arguments.command](arguments)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    if arguments.probe:
+        from tandem.doctor.probe import main as probe
+
+        return probe()
+    from tandem.cli.doctor import run
+
+    return run(arguments)
 
 
 def _version(arguments: argparse.Namespace) -> int:

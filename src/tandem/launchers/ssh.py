@@ -51,14 +51,14 @@ REMEDIES = (
 """Words of ssh, what they mean, and what helps."""
 
 
-def remote_command(python: str | None) -> str:
-    """What the host's login shell is to run: a rank host, by the interpreter that is named, or that of the same path as
-    here, or the one that a login shell finds."""
-    run = f"-m {RANK_HOST_MODULE}"
+def remote_command(python: str | None, module: str = RANK_HOST_MODULE, words: str = "rank --stdin") -> str:
+    """What the host's login shell is to run: `module`, which `tandem` with `words` runs too, by the interpreter that is
+    named, or that of the same path as here, or the one that a login shell finds."""
+    run = f"-m {module}"
     if python is not None:
         return f"exec {shlex.quote(python)} {run}"
     same = shlex.quote(sys.executable)
-    found = f"command -v tandem >/dev/null 2>&1 && exec tandem rank --stdin; exec python3 {run}"
+    found = f"command -v tandem >/dev/null 2>&1 && exec tandem {words}; exec python3 {run}"
     script = f'[ -x {same} ] && exec {same} {run}; exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(found)}'
     return f"exec sh -c {shlex.quote(script)}"
 
@@ -241,7 +241,7 @@ class SshLauncher(HostsLauncher):
 
 def _address_for(entry: HostEntry) -> str:
     """This machine's address towards a host. Raises ConfigError."""
-    target = entry.ips[0] if entry.ips else _ssh_hostname(entry.ssh)
+    target = entry.ips[0] if entry.ips else ssh_hostname(entry.ssh)
     try:
         return address_towards(socket.gethostbyname(target))
     except OSError as error:
@@ -250,7 +250,7 @@ def _address_for(entry: HostEntry) -> str:
                           param="hostfile") from error
 
 
-def _ssh_hostname(destination: str) -> str:
+def ssh_hostname(destination: str) -> str:
     """The name or address that ssh's configuration has for a destination."""
     done = subprocess.run(["ssh", "-G", "--", destination], capture_output=True, text=True, env=child_environment())
     for line in done.stdout.splitlines():

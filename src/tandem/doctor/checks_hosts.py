@@ -1,0 +1,113 @@
+"""Checks of single machines: ssh, name, clock, ports, firewall. Pure."""
+
+from __future__ import annotations
+
+import ipaddress
+
+from tandem.doctor.checks_software import on
+from tandem.doctor.findings import Evidence, Finding, alike
+from tandem.doctor.messages import Facts
+from tandem.doctor.parsing import FirewallState, firewalls, interfaces, port_owner
+
+CLOCK_WARN_S, CLOCK_FAIL_S = 0.5, 5.0
+
+
+def ssh(evidence: Evidence) -> list[Finding]:
+    """A probe runs on every machine, without a password."""
+    found = [Finding("ssh", "fail", name, why, remedy) for name, (why, remedy) in evidence.unreachable.items()]
+    if not evidence.several:
+        return [Finding("ssh", "skip", "", "only this machine is looked at; --hostfile names others")]
+    return alike("ssh", found, f"{len(evidence.facts)} machines answer without a password")
+
+
+def hostname(evidence: Evidence) -> list[Finding]:
+    """No machine's own name means loopback: Ray and gloo tell others that address."""
+    if not evidence.several:
+        return [Finding("hostname", "skip", "", "matters with several machines only")]
+    found = []
+    for name, facts in evidence.facts.items():
+        addresses = [ipaddress.ip_address(one.split("%")[0]) for one in facts.hostname_addresses]
+        address = evidence.host(name).address or _own_address(facts)
+        line = f"{address} {facts.hostname}"
+        if not addresses:
+            found.append(Finding("hostname", "warn", name, f"its name {facts.hostname} resolves to nothing",
+                                 on(evidence, name, f"echo '{line}' | sudo tee -a /etc/hosts")))
+        elif addresses[0].is_loopback:
+            found.append(Finding("hostname", "fail", name, f"its name {facts.hostname} resolves to {addresses[0]}",
+                                 on(evidence, name, _fix_name(facts, line))))
+    return alike("hostname", found, "each machine's name resolves to an address that others can use")
+
+
+def _own_address(facts: Facts) -> str:
+    return next((str(network.ip) for one in interfaces(facts) if one.kind != "loopback" for network in one.networks),
+                "ADDRESS")
+
+
+def _fix_name(facts: Facts, line: str) -> str:
+    if facts.system == "Darwin":
+        return (f"sudo scutil --set HostName {facts.hostname.split('.')[0]} && "
+                f"echo '{line}' | sudo tee -a /etc/hosts")
+    name = facts.hostname.replace(".", r"\.")
+    return f"sudo sed -i -E '/^127\\..*\\b{name}\\b/d' /etc/hosts && echo '{line}' | sudo tee -a /etc/hosts"
+
+
+def clock(evidence: Evidence) -> list[Finding]:
+    """Clocks agree, so that logs of several machines can be read together."""
+    found = []
+    for name, one in evidence.clocks.items():
+        off = abs(one.ahead) - one.within
+        if off > CLOCK_WARN_S:
+            mac = evidence.facts[name].system == "Darwin"
+            found.append(Finding(
+                "clock", "fail" if off > CLOCK_FAIL_S else "warn", name,
+                f"{abs(one.ahead):.1f} s {'ahead of' if one.ahead > 0 else 'behind'} {evidence.here}",
+                on(evidence, name, "sudo sntp -sS time.apple.com" if mac else "sudo timedatectl set-ntp true")))
+    if not evidence.several:
+        return [Finding("clock", "skip", "", "there is no other clock to compare with")]
+    most = max((abs(one.ahead) for one in evidence.clocks.values()), default=0.0)
+    return alike("clock", found, f"within {most:.3f} s")
+
+
+def ports(evidence: Evidence) -> list[Finding]:
+    """The ports that were asked for are free."""
+    found = []
+    for name, facts in evidence.facts.items():
+        for port in facts.busy_ports:
+            owner = port_owner(facts, port)
+            look = f"lsof -nP -iTCP:{port}" if facts.system == "Darwin" else f"sudo ss -ltnp sport = :{port}"
+            found.append(Finding("ports", "fail", name, f"port {port} is taken{f' by {owner}' if owner else ''}",
+                                 on(evidence, name, look) + "   (end that, or choose another --port)"))
+    return alike("ports", found, "those asked for are free")
+
+
+def firewall(evidence: Evidence) -> list[Finding]:
+    """No firewall drops what machines send one another."""
+    found = []
+    for name, facts in evidence.facts.items():
+        blocked = sorted(source for (source, target), link in evidence.links.items() if target == name and link.error)
+        seen = firewalls(facts)
+        for one in seen:
+            if one.blocks:
+                found.append(_blocking(evidence, name, facts, one, blocked))
+            elif one.blocks is None:
+                found.append(Finding("firewall", "skip", name, f"{one.kind}: {one.detail}",
+                                     on(evidence, name, "sudo nft list ruleset")))
+    return alike("firewall", found, "none drops what comes in")
+
+
+def _blocking(evidence: Evidence, name: str, facts: Facts, one: FirewallState, blocked: list[str]) -> Finding:
+    peers = [host.address for host in evidence.hosts if host.name != name and host.address]
+    if facts.system == "Darwin":
+        tool = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+        remedy = f"sudo {tool} --add {facts.executable} --unblockapp {facts.executable}"
+    elif one.kind == "nftables":
+        remedy = f"sudo nft insert rule {one.chain} ip saddr {{ {', '.join(peers)} }} accept"
+    else:
+        remedy = "; ".join(f"sudo iptables -I INPUT -s {peer} -j ACCEPT" for peer in peers)
+    if not evidence.several:
+        return Finding("firewall", "warn", name, f"{one.kind}: {one.detail}", "let the cluster's machines in")
+    if blocked:
+        return Finding("firewall", "fail", name, f"{one.kind}: {one.detail}; nothing arrives from {', '.join(blocked)}",
+                       on(evidence, name, remedy))
+    return Finding("firewall", "warn", name, f"{one.kind}: {one.detail}; the test's ports got through",
+                   on(evidence, name, remedy))

@@ -1,0 +1,274 @@
+"""The examination: probes on all machines side by side, what they gather, and the checks in order."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import TypeVar
+
+from msgspec import structs
+
+from tandem.doctor import checks_apple, checks_hosts, checks_links, checks_software
+from tandem.doctor.checks_links import TRIED
+from tandem.doctor.findings import Clock, Evidence, Finding, Host
+from tandem.doctor.memory_plan import PlanRequest, planned_for
+from tandem.doctor.messages import (
+    Collect,
+    Collected,
+    Facts,
+    GatherFacts,
+    Listen,
+    Ports,
+    Request,
+    Reserve,
+    TellTime,
+    Time,
+    Transfer,
+    Transferred,
+)
+from tandem.doctor.parsing import interfaces
+from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
+from tandem.launchers.facts import address_towards
+from tandem.launchers.host_worlds import Devices, HostWorld, jaccl_world, nccl_world, ring_world
+from tandem.launchers.hostfile import LOCAL_NAMES
+from tandem.launchers.ssh import ssh_hostname
+
+HERE = "this machine"
+CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
+    checks_hosts.ssh, checks_software.versions, checks_software.model, checks_software.memory, checks_hosts.hostname,
+    checks_hosts.clock, checks_hosts.ports, checks_hosts.firewall, checks_links.subnets, checks_links.reachable,
+    checks_links.speed, checks_apple.thunderbolt, checks_apple.macos, checks_apple.rdma, checks_links.collective)
+GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
+CLOCK_ROUNDS = 5
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What to examine."""
+
+    hosts: list[Host]
+    """Empty: this machine alone."""
+    backend: str = "ring"
+    variables: dict[str, str] = field(default_factory=dict)
+    """For the ranks of the all_sum test, as the hosts file has them."""
+    model: str | None = None
+    weights_from_head: bool = False
+    full_hash: bool = False
+    plan: PlanRequest = field(default_factory=PlanRequest)
+    port: int = 8000
+    """Of the HTTP server, on this machine."""
+    ports: list[int] = field(default_factory=list)
+    """To be free on every machine."""
+    seconds: float = 0.3
+    """Of each bandwidth test."""
+
+
+def examine(question: Question, on_progress: Callable[[str], None] = lambda text: None) -> Evidence:
+    """Gather all evidence. Machines that do not answer are noted in it."""
+    with _Examination(question, on_progress) as examination:
+        return examination.run()
+
+
+def findings(evidence: Evidence) -> list[Finding]:
+    """What all checks find, in the order in which things should be mended."""
+    if not evidence.facts:
+        return checks_hosts.ssh(evidence)
+    return [one for check in CHECKS for one in check(evidence)]
+
+
+class _Examination:
+    def __init__(self, question: Question, on_progress: Callable[[str], None]) -> None:
+        self._question = question
+        self._say = on_progress
+        self._links: dict[str, ProbeLink] = {}
+        self._pool = ThreadPoolExecutor(max_workers=len(question.hosts) + 1)
+        self._evidence = Evidence(list(question.hosts) or [Host(HERE)], HERE, question.backend, question.model,
+                                  question.weights_from_head)
+
+    def __enter__(self) -> _Examination:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        list(self._pool.map(ProbeLink.close, self._links.values()))
+        self._pool.shutdown()
+
+    def run(self) -> Evidence:
+        evidence = self._evidence
+        self._say("asking every machine")
+        self._start()
+        self._gather()
+        self._find_here()
+        self._say("planning memory")
+        evidence.planned = planned_for(evidence, self._question.plan)
+        if evidence.several and len(evidence.facts) > 1:
+            self._tell_times()
+            self._address()
+            self._connect()
+            self._collective()
+        return evidence
+
+    def _start(self) -> None:
+        """One probe here, and one on every machine of the hosts file."""
+        hosts = self._evidence.hosts
+        self._evidence.here = next((one.name for one in hosts if one.name in LOCAL_NAMES), HERE)
+        self._links[self._evidence.here] = ProbeLink(self._evidence.here, local_probe())
+        for one in hosts:
+            if one.name != self._evidence.here:
+                self._links[one.name] = ProbeLink(one.name, remote_probe(one.name, one.python))
+
+    def _gather(self) -> None:
+        question = self._question
+        slow = HASH_S if question.full_hash else GATHER_S
+
+        def ask(name: str) -> Facts | ProbeLost:
+            extra = [question.port] if name == self._evidence.here else []
+            request = GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
+            try:
+                reply = self._links[name].ask(request, slow)
+            except ProbeLost as error:
+                return error
+            return reply if isinstance(reply, Facts) else ProbeLost("another version of Tandem answers there")
+
+        for name, found in self._each(ask, self._links).items():
+            if isinstance(found, Facts):
+                self._evidence.facts[name] = found
+            else:
+                self._evidence.unreachable[name] = found.message, found.remedy
+                self._links.pop(name).close()
+
+    def _find_here(self) -> None:
+        """This machine may be one of the hosts under another name; else it is one more machine to look at."""
+        evidence = self._evidence
+        if evidence.here != HERE or HERE not in evidence.facts or not self._question.hosts:
+            return
+        mine = _identity(evidence.facts[HERE])
+        twin = next((name for name, facts in evidence.facts.items() if name != HERE and _identity(facts) == mine), None)
+        if twin is None:
+            evidence.hosts.append(Host(HERE, ranks=0))
+            return
+        busy = sorted({*evidence.facts.pop(HERE).busy_ports, *evidence.facts[twin].busy_ports})
+        self._links.pop(HERE).close()
+        evidence.here = twin
+        evidence.facts[twin] = structs.replace(evidence.facts[twin], busy_ports=busy)
+
+    def _tell_times(self) -> None:
+        """Clocks against this machine's; the quickest answer is the most exact."""
+        def ask(name: str) -> Clock:
+            best = Clock(0.0, float("inf"))
+            for _ in range(CLOCK_ROUNDS):
+                sent = time.time()
+                now = self._ask(name, TellTime(), Time, TRANSFER_S).now
+                back = time.time()
+                if back - sent < 2 * best.within:
+                    best = Clock(now - (sent + back) / 2, (back - sent) / 2)
+            return best
+
+        self._evidence.clocks = self._each(ask, [name for name in self._links if name != self._evidence.here])
+
+    def _address(self) -> None:
+        """Where each machine is reached: the hosts file's address, else what ssh makes of the name."""
+        evidence = self._evidence
+        known = [one.address for one in evidence.hosts if one.address]
+        evidence.hosts = [one if one.address else replace(one, address=self._guess(one.name, known))
+                          for one in evidence.hosts]
+
+    def _guess(self, name: str, known: Sequence[str]) -> str:
+        if name != self._evidence.here:
+            return resolved(name)
+        others = [*known, *(resolved(one.name) for one in self._evidence.hosts if one.name != name)]
+        return own_address(others[0])
+
+    def _connect(self) -> None:
+        """Every way between two machines: first whether it is open, then one after the other how fast it is."""
+        evidence = self._evidence
+        token = secrets.token_hex(16)
+        ports = self._each(lambda name: self._ask(name, Listen(token), Ports, TRANSFER_S).ports[0], self._links)
+        address = {one.name: one.address for one in evidence.hosts}
+
+        def ask(source: str, target: str, seconds: float) -> Transferred:
+            return self._ask(source, Transfer(address[target], ports[target], token, seconds), Transferred, TRANSFER_S)
+
+        def ask_all(source: str) -> dict[str, Transferred]:
+            return {target: ask(source, target, 0.0) for target in self._links if target != source}
+
+        self._say("connecting every machine with every other")
+        for source, found in self._each(ask_all, self._links).items():
+            evidence.links |= {(source, target): link for target, link in found.items()}
+        for source, target in permutations(self._links, 2):
+            if not evidence.links[source, target].error:
+                self._say(f"measuring {source} -> {target}")
+                evidence.links[source, target] = ask(source, target, self._question.seconds)
+
+    def _collective(self) -> None:
+        """One all_sum over the ranks, if every way is open and every machine has mlx."""
+        evidence, question = self._evidence, self._question
+        ranks = evidence.carriers
+        names = {one.name for one in ranks}
+        blocked = any(link.error for (a, b), link in evidence.links.items() if {a, b} <= names)
+        if blocked or len(ranks) < 2 or not names <= evidence.facts.keys() or question.backend not in TRIED:
+            return
+        lacking = any(evidence.facts[name].versions.get("mlx") is None for name in names)
+        if lacking or any(one.verdict == "fail" for one in checks_apple.rdma(evidence)):
+            return
+        self._say(f"adding over {len(ranks)} ranks ({question.backend})")
+        ports = self._each(lambda name: self._ask(name, Reserve(1), Ports, TRANSFER_S).ports[0], names)
+        group = world(question.backend, ranks, ports)
+
+        def ask(index: int) -> Collected:
+            variables = {**question.variables, **group.variables(index)}
+            request = Collect(question.backend, variables, group.files(index), COLLECTIVE_S)
+            return self._ask(ranks[index].name, request, Collected, COLLECTIVE_S + TRANSFER_S)
+
+        found = list(self._pool.map(ask, range(len(ranks))))
+        evidence.collected = {one.name: collected for one, collected in zip(ranks, found, strict=True)}
+
+    def _ask(self, name: str, request: Request, kind: type[T], timeout_s: float) -> T:
+        try:
+            reply = self._links[name].ask(request, timeout_s)
+        except ProbeLost as error:
+            raise ProbeLost(f"{name} was lost in the middle of it: {error.message}", error.remedy) from None
+        assert isinstance(reply, kind)
+        return reply
+
+    def _each(self, ask: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+        """`ask` for each of the machines, side by side."""
+        order = list(names)
+        return dict(zip(order, self._pool.map(ask, order), strict=True))
+
+
+def world(backend: str, ranks: Sequence[Host], ports: Mapping[str, int]) -> HostWorld:
+    """What the ranks of the test group need in their environment. Raises LayoutError. Pure."""
+    listeners = [f"{one.address}:{ports[one.name]}" for one in ranks]
+    if backend in ("jaccl", "jaccl-ring"):
+        devices: list[Devices] = [[list(x) if isinstance(x, tuple) else x for x in one.rdma] for one in ranks]
+        return jaccl_world(backend, [one.name for one in ranks], devices, listeners[0])
+    if backend == "nccl":
+        return nccl_world(len(ranks), listeners[0])
+    return ring_world([[one] for one in listeners])
+
+
+def resolved(name: str) -> str:
+    """The address that ssh connects to for an `ssh` entry, its configuration included; the name if there is none."""
+    found = ssh_hostname(name)
+    try:
+        return socket.gethostbyname(found)
+    except OSError:
+        return found
+
+
+def own_address(other: str) -> str:
+    """This machine's address on the way to another."""
+    try:
+        return address_towards(other)
+    except OSError:
+        return "127.0.0.1"
+
+
+def _identity(facts: Facts) -> tuple[str, list[str]]:
+    return facts.hostname, sorted(str(network) for one in interfaces(facts) for network in one.networks)

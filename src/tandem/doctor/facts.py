@@ -1,0 +1,136 @@
+"""Gathering facts on a machine. Commands' outputs are kept as they are: `parsing` reads them elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from tandem.doctor.messages import Facts, GatherFacts
+from tandem.doctor.model_files import look_at
+from tandem.version import __version__
+
+COMMAND_S = 10.0
+PACKAGES = ("mlx", "mlx-lm")
+FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
+COMMANDS = {
+    "Darwin": {
+        "ifconfig": ["ifconfig", "-a"],
+        "routes": ["netstat", "-rn", "-f", "inet"],
+        "hardware_ports": ["networksetup", "-listallhardwareports"],
+        "rdma_ctl": ["rdma_ctl", "status"],
+        "ibv_devices": ["ibv_devices"],
+        "ibv_devinfo": ["ibv_devinfo"],
+        "firewall": [FIREWALL, "--getglobalstate"],
+        "listeners": ["lsof", "-nP", "-iTCP", "-sTCP:LISTEN"],
+        "os_version": ["sw_vers", "-productVersion"],
+        "os_build": ["sw_vers", "-buildVersion"],
+        "chip": ["sysctl", "-n", "machdep.cpu.brand_string"],
+        "memory_pages": ["vm_stat"],
+    },
+    "Linux": {
+        "addresses": ["ip", "-j", "addr"],
+        "routes": ["ip", "-j", "route"],
+        "rdma_ctl": ["rdma_ctl", "status"],
+        "ibv_devices": ["ibv_devices"],
+        "ibv_devinfo": ["ibv_devinfo"],
+        "nft": ["nft", "-j", "list", "ruleset"],
+        "iptables": ["iptables-save"],
+        "listeners": ["ss", "-ltnpH"],
+    },
+}
+SYSTEM_PATHS = ":/usr/sbin:/sbin:/usr/bin:/bin"
+"""Behind the user's PATH: a shell over ssh often has no sbin."""
+
+
+def gather(request: GatherFacts) -> Facts:
+    """This machine's facts."""
+    system = platform.system()
+    outputs = {name: text for name, words in COMMANDS.get(system, {}).items() if (text := output_of(words)) is not None}
+    hostname = socket.gethostname()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = memory
+    if system == "Linux":
+        memory, available = _meminfo(memory)
+    return Facts(
+        hostname=hostname, hostname_addresses=_resolve(hostname), system=system,
+        executable=os.path.realpath(sys.executable), root=os.geteuid() == 0,
+        chip=outputs.get("chip", "").strip() or platform.machine(), memory_bytes=memory, available_bytes=available,
+        mlx_bytes=_mlx_bytes(system), versions=_versions(), outputs=outputs,
+        busy_ports=[port for port in request.ports if _is_busy(port)],
+        model=look_at(request.model, full_hash=request.full_hash) if request.model else None)
+
+
+def output_of(words: list[str]) -> str | None:
+    """What a command prints, its complaints included; None if it is not installed or does not come to an end."""
+    program = shutil.which(words[0], path=os.pathsep.join(os.get_exec_path()) + SYSTEM_PATHS)
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *words[1:]], capture_output=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return (done.stdout or done.stderr).decode(errors="replace")
+
+
+def _resolve(name: str) -> list[str]:
+    """Addresses of a name, the one that most programs take (gethostbyname) first."""
+    try:
+        first = socket.gethostbyname(name)
+        return list(dict.fromkeys([first, *(str(found[4][0]) for found in socket.getaddrinfo(name, None))]))
+    except OSError:
+        return []
+
+
+def _meminfo(installed: int) -> tuple[int, int]:
+    """Linux: bytes in all, and bytes that programs could get."""
+    fields = {}
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            name, _, value = line.partition(":")
+            fields[name] = int(value.split()[0]) * 1024
+    total = fields.get("MemTotal", installed)
+    return total, fields.get("MemAvailable", total)
+
+
+def _mlx_bytes(system: str) -> int | None:
+    """Memory for MLX on the GPU, where there is one. mlx is imported only there."""
+    if system != "Darwin" and not Path("/dev/nvidia0").exists():
+        return None
+    try:
+        import mlx.core as mx
+
+        info = mx.device_info()
+    except (ImportError, RuntimeError):
+        return None
+    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        if key in info:
+            return int(info[key])
+    return None
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {"python": platform.python_version(), "tandem": __version__}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _is_busy(port: int) -> bool:
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be taken
+        try:
+            one.bind(("", port))
+        except OSError as error:
+            return error.errno == errno.EADDRINUSE
+        return False

@@ -1,0 +1,88 @@
+"""A machine's copy of a model: is it there, complete, and the same as the others'? Nothing is downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+from tandem.doctor.messages import ModelFacts
+from tandem.models.demo import demo_path
+
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+_SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".gguf")
+SAMPLE = 1 << 20
+"""Bytes of each sample."""
+SAMPLES = 16
+"""Samples of a large file, the first and the last megabyte among them: a copy that was cut off or is another
+quantisation shows; a single wrong byte between them does not (`full_hash`)."""
+
+
+def is_hub_id(model: str) -> bool:
+    """True for org/name, unless a directory of that name is here."""
+    return bool(_HUB_ID.match(model)) and not Path(model).exists()
+
+
+def look_at(model: str, *, full_hash: bool = False) -> ModelFacts:
+    """The copy of `model` (directory, GGUF file, hub id, demo) on this machine."""
+    path = _find(model)
+    if path is None or not path.exists():
+        return ModelFacts(None, f"{model} is not on this machine")
+    if path.is_file():
+        return ModelFacts(str(path), digests={path.name: digest(path, full=full_hash)}, bytes=path.stat().st_size)
+    if not (path / "config.json").is_file():
+        return ModelFacts(str(path), f"{path} has no config.json")
+    files = sorted(one for one in path.iterdir() if one.suffix in _SUFFIXES and one.is_file())
+    weights = {one.name for one in files if one.suffix == ".safetensors"}
+    lacking = sorted(_promised(path) - weights)
+    problem = f"{path} lacks {', '.join(lacking)}" if lacking else None
+    if not weights and not lacking:
+        problem = f"{path} has no weights"
+    return ModelFacts(str(path), problem, {one.name: digest(one, full=full_hash) for one in files},
+                      sum(one.stat().st_size for one in files))
+
+
+def digest(path: Path, *, full: bool = False) -> str:
+    """Hash of a file's length and content; of a large one samples, unless `full`."""
+    size = path.stat().st_size
+    found = hashlib.blake2b(str(size).encode(), digest_size=16)
+    with path.open("rb") as file:
+        if full or size <= SAMPLE * SAMPLES:
+            while block := file.read(SAMPLE):
+                found.update(block)
+        else:
+            for index in range(SAMPLES):
+                file.seek((size - SAMPLE) * index // (SAMPLES - 1))
+                found.update(file.read(SAMPLE))
+    return found.hexdigest()
+
+
+def _find(model: str) -> Path | None:
+    if model == "demo":
+        return demo_path()
+    path = Path(os.path.expanduser(model))
+    return _hub_copy(model) if is_hub_id(model) else path
+
+
+def _hub_copy(repo: str) -> Path | None:
+    # Imported here: it is slow, and most models are directories.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(repo, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _promised(path: Path) -> set[str]:
+    """Weight files that the index names."""
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return set()
+    try:
+        return set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError):
+        return set()

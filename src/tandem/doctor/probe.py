@@ -1,0 +1,121 @@
+"""The doctor's end on a machine: `python -m tandem.doctor.probe` answers requests until its standard input closes."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+
+from tandem.doctor.facts import gather
+from tandem.doctor.messages import (
+    MARK,
+    Collect,
+    Collected,
+    GatherFacts,
+    Listen,
+    Ports,
+    ProbeError,
+    Reply,
+    Request,
+    Reserve,
+    TellTime,
+    Time,
+    Transfer,
+)
+from tandem.doctor.transfer import Listener, transfer
+from tandem.env import child_environment
+
+COLLECTIVE = "tandem.doctor.collective"
+
+
+class Probe:
+    """Answers one request after the other."""
+
+    def __init__(self) -> None:
+        self._listener: Listener | None = None
+
+    def answer(self, request: Request) -> Reply:
+        """The reply. Raises OSError."""
+        if isinstance(request, GatherFacts):
+            return gather(request)
+        if isinstance(request, TellTime):
+            return Time(time.time())
+        if isinstance(request, Listen):
+            self._listener = self._listener or Listener(request.token)
+            return Ports([self._listener.port])
+        if isinstance(request, Reserve):
+            return Ports(free_ports(request.count))
+        if isinstance(request, Transfer):
+            return transfer(request.address, request.port, request.token, request.seconds)
+        return collect(request)
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that were free on all addresses a moment ago, all different."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("", 0))
+        return [int(one.getsockname()[1]) for one in sockets]
+
+
+def collect(request: Collect) -> Collected:
+    """Run one rank of the test group in a process of its own, which is killed when its time is up."""
+    with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as directory:
+        variables = dict(request.variables)
+        for name, content in request.files.items():
+            path = Path(directory) / name.lower()
+            path.write_text(content)
+            variables[name] = str(path)
+        process = subprocess.Popen([sys.executable, "-m", COLLECTIVE], env=child_environment(variables),
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdin is not None
+        process.stdin.write(request.backend.encode() + b"\n")
+        process.stdin.flush()
+        timer = threading.Timer(request.timeout_s, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        with process.stdin, process.stdout, process.stderr:  # its lifeline stays open until it has ended
+            output, errors = process.stdout.read(), process.stderr.read()
+            code = process.wait()
+        late = not timer.is_alive()
+        timer.cancel()
+    if code == 0:
+        return Collected(latency_s=json.loads(output))
+    lines = errors.decode(errors="replace").strip().splitlines()
+    return Collected(f"no sum within {request.timeout_s:g} s" if late else lines[-1] if lines else f"exit code {code}")
+
+
+def main() -> int:
+    """Serve standard input. A thread reads it, so that its end is seen while a test runs."""
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            requests.put(line)
+        os._exit(0)
+
+    threading.Thread(target=read, name="requests", daemon=True).start()
+    probe = Probe()
+    while True:
+        try:
+            reply = probe.answer(msgspec.json.decode(requests.get(), type=Request))
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            reply = ProbeError(f"{type(error).__name__}: {error}")
+        sys.stdout.buffer.write(MARK + msgspec.json.encode(reply) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""A probe on some machine, as seen from here."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from tandem.doctor.messages import MARK, ProbeError, Reply, Request
+from tandem.env import child_environment
+from tandem.errors import TandemError
+from tandem.launchers.ssh import remote_command, ssh_command
+
+PROBE = "tandem.doctor.probe"
+
+
+class ProbeLost(TandemError):
+    """No probe answers on that machine. `remedy` is what to do."""
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
+
+class ProbeLink:
+    """A running probe. Used by one thread at a time."""
+
+    def __init__(self, name: str, command: Sequence[str]) -> None:
+        """Start `command`, which ends in a probe on the machine `name`."""
+        self.name = name
+        self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=subprocess.PIPE, env=child_environment(), start_new_session=True)
+        self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._complaints: list[str] = []
+        self._readers = [threading.Thread(target=one, daemon=True) for one in (self._read, self._read_errors)]
+        for reader in self._readers:
+            reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as stream:
+            for line in stream:
+                if line.startswith(MARK):
+                    self._replies.put(line.removeprefix(MARK))
+        self._replies.put(None)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with self._process.stderr as stream:
+            self._complaints += [line.decode(errors="replace").strip() for line in stream if line.strip()]
+
+    def ask(self, request: Request, timeout_s: float) -> Reply:
+        """The probe's answer. Raises ProbeLost."""
+        deadline = time.monotonic() + timeout_s
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # a probe that has gone shows below
+            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            self._process.stdin.flush()
+        try:
+            line = self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))
+        except queue.Empty:
+            raise ProbeLost(f"no answer within {timeout_s:g} s") from None
+        if line is None:
+            self._replies.put(None)
+            raise self._explain()
+        reply: Reply = msgspec.json.decode(line, type=Reply)
+        if isinstance(reply, ProbeError):
+            raise ProbeLost(reply.message)
+        return reply
+
+    def _explain(self) -> ProbeLost:
+        self._process.wait()
+        for reader in self._readers:
+            reader.join(5.0)
+        return explain(self.name, self._process.returncode, self._complaints)
+
+    def close(self) -> None:
+        """End the probe."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for reader in self._readers:
+            reader.join(5.0)
+
+
+def local_probe() -> list[str]:
+    """A probe on this machine."""
+    return [sys.executable, "-m", PROBE]
+
+
+def remote_probe(host: str, python: str | None = None) -> list[str]:
+    """A probe on another machine, started as its ranks would be."""
+    return ssh_command(host, remote_command(python, PROBE, "doctor --probe"))
+
+
+def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
+    """Why ssh, or what it should have run, ended. Pure."""
+    said = complaints[-1] if complaints else f"ended with code {code}"
+    text = " ".join(complaints)
+    for sign, why, remedy in _SIGNS:
+        if sign in text:
+            return ProbeLost(why.format(host=host, said=said), remedy.format(host=host))
+    return ProbeLost(said, f"ssh {host} hostname")
+
+
+_SIGNS = (
+    ("Permission denied", "ssh asks for a password", "ssh-copy-id {host}"),
+    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is not the one known here",
+     "ssh-keygen -R {host}   (if you know why it changed), then ssh {host}"),
+    ("Host key verification failed", "its host key is not known here yet", "ssh {host} hostname   (and say yes)"),
+    ("Could not resolve hostname", "its name is not known here", "put its address into the hosts file or /etc/hosts"),
+    ("Connection refused", "it is there, but no ssh server listens",
+     "on {host}: System Settings > Sharing > Remote Login, or sudo systemctl enable --now ssh"),
+    ("timed out", "it does not answer", "ping -c 3 {host}"),
+    ("No route to host", "there is no way to it", "ping -c 3 {host}"),
+    ("Network is unreachable", "there is no way to it", "ping -c 3 {host}"),
+    ("No module named", "Tandem is not installed for the python there: {said}",
+     "ssh {host} 'python -m pip install mlx-tandem'"),
+    ("not found", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),
+    ("No such file", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),
+)
