@@ -9,11 +9,16 @@ from tandem.version import __version__
 
 if TYPE_CHECKING:
     from tandem.llm import LLM, RequestOutput
-    from tandem.protocol.request import SamplingParams
+    from tandem.protocol.request import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
-_LAZY = {"LLM": "tandem.llm", "RequestOutput": "tandem.llm", "SamplingParams": "tandem.protocol.request"}
+_LAZY = {
+    "LLM": "tandem.llm",
+    "RequestOutput": "tandem.llm",
+    "SamplingParams": "tandem.protocol.request",
+    "StructuredOutputs": "tandem.protocol.request",
+}
 
 
 def __getattr__(name: str) -> Any:

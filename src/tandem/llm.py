@@ -14,14 +14,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+import msgspec
+
 from tandem.config.settings import Settings
 from tandem.config.validation import validate
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
 from tandem.errors import ConfigError, RequestError, ServerError
 from tandem.executors.base import Progress
+from tandem.guided.check import GrammarCheck
 from tandem.models.text_stream import TextStream
 from tandem.models.tokenizer import Tokenizer, load_tokenizer
+from tandem.protocol.checks import check_params
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, TokenLogprob
 
@@ -62,6 +66,7 @@ class LLM:
         layout = plan_layout(settings)
         self.tokenizer: Tokenizer = load_tokenizer(layout.files, chat_template_file=settings.model.chat_template,
                                                    trust_remote_code=settings.model.trust_remote_code)
+        self._grammars = GrammarCheck(self.tokenizer)
         self.engine = Engine(settings, layout)
         self.engine.start(progress)
         self._ids = itertools.count()
@@ -98,6 +103,7 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
 
     def _start(self, prompts: list[list[int]], params: SamplingParams) -> dict[str, _Running]:
+        params = self._checked(params)
         running: dict[str, _Running] = {}
         for prompt in prompts:
             request_id = f"llm-{next(self._ids)}"
@@ -110,6 +116,17 @@ class LLM:
             text = TextStream(self.tokenizer, params.stop, continues=True)
             running[request_id] = _Running(RequestOutput(prompt), text)
         return running
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """`params` with a grammar that the ranks can follow. Raises RequestError."""
+        check_params(params, self.engine.layout.description.vocab_size)
+        if params.structured_outputs is None:
+            return params
+        try:
+            form = self._grammars.accept(params.structured_outputs)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs cannot be followed: {error}", param="structured_outputs") from error
+        return msgspec.structs.replace(params, structured_outputs=form)
 
     def _run(self, running: dict[str, _Running]) -> Iterator[str]:
         """Pump the engine until all of `running` are done, yielding new text; finished ones leave `running`."""

@@ -63,7 +63,7 @@ def plan_layout(settings: Settings) -> Layout:
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
             backend=parallel.backend, blas=parallel.blas, log_level=settings.process.log_level,
-            weights_from=model.weights_from, hub=files.hub)
+            weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code)
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
     return Layout(files, description, tuple(specs), context, lanes)
 

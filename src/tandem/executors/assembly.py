@@ -8,6 +8,7 @@ import resource
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,10 +16,12 @@ import mlx.core as mx
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
 from tandem.executors.base import StageSpec
+from tandem.guided.vocabulary import Vocabulary
 from tandem.models.description import ModelDescription, describe
 from tandem.models.files import ModelFiles
 from tandem.models.shard import Shard, plan_shards
 from tandem.models.stage import StageModel, load_stage
+from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.control import Ready
 from tandem.runner.links import Link
 from tandem.runner.prefix_store import trimmable
@@ -93,10 +96,15 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
     return int(stored * item / (4 if description.dtype == "float32" else 2))
 
 
-def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: StageGroup | None = None) -> Runner:
-    """A runner over `stage`."""
+def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: StageGroup | None = None,
+                 files: ModelFiles | None = None) -> Runner:
+    """A runner over `stage`. For sequences with a grammar it needs the tokenizer, from `files`."""
+    vocabulary = None
+    if spec.samples and files is not None:
+        load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
+        vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
     return Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
-                  group=group, samples=spec.samples)
+                  group=group, samples=spec.samples, vocabulary=vocabulary)
 
 
 def ready_message(spec: StageSpec, stage: StageModel) -> Ready:

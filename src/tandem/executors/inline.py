@@ -49,7 +49,7 @@ class InlineExecutor(Executor):
         files = obtain_files(self._spec, None, partial(progress, "fetch"),
                              accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
-        return build_runner(self._spec, stage, None), ready_message(self._spec, stage)
+        return build_runner(self._spec, stage, None, files=files), ready_message(self._spec, stage)
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step for the thread that owns the device."""

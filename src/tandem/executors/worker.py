@@ -104,7 +104,7 @@ class Worker:
         if self._wrap is not None:
             stage = self._wrap(stage)
         log.info("Post-load barrier passed")
-        runner = build_runner(self._spec, stage, link, group)
+        runner = build_runner(self._spec, stage, link, group, files)
         log.info("BatchGenerator created, entering StepPlan loop")
         return runner, ready_message(self._spec, stage)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tandem.errors import RequestError
-from tandem.protocol.request import SamplingParams
+from tandem.protocol.request import SamplingParams, StructuredOutputs
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -39,6 +39,19 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})",
                            param="min_tokens")
     _check_tokens(params, vocab_size)
+    if params.structured_outputs is not None:
+        _check_form(params, params.structured_outputs)
+
+
+def _check_form(params: SamplingParams, form: StructuredOutputs) -> None:
+    given = [name for name in form.__struct_fields__ if getattr(form, name) not in (None, False)]
+    if len(given) != 1:
+        raise RequestError(f"structured_outputs has {' and '.join(given) or 'nothing'}; give exactly one of "
+                           f"{', '.join(form.__struct_fields__)}", param="structured_outputs")
+    for name in ("min_tokens", "ignore_eos"):
+        if getattr(params, name):
+            raise RequestError(f"{name} contradicts structured_outputs, whose form decides where the output ends; "
+                               "leave it out", param=name)
 
 
 def _check_tokens(params: SamplingParams, vocab_size: int) -> None:

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
+
+
+class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A form that the output must have: exactly one of the fields. The names are vLLM's."""
+
+    json: str | dict[str, Any] | None = None
+    """A JSON schema, as text or as an object."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    """A regular expression (Rust's syntax) that the whole output matches."""
+    choice: tuple[str, ...] | None = None
+    """One of these strings."""
+    grammar: str | None = None
+    """A context-free grammar: Lark as llguidance reads it, GBNF, or llguidance's own JSON."""
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -38,6 +55,8 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Go on past the model's end-of-sequence ids."""
     logprobs: int | None = None
     """None: no log probabilities; k >= 0: the chosen token's and those of the k most likely ones."""
+    structured_outputs: StructuredOutputs | None = None
+    """A form that the output must have; tokens that lead out of it cannot be chosen."""
 
     @property
     def greedy(self) -> bool:

@@ -14,6 +14,11 @@ from msgspec import Struct
 
 from tandem.protocol.request import SamplingParams, TokenLogprob
 
+NOT_FINITE = -1
+"""In place of a token: the model's logits are not finite numbers."""
+NO_CONTINUATION = -2
+"""In place of a token: the matcher of the sequence's grammar gave up."""
+
 
 class InsertOp(Struct, frozen=True, array_like=True):
     """A sequence that the rank does not know yet, sent whole."""
@@ -87,7 +92,7 @@ class StepResult(Struct, frozen=True, array_like=True):
     step_id: int
     lane: int
     tokens: list[int] = []
-    """In the order of `StepPlan.sampled()`."""
+    """In the order of `StepPlan.sampled()`; a negative one says why there is none."""
     logprobs: dict[str, TokenLogprob] = {}
     """Only for sequences that asked."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from tandem.comm.group import StageGroup
+from tandem.guided.vocabulary import Vocabulary
 from tandem.models.stage import StageModel
 from tandem.protocol.request import TokenLogprob
 from tandem.protocol.step import PrefillOp, StepPlan, StepResult
@@ -68,17 +69,19 @@ class Runner:
     """Holds a stage, its lanes and their KV. Not thread-safe: one thread owns all MLX work of a process."""
 
     def __init__(self, stage: StageModel, *, lanes: int, vocab_size: int, eos_token_ids: tuple[int, ...],
-                 link: Link | None = None, group: StageGroup | None = None, samples: bool = True) -> None:
+                 link: Link | None = None, group: StageGroup | None = None, samples: bool = True,
+                 vocabulary: Vocabulary | None = None) -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
 
-        `samples`: this is the one rank that chooses tokens.
+        `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
         """
         self._stage = stage
         self._link = link
         self._prefixes = PrefixStore()
         self._lanes = [LaneBatch(stage.make_caches, self._prefixes) for _ in range(lanes)]
         self._group = group
-        self._samplers = [Sampler(vocab_size, eos_token_ids) for _ in range(lanes)] if samples else []
+        self._samplers = ([Sampler(vocab_size, eos_token_ids, vocabulary) for _ in range(lanes)]
+                          if samples else [])
         self._inbox = TokenInbox(link, lanes + 1) if link is not None and stage.is_first else None
         self._latest: dict[int, tuple[list[str], mx.array]] = {}
         self.waiting = False
@@ -144,7 +147,10 @@ class Runner:
             return
         logits = self._stage.head(hidden[:, -1:])[:, -1]
         if self._samplers:
-            part = self._samplers[pending.plan.lane].sample(logits, ids)
+            sampler = self._samplers[pending.plan.lane]
+            if sampler.guided(ids):
+                mx.async_eval(logits)
+            part = sampler.sample(logits, ids)
             pending.parts.append(part)
             tokens, arrays = part.tokens, part.arrays
         else:

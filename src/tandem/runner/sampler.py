@@ -2,7 +2,10 @@
 
 Per-row parameters are device arrays, rebuilt only when the batch changes. A batch pays for what its rows ask for: all
 greedy is an argmax; without top-k, top-p or min-p nothing is sorted; log probabilities are computed for rows that want
-them. The order is vLLM's: logit bias, penalties, (log probabilities), temperature, top-k, top-p, min-p, draw.
+them. The order is vLLM's: logit bias, penalties, grammar, (log probabilities), temperature, top-k, top-p, min-p, draw.
+
+Which tokens a grammar allows depends on the token before, so `sample` waits for that one where a row has a grammar.
+Dispatch the logits first: then the device computes them while the masks are made, and nothing waits for the masks.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 
+from tandem.guided.guides import Guides
+from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.request import SamplingParams, TokenLogprob
+from tandem.protocol.step import NO_CONTINUATION, NOT_FINITE
 from tandem.runner.filters import FilterRows, draw, filtered_weights, largest
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
 from tandem.runner.uniforms import seed_keys, uniform_pairs
@@ -29,7 +35,7 @@ class Sampled:
     """What one call of `Sampler.sample` chose; lazy until evaluated."""
 
     tokens: mx.array
-    """int32 [n], in the order of the ids; -1 for a row whose logits are not finite."""
+    """int32 [n], in the order of the ids; negative for a row that gets none (`protocol.step`)."""
     arrays: list[mx.array] = field(default_factory=list)
     """What is worth dispatching together: the tokens, and log probabilities where they are asked for."""
     _asked: list[tuple[str, int]] = field(default_factory=list)
@@ -81,14 +87,21 @@ class _Plan:
 class Sampler:
     """Sampling state of one lane's sequences. Lives on the one rank that samples."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = ()) -> None:
-        """`vocab_size` is the width of the logits, `eos_token_ids` the model's own end-of-sequence ids."""
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = (),
+                 vocabulary: Vocabulary | None = None) -> None:
+        """`vocab_size` is the width of the logits, `eos_token_ids` the model's own end-of-sequence ids.
+
+        Without `vocabulary` no sequence can have a grammar.
+        """
         self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
         self._may_wait = mx.default_device().type == mx.DeviceType.cpu
         self._sequences: dict[str, _Sequence] = {}
         self._history = TokenHistory(vocab_size)
         self._plans: dict[tuple[str, ...], _Plan] = {}
+        self._guides = Guides(vocabulary) if vocabulary is not None else None
+        self._untaken: list[tuple[list[tuple[int, str]], mx.array]] = []
+        """Rows, ids and tokens int32 [n] that the matchers have not seen yet: they may still be under way."""
         self._bans: tuple[tuple[int, ...], tuple[str, ...], TokenEdits | None] = ((), (), None)
 
     def add(self, request_id: str, params: SamplingParams, seed: int, tokens: list[int], prompt_len: int) -> None:
@@ -101,13 +114,25 @@ class Sampler:
         self._sequences[request_id] = _Sequence(params, seed, len(tokens) - prompt_len)
         if params.penalised:
             self._history.add(request_id, tokens[:prompt_len], tokens[prompt_len:])
+        if params.structured_outputs is not None:
+            if self._guides is None:
+                raise ValueError(f"sequence {request_id} has a grammar, and there is no vocabulary")
+            self._guides.add(request_id, params.structured_outputs, tokens[prompt_len:])
         self._plans.clear()
 
     def remove(self, request_id: str) -> None:
         """Forget a sequence. KeyError if unknown."""
         del self._sequences[request_id]
         self._history.remove(request_id)
+        if self._guides is not None and request_id in self._guides:
+            self._follow()
+            self._guides.remove(request_id)
         self._plans.clear()
+
+    def guided(self, ids: Sequence[str]) -> list[tuple[int, str]]:
+        """Rows and ids of those of `ids` that have a grammar."""
+        guides = self._guides
+        return [] if guides is None else [(row, one) for row, one in enumerate(ids) if one in guides]
 
     def sample(self, logits: mx.array, ids: Sequence[str]) -> Sampled:
         """Choose one token for each row of logits [n, V] (any float dtype), row i being ids[i].
@@ -119,6 +144,9 @@ class Sampler:
         plan = self._plan(tuple(ids))
         raw = logits.astype(mx.float32)
         edited = self._edited(raw, plan, tuple(ids))
+        given_up: list[int] = []
+        if guided := self.guided(ids):
+            edited, given_up = self._constrained(edited, ids)
         tokens = self._chosen(edited, plan)
         tokens = _marked(tokens, raw, edited)
         for sequence in plan.sequences:
@@ -126,7 +154,30 @@ class Sampler:
         if plan.penalties is not None:
             self._history.count(tokens, plan.penalties)
         columns = _logprob_columns(edited, tokens, plan)
-        return Sampled(tokens, [tokens, *columns], plan.asked, columns)
+        arrays = [tokens, *columns]
+        if guided:
+            # A copy: another thread fetches the tokens, and on CUDA two must not fetch the same buffer at once.
+            self._untaken.append((guided, tokens + 0))
+            arrays.append(self._untaken[-1][1])
+        if given_up:
+            tokens = mx.where(mx.array([row in given_up for row in range(len(ids))]), NO_CONTINUATION, tokens)
+        return Sampled(tokens, arrays, plan.asked, columns)
+
+    def _constrained(self, logits: mx.array, ids: Sequence[str]) -> tuple[mx.array, list[int]]:
+        """Logits of what the grammars allow, and the rows whose grammar cannot be followed further."""
+        assert self._guides is not None
+        self._follow()
+        mask, given_up = self._guides.mask(ids)
+        return mx.where(mx.array(mask), logits, -mx.inf), given_up
+
+    def _follow(self) -> None:
+        """Show the matchers every token that was sampled so far; waits for those under way."""
+        assert self._guides is not None
+        for rows, tokens in self._untaken:
+            values: list[int] = tokens.tolist()  # type: ignore[assignment]
+            for row, request_id in rows:
+                self._guides.advance(request_id, values[row])
+        self._untaken.clear()
 
     def _edited(self, logits: mx.array, plan: _Plan, ids: tuple[str, ...]) -> mx.array:
         """Logits after bias, penalties and the ban on early ends."""
@@ -212,10 +263,10 @@ def _filter_rows(params: list[SamplingParams], greedy: list[bool], vocab_size: i
 
 
 def _marked(tokens: mx.array, raw: mx.array, edited: mx.array) -> mx.array:
-    """Tokens with -1 where the model's logits hold a NaN or +inf, or nothing finite could be chosen."""
+    """Tokens with NOT_FINITE where the model's logits hold a NaN or +inf, or nothing finite could be chosen."""
     chosen = mx.take_along_axis(edited, tokens[:, None], axis=-1)[:, 0]
     sound = (raw.sum(axis=-1) < mx.inf) & mx.isfinite(chosen)  # a NaN anywhere makes the sum NaN, which is not < inf
-    return mx.where(sound, tokens, -1)
+    return mx.where(sound, tokens, NOT_FINITE)
 
 
 def _logprob_columns(logits: mx.array, tokens: mx.array, plan: _Plan) -> tuple[mx.array, ...]:

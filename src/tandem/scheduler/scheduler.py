@@ -19,7 +19,7 @@ from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, StepResult, batch_fingerprint
 from tandem.scheduler.lane import Lane
-from tandem.scheduler.sequence import Sequence
+from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
 from tandem.scheduler.suspects import acquit, may_join, strike, suspect
 
@@ -300,8 +300,7 @@ class Scheduler:
     def _take(self, sequence: Sequence, token: int, result: StepResult) -> EngineMessage:
         if token < 0:
             self._finish(sequence)
-            return Refused(sequence.request_id, 500, "the model produced logits that are not finite numbers; "
-                           "check the model's weights and dtype", code="not_finite")
+            return no_token(sequence.request_id, token)
         sequence.tokens.append(token)
         params = sequence.request.params
         stops = token in params.stop_token_ids or (token in self.limits.eos_token_ids and not params.ignore_eos)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.step import InsertOp
+from tandem.protocol.step import NO_CONTINUATION, InsertOp
 
 
 @dataclass(eq=False)
@@ -79,3 +80,13 @@ class Sequence:
     def leave(self) -> None:
         """Give up its place; its KV is gone with it."""
         self.lane, self.computed = None, 0
+
+
+def no_token(request_id: str, why: int) -> Refused:
+    """What ends a sequence that got `why`, a negative number, in place of a token."""
+    if why == NO_CONTINUATION:
+        return Refused(request_id, 400, "the output cannot be kept to the form that structured_outputs or the tools "
+                       "ask for: it costs more to follow than is allowed; make it simpler",
+                       code="structured_output_failed", param="structured_outputs")
+    return Refused(request_id, 500, "the model produced logits that are not finite numbers; check the model's weights "
+                   "and dtype", code="not_finite")

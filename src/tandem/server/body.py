@@ -46,7 +46,6 @@ IGNORED: Mapping[str, Harmless] = {
     "tool_choice": _only("none", "auto"),
     "functions": _only([]),
     "function_call": _only("none", "auto"),
-    "response_format": _only({"type": "text"}),
     "audio": _only(),
     "modalities": _only(["text"]),
     "prediction": _only(),
@@ -55,11 +54,6 @@ IGNORED: Mapping[str, Harmless] = {
     "web_search_options": _only(),
     "suffix": _only(""),
     "thinking_token_budget": _only(),
-    "structured_outputs": _only(),
-    "guided_json": _only(),
-    "guided_regex": _only(),
-    "guided_choice": _only(),
-    "guided_grammar": _only(),
 }
 """Fields that OpenAI or vLLM know and this server does not support, with the test for a value that is harmless."""
 

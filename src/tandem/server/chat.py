@@ -14,6 +14,7 @@ from tandem.models.tokenizer import Tokenizer
 from tandem.server.answer import Answer, collect, engine_requests, new_id
 from tandem.server.body import parse
 from tandem.server.context import Api, get_api, get_group
+from tandem.server.forms import form_of
 from tandem.server.generate import Delta, Generation
 from tandem.server.limits import check_choices, check_model, room, sampling_params
 from tandem.server.logprobs import chat_logprobs
@@ -46,8 +47,9 @@ async def chat_completions(http: Request) -> Response:
     default = api.settings.server.default_max_tokens
     max_tokens = room(prompt, asked_tokens(fields), status.max_context, default, param="messages")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
+    form = await form_of(api, tokenizer, fields)
     work = [
-        (prompt, sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice))
+        (prompt, sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=form))
         for choice in range(n)
     ]
     request_id = new_id("chatcmpl")
@@ -60,6 +62,7 @@ async def chat_completions(http: Request) -> Response:
         prompt_tokens=len(prompt),
         stream=bool(fields.stream),
         timeout=fields.timeout,
+        continues=form is not None,
     )
     conversation_id = fields.conversation_id or str(uuid.uuid4())
     if fields.stream:

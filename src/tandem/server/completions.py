@@ -11,11 +11,12 @@ from starlette.responses import Response
 from tandem.errors import RequestError
 from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.control import EngineStatus
-from tandem.protocol.request import SamplingParams
+from tandem.protocol.request import SamplingParams, StructuredOutputs
 from tandem.server.answer import collect, engine_requests, new_id
 from tandem.server.body import parse
 from tandem.server.chat import FINGERPRINT
 from tandem.server.context import get_api, get_group
+from tandem.server.forms import form_of
 from tandem.server.generate import Delta, Generation
 from tandem.server.limits import check_choices, check_model, check_token_ids, room, sampling_params
 from tandem.server.logprobs import CompletionLogprobs
@@ -40,10 +41,10 @@ async def completions(http: Request) -> Response:
         raise RequestError("'echo' together with 'logprobs' is not supported.", param="echo", code="unsupported_value")
     tokenizer = await api.texts.tokenizer(status)
     prompts = await _encode_all(tokenizer, fields.prompt, status)
+    form = await form_of(api, tokenizer, fields)
     request_id = new_id("cmpl")
-    requests = engine_requests(
-        request_id, get_group(http), _work(fields, prompts, status, n, api.settings.server.default_max_tokens)
-    )
+    work = _work(fields, prompts, status, n, api.settings.server.default_max_tokens, form)
+    requests = engine_requests(request_id, get_group(http), work)
     echoes = await _echoes(tokenizer, fields, n)
     generation = Generation(
         api,
@@ -104,13 +105,20 @@ async def _encode_all(tokenizer: Tokenizer, prompts: list[Any], status: EngineSt
 
 
 def _work(
-    fields: CompletionRequest, prompts: list[list[int]], status: EngineStatus, n: int, default: int | None
+    fields: CompletionRequest,
+    prompts: list[list[int]],
+    status: EngineStatus,
+    n: int,
+    default: int | None,
+    form: StructuredOutputs | None,
 ) -> list[tuple[list[int], SamplingParams]]:
     work = []
     for prompt in prompts:
         max_tokens = room(prompt, fields.max_tokens, status.max_context, default, param="prompt")
         for choice in range(n):
-            params = sampling_params(fields, status, max_tokens=max_tokens, logprobs=fields.logprobs, choice=choice)
+            params = sampling_params(
+                fields, status, max_tokens=max_tokens, logprobs=fields.logprobs, choice=choice, form=form
+            )
             work.append((prompt, params))
     return work
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.protocol.control import EngineStatus
-from tandem.protocol.request import SamplingParams
+from tandem.protocol.request import SamplingParams, StructuredOutputs
 from tandem.server.context import Api
 from tandem.server.schemas import SamplingFields
 
@@ -59,9 +59,20 @@ def room(prompt: Sequence[int], asked: int | None, context: int, default: int | 
 
 
 def sampling_params(
-    fields: SamplingFields, status: EngineStatus, *, max_tokens: int, logprobs: int | None, choice: int
+    fields: SamplingFields,
+    status: EngineStatus,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    choice: int,
+    form: StructuredOutputs | None = None,
 ) -> SamplingParams:
     """Parameters of the `choice`-th of `n` sequences of one prompt; a given seed makes each of them repeatable."""
+    if form is not None:
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(fields, name):
+                message = f"'{name}' contradicts structured output, whose form decides where the answer ends."
+                raise RequestError(message, param=name, code="invalid_value")
     if (fields.min_tokens or 0) > max_tokens:
         message = f"'min_tokens' ({fields.min_tokens}) must not be more than the output limit ({max_tokens})."
         raise RequestError(message, param="min_tokens", code="invalid_value")
@@ -82,6 +93,7 @@ def sampling_params(
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
+        structured_outputs=form,
     )
 
 

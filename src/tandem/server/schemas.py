@@ -88,6 +88,42 @@ def _part_text(index: int, part: Any) -> str:
     return part["text"]
 
 
+class JsonSchema(Strict):
+    """What OpenAI's `json_schema` format carries."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Accepted for OpenAI's clients; the schema always holds."""
+
+
+class ResponseFormat(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _belongs(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("one_of", "'json_schema' belongs to the type 'json_schema', and only to it")
+        return self
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class StructuredFields(Strict):
+    """vLLM's `structured_outputs`."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -113,6 +149,12 @@ class SamplingFields(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
 
     @field_validator("stop", mode="before")
     @classmethod

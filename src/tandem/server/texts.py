@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tandem.config.settings import ModelSettings
 from tandem.errors import TandemError, UnavailableError
+from tandem.guided.check import GrammarCheck
 from tandem.models.files import ModelFiles
 from tandem.models.tokenizer import Tokenizer, load_tokenizer
 from tandem.protocol.control import EngineStatus
@@ -29,6 +30,7 @@ class Texts:
         self._settings = settings
         self._source: str | None = None
         self._tokenizer: Tokenizer | None = None
+        self._grammars: tuple[Tokenizer, GrammarCheck] | None = None
         self._lock = asyncio.Lock()
 
     def ready(self, status: EngineStatus) -> bool:
@@ -46,6 +48,12 @@ class Texts:
                 self._tokenizer = await asyncio.to_thread(self._load, status)
                 self._source = status.source
             return self._tokenizer
+
+    def grammars(self, tokenizer: Tokenizer) -> GrammarCheck:
+        """What tries grammars for the model of `tokenizer`."""
+        if self._grammars is None or self._grammars[0] is not tokenizer:
+            self._grammars = (tokenizer, GrammarCheck(tokenizer))
+        return self._grammars[1]
 
     def _load(self, status: EngineStatus) -> Tokenizer:
         files = ModelFiles(path=Path(status.source), name=status.model)

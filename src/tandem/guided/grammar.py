@@ -1,0 +1,81 @@
+"""From what a client asks for to the grammar that llguidance reads. Pure; nothing is compiled here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llguidance import regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+from tandem.protocol.request import StructuredOutputs
+
+MAX_CHARS = 256 * 1024
+"""Longest grammar, in characters."""
+WHITESPACE = r"[ ]?|\n[ ]{0,24}"
+"""Between the tokens of JSON: nothing, a space, or a new line with its indentation. JSON allows more, and a model that
+has lost its way fills its whole answer with it."""
+
+ASCII = "dws"
+r"""In regular expressions \d, \w and \s stand for ASCII characters alone."""
+
+
+def grammar_of(form: StructuredOutputs) -> str:
+    """llguidance's description of `form`. Raises ValueError, saying why, for what cannot be one."""
+    grammar = json.dumps(_described(form), ensure_ascii=False)
+    if len(grammar) > MAX_CHARS:
+        raise ValueError(f"it is {len(grammar)} characters long; at most {MAX_CHARS} are allowed")
+    return grammar
+
+
+def preceded(grammar: str, lark: str) -> str:
+    """`grammar`, as `grammar_of` gives it, after something else: `lark` says what and refers to it as `@answer`."""
+    answer, *others = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, {**answer, "name": "answer"}, *others]}, ensure_ascii=False)
+
+
+def _described(form: StructuredOutputs) -> dict[str, Any]:
+    if form.json is not None:
+        return {"grammars": [{"json_schema": json_schema(form.json)}]}
+    if form.json_object:
+        return {"grammars": [{"json_schema": json_schema({"type": "object"})}]}
+    if form.regex is not None:
+        return _lark(f"start: /{regex_to_lark(form.regex, ASCII)}/")
+    if form.choice is not None:
+        if not form.choice or "" in form.choice:
+            raise ValueError("it must hold at least one string, none of them empty")
+        return _lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice))
+    return _context_free(form.grammar or "")
+
+
+def _lark(text: str) -> dict[str, Any]:
+    return {"grammars": [{"lark_grammar": text}]}
+
+
+def json_schema(schema: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A schema with the whitespace that outputs may have. Raises ValueError when it is not an object."""
+    try:
+        given = json.loads(schema) if isinstance(schema, str) else schema
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(given, Mapping):
+        raise ValueError("a JSON schema must be an object")
+    options = given.get("x-guidance")
+    if options is not None:
+        raise ValueError("'x-guidance' is not allowed in it")
+    return {**given, "x-guidance": {"whitespace_pattern": WHITESPACE}}
+
+
+def _context_free(text: str) -> dict[str, Any]:
+    if not text.lstrip().startswith("{"):
+        if len(text) > MAX_CHARS:
+            raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are allowed")
+        try:
+            return _lark(any_to_lark(text))
+        except Exception as error:  # a parser in Python, which raises whatever comes
+            raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
+    given = json.loads(text)
+    if not isinstance(given, dict) or not isinstance(given.get("grammars"), list) or not given["grammars"]:
+        raise ValueError("a grammar in JSON must have a list 'grammars'")
+    return given

@@ -1,0 +1,89 @@
+"""Where each constrained sequence of a lane stands in its grammar, and which tokens may come next. NumPy, no MLX."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from tandem.guided.vocabulary import Vocabulary
+from tandem.protocol.request import StructuredOutputs
+
+log = logging.getLogger(__name__)
+
+
+class Guides:
+    """Matchers by request id. They follow the tokens that are sampled; a replay builds them anew from those so far."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._building: dict[str, Future[LLMatcher]] = {}
+        self._matchers: dict[str, LLMatcher | None] = {}
+        """None: the sequence is over, and nothing is asked of what a plan sent ahead still samples for it."""
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._building or request_id in self._matchers
+
+    def add(self, request_id: str, form: StructuredOutputs, produced: Sequence[int]) -> None:
+        """Begin a sequence that has produced these tokens; its grammar is compiled meanwhile."""
+        self._building[request_id] = self._vocabulary.matcher(form, produced)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a sequence, if it is one of these."""
+        self._building.pop(request_id, None)
+        self._matchers.pop(request_id, None)
+
+    def advance(self, request_id: str, token: int) -> None:
+        """`token` was sampled. Unknown sequences, which have left meanwhile, are ignored."""
+        matcher = self._matchers.get(request_id)
+        if matcher is None:
+            return
+        if token < 0 or token in self._vocabulary.eos or not matcher.consume_token(token):
+            if matcher.is_error():
+                log.error("a token that the mask allows is not in the grammar: %s", matcher.get_error())
+            self._matchers[request_id] = None
+
+    def mask(self, ids: Sequence[str]) -> tuple[npt.NDArray[np.bool_], list[int]]:
+        """Which tokens each of `ids` may take, [n, vocabulary], and the rows whose matcher has given up.
+
+        Rows of other sequences, of those that are over, and of those given up allow everything. Waits for grammars
+        that are still being compiled.
+        """
+        size = self._vocabulary.vocab_size
+        bits = allocate_token_bitmask(len(ids), size)
+        live, given_up = [], []
+        for row, request_id in enumerate(ids):
+            if request_id in self._building:
+                self._matchers[request_id] = _built(self._building.pop(request_id))
+                if self._matchers[request_id] is None:
+                    given_up.append(row)
+            if (matcher := self._matchers.get(request_id)) is not None:
+                live.append((matcher, row))
+        working = [(matcher, row) for matcher, row in live if not matcher.is_stopped()]
+        if working:
+            fill_next_token_bitmask_par(self._vocabulary.executor, working, bits)
+        mask = np.unpackbits(bits.view(np.uint8), axis=1, count=size, bitorder="little").view(np.bool_)
+        for matcher, row in live:
+            if matcher.is_error():
+                log.warning("gave up a grammar: %s", matcher.get_error().partition("\n")[0][:200])
+                self._matchers[ids[row]] = None
+                mask[row] = True
+                given_up.append(row)
+            elif matcher.is_stopped():
+                mask[row] = False
+                mask[row, list(self._vocabulary.eos)] = True
+        return mask, given_up
+
+
+def _built(future: Future[LLMatcher]) -> LLMatcher | None:
+    """The matcher; None when it could not be built, whatever the reason: one request must not end a rank."""
+    error = future.exception()
+    if error is not None:
+        log.error("a grammar that was accepted cannot be used: %s: %s", type(error).__name__, str(error)[:200])
+        return None
+    return future.result()
