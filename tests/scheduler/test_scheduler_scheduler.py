@@ -207,13 +207,14 @@ def test_min_tokens_and_ignore_eos_outlast_the_end_of_sequence() -> None:
     assert len(got["a"]) == 4 and len(got["b"]) == 5
 
 
-def test_logits_that_are_not_finite_fail_their_request_alone() -> None:
+@pytest.mark.parametrize(("token", "status", "code"), [(-1, 500, "not_finite"), (-2, 400, "structured_output_failed")])
+def test_a_row_without_a_token_fails_its_request_alone(token: int, status: int, code: str) -> None:
     scheduler = Scheduler(limits())
     scheduler.submit(request("a", max_tokens=5), seed=1)
     plan = scheduler.next_plan()
     assert plan
-    [message] = answer(scheduler, plan, -1)
-    assert isinstance(message, Refused) and message.code == "not_finite"
+    [message] = answer(scheduler, plan, token)
+    assert isinstance(message, Refused) and (message.status, message.code) == (status, code)
 
 
 @pytest.mark.parametrize(("bad", "param"), [

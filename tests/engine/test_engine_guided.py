@@ -1,0 +1,113 @@
+"""Structured output in every layout, through a replay and through preemption; a thousand outputs all validate."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tandem import LLM, SamplingParams, StructuredOutputs
+from tandem.errors import RequestError
+from tandem.protocol.control import Output
+from tandem.protocol.request import EngineRequest
+from tandem.testing import tiny_model
+
+pytestmark = pytest.mark.slow
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2 tcp": {"pipeline_parallel_size": 2},
+    "pp2 mlx": {"pipeline_parallel_size": 2, "channel": "mlx"},
+    "tp2": {"tensor_parallel_size": 2},
+    "tp1,2": {"parallel": (1, 2)},
+}
+RECORD = {"type": "object", "required": ["id", "tags", "ok"], "additionalProperties": False, "properties": {
+    "id": {"type": "string", "pattern": "^[A-F]{3}-[0-9]{4}$"}, "ok": {"type": "boolean"},
+    "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 4}}}
+GUIDED = SamplingParams(max_tokens=300, temperature=1.0, seed=11, structured_outputs=StructuredOutputs(json=RECORD))
+PROMPTS = [[(7 * i + j) % 400 + 3 for j in range(length)] for i, length in enumerate((1, 4, 9, 30, 3, 50))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "llama")
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[str]:
+    with LLM(str(model)) as llm:
+        outputs = llm.generate(PROMPTS, GUIDED)
+    for output in outputs:
+        assert output.finish_reason == "stop"
+        jsonschema.validate(json.loads(output.text), RECORD)
+    assert len({output.text for output in outputs}) > 2
+    return [output.text for output in outputs]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_same_valid_outputs(model: Path, expected: list[str], layout: str) -> None:
+    with LLM(str(model), prefill_chunk=16, **LAYOUTS[layout]) as llm:
+        assert [output.text for output in llm.generate(PROMPTS, GUIDED)] == expected
+
+
+def test_a_rank_that_dies_changes_nothing(model: Path, expected: list[str]) -> None:
+    with LLM(str(model), pipeline_parallel_size=2) as llm:
+        form = llm._checked(GUIDED)
+        tokens: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
+        for name, prompt in zip(tokens, PROMPTS, strict=True):
+            llm.engine.submit(EngineRequest(request_id=name, prompt=prompt, params=form))
+        killed = False
+        while not llm.engine.idle:
+            for message in llm.engine.pump(1.0):
+                assert isinstance(message, Output), message
+                tokens[message.request_id] += message.tokens[:-1] if message.stop_token else message.tokens
+            if not killed and sum(map(len, tokens.values())) > 40:
+                os.kill(llm.engine.executor.pids[1], signal.SIGKILL)
+                killed = True
+        assert llm.engine.restarts == 1
+        assert [llm.tokenizer.decode(one, skip_special_tokens=False) for one in tokens.values()] == expected
+
+
+def test_preemption_changes_nothing(model: Path, expected: list[str]) -> None:
+    with LLM(str(model), kv_tokens=400) as llm:
+        assert [output.text for output in llm.generate(PROMPTS, GUIDED)] == expected
+        assert llm.engine.scheduler.preemptions > 0
+
+
+def test_a_thousand_outputs_validate(model: Path) -> None:
+    schemas = json.loads((Path(__file__).parents[1] / "guided" / "schemas.json").read_text())
+    formats = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
+    ended = 0
+    with LLM(str(model)) as llm:
+        for name, schema in schemas.items():
+            params = SamplingParams(max_tokens=450, temperature=1.0, structured_outputs=StructuredOutputs(json=schema))
+            validator = jsonschema.Draft202012Validator(schema, format_checker=formats)
+            for output in llm.generate([[5, 6, 7]] * 25, params):
+                if output.finish_reason == "stop":
+                    ended += 1
+                    assert not list(validator.iter_errors(json.loads(output.text))), (name, output.text)
+    assert ended > 0.97 * 25 * len(schemas) > 970, "few are cut off by max_tokens"
+
+
+def test_the_python_api_takes_every_form_and_refuses_what_cannot_be(model: Path) -> None:
+    with LLM(str(model)) as llm:
+        def ask(**form: Any) -> str:
+            params = SamplingParams(max_tokens=200, structured_outputs=StructuredOutputs(**form))
+            return llm.generate([[5, 6]], params)[0].text
+
+        assert ask(choice=("red", "green")) in ("red", "green")
+        assert re.fullmatch("[a-c]{2,4}!", ask(regex="[a-c]{2,4}!"))
+        assert ask(grammar='start: "f(" ("x" | "y") ")"') in ("f(x)", "f(y)")
+        assert ask(json=json.dumps({"const": [1, None]})).replace(" ", "").replace("\n", "") == "[1,null]"
+        with pytest.raises(RequestError, match="Unimplemented") as caught:
+            ask(json={"not": {}})
+        assert caught.value.param == "structured_outputs"
+        with pytest.raises(RequestError, match="exactly one"):
+            ask(choice=("a",), regex="b")
+        with pytest.raises(RequestError, match="min_tokens"):
+            llm.generate([[5]], SamplingParams(min_tokens=2, structured_outputs=StructuredOutputs(json_object=True)))
