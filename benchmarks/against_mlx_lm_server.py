@@ -15,6 +15,8 @@ from typing import Any
 import harness
 import load
 
+from tandem.bench.report import percentile
+
 
 def main() -> None:
     """Command line."""
@@ -89,7 +91,7 @@ def long_prompt(args: argparse.Namespace, servers: Sequence[harness.Server], pro
         rows = [[server.name, *_waits(answers)] for server, answers in zip(servers, found, strict=True)]
         harness.table(["", "TTFT p50 s", "TTFT p99 s", "TTFT of the long prompt s", "longest gap in a stream s",
                        "TTFT p99 of the others s"], rows)
-        p99 = [harness.percentile([a.ttft for a in answers], 0.99) for answers in found]
+        p99 = [percentile([a.ttft for a in answers], 0.99) for answers in found]
         name = "p99 of the time to first token, relative to mlx_lm.server's"
         results["verdicts"].append(harness.verdict(name, p99[0] / p99[1], 1.0, at_most=True))
         results["long_prompt"] = rows
@@ -99,8 +101,8 @@ def _waits(answers: Sequence[load.Answer]) -> list[float]:
     waits = [a.ttft for a in answers]
     long = [a.ttft for a in answers if a.job.name == "long"]
     others = [a.ttft for a in answers if a.job.name != "long"]
-    return [harness.middle(waits), harness.percentile(waits, 0.99), harness.middle(long),
-            max(a.longest_gap for a in answers), harness.percentile(others, 0.99)]
+    return [harness.middle(waits), percentile(waits, 0.99), harness.middle(long),
+            max(a.longest_gap for a in answers), percentile(others, 0.99)]
 
 
 if __name__ == "__main__":

@@ -286,15 +286,6 @@ def middle(values: Sequence[float]) -> float:
     return float(statistics.median(values))
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie, linearly interpolated."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-
-
 def write_json(path: str | None, args: argparse.Namespace, results: Mapping[str, Any]) -> None:
     """Write what was measured, and with what, if a file was asked for."""
     if not path:

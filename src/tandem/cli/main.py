@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from tandem.cli import doctor_options, lifecycle_options, parity_options, plan_options
+from tandem.cli import bench_options, doctor_options, lifecycle_options, parity_options, plan_options
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -39,6 +39,8 @@ def build_parser() -> Parser:
     plan_options.add_parser(commands).set_defaults(run=_plan)
     parity_options.add_parser(commands).set_defaults(run=_parity)
     doctor_options.add_parser(commands).set_defaults(run=_doctor)
+    bench_options.add_parser(commands).set_defaults(run=_bench)
+    bench_options.add_top(commands).set_defaults(run=_top)
     version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
     version.set_defaults(run=_version)
     return parser
@@ -179,6 +181,16 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
         return probe()
     from tandem.cli.doctor import run
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from tandem.cli.bench import run
+
+    return run(arguments)
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from tandem.cli.top import run
 
     return run(arguments)
 

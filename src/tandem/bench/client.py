@@ -1,0 +1,210 @@
+"""A client that streams completions and takes the time of every piece: asyncio sockets, next to nothing per token.
+
+Client and servers often share a machine, so what the client computes is taken from them; an HTTP library would take
+more than the servers' own HTTP does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from tandem.errors import UsageError
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+READ_BYTES = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """An OpenAI-compatible server and how to ask it."""
+
+    base_url: str
+    """Such as http://127.0.0.1:8000, without /v1."""
+    model: str
+    endpoint: str = COMPLETIONS
+    """`COMPLETIONS` or `CHAT`, or another path that takes the same."""
+    api_key: str = field(default="", repr=False)
+    body: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of each request's body."""
+    timeout_s: float = 600.0
+    """Seconds after which a request counts as failed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """One request to send."""
+
+    prompt: str
+    max_tokens: int
+    name: str = ""
+
+
+@dataclass
+class Answer:
+    """What became of it; times are of time.perf_counter()."""
+
+    job: Job
+    sent: float
+    pieces: list[float] = field(default_factory=list)
+    """When each event with text came."""
+    ended: float = 0.0
+    tokens: int = 0
+    """Output tokens as the server counts them; where it does not say, the pieces."""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    text: str = ""
+    error: str = ""
+    """Why it failed; empty for an answer."""
+
+    @property
+    def ttft(self) -> float:
+        """Seconds to the first text."""
+        return self.pieces[0] - self.sent
+
+    @property
+    def e2e(self) -> float:
+        """Seconds to the last text."""
+        return self.pieces[-1] - self.sent
+
+    @property
+    def tpot(self) -> float:
+        """Mean seconds per token after the first; 0 for an answer of one."""
+        return (self.pieces[-1] - self.pieces[0]) / (self.tokens - 1) if self.tokens > 1 else 0.0
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between two pieces, one after the other."""
+        return [b - a for a, b in zip(self.pieces, self.pieces[1:], strict=False)]
+
+    @property
+    def longest_gap(self) -> float:
+        """Most seconds between two pieces."""
+        return max(self.gaps, default=0.0)
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first."""
+        return (self.tokens - 1) / (self.pieces[-1] - self.pieces[0])
+
+
+async def send(target: Target, job: Job) -> Answer:
+    """One streaming completion. Failures of any kind stand in the answer's `error`."""
+    answer = Answer(job, time.perf_counter())
+    try:
+        async with asyncio.timeout(target.timeout_s):
+            await _stream(target, job, answer)
+    except TimeoutError:
+        answer.error = f"no end within {target.timeout_s:g} s"
+    except (OSError, EOFError, ValueError, LookupError, TypeError) as error:  # a broken connection or answer
+        answer.error = f"{type(error).__name__}: {error}"
+    answer.ended = time.perf_counter()
+    if not answer.error and not answer.pieces:
+        answer.error = "an answer without text"
+    answer.tokens = answer.tokens or len(answer.pieces)
+    return answer
+
+
+async def _stream(target: Target, job: Job, answer: Answer) -> None:
+    chat = target.endpoint.endswith("chat/completions")
+    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
+    body = {"model": target.model, **prompt, "max_tokens": job.max_tokens, "stream": True,
+            "stream_options": {"include_usage": True}, **target.body}
+    data = json.dumps(body).encode()
+    url = urlsplit(target.base_url)
+    secure = url.scheme == "https"
+    reader, writer = await asyncio.open_connection(url.hostname, url.port or (443 if secure else 80),
+                                                   ssl=ssl.create_default_context() if secure else None)
+    key = f"Authorization: Bearer {target.api_key}\r\n" if target.api_key else ""
+    head = (f"POST {url.path.rstrip('/')}{target.endpoint} HTTP/1.1\r\nHost: {url.netloc}\r\n{key}Accept: */*\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\nConnection: close\r\n\r\n")
+    try:
+        answer.sent = time.perf_counter()
+        writer.write(head.encode() + data)
+        status = (await reader.readline()).decode("latin-1").split(maxsplit=2)[1]
+        lines = _lines(reader, await _is_chunked(reader))
+        if status != "200":
+            answer.error = f"HTTP {status}: {' '.join([line.decode(errors='replace') async for line in lines])[:500]}"
+            return
+        async for line in lines:
+            if line.startswith(b"data:") and line != b"data: [DONE]":
+                _take(answer, json.loads(line[5:]), time.perf_counter())
+    finally:
+        writer.close()
+
+
+async def _is_chunked(reader: asyncio.StreamReader) -> bool:
+    """Read the headers."""
+    chunked = False
+    while (line := await reader.readline()).strip():
+        name, _, value = line.lower().partition(b":")
+        chunked |= name == b"transfer-encoding" and b"chunked" in value
+    return chunked
+
+
+async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
+    """Lines of the body, without their ends. Raises EOFError when a chunked body is cut off."""
+    left = b""
+    while data := await (_chunk(reader) if chunked else reader.read(READ_BYTES)):
+        *whole, left = (left + data).split(b"\n")
+        for line in whole:
+            yield line.rstrip(b"\r")
+    if left:
+        yield left
+
+
+async def _chunk(reader: asyncio.StreamReader) -> bytes:
+    """The next chunk's data, empty at the end."""
+    size = int((await reader.readline()).split(b";")[0], 16)
+    return (await reader.readexactly(size + 2))[:-2]
+
+
+def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
+    if "error" in event:
+        answer.error = str(event["error"].get("message") if isinstance(event["error"], dict) else event["error"])[:500]
+        return
+    for choice in event.get("choices") or ():
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
+        if text:
+            answer.pieces.append(now)
+            answer.text += text
+    if usage := event.get("usage"):
+        answer.tokens, answer.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
+        answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float = 10.0) -> bytes:
+    """Body of a GET; of /health also when it says 503. Raises UsageError in one line that names the address."""
+    request = urllib.request.Request(base_url + path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=timeout_s) as response:
+            return bytes(response.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            body = error.read()
+        if error.code == 503 and path == "/health":
+            return body
+        hint = "; give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY" if error.code == 401 else ""
+        raise UsageError(f"{base_url}{path} answers with status {error.code}{hint}", param="base_url") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise UsageError(f"{base_url}{path} cannot be reached: {reason}; is the server up, is --base-url right?",
+                         param="base_url") from None
+
+
+def first_model(base_url: str, api_key: str) -> str:
+    """The first model that the server lists. Raises UsageError."""
+    try:
+        return str(json.loads(get(base_url, "/v1/models", api_key))["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise UsageError(f"{base_url}/v1/models lists no model; name one with --model", param="model") from None

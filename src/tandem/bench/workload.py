@@ -1,0 +1,96 @@
+"""What is asked: prompts of given lengths, alike for every server and every run with the same seed. No dataset is
+downloaded: mixes are drawn from distributions.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.bench.client import Job
+from tandem.errors import UsageError
+
+WORDS = ("time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye",
+         "woman", "place", "work", "week", "case", "point", "company", "number", "group", "problem", "fact", "river",
+         "mountain", "window", "garden", "letter", "music", "paper", "stone", "bridge", "winter", "summer")
+"""Each is one token of most vocabularies when a space stands before it."""
+DATASETS = ("random", "sharegpt", "prefix_repetition", "long")
+
+
+class Prompts:
+    """Prompts of a given number of tokens that have no beginning in common, so that no prefix cache helps."""
+
+    def __init__(self, tokenizer: Path | None = None, seed: int = 0) -> None:
+        """`tokenizer` is a directory with the model's tokenizer.json; without it tokens are counted as words, which is
+        right but for a few tokens. Raises UsageError when it cannot be read.
+        """
+        self._random = random.Random(seed)
+        self._tokenizer = None
+        if tokenizer is not None:
+            from tokenizers import Tokenizer
+
+            try:
+                self._tokenizer = Tokenizer.from_str((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+            except Exception as error:
+                raise UsageError(f"--tokenizer {tokenizer}: its tokenizer.json cannot be read: {error}",
+                                 param="tokenizer") from error
+
+    def length(self, shortest: int, longest: int) -> int:
+        """A length drawn evenly."""
+        return self._random.randint(shortest, longest)
+
+    def log_normal(self, mean: float, sigma: float, lowest: int, highest: int) -> int:
+        """A length drawn from a log-normal distribution with this mean, cut off at both ends."""
+        drawn = mean * self._random.lognormvariate(-sigma * sigma / 2, sigma)
+        return min(max(round(drawn), lowest), highest)
+
+    def make(self, tokens: int) -> str:
+        """A text of about `tokens` tokens: random words behind a random number."""
+        number = str(self._random.randrange(10**4 if tokens < 8 else 10**9))
+        words = [number, *self._random.choices(WORDS, k=tokens)]
+        if self._tokenizer is None:
+            return " ".join(words[: max(tokens - len(number) + 1, 1)])  # digits are mostly tokens of their own
+        ids = self._tokenizer.encode(" ".join(words), add_special_tokens=False).ids
+        return str(self._tokenizer.decode(ids[:tokens], skip_special_tokens=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """How many requests, and of which lengths; in tokens."""
+
+    dataset: str = "random"
+    """One of `DATASETS`."""
+    count: int = 100
+    input_len: int = 1024
+    output_len: int = 128
+    range_ratio: float = 0.0
+    """Lengths of `random` are drawn from length * (1 - ratio) to length * (1 + ratio)."""
+    prefix_len: int = 256
+    """`prefix_repetition`: a shared beginning, of which there are `num_prefixes`, before `suffix_len` of their own."""
+    suffix_len: int = 256
+    num_prefixes: int = 10
+    long_len: int = 8192
+    """`long`: prompts of this length, which `long_share` of the requests have among those of `input_len`."""
+    long_share: float = 0.25
+
+    def jobs(self, prompts: Prompts) -> list[Job]:
+        """The requests, in the order in which they are sent."""
+        if self.dataset == "sharegpt":
+            # Means of ShareGPT conversations as serving benchmarks filter them: about 220 tokens in, 200 out.
+            return [Job(prompts.make(prompts.log_normal(220, 1.1, 4, 1024)), prompts.log_normal(200, 1.0, 4, 1024))
+                    for _ in range(self.count)]
+        if self.dataset == "prefix_repetition":
+            prefixes = [prompts.make(self.prefix_len) for _ in range(self.num_prefixes)]
+            return [Job(f"{prefixes[i % self.num_prefixes]} {prompts.make(self.suffix_len)}", self.output_len)
+                    for i in range(self.count)]
+        if self.dataset == "long":
+            every = max(round(1 / self.long_share), 1) if self.long_share > 0 else self.count + 1
+            return [Job(prompts.make(self.long_len if i % every == 0 else self.input_len), self.output_len)
+                    for i in range(self.count)]
+        return [Job(prompts.make(self._around(prompts, self.input_len)), self._around(prompts, self.output_len))
+                for _ in range(self.count)]
+
+    def _around(self, prompts: Prompts, length: int) -> int:
+        spread = int(length * self.range_ratio)
+        return prompts.length(max(length - spread, 1), length + spread)

@@ -1,0 +1,117 @@
+"""The options of `tandem bench` and `tandem top`; light, so that the other commands do not wait for their imports."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from typing import Any
+
+from tandem.cli.arguments import Parser, add_command
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+SUMMARY = "Measure a server, or what joins the ranks of this machine."
+TOP = "Watch a running server: replicas, ranks, memory, tokens a second, time to first token, queue, restarts."
+
+
+def add_parser(commands: Any) -> Parser:
+    """Add `bench` with its three actions; each sets `action`. The caller sets `run`."""
+    bench = add_command(commands, "bench", SUMMARY)
+    actions = bench.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    _add_serve(add_command(actions, "serve", "Load an OpenAI-compatible server and measure its answers; or two."))
+    _add_latency(add_command(actions, "latency", "Latency of one stream at a time."))
+    _add_comm(add_command(actions, "comm", "Collectives and hand-offs between ranks on this machine."))
+    return bench
+
+
+def add_top(commands: Any) -> Parser:
+    """Add `top`; the caller sets `run`."""
+    top = add_command(commands, "top", TOP)
+    _add_server(top)
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks [1]")
+    top.add_argument("--once", action="store_true", help="print one picture, of one interval, and end.")
+    return top
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument("--base-url", default=DEFAULT_URL, metavar="URL", help=f"the server [{DEFAULT_URL}]")
+    group.add_argument("--api-key-file", metavar="FILE",
+                       help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
+
+
+def _add_requests(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("requests")
+    group.add_argument("--model", metavar="NAME", help="name of the model; by default the first that the server lists.")
+    group.add_argument("--endpoint", default="/v1/completions", metavar="PATH",
+                       help="/v1/completions or /v1/chat/completions [/v1/completions]")
+    group.add_argument("--tokenizer", metavar="DIR", help="directory with the model's tokenizer.json, to make prompts "
+                       "of exact lengths; without it words are counted.")
+    group.add_argument("--ignore-eos", action="store_true", help="let no answer end early (vLLM's field ignore_eos).")
+    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy [0]")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and arrivals [0]")
+    group.add_argument("--request-timeout", type=float, default=600.0, metavar="S", help="seconds for an answer [600]")
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    _add_server(parser)
+    _add_requests(parser)
+    mix = parser.add_argument_group("mix")
+    mix.add_argument("--dataset-name", default="random", choices=("random", "sharegpt", "prefix_repetition", "long"),
+                     help="random: of given lengths; sharegpt: lengths drawn like those of conversations; "
+                     "prefix_repetition: shared beginnings; long: long prompts among others [random]")
+    for flag, default, text in (
+        ("--num-prompts", 100, "requests"),
+        ("--random-input-len", 1024, "tokens of a prompt (random, and the short ones of long)"),
+        ("--random-output-len", 128, "most tokens of an answer (random, long)"),
+        ("--prefix-repetition-prefix-len", 256, "tokens of a shared beginning"),
+        ("--prefix-repetition-suffix-len", 256, "tokens after it"),
+        ("--prefix-repetition-num-prefixes", 10, "beginnings"),
+        ("--prefix-repetition-output-len", 128, "most tokens of an answer"),
+        ("--long-input-len", 8192, "tokens of a long prompt"),
+    ):
+        mix.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} [{default}]")
+    mix.add_argument("--random-range-ratio", type=float, default=0.0, metavar="X",
+                     help="lengths of random are drawn from length * (1 - X) to length * (1 + X) [0]")
+    mix.add_argument("--long-share", type=float, default=0.25, metavar="X", help="share of long prompts [0.25]")
+    load = parser.add_argument_group("load")
+    load.add_argument("--request-rate", type=float, default=math.inf, metavar="X",
+                      help="requests a second [inf: at once]")
+    load.add_argument("--burstiness", type=float, default=1.0, metavar="X",
+                      help="1: Poisson arrivals; less: burstier [1]")
+    load.add_argument("--max-concurrency", type=int, metavar="N", help="most requests under way at a time.")
+    load.add_argument("--num-warmups", type=int, default=1, metavar="N", help="requests before, which do not count [1]")
+    load.add_argument("--compare", metavar="URL", help="measure this server too, by turns, and print ratios.")
+    load.add_argument("--compare-model", metavar="NAME", help="its name of the model.")
+    load.add_argument("--rounds", type=int, default=3, metavar="N", help="turns of each with --compare [3]")
+    out = parser.add_argument_group("results")
+    out.add_argument("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="what makes an answer good, such as "
+                     "ttft:500 tpot:50 e2el:5000; their rate is printed.")
+    out.add_argument("--percentile-metrics", default="ttft,tpot,itl,e2el", metavar="LIST", help="what to print "
+                     "[ttft,tpot,itl,e2el]")
+    out.add_argument("--metric-percentiles", default="90,99", metavar="LIST", help="percentiles [90,99]")
+    out.add_argument("--save-result", action="store_true", help="write the numbers to a JSON file.")
+    out.add_argument("--save-detailed", action="store_true", help="with every request's times and text.")
+    out.add_argument("--result-dir", default=".", metavar="DIR", help="where to write it [.]")
+    out.add_argument("--result-filename", metavar="NAME", help="by default made of model, load and time.")
+    out.add_argument("--plot", metavar="FILE", help="draw the distributions into an SVG file.")
+
+
+def _add_latency(parser: argparse.ArgumentParser) -> None:
+    _add_server(parser)
+    _add_requests(parser)
+    group = parser.add_argument_group("runs")
+    for flag, default, text in (
+        ("--input-len", 32, "tokens of the prompt"), ("--output-len", 128, "most tokens of the answer"),
+        ("--num-iters", 10, "answers"), ("--num-iters-warmup", 2, "answers that do not count"),
+    ):
+        group.add_argument(flag, type=int, default=default, metavar="N", help=f"{text} [{default}]")
+    group.add_argument("--output-json", metavar="FILE", help="write the numbers to FILE.")
+
+
+def _add_comm(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--backend", default="ring", choices=("ring", "nccl"), help="of the collectives [ring]")
+    parser.add_argument("--ranks", "-n", type=int, default=2, metavar="N", help="processes [2]")
+    parser.add_argument("--sizes", default="4K,64K,1M,16M", metavar="LIST", help="bytes of a message [4K,64K,1M,16M]")
+    parser.add_argument("--num-iters", type=int, default=50, metavar="N", help="messages of each size [50]")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for all [120]")
+    parser.add_argument("--output-json", metavar="FILE", help="write the numbers to FILE.")

@@ -1,0 +1,234 @@
+"""`tandem bench` and `tandem top` as commands, against a real server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tandem.testing import tiny_model
+
+pytestmark = pytest.mark.slow
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
+
+
+def tandem(*arguments: str, key: str = "secret") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tandem", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        env=ENVIRONMENT | {"OPENAI_API_KEY": key},
+    )
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    directory = tiny_model(tmp_path_factory.mktemp("tiny"))
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o600)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "serve", directory, "--port", "0", "-pp", "2", "--api-key-file", keys],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=ENVIRONMENT | {"OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert process.stdout is not None
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], 120)
+        ready = re.search(r"Tandem is ready: (\S+)", process.stdout.readline() if readable else "")
+        assert ready
+        yield ready[1]
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+SMALL = ("--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "8", "--ignore-eos")
+
+
+def test_serve_measures_and_writes(url: str, tmp_path: Path) -> None:
+    done = tandem(
+        "bench",
+        "serve",
+        "--base-url",
+        url,
+        *SMALL,
+        "--max-concurrency",
+        "2",
+        "--goodput",
+        "e2el:60000",
+        "--save-detailed",
+        "--result-dir",
+        str(tmp_path / "new"),
+        "--result-filename",
+        "r.json",
+        "--plot",
+        str(tmp_path / "plot.svg"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Time to first token" in done.stdout and "P99" in done.stdout and "Good requests" in done.stdout
+    result = json.loads((tmp_path / "new" / "r.json").read_text())
+    assert result["completed"] == 6 and result["failed"] == 0 and result["total_output_tokens"] == 48
+    assert result["request_goodput"] == pytest.approx(result["request_throughput"])
+    assert 0 < result["mean_ttft_ms"] <= result["p99_ttft_ms"] < 60_000
+    assert result["rounds"][0]["output_lens"] == [8] * 6 and len(result["rounds"][0]["itls"]) == 6
+    assert ElementTree.fromstring((tmp_path / "plot.svg").read_text()).tag.endswith("svg")
+
+
+def test_serve_compares_two_by_turns(url: str, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("secret\n")
+    done = tandem(
+        "bench",
+        "serve",
+        "--base-url",
+        url + "/v1/",
+        "--compare",
+        url,
+        "--rounds",
+        "2",
+        *SMALL,
+        "--save-result",
+        "--result-dir",
+        str(tmp_path),
+        "--result-filename",
+        "r.json",
+        "--endpoint",
+        "/v1/chat/completions",
+        "--dataset-name",
+        "prefix_repetition",
+        "--prefix-repetition-prefix-len",
+        "16",
+        "--api-key-file",
+        str(key),
+        "--prefix-repetition-suffix-len",
+        "4",
+        "--prefix-repetition-output-len",
+        "5",
+        "--request-rate",
+        "50",
+        key="wrong",
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(round \d|all rounds): second server over first: TTFT \d", done.stdout, re.M) == [
+        "round 1",
+        "round 2",
+        "all rounds",
+    ]
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["completed"] == result["compared"]["completed"] == 12
+    assert result["total_output_tokens"] == result["compared"]["total_output_tokens"] == 60
+    assert set(result["ratios"]) >= {"mean_ttft_ms", "output_throughput"}
+
+
+def test_latency(url: str, tmp_path: Path) -> None:
+    done = tandem(
+        "bench",
+        "latency",
+        "--base-url",
+        url,
+        "--num-iters",
+        "3",
+        "--num-iters-warmup",
+        "1",
+        "--input-len",
+        "8",
+        "--output-len",
+        "6",
+        "--ignore-eos",
+        "--output-json",
+        str(tmp_path / "l.json"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Tokens per second after the first" in done.stdout
+    result = json.loads((tmp_path / "l.json").read_text())
+    assert result["completed"] == 3 and result["total_output_tokens"] == 18
+
+
+def test_requests_that_fail_are_counted(url: str) -> None:
+    # Prompts of 12 words pass as warm-up; long ones are beyond the tiny model's context of 512 tokens.
+    done = tandem(
+        "bench",
+        "serve",
+        "--base-url",
+        url,
+        *SMALL,
+        "--dataset-name",
+        "long",
+        "--long-input-len",
+        "5000",
+        "--num-warmups",
+        "0",
+    )
+    assert done.returncode == 1
+    assert re.search(r"Failed requests +2", done.stdout) and "2 of 6 requests failed" in done.stderr
+    assert "context length" in done.stderr
+
+
+def test_top_shows_the_server(url: str) -> None:
+    tandem("bench", "latency", "--base-url", url, "--num-iters", "1", "--output-len", "4", "--input-len", "4")
+    done = tandem("top", "--base-url", url, "--once", "--interval", "0.2")
+    assert done.returncode == 0, done.stderr
+    assert "healthy" in done.stdout and re.search(r"tokens/s \d.* TTFT \d+ ms", done.stdout)
+    ranks = re.findall(r"│ (\d) +│ 0 +│ (\d) +│ (\d-\d) ", done.stdout)
+    assert ranks == [("0", "0", "0-1"), ("1", "1", "2-3")]
+
+
+def test_comm(tmp_path: Path) -> None:
+    done = tandem("bench", "comm", "--sizes", "4K,64", "--num-iters", "5", "--output-json", str(tmp_path / "c.json"))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "c.json").read_text())["rows"]
+    assert [(row["operation"], row["bytes"]) for row in rows] == [
+        (name, size) for name in ("all_sum", "tcp", "ring") for size in (64, 4096)
+    ]
+    assert all(0 < row["median_us"] <= row["p99_us"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["serve", "--base-url", "localhost:8000"], "--base-url"),
+        (["serve", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
+        (["serve", "--goodput", "ttft"], "--goodput"),
+        (["serve", "--request-rate", "0"], "--request-rate"),
+        (["serve", "--metric-percentiles", "101"], "--metric-percentiles"),
+        (["serve", "--percentile-metrics", "x"], "--percentile-metrics"),
+        (["serve", "--num-prompts", "0"], "--num-prompts"),
+        (["serve", "--api-key-file", "/no/such/file"], "--api-key-file"),
+        (["latency", "--output-len", "0"], "--output-len"),
+        (["comm", "--sizes", "4X"], "--sizes"),
+        (["comm", "--ranks", "1"], "--ranks"),
+        (["frob"], "frob"),
+    ],
+)
+def test_mistakes_end_with_code_2(arguments: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from tandem.cli.main import main
+
+    try:
+        code = main(["bench", *arguments])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    assert code == 2
+    error = capsys.readouterr().err
+    assert word in error and len(error.strip().splitlines()) == 1
+
+
+def test_the_wrong_key_is_named(url: str) -> None:
+    for arguments in (("bench", "latency"), ("top", "--once")):
+        done = tandem(*arguments, "--base-url", url, key="wrong")
+        assert done.returncode == 2 and "401" in done.stderr and "--api-key-file" in done.stderr, done.stderr
