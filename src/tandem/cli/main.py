@@ -182,6 +182,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
         return probe()
     from tandem.cli.doctor import run
 
+    return run(arguments)
+
 
 def _bench(arguments: argparse.Namespace) -> int:
     from tandem.cli.bench import run
