@@ -27,8 +27,8 @@ def test_limits_after_a_key(tmp_path):
     [
         ("secret rpm=5", r"line 2: after the key may stand, .*requests_per_minute=\.\.\."),
         ("secret requests_per_minute", "line 2: after the key may stand"),
-        ("secret requests_per_minute=many", "requests_per_minute=many must be a whole number above 0, or none"),
-        ("secret tokens_per_minute=0", "must be a whole number above 0"),
+        ("secret requests_per_minute=many", "requests_per_minute=many must be a whole number from 1"),
+        ("secret tokens_per_minute=0", "must be a whole number from 1"),
         ("secret weight=none", "weight=none must be a number above 0"),
         ("secret weight=nan", "must be a number above 0"),
         ("other", "line 2: this key stands in the file twice"),

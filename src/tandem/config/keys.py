@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ class ClientLimits:
     """Its share of the machine beside that of others."""
 
 
+MOST = 10**12
+"""Largest number of a limit, or weight."""
 _NAMES = tuple(ClientLimits.__dataclass_fields__)
 
 
@@ -31,9 +32,12 @@ def read_key_file(path: str, limits: ClientLimits, *, label: str = "--api-key-fi
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ConfigError(f"{label}: cannot read {path}: {reason}", param="api_key_file") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{label}: cannot read {path}: not UTF-8 text", param="api_key_file") from None
+    except OSError as error:
+        raise ConfigError(f"{label}: cannot read {path}: {error.strerror}", param="api_key_file") from None
+    except ValueError:
+        raise ConfigError(f"{label}: {path!r} cannot be the name of a file", param="api_key_file") from None
     keys: dict[str, ClientLimits] = {}
     for number, line in enumerate(text.splitlines(), 1):
         key, *rest = line.split() or ["#"]
@@ -66,7 +70,7 @@ def _value(name: str, text: str, where: str) -> float | None:
         value = float(text) if name == "weight" else int(text)
     except ValueError:
         value = 0
-    if not 0 < value < math.inf:
-        kind = "a number above 0" if name == "weight" else "a whole number above 0, or none"
+    if not 0 < value <= MOST:
+        kind = "a number above 0" if name == "weight" else f"a whole number from 1 to {MOST}, or none"
         raise ConfigError(f"{where}: {name}={text[:40]} must be {kind}", param="api_key_file")
     return value

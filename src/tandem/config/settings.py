@@ -149,6 +149,14 @@ class ServerSettings:
     """Largest `n`, and most prompts in one completion request."""
     enable_metrics: bool = True
     """Serve Prometheus metrics at /metrics."""
+    journal: str | None = None
+    """Directory of a journal of requests that carry an Idempotency-Key or `Prefer: respond-async`: they are answered
+    even after a crash of the whole server, and each once (docs/journal.md). By default there is none."""
+    journal_sync: Literal["always", "everysec", "no"] = "always"
+    """When the journal is forced to disk. always: before a request is accepted and before its answer is shown;
+    everysec: once a second; no: when the operating system likes."""
+    journal_keep_hours: float = 24.0
+    """Hours for which answers can be had from the journal."""
     log_requests: bool = False
     """Log one line per request (never prompts or answers)."""
 

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-from tandem.config.keys import ClientLimits, read_key_file
+from tandem.config.keys import MOST, ClientLimits, read_key_file
 from tandem.config.options import by_name, options
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import ConfigError
@@ -47,12 +47,13 @@ _RANGES: dict[str, tuple[float, float]] = {
     "default_max_tokens": _AT_LEAST_ONE,
     "request_timeout": _POSITIVE,
     "max_choices": _AT_LEAST_ONE,
-    "max_concurrent_requests": _AT_LEAST_ONE,
-    "requests_per_minute": _AT_LEAST_ONE,
-    "tokens_per_minute": _AT_LEAST_ONE,
+    "max_concurrent_requests": (1, MOST),
+    "requests_per_minute": (1, MOST),
+    "tokens_per_minute": (1, MOST),
+    "journal_keep_hours": _POSITIVE,
     "drain_timeout": (0.0, math.inf),
 }
-_NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "engine_socket",
+_NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "journal", "engine_socket",
               "hostfile", "remote_python", "head_address", "token_file")
 
 

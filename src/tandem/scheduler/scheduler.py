@@ -252,10 +252,9 @@ class Scheduler:
 
     def _make_way(self, lane: Lane) -> None:
         """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""
-        if not self.waiting:
+        if not self.waiting or suspect(sequence := self._first()):
             return
-        sequence = self._first()
-        running = Counter(one.request.group for other in self.lanes for one in other.members.values())
+        running = Counter(one.request.group for one in self._members())
         if running[sequence.request.group] or self._fits(lane, sequence):
             return
         sequence.blocked += 1

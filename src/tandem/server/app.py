@@ -13,11 +13,13 @@ from starlette.middleware.cors import CORSMiddleware
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
-from tandem.server import chat, completions, info, tokens
+from tandem.server import chat, completions, info, requests, tokens
 from tandem.server.context import Api
 from tandem.server.engines import Engines
 from tandem.server.failures import add_handlers
 from tandem.server.gate import Gate
+from tandem.server.jobs import Jobs
+from tandem.server.keeper import Keeper
 from tandem.server.openapi import TandemApp
 from tandem.server.quotas import RATE_HEADERS
 from tandem.version import __version__
@@ -33,9 +35,10 @@ _PRELOAD_FIRST_S = 0.05
 def create_app(settings: Settings, client: Engines) -> FastAPI:
     """The application over one engine. Its lifespan starts and closes `client`.
 
-    Raises ConfigError when the file with API keys cannot be read.
+    Raises ConfigError when the file with API keys cannot be read, or the journal cannot be used.
     """
     api = Api(settings, client, api_keys(settings))
+    api.jobs = Jobs(api) if settings.server.journal is not None else None
     app = TandemApp(
         title="Tandem",
         version=__version__,
@@ -45,9 +48,12 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.api = api
-    for module in (chat, completions, info, tokens):
+    for module in (chat, completions, info, requests, tokens):
         app.include_router(module.router)
     add_handlers(app)
+    if api.jobs is not None:
+        api.jobs.root = app
+        app.add_middleware(Keeper, api=api, jobs=api.jobs)
     app.add_middleware(Gate, api=api)
     if settings.server.cors_origin:
         app.add_middleware(
@@ -55,7 +61,7 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
             allow_origins=list(settings.server.cors_origin),
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
-            expose_headers=["retry-after", *RATE_HEADERS],
+            expose_headers=["retry-after", "x-request-id", "idempotent-replayed", "location", *RATE_HEADERS],
         )
     return app
 
@@ -64,6 +70,8 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     api: Api = app.state.api
     await api.client.start()
+    if api.jobs is not None:
+        await api.jobs.start()
     preload = asyncio.create_task(_preload(api), name="tokenizer-preload")
     try:
         yield
@@ -72,6 +80,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         preload.cancel()
         await asyncio.gather(preload, return_exceptions=True)
         api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
+        if api.jobs is not None:
+            await api.jobs.close()
         await api.client.close()
 
 

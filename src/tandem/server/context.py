@@ -6,7 +6,7 @@ import hashlib
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from fastapi import Request
 
@@ -20,6 +20,9 @@ from tandem.server.metrics import ApiMetrics
 from tandem.server.quotas import Quotas
 from tandem.server.subscription import Subscription
 from tandem.server.texts import Texts
+
+if TYPE_CHECKING:
+    from tandem.server.jobs import Jobs
 
 
 @dataclass(kw_only=True)
@@ -48,6 +51,8 @@ class Api:
         self.texts = Texts(settings.model)
         self.metrics = ApiMetrics()
         self.live: dict[str, LiveRequest] = {}
+        self.jobs: Jobs | None = None
+        """Journalled requests; None without a journal."""
         self.draining = False
         self.heartbeat_s = 5.0
         """Seconds of silence after which a stream gets a comment."""
@@ -85,10 +90,12 @@ class Api:
         return live if live is not None and (not self.keys or live.group == group) else None
 
     def fail_live(self, error: RequestError) -> None:
-        """End every generating request with `error`."""
+        """End every generating request with `error`; those in the journal are for the next process."""
         for live in list(self.live.values()):
             live.subscription.close()
             live.subscription.fail(error)
+        if self.jobs is not None:
+            self.jobs.release(error)
 
 
 def key_digest(key: str) -> bytes:

@@ -98,4 +98,4 @@ def _presented_key(headers: Headers) -> str | None:
 
 def _route(scope: dict[str, Any] | Scope) -> str:
     """The route's pattern, not the path, which anyone can make up without end."""
-    return getattr(scope.get("route"), "path", "unmatched")
+    return getattr(scope.get("route"), "path", None) or scope.get("tandem.route", "unmatched")

@@ -37,6 +37,14 @@ class ApiMetrics:
             "tandem_http_disconnects", "Requests whose client left before the end", registry=self._registry
         )
 
+        self.journal_errors = Counter(
+            "tandem_journal_errors", "Times that the journal could not be written or synced", registry=self._registry
+        )
+        self.journal_bytes = Gauge("tandem_journal_bytes", "Size of the journal", registry=self._registry)
+        self.journal_open = Gauge(
+            "tandem_journal_open_requests", "Requests in the journal without an answer on disk", registry=self._registry
+        )
+
     def text(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)

@@ -64,8 +64,8 @@ class ApiServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Close, and do so in good order even when forced: the engine must hear that this api goes."""
-        if self.force_exit:
-            self._api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
+        self._api.draining = True
+        self._api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()

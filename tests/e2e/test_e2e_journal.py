@@ -1,0 +1,99 @@
+"""`tandem serve --journal` killed as a whole, engine and api together, in the middle of requests."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tandem.testing import tiny_model
+
+pytestmark = pytest.mark.slow
+READY = re.compile(r"Tandem is ready: (\S+)")
+BODY = {"prompt": "go on", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+
+
+@contextmanager
+def serving(model: Path, journal: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """A server's address, and what kills all of its processes at once."""
+    options = ["-pp", "2", "--journal", str(journal), "--port", "0"]
+    command = [sys.executable, "-m", "tandem", "serve", str(model), *options]
+    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    family: list[psutil.Process] = []
+
+    def kill() -> None:
+        everybody = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        for one in everybody:
+            one.send_signal(signal.SIGSTOP)  # so that none sees another go
+        for one in everybody:
+            one.kill()
+        psutil.wait_procs(everybody, timeout=20)
+
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], 120)
+        ready = READY.search(process.stdout.readline() if readable else "")
+        assert ready, "not ready"
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield ready[1], kill
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+        _, alive = psutil.wait_procs(family, timeout=10)
+        assert not alive, "a child outlived the server"
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.05)
+
+
+def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "model")
+    journal = tmp_path / "journal"
+
+    def post(url: str, **headers: str) -> httpx.Response:
+        return httpx.post(f"{url}/v1/completions", json=BODY, headers=headers, timeout=60)
+
+    with serving(model, journal) as (url, kill):
+        undisturbed = post(url, **{"idempotency-key": "before"})
+        waiting = threading.Thread(target=lambda: _lost(lambda: post(url, **{"idempotency-key": "waiting"})))
+        waiting.start()
+        name = post(url, prefer="respond-async").json()["id"]
+        wait_until(lambda: httpx.get(f"{url}/v1/status", timeout=10).json()["num_running"] == 2)
+        kill()
+        waiting.join(60)
+    with open(journal / "journal", "ab") as file:
+        file.write(os.urandom(100))
+    with serving(model, journal) as (url, _):
+        assert post(url, **{"idempotency-key": "before"}).content == undisturbed.content
+        again = post(url, **{"idempotency-key": "waiting"})
+        assert again.headers["idempotent-replayed"] == "true"
+        wait_until(lambda: httpx.get(f"{url}/v1/requests/{name}", timeout=10).json()["status"] == "completed")
+        fetched = httpx.get(f"{url}/v1/requests/{name}", timeout=10).json()["response"]
+        text = undisturbed.json()["choices"][0]["text"]
+        assert again.json()["choices"][0]["text"] == text == fetched["choices"][0]["text"]
+
+
+def _lost(call: Callable[[], object]) -> None:
+    with pytest.raises(httpx.TransportError):
+        call()

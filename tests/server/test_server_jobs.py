@@ -1,0 +1,271 @@
+"""Idempotency keys and background requests over HTTP: once each, also over the death of the server."""
+
+from __future__ import annotations
+
+import re
+import resource
+import signal
+import threading
+
+import httpx
+import pytest
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+ROUTE = "/v1/chat/completions"
+
+
+@pytest.fixture
+def place(tmp_path):
+    return str(tmp_path / "journal")
+
+
+def ask(server, key=None, route=ROUTE, prefer=None, api_key=None, **fields):
+    headers = {"idempotency-key": key, "prefer": prefer, "x-api-key": api_key}
+    body = {**(CHAT if route == ROUTE else {"prompt": "x"}), **fields}
+    with httpx.Client(base_url=server.url, timeout=20, trust_env=False) as http:
+        return http.post(route, json=body, headers={name: value for name, value in headers.items() if value})
+
+
+def in_thread(*arguments, **options):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(ask(*arguments, **options)))
+    thread.start()
+    return thread, results
+
+
+def retrieve(server, name):
+    return server.http.get(f"/v1/requests/{name}")
+
+
+def status(server, name):
+    return retrieve(server, name).json()["status"]
+
+
+def errors(server):
+    return float(re.findall(r"^tandem_journal_errors_total (\S+)$", server.http.get("/metrics").text, re.M)[0])
+
+
+@pytest.mark.parametrize("route", [ROUTE, "/v1/completions"])
+def test_a_retry_gets_the_stored_answer(serve, engine, place, route):
+    server = serve(journal=place)
+    first = ask(server, "k1", route)
+    assert first.status_code == 200 and "idempotent-replayed" not in first.headers
+    again = ask(server, "k1", route)
+    assert again.content == first.content and again.headers["idempotent-replayed"] == "true"
+    assert again.headers["x-request-id"] == first.headers["x-request-id"]
+    assert len(engine.submitted) == 1
+    assert ask(server, "k2", route).json()["id"] != first.json()["id"]
+    assert ask(server, None, route).status_code == 200
+    assert len(engine.submitted) == 3
+
+
+def test_retries_while_it_runs_wait_for_the_one_answer(serve, engine, place, wait_until):
+    server = serve(journal=place)
+    engine.hold = True
+    asking = [in_thread(server, "k") for _ in range(4)]
+    wait_until(lambda: engine.submitted)
+    engine.hold = False
+    for thread, _ in asking:
+        thread.join(20)
+    assert len({results[0].content for _, results in asking}) == 1
+    assert len(engine.submitted) == 1
+
+
+def test_another_request_under_the_same_key_is_refused(serve, place):
+    server = serve(journal=place)
+    ask(server, "k")
+    reused = ask(server, "k", temperature=0.5)
+    assert reused.status_code == 422
+    assert reused.json()["error"]["code"] == "idempotency_key_reused"
+    assert ask(server, "k", "/v1/completions").status_code == 422
+
+
+@pytest.mark.parametrize("key", ["x" * 256, '""', "t\tab"])
+def test_bad_keys(serve, place, key):
+    response = ask(serve(journal=place), key)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "Idempotency-Key"
+
+
+def test_a_client_that_leaves_can_come_back_for_it(serve, engine, place, wait_until):
+    server = serve(journal=place)
+    engine.hold = True
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    head = f"POST {ROUTE} HTTP/1.1\r\nhost: x\r\nidempotency-key: k\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+    connection = server.raw(head + body)
+    wait_until(lambda: engine.submitted)
+    connection.close()
+    engine.hold = False
+    wait_until(lambda: status(server, "k") == "completed")
+    assert not engine.aborted and len(engine.submitted) == 1
+    assert retrieve(server, "k").json()["response"]["choices"][0]["message"]["content"] == engine.text()
+
+
+def test_failures_that_a_client_hears_of_are_not_kept(serve, engine, place):
+    server = serve(journal=place)
+    engine.refusal = (429, "full", "overloaded", 7.0)
+    refused = ask(server, "k")
+    assert refused.status_code == 429 and refused.headers["retry-after"] == "7"
+    assert retrieve(server, "k").status_code == 404
+    engine.refusal = None
+    assert ask(server, "k").status_code == 200
+    assert ask(server, "bad", max_tokens=-1).status_code == 400
+    assert ask(server, "bad").status_code == 200
+
+
+def test_streams_and_broken_bodies_are_not_journalled(serve, engine, place):
+    server = serve(journal=place)
+    assert ask(server, "k", stream=True).text.rstrip().endswith("[DONE]")
+    assert ask(server, "k", stream=True, prefer="respond-async").status_code == 200
+    assert len(engine.submitted) == 2
+    assert retrieve(server, "k").status_code == 404
+    for body in (b"{", b"[]"):
+        broken = server.http.post(ROUTE, content=body, headers={"idempotency-key": "k"})
+        assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
+
+
+def test_in_the_background(serve, engine, place, wait_until):
+    server = serve(journal=place)
+    engine.hold = True
+    accepted = ask(server, prefer="respond-async, wait=5")
+    assert accepted.status_code == 202
+    assert accepted.headers["preference-applied"] == "respond-async"
+    name = accepted.json()["id"]
+    assert accepted.headers["location"] == f"/v1/requests/{name}"
+    wait_until(lambda: engine.submitted)
+    running = retrieve(server, name).json()
+    assert running["status"] == "in_progress" and running["response"] is None
+    engine.hold = False
+    wait_until(lambda: status(server, name) == "completed")
+    done = retrieve(server, name).json()
+    assert done["status_code"] == 200 and done["response"]["usage"]["completion_tokens"] > 0
+    assert retrieve(server, "req-unknown").status_code == 404
+
+
+def test_background_requests_outlast_overload_and_tell_failures(serve, engine, place, wait_until):
+    server = serve(journal=place)
+    engine.refusal = (429, "full", "overloaded", 0.1)
+    name = ask(server, prefer="respond-async").json()["id"]
+    wait_until(lambda: engine.submitted)
+    assert status(server, name) == "in_progress"
+    engine.refusal = (500, "it kills ranks", "rank_failure", None)
+    wait_until(lambda: status(server, name) == "failed")
+    failed = retrieve(server, name).json()
+    assert failed["status_code"] == 500 and failed["response"]["error"]["code"] == "rank_failure"
+
+
+def test_forgetting(serve, engine, place, wait_until):
+    server = serve(journal=place)
+    ask(server, "done")
+    engine.hold = True
+    thread, results = in_thread(server, "running")
+    wait_until(lambda: len(engine.submitted) == 2)
+    for name in ("done", "running"):
+        assert server.http.delete(f"/v1/requests/{name}").json()["deleted"] is True
+        assert retrieve(server, name).status_code == 404
+    thread.join(20)
+    assert results[0].status_code == 409 and results[0].json()["error"]["code"] == "request_cancelled"
+    wait_until(lambda: len(engine.aborted) == 1)
+
+
+def test_a_new_server_keeps_answers_and_takes_up_the_rest(serve, engine, place, wait_until):
+    server = serve(journal=place)
+    kept = ask(server, "kept")
+    engine.hold = True
+    thread, results = in_thread(server, "open")
+    name = ask(server, prefer="respond-async").json()["id"]
+    wait_until(lambda: len(engine.submitted) == 3)
+    server.server.handle_exit(signal.SIGTERM, None)
+    thread.join(20)
+    server.stop()
+    assert results[0].status_code == 503 and results[0].json()["error"]["code"] == "shutting_down"
+    engine.hold = False
+    successor = serve(journal=place)
+    assert ask(successor, "kept").content == kept.content
+    again = ask(successor, "open")
+    assert again.status_code == 200 and again.headers["idempotent-replayed"] == "true"
+    wait_until(lambda: status(successor, name) == "completed")
+    assert len(engine.submitted) == 5
+
+
+def test_what_was_accepted_waits_for_the_engine(serve, engine, place, wait_until):
+    server = serve(journal=place)
+    engine.hold = True
+    name = ask(server, "k", prefer="respond-async").json()["id"]
+    server.stop()
+    engine.stop()
+    successor = serve(journal=place, ready=False)
+    wait_until(lambda: status(successor, name) == "in_progress")
+    engine.hold = False
+    engine.start()
+    wait_until(lambda: status(successor, name) == "completed", 10)
+
+
+def test_others_cannot_see_it(serve, engine, place):
+    server = serve(journal=place, api_key=("one", "two"))
+    first = ask(server, "k", api_key="one")
+    name = first.headers["x-request-id"]
+    for wanted in ("k", name):
+        for key, code in (("one", 200), ("two", 404)):
+            assert server.http.get(f"/v1/requests/{wanted}", headers={"x-api-key": key}).status_code == code
+    assert ask(server, "k", api_key="two").json()["id"] != first.json()["id"]
+    assert len(engine.submitted) == 2
+
+
+def test_without_room_for_the_journal_such_requests_are_refused(serve, engine, place, caplog):
+    server = serve(journal=place)
+    ask(server, "before")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        refused = ask(server, "k")
+        assert ask(server).status_code == 200, "those without a key are served"
+        assert ask(server, "before").status_code == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "journal_unavailable"
+    assert int(refused.headers["retry-after"]) > 0
+    assert errors(server) == 1
+    assert ask(server, "k").status_code == 200
+
+
+def test_an_answer_that_cannot_be_written_is_given_and_kept_in_memory(serve, engine, place, wait_until):
+    server = serve(journal=place)
+    engine.hold = True
+    thread, results = in_thread(server, "k")
+    wait_until(lambda: engine.submitted)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        engine.hold = False
+        thread.join(20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert results[0].status_code == 200
+    assert ask(server, "k").content == results[0].content
+    assert status(server, "k") == "completed"
+    assert len(engine.submitted) == 1 and errors(server) == 1
+
+
+@pytest.mark.parametrize("policy", ["everysec", "no"])
+def test_other_policies(serve, place, policy):
+    server = serve(journal=place, journal_sync=policy)
+    first = ask(server, "k")
+    assert ask(server, "k").content == first.content
+
+
+def test_limits_count_for_journalled_requests(serve, place):
+    server = serve(journal=place, requests_per_minute=1)
+    first = ask(server, "k")
+    assert first.headers["x-ratelimit-remaining-requests"] == "0"
+    assert ask(server, "k").status_code == 200, "a stored answer costs nothing"
+    assert ask(server, "other").status_code == 429
+
+
+def test_without_a_journal(server):
+    assert ask(server, "k", prefer="respond-async").status_code == 200
+    missing = retrieve(server, "k")
+    assert missing.status_code == 404 and "--journal" in missing.json()["error"]["message"]
+
+
