@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.errors import TransportError
-from tandem.protocol import control, supervisor
+from tandem.protocol import control, hosts, supervisor
 from tandem.protocol.codec import Decoder
 from tandem.protocol.request import EngineRequest, SamplingParams, TokenLogprob
 from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SnapshotOp, StepPlan, StepResult
@@ -28,6 +28,9 @@ PLAN = StepPlan(
     prefill=[PrefillOp("b", 0, 2, True)],
     sampling_seeds={"b": 9},
     fingerprint="00",
+)
+FACTS = hosts.HostFacts(
+    name="n", pid=1, address="10.0.0.1", versions={}, system="s", chip="", memory_bytes=1, cores=1, gpus=[]
 )
 LOGPROB = TokenLogprob(1, -0.5, [(1, -0.5)])
 SAMPLES = {
@@ -92,6 +95,28 @@ SAMPLES = {
     "blob answers": (
         blobs.Answer,
         [blobs.FileList(1, [blobs.BlobFile("f", 10, 5, "s")]), blobs.Chunk(2, b"d" * 16), blobs.Refusal(3, "no")],
+    ),
+    "rank hosts": (
+        hosts.HostMessage,
+        [
+            hosts.Join(
+                facts=FACTS, host_id="h", head="10.0.0.1", slot=0, mlx=hosts.MlxWorld(rank=0, hostfile=[["a:1"]])
+            ),
+            hosts.Ports(1, [2]),
+            hosts.RankExited(1, 2, "so"),
+            hosts.Pong(1),
+            hosts.Leave(),
+        ],
+    ),
+    "head": (
+        hosts.HeadMessage,
+        [
+            hosts.Welcome(8.0),
+            hosts.Refuse("no"),
+            hosts.ReservePorts(1, "10.0.0.1", 2),
+            hosts.StartRank(1, 0, b"{}", {"A": "b"}, {"MLX_HOSTFILE": "[]"}, 1),
+            hosts.Release(),
+        ],
     ),
     "frames": (FrameHeader, [FrameHeader(4, "float32", (1, 2, 3))]),
 }

@@ -165,7 +165,7 @@ def _read_hostfile(path: Path) -> tuple[dict[str, dict[str, str]], str | None]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--hostfile {path}: cannot be read: {error.strerror or error}", param="hostfile") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--hostfile {path}: is not valid JSON: {error}", param="hostfile") from error
     entries = data.get("hosts") if isinstance(data, dict) else data
     if not isinstance(entries, list) or not entries:

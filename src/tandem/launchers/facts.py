@@ -12,6 +12,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from tandem.env import variable
 from tandem.errors import ConfigError
 from tandem.launchers.worlds import visible_gpus
@@ -71,21 +73,18 @@ def launched_world() -> MlxWorld:
     rank = variable("MLX_RANK") or variable("OMPI_COMM_WORLD_RANK")
     host, port = variable("NCCL_HOST_IP"), variable("NCCL_PORT")
     try:
-        return MlxWorld(
-            rank=int(rank) if rank is not None else None, hostfile=_listed("MLX_HOSTFILE"),
-            devices=_listed("MLX_IBV_DEVICES"), coordinator=variable("MLX_JACCL_COORDINATOR") or "",
-            prefers_ring=variable("MLX_JACCL_RING") is not None, nccl=f"{host}:{port}" if host and port else "",
-            mpi=variable("OMPI_COMM_WORLD_SIZE") is not None)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"MLX_RANK is {rank}, but what comes with it cannot be read: {error}; start with mlx.launch, "
-                          "or unset it") from error
+        return msgspec.convert({
+            "rank": int(rank) if rank is not None else None, "hostfile": _listed("MLX_HOSTFILE"),
+            "devices": _listed("MLX_IBV_DEVICES"), "coordinator": variable("MLX_JACCL_COORDINATOR") or "",
+            "prefers_ring": variable("MLX_JACCL_RING") is not None, "nccl": f"{host}:{port}" if host and port else "",
+            "mpi": variable("OMPI_COMM_WORLD_SIZE") is not None}, MlxWorld)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"MLX_RANK is {str(rank)[:20]}, but what comes with it cannot be read: {error}; start with "
+                          "mlx.launch, or unset it") from error
 
 
-def _listed(name: str) -> list[list[Any]]:
+def _listed(name: str) -> Any:
     """The JSON file that a variable names, with a list for each rank. mlx.launch leaves it empty for a single rank."""
     path = variable(name)
     text = Path(path).read_text().strip() if path else ""
-    content = json.loads(text) if text else []
-    if not isinstance(content, list) or not all(isinstance(entry, list) for entry in content):
-        raise ValueError(f"{name} ({path}) is not a list of lists")
-    return content
+    return json.loads(text) if text else []

@@ -21,7 +21,7 @@ from tandem.errors import ConfigError
 TOP_FIELDS = ("backend", "envs", "hosts")
 PLAN_FIELDS = ("memory", "chip", "gpu", "bandwidth", "tflops")
 """For `tandem plan`; `memory`, where every host has it, also decides how many layers each gets."""
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_MEMORY = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 HOST_FIELDS = ("ssh", "ips", "rdma", "python", *PLAN_FIELDS)
 BACKENDS = tuple(name for name in get_args(get_type_hints(ParallelSettings)["backend"]) if name != "auto")
@@ -92,6 +92,8 @@ class _Reader:
             self._fail(f"line {error.lineno}, column {error.colno}: is not valid JSON: {error.msg}")
         except UnicodeDecodeError:
             self._fail("is not UTF-8 text")
+        except (ValueError, RecursionError) as error:  # endless digits, endless nesting
+            self._fail(f"cannot be read: {error}")
         if isinstance(data, list):
             data = {"hosts": data}
         if not isinstance(data, dict):

@@ -64,14 +64,15 @@ def read_token(path: str, label: str = "--token-file") -> ClusterKeys:
     try:
         file = Path(path).expanduser()
         content, mode = file.read_bytes(), file.stat().st_mode
-    except OSError as error:
-        raise ConfigError(f"{label}: cannot read {path}: {error.strerror}; copy it from the head, which makes it",
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", error)
+        raise ConfigError(f"{label}: cannot read {path}: {reason}; copy it from the head, which makes it",
                           param="token_file") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise ConfigError(f"{label}: others can read {path}, and whoever has it may join; mend that with `chmod 600 "
                           f"{path}`", param="token_file")
     try:
         return msgspec.json.decode(content, type=ClusterKeys)
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         raise ConfigError(f"{label}: {path} is not a token file; delete it, and let the head make a new one",
                           param="token_file") from None

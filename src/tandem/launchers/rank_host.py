@@ -174,7 +174,11 @@ class RankHost:
         try:
             while time.monotonic() < until and not self._told_to_end:
                 link.send(join)
-                answer = link.receive(REPEAT_S)
+                try:
+                    answer = link.receive(REPEAT_S)
+                except TransportError as error:
+                    log.warning("%s; dropped", error)
+                    continue
                 if isinstance(answer, Refuse):
                     raise UsageError(f"the head at {head}:{port} refuses this machine: {answer.reason}")
                 if isinstance(answer, Welcome):

@@ -5,22 +5,28 @@ A rank host has room for one rank; a machine that runs several ranks has as many
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Number = Annotated[int, Meta(ge=0)]
+HostPort = Annotated[str, Meta(pattern=r"^[^:\s]+:[0-9]{1,5}$")]
+NoneOrHostPort = Annotated[str, Meta(pattern=r"^([^:\s]+:[0-9]{1,5})?$")]
 
 
 class MlxWorld(Struct, frozen=True, kw_only=True):
     """What `mlx.launch` put into the environment of a process that it started."""
 
-    rank: int | None = None
-    hostfile: list[list[str]] = []
+    rank: Number | None = None
+    hostfile: list[list[HostPort]] = []
     """Content of MLX_HOSTFILE: for each rank the addresses (IP:port) on which it listens."""
     devices: list[list[str | list[str] | None]] = []
     """Content of MLX_IBV_DEVICES: for each rank its RDMA devices towards every rank, null for itself."""
-    coordinator: str = ""
+    coordinator: NoneOrHostPort = ""
     """MLX_JACCL_COORDINATOR, IP:port."""
     prefers_ring: bool = False
     """MLX_JACCL_RING is set."""
-    nccl: str = ""
+    nccl: NoneOrHostPort = ""
     """NCCL_HOST_IP and NCCL_PORT, as IP:port."""
     mpi: bool = False
     """It runs under mpirun."""
@@ -63,7 +69,7 @@ class Join(Struct, frozen=True, tag=True, kw_only=True):
     """Of the rank host: the same whenever it joins."""
     head: str
     """Address by which the rank host has reached the head; ranks will reach the engine by it too."""
-    slot: int | None = None
+    slot: Number | None = None
     """Rank that it is meant for; None: any."""
     ticket: str = ""
     """What the launcher gave to the rank host that it started for this slot; works once."""
