@@ -72,7 +72,7 @@ def run_variant(args: argparse.Namespace, variant: str) -> Sequence[float]:
 
 def run_rank(args: argparse.Namespace, variant: str) -> list[float]:
     """Load this rank's part and time its steps."""
-    from tandem.executors.blas import preload_blas
+    from tandem.comm.blas import preload_blas
 
     preload_blas("auto")
     import mlx.core as mx

@@ -31,6 +31,16 @@ def variable(name: str) -> str | None:
     return os.environ.get(name) or None
 
 
+def set_default(name: str, value: str) -> None:
+    """Set a variable of this process, and of its children to come, unless it is set."""
+    os.environ.setdefault(name, value)
+
+
+def set_variables(values: Mapping[str, str]) -> None:
+    """Set variables of this process that a library reads when it starts, such as MLX's."""
+    os.environ.update(values)
+
+
 def child_environment(overrides: Mapping[str, str | None] | None = None) -> dict[str, str]:
     """The environment for a child process: ours without secrets, with `overrides` (None takes a variable away)."""
     environment = {name: value for name, value in os.environ.items() if name not in SECRET_VARIABLES}

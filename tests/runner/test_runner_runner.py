@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from tandem.errors import BatchDesync
@@ -10,7 +11,7 @@ from tandem.models.description import describe
 from tandem.models.files import resolve
 from tandem.models.stage import StageModel, load_stage
 from tandem.protocol.request import SamplingParams
-from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
+from tandem.protocol.step import InsertOp, MoveOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
 from tandem.runner.runner import Runner
 from tandem.testing import tiny_model
 
@@ -80,3 +81,47 @@ def test_unknown_prefixes_stop_the_rank(runner: Runner) -> None:
 def test_evicting_an_unknown_prefix_stops_the_rank(runner: Runner) -> None:
     with pytest.raises(BatchDesync):
         runner.execute(StepPlan(0, 0, evicts=["p0"], fingerprint=batch_fingerprint([])))
+
+
+def step(number: int, lane: int, lengths: dict[str, int], **changes: object) -> StepPlan:
+    return StepPlan(number, lane, fingerprint=batch_fingerprint(lengths.items()), **changes)  # type: ignore[arg-type]
+
+
+def insert(request_id: str) -> dict[str, object]:
+    return {"inserts": [InsertOp(request_id, PROMPT, 4, PARAMS)], "prefill": [PrefillOp(request_id, 0, 4, True)],
+            "sampling_seeds": {request_id: 1}}
+
+
+def test_sequences_that_wait_or_move_between_lanes_go_on_as_if_nothing_had_been(stage: StageModel) -> None:
+    plain = Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+    expected = [plain.execute(first()).finish().tokens[0]]
+    expected += [plain.execute(decode(i, 3 + i)).finish().tokens[0] for i in (1, 2, 3)]
+
+    runner = Runner(stage, lanes=3, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+    tokens: dict[str, list[int]] = {"a": [], "b": []}
+
+    def execute(plan: StepPlan) -> None:
+        for request_id, token in zip(plan.sampled(), runner.execute(plan).finish().tokens, strict=True):
+            tokens[request_id].append(token)
+
+    execute(step(0, 0, {"a": 0}, **insert("a")))
+    execute(step(1, 0, {"a": 4, "b": 0}, pause=True, **insert("b")))
+    execute(step(2, 0, {"a": 4, "b": 4}, decode=["a", "b"]))
+    execute(step(3, 0, {"a": 5}, decode=["a"], moves=[MoveOp("b", 0, 2)]))
+    execute(step(4, 1, {"b": 5}, decode=["b"], moves=[MoveOp("b", 2, 1)]))
+    execute(step(5, 1, {"b": 6, "a": 6}, decode=["b", "a"], moves=[MoveOp("a", 0, 1)]))
+    assert tokens == {"a": expected, "b": expected}
+    assert runner.execute(step(6, 1, {}, removes=["a", "b"])).kv_bytes == 0
+
+
+def test_a_sequence_that_moves_from_where_it_is_not_stops_the_rank(stage: StageModel) -> None:
+    runner = Runner(stage, lanes=2, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+    with pytest.raises(BatchDesync, match="is to move"):
+        runner.execute(step(0, 0, {"a": 0}, moves=[MoveOp("a", 1, 0)]))
+
+
+def test_what_is_not_allowed_is_not_chosen(runner: Runner, stage: StageModel) -> None:
+    allowed = np.zeros(stage.vocab_size, dtype=np.bool_)
+    allowed[77] = True
+    assert runner.execute(first(), {"a": allowed}).finish().tokens == [77]
+    assert runner.execute(decode(1, 4), {"b": allowed}).finish().tokens != [77]

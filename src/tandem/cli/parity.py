@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.arguments import load_settings
+from tandem.comm.blas import limit_threads, preload_blas
 from tandem.config.settings import Settings
 from tandem.engine.layout import Layout, plan_layout
 from tandem.engine.machines import chosen_launcher
 from tandem.errors import ConfigError
-from tandem.executors.blas import limit_threads, preload_blas
 from tandem.log import set_up
 from tandem.models.tokenizer import load_tokenizer
 from tandem.parity.reference import Recording, default_path, describe, read, versions, write

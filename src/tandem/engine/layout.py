@@ -95,7 +95,7 @@ def make_executor(settings: Settings, layout: Layout) -> Executor:
     if kind == "inline" and len(layout.ranks) > 1:
         raise LayoutError(f"--executor inline runs one rank, not {len(layout.ranks)}; use cluster", param="executor")
     if kind == "inline" or (kind == "auto" and here and len(layout.ranks) == 1):
-        from tandem.executors.blas import preload_blas
+        from tandem.comm.blas import preload_blas
 
         preload_blas(settings.parallel.blas)
         from tandem.executors.inline import InlineExecutor

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import resource
 import socket
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-import mlx.core as mx
 
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
@@ -19,6 +15,7 @@ from tandem.executors.base import StageSpec
 from tandem.guided.vocabulary import Vocabulary
 from tandem.models.description import ModelDescription, describe
 from tandem.models.files import ModelFiles
+from tandem.models.memory import limit_buffers, memory_bytes, on_gpu, peak_bytes, slice_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.models.stage import StageModel, load_stage
 from tandem.models.tokenizer import load_tokenizer
@@ -29,20 +26,11 @@ from tandem.runner.runner import Runner
 
 log = logging.getLogger(__name__)
 
-CPU_CACHE_BYTES = 64 * 1024 * 1024
-GPU_CACHE_BYTES = 2 * 1024 * 1024 * 1024
-
-
-def on_gpu() -> bool:
-    """True when MLX computes on a GPU here."""
-    return bool(mx.default_device().type == mx.DeviceType.gpu)
-
 
 def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = None,
                group: StageGroup | None = None, files: ModelFiles | None = None) -> StageModel:
     """Load the layers that `spec` names, from `files` or the directory that it names. Raises ModelError."""
-    # MLX keeps freed buffers for reuse; without a limit a rank's memory would follow its largest prompt.
-    mx.set_cache_limit(GPU_CACHE_BYTES if on_gpu() else CPU_CACHE_BYTES)
+    limit_buffers()
     files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
     description = describe(files)
     dequantize = _dequantizes(spec)
@@ -80,21 +68,6 @@ def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -
     return shards[spec.tp_rank]
 
 
-def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float) -> int:
-    """Bytes in memory, estimated, of a rank's `share` of `layers`, with embedding and head at the ends.
-
-    The embedding is not divided.
-    """
-    stored = sum(description.layer_bytes[i] for i in layers) * share
-    stored += description.embed_bytes if layers.start == 0 else 0
-    stored += description.head_bytes * share if layers.stop == description.num_layers else 0
-    kind = dtype if dtype != "auto" else description.dtype if on_gpu() else "float32"
-    item = 4 if kind == "float32" else 2
-    if description.quantization:
-        bits = description.quantization["bits"] + 32 / description.quantization["group_size"]
-        return int(stored * (item * 8 / bits if dequantize else 1))
-    return int(stored * item / (4 if description.dtype == "float32" else 2))
-
 
 def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: StageGroup | None = None,
                  files: ModelFiles | None = None) -> Runner:
@@ -113,25 +86,3 @@ def ready_message(spec: StageSpec, stage: StageModel) -> Ready:
     return Ready(rank=spec.rank, weight_bytes=stage.nbytes, kv_bytes_per_token=per_token, memory_bytes=memory_bytes(),
                  peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
                  trimmable=trimmable(stage.make_caches()))
-
-
-def memory_bytes() -> int:
-    """Bytes of the memory that weights and KV live in."""
-    if on_gpu():
-        info = mx.device_info()
-        for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-            if key in info:
-                return int(info[key])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def peak_bytes() -> int:
-    """Most memory that this process has used: on the device if there is one, else resident."""
-    if on_gpu():
-        return int(mx.get_peak_memory())
-    if sys.platform == "linux":
-        # Not getrusage: its maximum is inherited from the parent process.
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

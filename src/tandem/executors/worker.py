@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
+from tandem.comm.blas import preload_blas
 from tandem.errors import RankFailure
 from tandem.executors.base import StageSpec
-from tandem.executors.blas import preload_blas
 from tandem.executors.weights import Head, obtain_files
 from tandem.launchers.process import receive_payload, watch_lifeline
 from tandem.log import set_up
@@ -80,8 +80,8 @@ class Worker:
         if not isinstance(command, Connect):
             return
         self._blas = preload_blas(spec.blas)
-        from tandem.executors.assembly import peak_bytes  # imports mlx, after the BLAS
         from tandem.executors.rank_loop import Mailbox, RankLoop
+        from tandem.models.memory import peak_bytes  # imports mlx, after the BLAS
 
         mailbox = Mailbox()
         loop = RankLoop(spec.rank, lambda progress: self._build(command, channel, progress), mailbox, peak_bytes)

@@ -31,7 +31,7 @@ from tandem.models.safetensors import PendingTensor, write_safetensors
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 MAX_DIMENSIONS = 4
-_FORMAT = 1  # raised when converted directories from before must not be used any more
+_FORMAT = 2  # raised when converted directories from before must not be used any more
 
 
 @dataclass(frozen=True)

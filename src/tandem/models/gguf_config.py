@@ -11,6 +11,8 @@ from tandem.errors import BrokenModel, UnsupportedModel
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """`general.architecture` to model_type."""
+CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""model_type to the class that transformers, and hence vLLM, looks for."""
 
 
 def model_config(
@@ -36,6 +38,7 @@ def model_config(
     if metadata.get(f"{arch}.rope.dimension_count", dim) != dim:
         raise UnsupportedModel(f"{source}: rotary embedding of a part of each head is not supported", param="model")
     config: dict[str, Any] = {
+        "architectures": [CLASSES[ARCHITECTURES[arch]]],
         "model_type": ARCHITECTURES[arch],
         "hidden_size": hidden,
         "num_hidden_layers": int(need("block_count")),

@@ -49,6 +49,14 @@ class SnapshotOp(Struct, frozen=True, array_like=True):
     length: int
 
 
+class MoveOp(Struct, frozen=True, array_like=True):
+    """Take a sequence, with its KV, out of one lane's batch into another's."""
+
+    request_id: str
+    source: int
+    target: int
+
+
 class StepPlan(Struct, frozen=True, array_like=True):
     """One step of one lane. Operations apply in the order of the fields."""
 
@@ -57,6 +65,9 @@ class StepPlan(Struct, frozen=True, array_like=True):
     lane: int
     """Which of the independent batches this step advances."""
     removes: list[str] = []
+    """Sequences that are over, of whichever lane."""
+    moves: list[MoveOp] = []
+    """For schedulers (vLLM's) that pick the sequences of each step anew; our own leaves a sequence in its lane."""
     inserts: list[InsertOp] = []
     restores: list[SnapshotOp] = []
     decode: list[str] = []
@@ -73,6 +84,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     """`batch_fingerprint` of the batch that must be there once removes and inserts are done."""
     spec_decode_plan: None = None
     """Reserved for speculative decoding."""
+    pause: bool = False
+    """The lane's decoding sequences wait in this step, and `decode` is empty."""
     digest: bool = False
     """Report what went into this rank's layers and what came out (`RankStep.digest`); for the canary."""
 

@@ -31,21 +31,33 @@ class LaneBatch:
         self.store = KVStore(make_caches)
 
     def apply(self, plan: StepPlan) -> None:
-        """Removes, inserts, restores, then the fingerprint. Raises BatchDesync before anything is computed."""
-        for request_id in plan.removes:
-            held = self.held.pop(request_id, None)
-            if held is None:
-                raise BatchDesync(f"BATCH DESYNC DETECTED: step {plan.step_id} removes {request_id}, which is not here")
-            if held.caches is None:
-                self.store.leave(request_id)
+        """Inserts, restores, then the fingerprint. Raises BatchDesync before anything is computed."""
         for insert in plan.inserts:
             self.held[insert.request_id] = Held(insert, self._make_caches())
         for op in plan.restores:
             self.held[op.request_id].caches = self._prefixes.restore(op.key, op.length)
         mine = batch_fingerprint(self.lengths())
-        if mine != plan.fingerprint or set(self.store.ids) != set(plan.decode):
+        if mine != plan.fingerprint or (not plan.pause and set(self.store.ids) != set(plan.decode)):
             raise BatchDesync(f"BATCH DESYNC DETECTED: Fingerprint mismatch at step {plan.step_id}: local={mine}, "
                               f"plan={plan.fingerprint}, local_requests={list(self.lengths())}, decode={plan.decode}")
+
+    def remove(self, request_id: str) -> None:
+        """Drop a sequence and its KV. Raises BatchDesync if it is not there."""
+        held = self.held.pop(request_id, None)
+        if held is None:
+            raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to be removed, and is not here")
+        if held.caches is None:
+            self.store.leave(request_id)
+
+    def take(self, request_id: str, source: LaneBatch) -> None:
+        """Take a sequence over from another lane, its KV included. Raises BatchDesync if it is not there."""
+        held = source.held.pop(request_id, None)
+        if held is None:
+            raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to move, and is not in the lane that it leaves")
+        if held.caches is None:
+            self.store.join(request_id, source.store.extract(request_id))
+            source.store.leave(request_id)
+        self.held[request_id] = held
 
     def lengths(self) -> Iterator[tuple[str, int]]:
         """(request id, positions that its caches really hold), in the order of insertion."""

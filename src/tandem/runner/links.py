@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
@@ -71,35 +72,69 @@ def _name(dtype: mx.Dtype) -> str:
     return str(dtype).removeprefix("mlx.core.")
 
 
+class LastTokens:
+    """The token that each sequence was given last, left in the array in which it came."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[mx.array, int]] = {}
+
+    def put(self, ids: Sequence[str | None], tokens: mx.array) -> None:
+        """`tokens` int32 [n] are the latest of `ids`; None for a sequence that is over."""
+        self._places.update((request_id, (tokens, i)) for i, request_id in enumerate(ids) if request_id is not None)
+
+    def of(self, ids: Sequence[str]) -> mx.array:
+        """int32 [n]: the latest tokens of `ids`. KeyError for one that has none."""
+        places = [self._places[request_id] for request_id in ids]
+        arrays = list({id(array): array for array, _ in places}.values())
+        starts, total = {}, 0
+        for array in arrays:
+            starts[id(array)] = total
+            total += array.shape[0]
+        order = [starts[id(array)] + i for array, i in places]
+        tokens = arrays[0] if len(arrays) == 1 else mx.concatenate(arrays)
+        return tokens if order == list(range(total)) else tokens[mx.array(order)]
+
+    def forget(self, request_id: str) -> None:
+        """The sequence is over."""
+        self._places.pop(request_id, None)
+
+
 class TokenInbox:
     """Tokens on their way back from the last stage to the first, which feeds on them.
 
-    Frames come in the order of the steps, over all lanes; they are read when a lane needs its own, and at the latest
+    Frames come in the order of the steps, over all lanes; they are read when a batch needs its own, and at the latest
     when the engine has the result too, so that unread ones never pile up.
     """
 
-    def __init__(self, link: Link, plans_under_way: int) -> None:
+    def __init__(self, link: Link, plans_under_way: int, last: LastTokens) -> None:
+        """What arrives goes into `last`."""
         self._link = link
         self._slack = plans_under_way
-        self._expected: list[tuple[int, int, list[str]]] = []
-        self._arrived: dict[int, tuple[list[str], mx.array]] = {}
+        self._last = last
+        self._expected: list[tuple[int, list[str | None]]] = []
 
     def expect(self, plan: StepPlan, ids: list[str]) -> None:
         """The last stage will send the tokens of `ids`, in this order."""
         if ids:
-            self._expected.append((plan.step_id, plan.lane, ids))
+            self._expected.append((plan.step_id, [*ids]))
+
+    def forget(self, request_id: str) -> None:
+        """The sequence is over: tokens of it that are still to come are of no use."""
+        for _, ids in self._expected:
+            ids[:] = [None if one == request_id else one for one in ids]
 
     def drain(self, step_id: int) -> None:
         """Read every frame that must have been sent before the engine could send the plan `step_id`."""
         while self._expected and self._expected[0][0] < step_id - self._slack:
             self._read()
 
-    def latest(self, lane: int) -> tuple[list[str], mx.array]:
-        """Ids and int32 tokens [n] of the lane's last sampling step."""
-        while any(expected[1] == lane for expected in self._expected):
+    def await_tokens(self, ids: Sequence[str]) -> None:
+        """Read until all tokens of `ids` are there."""
+        wanted = set(ids)
+        while any(not wanted.isdisjoint(expected) for _, expected in self._expected):
             self._read()
-        return self._arrived[lane]
 
     def _read(self) -> None:
-        step_id, lane, ids = self._expected.pop(0)
-        self._arrived[lane] = (ids, self._link.receive((len(ids),), mx.int32, step_id))
+        step_id, ids = self._expected.pop(0)
+        tokens = self._link.receive((len(ids),), mx.int32, step_id)
+        self._last.put(ids, tokens)

@@ -17,9 +17,9 @@ from tandem.protocol.request import TokenLogprob
 from tandem.protocol.step import PrefillOp, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.lane import LaneBatch
-from tandem.runner.links import Link, TokenInbox
+from tandem.runner.links import LastTokens, Link, TokenInbox
 from tandem.runner.prefix_store import PrefixStore
-from tandem.runner.sampler import Sampled, Sampler
+from tandem.runner.sampler import Allowed, Sampled, Sampler
 
 
 @dataclass
@@ -40,6 +40,7 @@ class PendingStep:
     """int32, one array for each part."""
     outcome: mx.array | None = None
     """int32 tokens of `ids` on the last stage, elsewhere a marker that is there when the step is computed."""
+    allowed: Allowed = field(default_factory=dict)
     digests: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """uint32 digests of each forward pass's input and output, where the plan asked for them."""
 
@@ -80,19 +81,25 @@ class Runner:
         self._prefixes = PrefixStore()
         self._lanes = [LaneBatch(stage.make_caches, self._prefixes) for _ in range(lanes)]
         self._group = group
-        self._samplers = ([Sampler(vocab_size, eos_token_ids, vocabulary) for _ in range(lanes)]
-                          if samples else [])
-        self._inbox = TokenInbox(link, lanes + 1) if link is not None and stage.is_first else None
-        self._latest: dict[int, tuple[list[str], mx.array]] = {}
+        self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
+        self._last = LastTokens()
+        self._inbox = TokenInbox(link, lanes + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
         """It waits for what another stage sends. May be read from any thread."""
 
-    def execute(self, plan: StepPlan) -> PendingStep:
-        """Build and dispatch one step; on a GPU, and mostly on a CPU, it computes while the next one is built."""
-        pending = PendingStep(plan, time.perf_counter())
+    def execute(self, plan: StepPlan, allowed: Allowed | None = None) -> PendingStep:
+        """Build and dispatch one step; on a GPU, and mostly on a CPU, it computes while the next one is built.
+
+        `allowed` restricts what the sequences that it names may be given in this step.
+        """
+        pending = PendingStep(plan, time.perf_counter(), allowed=allowed or {})
         lane = self._lanes[plan.lane]
+        for request_id in plan.removes:
+            next((one for one in self._lanes if request_id in one.held), lane).remove(request_id)
+        for move in plan.moves:
+            self._lanes[move.target].take(move.request_id, self._lanes[move.source])
         lane.apply(plan)
-        self._update_samplers(plan)
+        self._update_tokens(plan)
         if self._inbox is not None:
             with self._waiting(pending):
                 self._inbox.drain(plan.step_id)
@@ -101,8 +108,8 @@ class Runner:
         saves = {op.request_id: op for op in plan.saves}
         for op in plan.prefill:
             self._prefill(plan, lane, op, pending)
-            if op.request_id in saves:
-                lane.save(saves[op.request_id])
+            if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
+                lane.save(saves.pop(op.request_id))
             if op.last:
                 lane.join(op.request_id)
         for key in plan.evicts:
@@ -112,14 +119,18 @@ class Runner:
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
 
-    def _update_samplers(self, plan: StepPlan) -> None:
-        if not self._samplers:
-            return
-        sampler = self._samplers[plan.lane]
+    def _update_tokens(self, plan: StepPlan) -> None:
+        """Sampling state and last tokens of what leaves and what joins."""
         for request_id in plan.removes:
-            sampler.remove(request_id)
-        for op in plan.inserts:
-            sampler.add(op.request_id, op.params, plan.sampling_seeds[op.request_id], op.tokens, op.prompt_len)
+            self._last.forget(request_id)
+            if self._inbox is not None:
+                self._inbox.forget(request_id)
+            if self._sampler is not None:
+                self._sampler.remove(request_id)
+        if self._sampler is not None:
+            for op in plan.inserts:
+                self._sampler.add(op.request_id, op.params, plan.sampling_seeds[op.request_id], op.tokens,
+                                  op.prompt_len)
 
     def _decode(self, plan: StepPlan, lane: LaneBatch, pending: PendingStep) -> None:
         ids = list(lane.store.ids)
@@ -146,11 +157,10 @@ class Runner:
         if not self._stage.is_last:
             return
         logits = self._stage.head(hidden[:, -1:])[:, -1]
-        if self._samplers:
-            sampler = self._samplers[pending.plan.lane]
-            if sampler.guided(ids):
+        if self._sampler is not None:
+            if self._sampler.guided(ids):
                 mx.async_eval(logits)
-            part = sampler.sample(logits, ids)
+            part = self._sampler.sample(logits, ids, pending.allowed)
             pending.parts.append(part)
             tokens, arrays = part.tokens, part.arrays
         else:
@@ -194,13 +204,10 @@ class Runner:
 
     def _feedback(self, pending: PendingStep, ids: list[str]) -> mx.array:
         """int32 [n]: the token that each of `ids` was given last, still on the device."""
-        lane = pending.plan.lane
-        with self._waiting(pending):
-            known, tokens = self._inbox.latest(lane) if self._inbox is not None else self._latest[lane]
-        if known == ids:
-            return tokens
-        places = {request_id: i for i, request_id in enumerate(known)}
-        return tokens[mx.array([places[request_id] for request_id in ids])]
+        if self._inbox is not None:
+            with self._waiting(pending):
+                self._inbox.await_tokens(ids)
+        return self._last.of(ids)
 
     def _hand_out(self, plan: StepPlan, pending: PendingStep) -> None:
         """The sampled tokens: to whoever feeds on them, on the device where that can be."""
@@ -210,8 +217,8 @@ class Runner:
             return
         pending.outcome = pending.tokens[0] if len(pending.tokens) == 1 else mx.concatenate(pending.tokens)
         if self._link is None:
-            self._latest[plan.lane] = (pending.ids, pending.outcome)
-        elif self._samplers:
+            self._last.put(pending.ids, pending.outcome)
+        elif self._sampler is not None:
             # A copy: on CUDA two threads must not fetch the same buffer to the host at once.
             self._link.send(pending.outcome + 0, plan.step_id)
         mx.async_eval(pending.outcome)

@@ -10,7 +10,7 @@ Dispatch the logits first: then the device computes them while the masks are mad
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,9 @@ from tandem.protocol.step import NO_CONTINUATION, NOT_FINITE
 from tandem.runner.filters import FilterRows, draw, filtered_weights, largest
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
 from tandem.runner.uniforms import seed_keys, uniform_pairs
+
+Allowed = Mapping[str, npt.NDArray[np.bool_]]
+"""By request id: which tokens may be chosen, bool [V]; others are free."""
 
 COLDEST = 1e-5
 """Temperatures below it are greedy, as in vLLM: dividing by them would overflow."""
@@ -85,7 +88,7 @@ class _Plan:
 
 
 class Sampler:
-    """Sampling state of one lane's sequences. Lives on the one rank that samples."""
+    """Sampling state of sequences. Lives on the one rank that samples."""
 
     def __init__(self, vocab_size: int, eos_token_ids: Sequence[int] = (),
                  vocabulary: Vocabulary | None = None) -> None:
@@ -134,10 +137,11 @@ class Sampler:
         guides = self._guides
         return [] if guides is None else [(row, one) for row, one in enumerate(ids) if one in guides]
 
-    def sample(self, logits: mx.array, ids: Sequence[str]) -> Sampled:
+    def sample(self, logits: mx.array, ids: Sequence[str], allowed: Allowed | None = None) -> Sampled:
         """Choose one token for each row of logits [n, V] (any float dtype), row i being ids[i].
 
-        Each id moves on by one position. Raises ValueError when the shape does not fit, KeyError for an unknown id.
+        Each id moves on by one position. `allowed` restricts the choice for the ids that it names.
+        Raises ValueError when the shape does not fit, KeyError for an unknown id.
         """
         if logits.shape != (len(ids), self._vocab_size):
             raise ValueError(f"logits {logits.shape} for {len(ids)} rows of {self._vocab_size} tokens")
@@ -147,6 +151,9 @@ class Sampler:
         given_up: list[int] = []
         if guided := self.guided(ids):
             edited, given_up = self._constrained(edited, ids)
+        if allowed and not allowed.keys().isdisjoint(ids):
+            free = np.ones(self._vocab_size, dtype=np.bool_)
+            edited = mx.where(mx.array(np.stack([allowed.get(one, free) for one in ids])), edited, -mx.inf)
         tokens = self._chosen(edited, plan)
         tokens = _marked(tokens, raw, edited)
         for sequence in plan.sequences:

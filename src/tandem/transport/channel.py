@@ -67,13 +67,20 @@ class Channel(ABC):
 class TcpChannel(Channel):
     """ZeroMQ PUSH/PULL over CURVE-secured TCP; sending runs in ZeroMQ's own thread, beside the computation."""
 
-    def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
+    def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1", port: int | None = None) -> None:
+        """Listen on `host`, at `port` or any free one. Raises TransportError when the port is taken."""
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = Authenticator(self._context, keys)
         self._inbound = self._socket(zmq.PULL)
         keys.secure_bind(self._inbound)
-        port = self._inbound.bind_to_random_port(f"tcp://{host}")
+        if port is None:
+            port = self._inbound.bind_to_random_port(f"tcp://{host}")
+        else:
+            try:
+                self._inbound.bind(f"tcp://{host}:{port}")
+            except zmq.ZMQError as error:
+                raise TransportError(f"{host}:{port} cannot be listened on: {error}") from error
         self.endpoint = f"tcp://{host}:{port}"
         self._outbound: list[zmq.Socket[bytes]] | None = None
         self._decoder = Decoder[FrameHeader](FrameHeader)

@@ -1,0 +1,214 @@
+"""vLLM's SchedulerOutput to our StepPlan. Pure, and the same on every worker, since all get the same outputs.
+
+vLLM picks the sequences of each step anew, our runner decodes whole lanes. A step becomes one plan for the lane that
+holds most of what decodes in it; the others move there, and what must wait moves out. With pipeline stages vLLM keeps
+several disjoint batches in flight, each of which settles in a lane of its own, so that moves are rare.
+
+KV lies in rows, not in vLLM's blocks. A prefix that vLLM takes for computed is restored from a snapshot of an earlier
+prompt; what no snapshot holds is computed again, unseen by vLLM.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tandem.cache.prefix import PrefixIndex
+from tandem.errors import BatchDesync
+from tandem.protocol.request import SamplingParams
+from tandem.protocol.step import InsertOp, MoveOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
+from tandem.vllm_plugin.params import translate
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+
+@dataclass
+class _Sequence:
+    """One request as the ranks hold it."""
+
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    """What is computed before it decodes: the prompt, and after a preemption the output so far."""
+    lane: int = -1
+    """-1: the ranks do not hold it, because it was preempted."""
+    computed: int = 0
+    """KV positions once all plans so far are done."""
+    decoding: bool = False
+
+
+@dataclass
+class _Ops:
+    """The plan as it grows."""
+
+    removes: list[str] = field(default_factory=list)
+    moves: list[MoveOp] = field(default_factory=list)
+    inserts: list[InsertOp] = field(default_factory=list)
+    restores: list[SnapshotOp] = field(default_factory=list)
+    prefill: list[PrefillOp] = field(default_factory=list)
+    saves: list[SnapshotOp] = field(default_factory=list)
+    seeds: dict[str, int] = field(default_factory=dict)
+
+
+class Adapter:
+    """Follows vLLM's scheduler and writes plans."""
+
+    def __init__(self, *, stages: int, kv_tokens: int, chunk: int, prefix_tokens: int, trimmable: bool) -> None:
+        """`kv_tokens`: KV positions that vLLM hands out; `chunk`: most prompt positions in one forward pass.
+
+        `prefix_tokens`: positions of snapshots, 0 for none; they give way to what runs. `trimmable`: caches can be cut.
+        """
+        self.lanes = stages + 1
+        """Lanes that the runner needs: one for each batch in flight, and one for sequences that wait."""
+        self._kv_tokens = kv_tokens
+        self._chunk = chunk
+        self._prefixes = PrefixIndex(prefix_tokens, trimmable=trimmable)
+        self._members: list[dict[str, None]] = [{} for _ in range(self.lanes)]
+        self._sequences: dict[str, _Sequence] = {}
+        self._step = 0
+        self._last_lane = -1
+        self.recomputed = 0
+        """Positions that vLLM took for cached and no snapshot held."""
+
+    def plan(self, output: SchedulerOutput) -> StepPlan | None:
+        """The plan of one step; None when the ranks have nothing to do. Raises BatchDesync."""
+        ops = _Ops()
+        self._leave(output, ops)
+        fresh = self._arrivals(output, ops)
+        counts: dict[str, int] = output.num_scheduled_tokens
+        decode = [one for one in counts if one not in fresh and self._sequences[one].decoding]
+        lane = self._choose(decode)
+        self._gather(lane, list(counts), fresh, decode, ops)
+        for request_id, computed in fresh.items():
+            self._insert(lane, request_id, computed, ops)
+        if not (counts or ops.removes):
+            return None
+        fingerprint = batch_fingerprint((one, self._sequences[one].computed) for one in self._members[lane])
+        for request_id, count in counts.items():
+            self._advance(request_id, fresh.get(request_id, self._sequences[request_id].computed) + count, ops)
+        self._make_room()
+        rows = [one for one in self._members[lane] if self._sequences[one].decoding]
+        ends = {op.request_id for op in ops.prefill if op.last}
+        plan = StepPlan(
+            step_id=self._step, lane=lane, removes=ops.removes, moves=ops.moves, inserts=ops.inserts,
+            restores=ops.restores, decode=decode, prefill=ops.prefill, saves=ops.saves,
+            evicts=self._prefixes.take_evicted(), sampling_seeds=ops.seeds, fingerprint=fingerprint,
+            pause=not decode and any(one not in ends for one in rows))
+        self._step += 1
+        self._last_lane = lane
+        return plan
+
+    # --- who leaves, who joins ---
+
+    def _leave(self, output: SchedulerOutput, ops: _Ops) -> None:
+        for request_id in sorted(output.finished_req_ids):
+            self._drop(request_id, ops)
+            self._sequences.pop(request_id, None)
+        for request_id in sorted(output.preempted_req_ids or ()):
+            self._drop(request_id, ops)
+
+    def _drop(self, request_id: str, ops: _Ops) -> None:
+        """Take a sequence from the ranks. What it was stays known: vLLM may resume it."""
+        sequence = self._sequences.get(request_id)
+        if sequence is None or sequence.lane < 0:
+            return
+        del self._members[sequence.lane][request_id]
+        ops.removes.append(request_id)
+        sequence.lane, sequence.computed, sequence.decoding = -1, 0, False
+
+    def _arrivals(self, output: SchedulerOutput, ops: _Ops) -> dict[str, int]:
+        """Sequences to insert, with the positions that vLLM takes for computed; their `tokens` are set."""
+        fresh: dict[str, int] = {}
+        for new in output.scheduled_new_reqs:
+            prompt = list(new.prompt_token_ids)
+            self._drop(new.req_id, ops)
+            known = self._sequences.get(new.req_id)
+            if known is None:
+                params = translate(new.sampling_params)
+                seed = params.seed if params.seed is not None else secrets.randbits(63)
+                known = self._sequences[new.req_id] = _Sequence(len(prompt), params, seed)
+            known.tokens = list(new.prefill_token_ids or prompt)
+            fresh[new.req_id] = new.num_computed_tokens
+        cached = output.scheduled_cached_reqs
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            sequence = self._sequences[request_id]
+            if request_id in cached.resumed_req_ids:
+                self._drop(request_id, ops)
+            if sequence.lane < 0:
+                sequence.tokens = list(cached.all_token_ids[request_id])
+                fresh[request_id] = computed
+            elif computed != sequence.computed:
+                raise BatchDesync(f"BATCH DESYNC DETECTED: vLLM has {computed} positions of {request_id}, the ranks "
+                                  f"have {sequence.computed}")
+        return fresh
+
+    # --- which lane ---
+
+    def _choose(self, decode: list[str]) -> int:
+        """The lane that holds most of what decodes; otherwise the emptiest, but not the one that was used last."""
+        held = [self._sequences[one].lane for one in decode]
+        lanes = range(self.lanes - 1)
+        best = max(lanes, key=lambda lane: held.count(lane))
+        if held.count(best):
+            return best
+        return min(lanes, key=lambda lane: (len(self._members[lane]), lane == self._last_lane))
+
+    def _gather(self, lane: int, scheduled: list[str], fresh: dict[str, int], decode: list[str], ops: _Ops) -> None:
+        """Move what is scheduled into `lane`, and out of it what holds the decode up."""
+        if decode:
+            for request_id in [one for one in self._members[lane] if self._sequences[one].decoding]:
+                if request_id not in scheduled:
+                    self._move(request_id, self.lanes - 1, ops)
+        for request_id in scheduled:
+            if request_id not in fresh and self._sequences[request_id].lane != lane:
+                self._move(request_id, lane, ops)
+
+    def _move(self, request_id: str, target: int, ops: _Ops) -> None:
+        sequence = self._sequences[request_id]
+        ops.moves.append(MoveOp(request_id, sequence.lane, target))
+        del self._members[sequence.lane][request_id]
+        self._members[target][request_id] = None
+        sequence.lane = target
+
+    # --- what is computed ---
+
+    def _insert(self, lane: int, request_id: str, computed: int, ops: _Ops) -> None:
+        sequence = self._sequences[request_id]
+        sequence.lane = lane
+        self._members[lane][request_id] = None
+        ops.inserts.append(InsertOp(request_id, sequence.tokens, sequence.prompt_len, sequence.params))
+        ops.seeds[request_id] = sequence.seed
+        hit = self._prefixes.lookup(sequence.tokens[:computed + 1]) if computed else None
+        if hit is not None:
+            ops.restores.append(SnapshotOp(request_id, hit.key, hit.length))
+            sequence.computed = hit.length
+        self.recomputed += computed - sequence.computed
+
+    def _advance(self, request_id: str, target: int, ops: _Ops) -> None:
+        """Compute the sequence's positions up to `target`."""
+        sequence = self._sequences[request_id]
+        if sequence.decoding:
+            sequence.computed = target
+            return
+        total = len(sequence.tokens)
+        save_point = self._prefixes.save_point(total) if self._prefixes.enabled else 0
+        while sequence.computed < target:
+            stop = min(sequence.computed + self._chunk, target)
+            if sequence.computed < save_point < stop:
+                stop = save_point
+            ops.prefill.append(PrefillOp(request_id, sequence.computed, stop - sequence.computed, stop == total))
+            sequence.computed = stop
+            if stop == save_point and (snapshot := self._prefixes.save(sequence.tokens[:stop])) is not None:
+                ops.saves.append(SnapshotOp(request_id, snapshot.key, snapshot.length))
+        sequence.decoding = target == total
+
+    def _make_room(self) -> None:
+        """Let go of snapshots where running sequences need the room. Rows are as long as the longest of their lane."""
+        used = 0
+        for members in self._members:
+            lengths = [self._sequences[one].computed for one in members]
+            used += len(lengths) * max(lengths, default=0)
+        self._prefixes.shrink(used + self._prefixes.positions - self._kv_tokens)

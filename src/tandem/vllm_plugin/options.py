@@ -1,0 +1,58 @@
+"""Environment variables of the plugin: ours, and those of vllm-metal that mean the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.env import variable
+from tandem.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a worker is told beside vLLM's own configuration."""
+
+    memory_fraction: float | None = None
+    """Share of the machine's memory for its workers together; None: vLLM's --gpu-memory-utilization."""
+    base_port: int | None = None
+    """Rank r listens on base_port + r; None: any free port."""
+    blas: str = "auto"
+    dtype: str | None = None
+    """None: float32 on a CPU, vLLM's --dtype on a GPU."""
+    layer_split: tuple[int, ...] | None = None
+    threads: int | None = None
+
+
+def read_options() -> Options:
+    """From the environment; the first name that is set wins. Raises ConfigError naming a variable that is wrong."""
+    fraction = _number("TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION")
+    if fraction is not None and not 0 < fraction <= 1:
+        raise ConfigError(f"the memory fraction is {fraction}; it must lie above 0 and be at most 1 (or auto)",
+                          param="memory_fraction")
+    port = _number("TANDEM_BASE_PORT", "VLLM_METAL_RING_BASE_PORT")
+    if port is not None and not (port.is_integer() and 1024 <= port <= 65535):
+        raise ConfigError(f"the base port is {port:g}; it must be a port from 1024 to 65535", param="base_port")
+    threads = _number("TANDEM_THREADS_PER_RANK")
+    split = variable("TANDEM_LAYER_SPLIT") or variable("VLLM_PP_LAYER_PARTITION")
+    return Options(memory_fraction=fraction, base_port=None if port is None else int(port),
+                   blas=variable("TANDEM_BLAS") or "auto", dtype=variable("TANDEM_DTYPE"),
+                   layer_split=None if split is None else _numbers(split),
+                   threads=None if threads is None else int(threads))
+
+
+def _number(*names: str) -> float | None:
+    for name in names:
+        text = variable(name)
+        if text is not None and text != "auto":
+            try:
+                return float(text)
+            except ValueError:
+                raise ConfigError(f"{name}={text} is not a number", param=name) from None
+    return None
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"layers per stage must be numbers such as 20,16, not {text}", param="layer_split") from None

@@ -1,0 +1,48 @@
+"""Sampling parameters: vLLM's to ours, and a refusal for what ours have not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tandem.protocol.request import SamplingParams
+
+UNSUPPORTED = {
+    "prompt_logprobs": "log probabilities of the prompt (prompt_logprobs, or echo with logprobs)",
+    "logprob_token_ids": "log probabilities of named tokens (logprob_token_ids)",
+    "allowed_token_ids": "allowed_token_ids",
+    "bad_words": "bad_words",
+    "thinking_token_budget": "thinking_token_budget",
+    "watermarking": "watermarking",
+}
+"""Fields of vLLM's SamplingParams that Tandem does not have, and what to call them."""
+
+
+def check(params: Any) -> None:
+    """Raise ValueError, which vLLM answers with status 400, for a request that Tandem cannot serve."""
+    for name, words in UNSUPPORTED.items():
+        if getattr(params, name, None):
+            raise ValueError(f"{words} is not supported by Tandem's platform; leave it out")
+    if getattr(params, "prompt_logprobs", None) is not None:
+        raise ValueError(f"{UNSUPPORTED['prompt_logprobs']} is not supported by Tandem's platform; leave it out")
+    if params.logprobs is not None and params.logprobs < 0:
+        raise ValueError("logprobs=-1 (the whole vocabulary) is not supported by Tandem's platform; give a number")
+
+
+def translate(params: Any) -> SamplingParams:
+    """Our parameters for vLLM's; stop strings, stop tokens and lengths stay with vLLM, which ends requests itself."""
+    return SamplingParams(
+        max_tokens=params.max_tokens or 1,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=max(params.top_k, 0),
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        frequency_penalty=params.frequency_penalty,
+        presence_penalty=params.presence_penalty,
+        logit_bias=dict(params.logit_bias or {}),
+        seed=params.seed,
+        stop_token_ids=tuple(sorted(params.all_stop_token_ids)),
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+    )

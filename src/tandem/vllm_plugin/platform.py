@@ -1,0 +1,110 @@
+"""vLLM's platform: what it asks about the device, and what it may configure."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms.interface import Platform, PlatformEnum
+
+from tandem.vllm_plugin.compat import apply
+from tandem.vllm_plugin.limits import refuse_unsupported
+from tandem.vllm_plugin.options import read_options
+from tandem.vllm_plugin.params import check
+
+logger = init_logger("vllm.tandem")
+
+BLOCK = 32
+"""Positions in a KV block: those of a hashed block of our prefix cache."""
+
+
+class TandemPlatform(Platform):
+    """MLX through Tandem. To torch, which only carries plumbing, it looks like a CPU."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    dispatch_key = "CPU"
+    dist_backend = "gloo"
+    ray_device_key = "mlx"
+    device_control_env_var = "VLLM_METAL_VISIBLE_DEVICES"
+    simple_compile_backend = "eager"
+    additional_env_vars = ["TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION", "TANDEM_BASE_PORT",
+                           "VLLM_METAL_RING_BASE_PORT", "TANDEM_DTYPE", "TANDEM_BLAS", "TANDEM_LAYER_SPLIT",
+                           "TANDEM_THREADS_PER_RANK"]
+
+    @property
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """What MLX computes in."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        """For logs."""
+        return "mlx"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        """Bytes of the machine's memory, which an Apple GPU shares."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    @classmethod
+    def set_device(cls, device: torch.device) -> None:
+        """torch computes nothing."""
+
+    @classmethod
+    def manual_seed_all(cls, seed: int) -> None:
+        """Random numbers are MLX's: each request has a seed of its own."""
+
+    @classmethod
+    def inference_mode(cls) -> Any:
+        """torch computes nothing."""
+        return torch.no_grad()
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        """Nothing is copied to a device."""
+        return False
+
+    @classmethod
+    def import_kernels(cls) -> None:
+        """vLLM's kernels are not used."""
+
+    @classmethod
+    def import_ir_kernels(cls) -> None:
+        """Nor those of its IR."""
+
+    @classmethod
+    def _find_non_ssm_backends(cls, vllm_config: Any) -> list[Any]:
+        return []
+
+    @classmethod
+    def validate_request(cls, processed_inputs: Any, params: Any) -> None:
+        """Raise ValueError, hence status 400, for what Tandem cannot do."""
+        if hasattr(params, "temperature"):
+            check(params)
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """Refuse what cannot run, in one sentence; name the worker and the executor."""
+        from vllm.config import CompilationMode, CUDAGraphMode  # vllm.config imports the platform
+
+        apply()
+        refuse_unsupported(vllm_config)
+        read_options()
+        parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = "tandem.vllm_plugin.worker.TandemWorker"
+        if parallel.distributed_executor_backend == "ray":
+            from tandem.vllm_plugin.ray_executor import TandemRayExecutor
+
+            # A class: with its name in a string vLLM would not take it for a Ray executor.
+            parallel.distributed_executor_backend = TandemRayExecutor
+        cache = vllm_config.cache_config
+        if not cache.user_specified_block_size:
+            cache.block_size = BLOCK
+        compilation.mode = CompilationMode.NONE
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+        parallel.disable_custom_all_reduce = True

@@ -1,0 +1,134 @@
+"""One worker's rank: its slice of the model and its runner, in the thread that owns MLX (mlx)."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tandem.comm.group import StageGroup
+from tandem.errors import OutOfMemory
+from tandem.models.description import ModelDescription, describe
+from tandem.models.files import resolve
+from tandem.models.memory import limit_buffers, memory_bytes, on_gpu, slice_bytes
+from tandem.models.partition import split_layers
+from tandem.models.shard import plan_shards
+from tandem.models.stage import StageModel, load_stage
+from tandem.runner.links import ChannelLink
+from tandem.runner.prefix_store import trimmable
+from tandem.runner.runner import Runner
+from tandem.transport.channel import TcpChannel
+
+T = TypeVar("T")
+
+
+class MlxThread:
+    """MLX's streams are thread-local: one thread owns all of a worker's MLX work, whoever asks for it.
+
+    So the worker's own thread is free for vLLM's next message while a step is being built.
+    """
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="mlx", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        """Queue a call."""
+        future: Future[T] = Future()
+        self._work.put((call, future))
+        return future
+
+    def stop(self, timeout_s: float) -> None:
+        """End after what is queued; a step that hangs on a lost peer is left behind."""
+        self._work.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (item := self._work.get()) is not None:
+            call, future = item
+            try:
+                future.set_result(call())
+            except BaseException as error:  # noqa: BLE001 - the thread's border: whoever waits gets it
+                future.set_exception(error)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Which part of the model a rank has; ranks of a stage stand side by side."""
+
+    rank: int
+    stages: int
+    tp_size: int
+    layer_split: tuple[int, ...] | None = None
+
+    @property
+    def stage(self) -> int:
+        """Number of the rank's stage."""
+        return self.rank // self.tp_size
+
+    @property
+    def part(self) -> int:
+        """Number within the stage."""
+        return self.rank % self.tp_size
+
+    @property
+    def samples(self) -> bool:
+        """True for the one rank that chooses tokens, whose output vLLM reads."""
+        return self.stage == self.stages - 1 and self.part == 0
+
+    @property
+    def downstream(self) -> list[int]:
+        """Ranks that this one sends to: activations to the next stage, tokens from the sampler to all of the first.
+
+        Every rank of a stage holds the same activations, and each serves its twin of the next stage.
+        """
+        if self.stages == 1 or (self.stage == self.stages - 1 and not self.samples):
+            return []
+        first = (self.stage + 1) % self.stages * self.tp_size
+        return list(range(first, first + self.tp_size)) if first == 0 else [first + self.part]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A rank that is ready."""
+
+    runner: Runner
+    stage: StageModel
+    description: ModelDescription
+    trimmable: bool
+    memory_bytes: int
+    """Of the machine or device."""
+
+
+def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None, memory_share: float, lanes: int,
+         group: StageGroup | None, channel: TcpChannel | None) -> Loaded:
+    """Load this rank's slice. `dtype` None is the default of the device. Raises ModelError and OutOfMemory."""
+    limit_buffers()
+    files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None)
+    description = describe(files)
+    layers = split_layers(description.num_layers, layout.stages, layer_bytes=description.layer_bytes,
+                          explicit=layout.layer_split)[layout.stage]
+    dequantize = not on_gpu()
+    kind = dtype or "auto"
+    need = slice_bytes(description, layers, kind, dequantize, 1 / layout.tp_size)
+    total = memory_bytes()
+    if need > total * memory_share:
+        raise OutOfMemory(f"layers {layers.start}-{layers.stop - 1} need {need / 2**20:.0f} MiB for their weights, and "
+                          f"may use {total * memory_share / 2**20:.0f} MiB here; add stages (--pipeline-parallel-size),"
+                          " use a smaller or quantised model, or raise --gpu-memory-utilization",
+                          param="memory_fraction")
+    shard = None
+    if layout.tp_size > 1:
+        shard = plan_shards(description, layout.tp_size, dequantize=dequantize)[layout.part]
+    stage = load_stage(files, description, layers, dtype=kind, dequantize=dequantize, shard=shard,
+                       tensor_parallel=group)
+    link = ChannelLink(channel) if channel is not None else None
+    runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
+                    link=link, group=group, samples=layout.samples)
+    return Loaded(runner=runner, stage=stage, description=description, trimmable=trimmable(stage.make_caches()),
+                  memory_bytes=total)

@@ -1,0 +1,239 @@
+"""vLLM's worker: one rank. vLLM's executor calls it; it hands plans to the runner of `tandem serve`."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from vllm.logger import init_logger
+from vllm.utils.network_utils import get_ip
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput
+from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
+
+from tandem.comm.blas import limit_threads, preload_blas
+from tandem.env import set_variables
+from tandem.protocol.step import StepPlan
+from tandem.transport.channel import TcpChannel
+from tandem.vllm_plugin.adapter import Adapter
+from tandem.vllm_plugin.options import read_options
+from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port, machine_id, ring_variables
+from tandem.vllm_plugin.results import model_output
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+
+    from tandem.vllm_plugin.rank import Loaded
+
+logger = init_logger("vllm.tandem")
+
+KV_SHARE = 0.5
+"""Share of the memory beside the weights that vLLM may hand out as blocks. Rows are as long as the longest of their
+batch, where blocks are exact, and snapshots of prefixes lie beside the rows."""
+STOP_S = 2.0
+
+
+class Output(AsyncModelRunnerOutput):
+    """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
+
+    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[Any]) -> None:
+        self._scheduled, self._plan, self._step = scheduled, plan, step
+
+    def get_output(self) -> Any:
+        """Wait for the tokens. Raises what the step raised."""
+        return model_output(self._scheduled, self._plan, self._step.result().finish())
+
+
+class TandemWorker(WorkerBase):
+    """A rank of the model, in a process of vLLM's."""
+
+    def init_device(self) -> None:
+        """Find the other workers; nothing is loaded yet."""
+        parallel = self.parallel_config
+        self.device = torch.device("cpu")
+        self._options = options = read_options()
+        self._blas = preload_blas(options.blas)
+        from tandem.vllm_plugin.rank import Layout, MlxThread  # imports mlx, after the BLAS
+
+        self._layout = Layout(rank=self.rank, stages=parallel.pipeline_parallel_size,
+                              tp_size=parallel.tensor_parallel_size, layer_split=options.layer_split)
+        self._rendezvous: Rendezvous | None = None
+        placed: dict[str, Any] = self.vllm_config.additional_config or {}
+        here, address = 1, "127.0.0.1"
+        if parallel.world_size > 1:
+            self._rendezvous = Rendezvous(self.distributed_init_method, self.rank, parallel.world_size)
+            machines = self._rendezvous.gather("machine", machine_id())
+            here = machines.count(machines[self.rank])
+            if len(set(machines)) > 1:
+                address = placed.get("tandem_address") or get_ip()
+        self._address = address
+        self._here = max(here * max(parallel.data_parallel_size_local, 1), placed.get("tandem_units", 1))
+        threads = options.threads or max(1, (os.cpu_count() or 1) // self._here)
+        limit_threads(self._blas, threads)
+        self._mlx = MlxThread()
+        self._pending: SchedulerOutput | None = None
+        layout = self._layout
+        logger.info("Pipeline stage %d/%d (is_first=%s, is_last=%s)", layout.stage, layout.stages, layout.stage == 0,
+                    layout.stage == layout.stages - 1)
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        """Connect to the neighbours and load this rank's slice."""
+        started = time.monotonic()
+        self._loaded: Loaded = self._mlx.submit(self._load).result()
+        stage = self._loaded.stage
+        logger.info("layers %d-%d in %.0f MiB of %s, linear algebra %s, %d worker(s) on this machine, %.1f s",
+                    stage.layers.start, stage.layers.stop - 1, stage.nbytes / 2**20, stage.dtype, self._blas or "MLX's",
+                    self._here, time.monotonic() - started)
+
+    def _load(self) -> Loaded:
+        from tandem.comm.group import StageGroup
+        from tandem.models.memory import on_gpu
+        from tandem.vllm_plugin.rank import load
+
+        group = None
+        if self._layout.tp_size > 1:
+            set_variables(self._ring())
+            group = StageGroup("ring", self._layout.tp_size)
+        channel = self._channel() if self._layout.stages > 1 else None
+        dtype = self._options.dtype or (str(self.model_config.dtype).removeprefix("torch.") if on_gpu() else None)
+        return load(self.model_config.model, self.model_config.revision, self._layout, dtype=dtype,
+                    memory_share=self._fraction() / self._here, lanes=self._layout.stages + 1, group=group,
+                    channel=channel)
+
+    def _fraction(self) -> float:
+        return self._options.memory_fraction or self.cache_config.gpu_memory_utilization
+
+    def _port(self, block: int) -> int | None:
+        """Of the two blocks of ports, one for each rank, the first is for channels and the second for rings."""
+        base = self._options.base_port
+        return None if base is None else base + block * self.parallel_config.world_size + self.rank
+
+    def _ring(self) -> dict[str, str]:
+        assert self._rendezvous is not None
+        port = listen_port(self._address, self._port(1))
+        endpoints = self._rendezvous.gather("ring", f"{self._address}:{port}")
+        layout = self._layout
+        mine = endpoints[layout.stage * layout.tp_size:(layout.stage + 1) * layout.tp_size]
+        logger.info("MLX ring of stage %d: %s", layout.stage, ", ".join(mine))
+        return ring_variables(mine, layout.part)
+
+    def _channel(self) -> TcpChannel:
+        assert self._rendezvous is not None
+        channel = TcpChannel(self._rendezvous.keys(), self._address, self._port(0))
+        endpoints = self._rendezvous.gather("channel", channel.endpoint)
+        channel.connect([endpoints[rank] for rank in self._layout.downstream])
+        logger.info("stages hand on over %s", ", ".join(endpoints))
+        return channel
+
+    # --- KV ---
+
+    def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
+        """One entry for each of this stage's layers, by which vLLM counts blocks; it allocates nothing."""
+        stage, description = self._loaded.stage, self._loaded.description
+        heads = -(-description.num_kv_heads // self._layout.tp_size)
+        spec = FullAttentionSpec(block_size=self.cache_config.block_size, num_kv_heads=heads,
+                                 head_size=description.head_dim,
+                                 dtype=getattr(torch, str(stage.dtype).removeprefix("mlx.core.")))
+        return {f"model.layers.{layer}.self_attn": spec for layer in stage.layers}
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Any will do: the layout of vLLM's blocks means nothing here."""
+        return ["LBNHC"]
+
+    def determine_available_memory(self) -> int:
+        """Bytes of KV that vLLM may hand out: this worker's share of the machine, less its weights."""
+        given = getattr(self.cache_config, "kv_cache_memory_bytes", None)
+        if given:
+            return int(given)
+        share = self._loaded.memory_bytes * self._fraction() / self._here
+        return max(int((share - self._loaded.stage.nbytes) * KV_SHARE), 0)
+
+    def initialize_from_config(self, kv_cache_config: Any) -> None:
+        """vLLM knows how many blocks there are: from here on steps may come."""
+        tokens = kv_cache_config.num_blocks * self.cache_config.block_size
+        prefixes = tokens if self.cache_config.enable_prefix_caching else 0
+        self._adapter = Adapter(stages=self._layout.stages, kv_tokens=tokens, prefix_tokens=prefixes,
+                                chunk=self.scheduler_config.max_num_batched_tokens, trimmable=self._loaded.trimmable)
+
+    def compile_or_warm_up_model(self) -> CompilationTimes:
+        """Nothing is compiled."""
+        return CompilationTimes(0.0, 0.0)
+
+    # --- steps ---
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """Take a step; it starts with `sample_tokens`, which brings the grammars' masks."""
+        if scheduler_output.total_num_scheduled_tokens:
+            self._pending = scheduler_output
+            return None
+        self._start(scheduler_output, {})
+        return EMPTY_MODEL_RUNNER_OUTPUT
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Output | None:
+        """Start the step; the rank that samples returns where its tokens will be."""
+        output, self._pending = self._pending, None
+        assert output is not None
+        plan, step = self._start(output, self._masks(grammar_output))
+        if plan is None or step is None or not self._layout.samples:
+            return None
+        return Output(list(output.num_scheduled_tokens), plan, step)
+
+    def _start(self, output: SchedulerOutput,
+               masks: dict[str, npt.NDArray[np.bool_]]) -> tuple[StepPlan | None, Future[Any] | None]:
+        plan = self._adapter.plan(output)
+        if plan is None:
+            return None, None
+        step = self._mlx.submit(partial(self._loaded.runner.execute, plan, masks))
+        step.add_done_callback(self._watch)
+        return plan, step
+
+    def _watch(self, step: Future[Any]) -> None:
+        """Of a rank whose output it does not read vLLM only logs errors, and the others would wait for ever."""
+        error = step.exception()
+        if error is not None and not self._layout.samples:
+            logger.error("rank %d cannot go on and ends", self.rank, exc_info=error)
+            os._exit(1)
+
+    def _masks(self, grammar: GrammarOutput | None) -> dict[str, npt.NDArray[np.bool_]]:
+        """vLLM's bit masks (32 tokens to an int32) as bool [V]; only the rank that samples needs them."""
+        if grammar is None or not self._layout.samples:
+            return {}
+        width = self._loaded.description.vocab_size
+        bits = np.unpackbits(grammar.grammar_bitmask.view(np.uint8), axis=1, bitorder="little")[:, :width]
+        if bits.shape[1] < width:
+            bits = np.pad(bits, [(0, 0), (0, width - bits.shape[1])])
+        return dict(zip(grammar.structured_output_request_ids, bits.astype(np.bool_), strict=True))
+
+    # --- the rest of what vLLM calls ---
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """Text generation alone."""
+        return ("generate",)
+
+    def execute_dummy_batch(self) -> None:
+        """Replicas do not run in step, so none has to idle along."""
+
+    def update_max_model_len(self, max_model_len: int) -> None:
+        """Rows grow as they must."""
+        self.model_config.max_model_len = max_model_len
+
+    def take_draft_token_ids(self) -> None:
+        """No speculation."""
+
+    def synchronize_device(self) -> None:
+        """Wait for everything that was started."""
+        self._mlx.submit(lambda: None).result()
+
+    def check_health(self) -> None:
+        """A worker that answers is well; a step that hangs shows in vLLM's own timeouts."""
+
+    def shutdown(self) -> None:
+        """End the MLX thread."""
+        if hasattr(self, "_mlx"):
+            self._mlx.stop(STOP_S)
