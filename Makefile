@@ -1,8 +1,8 @@
 # Every target is one script, so that a person, CI and make do the same thing.
-.PHONY: help setup serve test check lint clean
+.PHONY: help setup serve test check lint vllm-env test-vllm clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
 
 setup:  ## make .venv with Tandem and its development tools
 	@scripts/setup
@@ -19,6 +19,12 @@ check:  ## lint, types, import contracts and the quick tests
 lint:  ## lint, types and import contracts
 	@scripts/lint
 
+vllm-env:  ## make .vllm-venv: vLLM with Tandem's plugin, and Ray
+	@scripts/vllm_env
+
+test-vllm:  ## the tests of the vLLM plugin, in that environment
+	@scripts/test_vllm $(ARGS)
+
 clean:  ## remove .venv and everything that was built (the model cache stays)
-	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf .venv .vllm-venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -14,8 +14,9 @@ from pathlib import Path
 SECRET_VARIABLES = ("TANDEM_API_KEY",)
 """Never handed on to child processes: settings travel to them over a pipe."""
 
-EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RUNTIME_DIR", "TANDEM_STATE_DIR")
-"""Variables with our prefix that are not made from the name of a setting."""
+EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RUNTIME_DIR", "TANDEM_STATE_DIR",
+                   "TANDEM_VLLM", "TANDEM_BASE_PORT")
+"""Variables with our prefix that are not made from the name of a setting; the last two are the vLLM plugin's."""
 
 _LONGEST_RUNTIME_DIR = 64
 """Bytes. macOS allows 103 bytes for the path of a Unix socket; the socket's own name must fit behind this."""

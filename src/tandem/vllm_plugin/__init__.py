@@ -34,6 +34,8 @@ def register() -> str | None:
     """`vllm.platform_plugins`: the platform's class, or None where it does not apply."""
     if not applies():
         return None
+    # The scheduling contract that allows scheduling ahead under pipeline parallelism (compat.py).
+    set_default("VLLM_USE_V2_MODEL_RUNNER", "1")
     if sys.platform == "darwin":
         # Objective-C does not survive a fork.
         set_default("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,33 @@ def _emptying(name: str) -> Callable[[], None]:
     return replace
 
 
-OVERRIDES = tuple(
+def _validate_v2_model_runner(config: Any) -> None:
+    unsupported = config._get_v2_model_runner_unsupported_features()
+    if unsupported:
+        raise ValueError(f"vLLM's second scheduling contract does not support {', '.join(unsupported)}")
+
+
+def _replace_validation() -> None:
+    from vllm.config import VllmConfig
+
+    VllmConfig._validate_v2_model_runner = _validate_v2_model_runner
+
+
+OVERRIDES = (
     Override(
+        target="vllm.config.VllmConfig._validate_v2_model_runner",
+        reason="only the contract of vLLM's second model runner schedules ahead under pipeline parallelism; it demands "
+        "Triton for kernels that are not used here",
+        versions="vllm 0.32",
+        apply=_replace_validation,
+    ),
+    *(Override(
         target=f"torch.accelerator.{name}",
         reason="vLLM calls it when any platform but its own CPU one shuts down; without an accelerator torch raises",
         versions="vllm 0.32, torch 2.13",
         apply=_emptying(name),
     )
-    for name in ("empty_cache", "empty_host_cache")
+    for name in ("empty_cache", "empty_host_cache")),
 )
 
 
