@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from vllm_helpers import PROMPTS, expected_tokens
 
 OUTPUT = 16
