@@ -47,3 +47,83 @@ def test_tensor_parallel_over_two_machines(machines: Machines, tiny: Path, expec
     path = hostfile(machines, ["h1", "h2"], backend="ring", envs=["TANDEM_TEST_WORD=1"])
     with serving(machines, str(tiny), "--hostfile", path, "--tensor-parallel-size", "2") as server:
         assert server.complete() == expected
+
+
+def test_two_stages_over_three_machines_with_weights_from_the_head(
+        machines: Machines, tiny: Path, expected: str, tmp_path: Path) -> None:
+    path = hostfile(machines, ["h1", "h2", "h0"])
+    for name in machines.names:
+        machines.set_variables(name, {"TANDEM_CACHE": str(tmp_path / name)})
+    with serving(machines, str(tiny), "--hostfile", path, "--parallel", "2,1", "--weights-from", "head") as server:
+        assert server.complete() == expected
+        assert all(any((tmp_path / name).rglob("*.safetensors")) for name in machines.names)
+
+
+def fails(machines: Machines, tiny: Path, *arguments: str, code: int = 2) -> str:
+    """The last line of a server that cannot start."""
+    with serving(machines, str(tiny), *arguments, ready=False) as server:
+        assert server.process.wait(90) == code, server.log
+        return [line for line in server.log.splitlines() if "tandem: " in line][-1]
+
+
+def test_a_machine_that_is_off_is_named(machines: Machines, tiny: Path) -> None:
+    path = hostfile(machines, ["h1", "h2"])
+    machines.cut("h2")
+    try:
+        assert "host h2: it cannot be reached; check that it is on" in fails(machines, tiny, "--hostfile", path)
+    finally:
+        machines.heal("h2")
+
+
+def test_a_name_that_nobody_knows(machines: Machines, tiny: Path) -> None:
+    path = hostfile(machines, ["h1", {"ssh": "nowhere.invalid"}])
+    assert "host nowhere.invalid: nowhere.invalid is not known here" in fails(machines, tiny, "--hostfile", path)
+
+
+def test_a_machine_that_refuses_the_key_is_named(machines: Machines, tiny: Path) -> None:
+    path, keys = hostfile(machines, ["h1", "h2"]), machines["h2"].home / ".ssh" / "authorized_keys"
+    before = keys.read_text()
+    keys.write_text("")
+    try:
+        assert "host h2: ssh refuses this user's key; `ssh-copy-id h2`" in fails(machines, tiny, "--hostfile", path)
+    finally:
+        keys.write_text(before)
+
+
+def test_a_machine_whose_host_key_is_not_known_is_named(machines: Machines, tiny: Path) -> None:
+    path, known = hostfile(machines, ["h1", "h2"]), machines["h0"].home / ".ssh" / "known_hosts"
+    before = known.read_text()
+    known.write_text("".join(line + "\n" for line in before.splitlines() if not line.startswith("h2")))
+    try:
+        assert "host h2: its host key is not the known one" in fails(machines, tiny, "--hostfile", path)
+    finally:
+        known.write_text(before)
+
+
+def test_another_version_is_named_with_its_machine(machines: Machines, tiny: Path, tmp_path: Path) -> None:
+    old = tmp_path / "mlx-0.1.0.dist-info"
+    old.mkdir()
+    (old / "METADATA").write_text("Metadata-Version: 2.1\nName: mlx\nVersion: 0.1.0\n")
+    before = machines.variables["h2"]["PYTHONPATH"]
+    machines.set_variables("h2", {"PYTHONPATH": f"{tmp_path}:{before}"})
+    try:
+        line = fails(machines, tiny, "--hostfile", hostfile(machines, ["h1", "h2"]))
+    finally:
+        machines.set_variables("h2", {"PYTHONPATH": before})
+    assert "h2 has mlx 0.1.0 (here " in line and "install the same versions" in line
+
+
+def test_a_machine_without_tandem_is_named(machines: Machines, tiny: Path) -> None:
+    path = hostfile(machines, ["h1", {"ssh": "h2", "python": "/nowhere/python"}])
+    assert "host h2: no Python with Tandem was found there" in fails(machines, tiny, "--hostfile", path)
+
+
+def test_an_address_that_the_machine_does_not_have_is_named(machines: Machines, tiny: Path) -> None:
+    path = hostfile(machines, ["h1", {"ssh": "h2", "ips": [machines["h1"].address]}])
+    line = fails(machines, tiny, "--hostfile", path)
+    assert f"host h2: h2 has no address {machines['h1'].address}" in line
+
+
+def test_more_ranks_than_hosts(machines: Machines, tiny: Path) -> None:
+    line = fails(machines, tiny, "--hostfile", hostfile(machines, ["h1", "h2"]), "-pp", "3")
+    assert "the layout has 3 ranks" in line and "has 2 hosts" in line
