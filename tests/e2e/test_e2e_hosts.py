@@ -38,7 +38,7 @@ def test_the_demo_model_in_a_pipeline_over_two_machines_and_ctrl_c(machines: Mac
     with serving(machines, "demo", "--hostfile", path) as server:
         assert "[h1] " in server.log and "[h2] " in server.log and "[Rank 1] stage 2/2" in server.log
         assert "2 rank(s), 2 stage(s)" in server.log
-        assert machines.processes("h1", "tandem.executors.worker") and machines.processes("h2", "tandem.executors.worker")
+        assert all(machines.processes(name, "tandem.executors.worker") for name in ("h1", "h2"))
         assert "Paris" in server.complete(tokens=8, prompt="The capital of France is", ignore_eos=False)
         assert server.stop(signal.SIGINT) == 0
 

@@ -111,6 +111,7 @@ class RankHost:
         self._payload = payload
         self._mlx = mlx or MlxWorld()
         self._id = secrets.token_hex(8)
+        self._attempts = 0
         self._rank: _Rank | None = None
         self._told_to_end = False
         self._heartbeat_s = 0.0
@@ -169,8 +170,9 @@ class RankHost:
             raise UsageError(f"{socket.gethostname()} has no address {address}, which is given for it (`ips` in a "
                              f"hostfile, or --address); towards the head it has {address_towards(head)}")
         link = HostEnd(f"tcp://{head}:{port}", self._payload.keys, secrets.token_hex(8))
-        join = Join(facts=host_facts(address), host_id=self._id, head=head, slot=self._payload.slot,
-                    ticket=self._payload.ticket, mlx=self._mlx)
+        self._attempts += 1
+        join = Join(facts=host_facts(address), host_id=self._id, attempt=self._attempts, head=head,
+                    slot=self._payload.slot, ticket=self._payload.ticket, mlx=self._mlx)
         try:
             while time.monotonic() < until and not self._told_to_end:
                 link.send(join)
@@ -185,10 +187,10 @@ class RankHost:
                     self._heartbeat_s = answer.heartbeat_timeout
                     return link, ""
         except BaseException:
-            link.close()
+            link.close(flush=False)
             raise
         trouble = link.trouble
-        link.close()
+        link.close(flush=False)
         return None, trouble
 
     # --- serving ---

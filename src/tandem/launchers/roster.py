@@ -292,6 +292,10 @@ class Roster:
     def _greet(self, identity: bytes, join: Join) -> None:
         with self._changed:
             if identity not in self._members:
+                for earlier in [one for one in self._members.values() if one.join.host_id == join.host_id]:
+                    if earlier.join.attempt > join.attempt:
+                        return  # this one was under way for long; the rank host has connected anew since
+                    self._strike(earlier, "has joined anew")
                 if (reason := self._objection(join)) is not None:
                     log.warning("refused %s (%s): %s", join.facts.name, join.facts.address, reason)
                     self._refusals[join.slot] = reason
@@ -313,16 +317,15 @@ class Roster:
                      for name in own if facts.versions.get(name) != own[name]]
         if different:
             return f"{facts.name} has {', '.join(different)}; install the same versions on all machines"
-        if self._needs_tickets and (join.slot is None or self._tickets.pop(join.slot, None) != join.ticket):
+        if self._needs_tickets and (join.slot is None or self._tickets.get(join.slot) != join.ticket):
             return "its ticket is not valid, or has been used"
         if join.slot is None:
             return None
+        self._tickets.pop(join.slot, None)
         if self._count and join.slot >= self._count:
             return f"rank {join.slot} was asked for, and the layout has {self._count} ranks"
         holder = next((one for one in self._members.values() if one.slot == join.slot), None)
-        if holder is not None and holder.join.host_id == join.host_id:
-            self._strike(holder, "has joined anew")
-        elif holder is not None:
+        if holder is not None:
             return f"rank {join.slot} is taken: {holder.facts.name} (process {holder.facts.pid}) has it"
         return None
 

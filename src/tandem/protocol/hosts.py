@@ -67,6 +67,8 @@ class Join(Struct, frozen=True, tag=True, kw_only=True):
     facts: HostFacts
     host_id: str
     """Of the rank host: the same whenever it joins."""
+    attempt: int
+    """Rises with each connection on which it tries."""
     head: str
     """Address by which the rank host has reached the head; ranks will reach the engine by it too."""
     slot: Number | None = None

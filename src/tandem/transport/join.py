@@ -107,8 +107,10 @@ class HostEnd:
             return None
         return self._decoder.decode(self.socket.recv())
 
-    def close(self) -> None:
-        """Send what is queued for up to half a second, and close."""
+    def close(self, *, flush: bool = True) -> None:
+        """Close; with `flush` what is queued gets half a second."""
+        if not flush:
+            self.socket.linger = 0
         self.socket.disable_monitor()
         self._monitor.close()
         self.socket.close()

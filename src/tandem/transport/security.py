@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 REFUSALS_S = 600.0
 """Seconds for which further refused peers of a socket are not logged."""
-_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 DOMAIN = "tandem"
 
@@ -69,7 +69,7 @@ class Authenticator:
 
     def watch(self, socket: zmq.Socket[bytes], name: str) -> None:
         """Log when a peer is refused at `socket`, a bound one, in whose messages it is called `name`."""
-        monitor = socket.get_monitor_socket(_REFUSED | zmq.EVENT_MONITOR_STOPPED)
+        monitor = socket.get_monitor_socket(_EVENTS)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
         thread = threading.Thread(target=_log_refusals, args=(monitor, name, endpoint), name="refusals", daemon=True)
         thread.start()
@@ -86,11 +86,21 @@ class Authenticator:
 
 
 def _log_refusals(monitor: zmq.Socket[bytes], name: str, endpoint: str) -> None:
-    """A scanner may knock a thousand times: the first refusal is a warning, those soon after are not."""
-    quiet_until = 0.0
-    while (event := recv_monitor_message(monitor)["event"]) != zmq.EVENT_MONITOR_STOPPED:
-        reason = "without the cluster's keys" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "whose greeting is wrong"
-        if time.monotonic() >= quiet_until:
-            quiet_until = time.monotonic() + REFUSALS_S
-            log.warning("refused a peer %s at the %s %s; others are not logged for a while", reason, name, endpoint)
+    """Log peers that go without a handshake. A scanner may knock a thousand times: the first is a warning, those soon
+    after are not.
+
+    ZeroMQ does not say whose handshake it is that succeeded; the youngest connection's is the best guess.
+    """
+    quiet_until, strangers = 0.0, []
+    while (event := recv_monitor_message(monitor))["event"] != zmq.EVENT_MONITOR_STOPPED:
+        if event["event"] == zmq.EVENT_ACCEPTED:
+            strangers.append(int(event["value"]))
+        elif event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            strangers = strangers[:-1]
+        elif int(event["value"]) in strangers:
+            strangers.remove(int(event["value"]))
+            if time.monotonic() >= quiet_until:
+                quiet_until = time.monotonic() + REFUSALS_S
+                log.warning("refused a peer at the %s %s: it does not hold this cluster's keys (others are not logged "
+                            "for a while)", name, endpoint)
     monitor.close()

@@ -1,0 +1,95 @@
+"""Machines, links and heads that fail while they serve: what goes on, what ends, and that nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hosts import Served, eventually, hostfile, left_over, serving
+from netns import Machines
+from tandem.testing import tiny_model
+
+pytestmark = pytest.mark.slow
+LONG = 400
+
+
+@pytest.fixture(scope="module")
+def machines(make_machines) -> Machines:
+    return make_machines(3)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("hosts") / "tiny", "llama")
+
+
+def running(machines: Machines, name: str, module: str) -> list[int]:
+    """Process ids of `python -m module` on a machine."""
+    return [pid for pid, line in machines.processes(name, module).items() if not line.startswith("ssh ")]
+
+
+def kill(machines: Machines, name: str, module: str) -> None:
+    for pid in running(machines, name, module):
+        os.kill(pid, signal.SIGKILL)
+
+
+def answer_in_background(server: Served) -> tuple[threading.Thread, list[str]]:
+    texts: list[str] = []
+    thread = threading.Thread(target=lambda: texts.append(server.complete(LONG)))
+    thread.start()
+    time.sleep(0.5)
+    return thread, texts
+
+
+def test_answers_survive_a_rank_a_rank_host_and_a_cable(machines: Machines, tiny: Path) -> None:
+    """One server, three faults, the same greedy answer after each."""
+    with serving(machines, str(tiny), "--hostfile", hostfile(machines, ["h1", "h2"])) as server:
+        undisturbed = server.complete(LONG)
+        for module in ("tandem.executors.worker", "tandem.launchers.rank_host"):
+            before = running(machines, "h2", module)
+            thread, texts = answer_in_background(server)
+            kill(machines, "h2", module)
+            thread.join(120)
+            assert texts == [undisturbed], server.log
+            assert set(running(machines, "h2", module)).isdisjoint(before)
+        thread, texts = answer_in_background(server)
+        machines.cut("h2")
+        try:
+            server.wait_for("h2.* is lost|no ping|not answer", 30)
+            # Its ranks end by themselves, cut off as they are.
+            assert eventually(lambda: not running(machines, "h2", "tandem.executors.worker"), 20) < 12
+        finally:
+            machines.heal("h2")
+        thread.join(120)
+        assert texts == [undisturbed], server.log
+
+
+def test_a_head_that_is_killed_leaves_nothing_on_any_machine_not_even_one_that_is_cut_off(
+        machines: Machines, tiny: Path) -> None:
+    with serving(machines, str(tiny), "--hostfile", hostfile(machines, ["h1", "h2"])):
+        machines.cut("h2")
+        try:
+            kill(machines, "h0", "tandem")
+            began = time.monotonic()
+            eventually(lambda: not left_over(machines), 20, lambda: left_over(machines))
+            assert time.monotonic() - began < 12
+        finally:
+            machines.heal("h2")
+
+
+def test_a_cable_that_is_cut_during_the_load_ends_the_start_with_its_reason(machines: Machines, tiny: Path) -> None:
+    path = hostfile(machines, ["h1", "h2"])
+    with serving(machines, str(tiny), "--hostfile", path, ready=False) as server:
+        server.wait_for(r"\[h2\] .*stage 2/2")
+        machines.cut("h2")
+        try:
+            assert server.process.wait(90) == 3, server.log
+            assert "on h2 is lost with its host, which has not answered for 8 s (heartbeat_timeout)" in server.log
+            eventually(lambda: not left_over(machines), 15, lambda: left_over(machines))
+        finally:
+            machines.heal("h2")

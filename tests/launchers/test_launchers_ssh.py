@@ -1,0 +1,170 @@
+"""What ssh is told, what its failures mean, and which addresses and devices the hosts of a file have."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.errors import ConfigError, UsageError
+from tandem.launchers.facts import launched_world
+from tandem.launchers.hostfile import HostEntry, Hostfile
+from tandem.launchers.manual import make_token, read_token
+from tandem.launchers.ssh import RANK_HOST_MODULE, SshLauncher, explain, remote_command, ssh_command
+
+HOST = HostEntry(ssh="mac2")
+
+
+def test_ssh_asks_nothing_shares_nothing_and_gives_up() -> None:
+    words = ssh_command("me@mac2", "true")
+    assert words[0] == "ssh" and words[-3:] == ["--", "me@mac2", "true"]
+    options = {words[i + 1] for i, word in enumerate(words) if word == "-o"}
+    assert {"BatchMode=yes", "ControlMaster=no", "ControlPath=none", "ConnectTimeout=10"} <= options
+    interval, count = (int(next(o for o in options if o.startswith(name)).partition("=")[2])
+                       for name in ("ServerAliveInterval", "ServerAliveCountMax"))
+    assert interval * count <= 8  # seconds until a cut line is noticed, as with heartbeats
+
+
+def fake_python(path: Path, says: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho {says} \"$@\"\n")
+    path.chmod(0o755)
+    return path
+
+
+def run(command: str, **variables: str) -> str:
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True,
+                          env={"PATH": "/usr/bin:/bin", "SHELL": "/bin/sh", **variables})
+    return done.stdout.strip()
+
+
+def test_the_interpreter_that_is_named_runs(tmp_path: Path) -> None:
+    python = fake_python(tmp_path / "a dir" / "python", "named")
+    assert run(remote_command(str(python))) == f"named -m {RANK_HOST_MODULE}"
+
+
+def test_otherwise_that_of_the_same_path_or_what_a_login_shell_finds(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    same = fake_python(tmp_path / "same" / "python", "same")
+    monkeypatch.setattr(sys, "executable", str(same))
+    assert run(remote_command(None)) == f"same -m {RANK_HOST_MODULE}"
+    same.unlink()
+    (tmp_path / ".profile").write_text(f"PATH={tmp_path}/bin:$PATH\n")
+    fake_python(tmp_path / "bin" / "python3", "python3")
+    assert run(remote_command(None), HOME=str(tmp_path)) == f"python3 -m {RANK_HOST_MODULE}"
+    fake_python(tmp_path / "bin" / "tandem", "tandem")
+    assert run(remote_command(None), HOME=str(tmp_path)) == "tandem rank --stdin"
+
+
+def test_the_command_is_one_word_for_any_login_shell() -> None:
+    words = shlex.split(remote_command(None))
+    assert words[:3] == ["exec", "sh", "-c"] and len(words) == 4
+
+
+@pytest.mark.parametrize(("code", "lines", "words"), [
+    (255, ["me@mac2: Permission denied (publickey)."], "refuses this user's key; `ssh-copy-id mac2`"),
+    (255, ["Host key verification failed."], "host key is not the known one"),
+    (255, ["ssh: Could not resolve hostname mac2: Name or service not known"], "its name is not known here"),
+    (255, ["ssh: connect to host mac2 port 22: Connection refused"], "start sshd there (macOS"),
+    (255, ["ssh: connect to host mac2 port 22: Connection timed out"], "cannot be reached; check that it is on"),
+    (255, ["ssh: connect to host mac2 port 22: Operation timed out"], "cannot be reached"),
+    (255, ["ssh: connect to host mac2 port 22: No route to host"], "cannot be reached"),
+    (255, ["kex_exchange_identification: banner line"], "banner line (ssh ended with 255)"),
+    (255, [], "nothing was said (ssh ended with 255)"),
+    (127, ["sh: 1: exec: python3: not found"], "no Python with Tandem was found there"),
+    (1, ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
+     "no Python with Tandem was found there"),
+    (2, ["some rank log", "tandem: h2 has no address 10.0.0.9"], "host mac2: h2 has no address 10.0.0.9"),
+])
+def test_failures_become_one_line_with_a_remedy(code: int, lines: list[str], words: str) -> None:
+    line = explain(HOST, code, lines)
+    assert line.startswith("host mac2: ") and words in line and "\n" not in line
+
+
+def launcher(*hosts: HostEntry, entries: tuple[int, ...] | None = None, **fields: object) -> SshLauncher:
+    return SshLauncher(Hostfile(path="hosts.json", hosts=hosts, **fields), entries)  # type: ignore[arg-type]
+
+
+def test_hosts_on_this_machine_alone_need_loopback_alone() -> None:
+    one = launcher(HostEntry(ssh="127.0.0.1"), HostEntry(ssh="localhost"), backend="ring", envs=(("A", "1"),))
+    try:
+        assert one.bus_host == "127.0.0.1" and one.environment(0) == {"A": "1"} and one.default_backend() == "ring"
+    finally:
+        one.close()
+
+
+def test_more_slots_than_hosts_are_refused() -> None:
+    one = launcher(HostEntry(ssh="127.0.0.1"))
+    try:
+        with pytest.raises(UsageError, match=r"more ranks than hosts.json has hosts \(1\)"):
+            one.bring([1], first=True)
+    finally:
+        one.close()
+
+
+def test_devices_of_the_chosen_hosts_alone() -> None:
+    rows = [(None, "en1", "en2"), ("en3", None, ("en4", "en5")), ("en6", "en7", None)]
+    hosts = [HostEntry(ssh="127.0.0.1", rdma=row, ips=("127.0.0.1",)) for row in rows]
+    one = launcher(*hosts, entries=(1, 2))
+    try:
+        assert one.devices(0) == [None, ["en4", "en5"]] and one.devices(1) == ["en7", None]
+        assert one.addresses(0) == ["127.0.0.1"]
+    finally:
+        one.close()
+
+
+def test_a_token_file_is_made_once_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    keys = make_token(str(path))
+    assert path.stat().st_mode & 0o777 == 0o600 and read_token(str(path)) == keys == make_token(str(path))
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="others can read .*chmod 600"):
+        make_token(str(path))
+    path.chmod(0o600)
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="is not a token file"):
+        read_token(str(path))
+    with pytest.raises(ConfigError, match="cannot read .*: No such file"):
+        read_token(str(tmp_path / "none"))
+    with pytest.raises(ConfigError, match="cannot make .*: No such file"):
+        make_token(str(tmp_path / "no" / "dir"))
+
+
+def test_what_mlx_launch_says_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("MLX_", "NCCL_", "OMPI_"))]:
+        monkeypatch.delenv(name)
+    assert launched_world().rank is None and launched_world().backend == ""
+    hosts, devices = tmp_path / "hosts", tmp_path / "devices"
+    hosts.write_text(json.dumps([["10.0.0.1:5000"], ["10.0.0.2:5001"]]))
+    devices.write_text(json.dumps([[None, "rdma_en2"], ["rdma_en2", None]]))
+    monkeypatch.setenv("MLX_RANK", "1")
+    monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
+    ring = launched_world()
+    assert (ring.rank, ring.backend, ring.hostfile[1]) == (1, "ring", ["10.0.0.2:5001"])
+    monkeypatch.delenv("MLX_HOSTFILE")
+    monkeypatch.setenv("MLX_IBV_DEVICES", str(devices))
+    monkeypatch.setenv("MLX_JACCL_COORDINATOR", "10.0.0.1:5000")
+    assert launched_world().backend == "jaccl" and launched_world().devices[0] == [None, "rdma_en2"]
+    monkeypatch.setenv("MLX_JACCL_RING", "1")
+    assert launched_world().backend == "jaccl-ring"
+    monkeypatch.delenv("MLX_IBV_DEVICES")
+    monkeypatch.setenv("NCCL_HOST_IP", "10.0.0.1")
+    monkeypatch.setenv("NCCL_PORT", "12345")
+    assert launched_world().backend == "nccl" and launched_world().nccl == "10.0.0.1:12345"
+
+
+@pytest.mark.parametrize("content", ["{", "3", "[3]", None])
+def test_what_mlx_launch_says_and_cannot_be_read_is_an_error(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None) -> None:
+    path = tmp_path / "hosts"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv("MLX_RANK", "0")
+    monkeypatch.setenv("MLX_HOSTFILE", str(path))
+    with pytest.raises(ConfigError, match="MLX_RANK is 0, but what comes with it cannot be read"):
+        launched_world()

@@ -1,0 +1,210 @@
+"""Who does not belong: at the bus and at the join socket strangers are refused, logged once, and disturb nobody."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import zmq
+
+from tandem.errors import TransportError
+from tandem.protocol.control import Failure
+from tandem.protocol.hosts import Leave, Ping
+from tandem.transport.bus import EngineBus, RankBus, rank_identity
+from tandem.transport.join import HeadEnd, HostEnd
+from tandem.transport.security import ClusterKeys
+
+FAILURE = Failure(0, "RankFailure", "message", "trace")
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
+"""ZMTP 3.1: signature, version, mechanism, as-server, filler."""
+
+
+@dataclass
+class Door:
+    """A bound socket of the cluster, whichever it is."""
+
+    name: str
+    keys: ClusterKeys
+    port: int
+    member: Callable[[int], Any]
+    """A member that connects to this port."""
+    heard: Callable[[], object]
+    """What has come in, None if nothing has for half a second."""
+    close: Callable[[], None]
+
+    def heard_soon(self) -> object:
+        """The first thing that comes."""
+        while (got := self.heard()) is None:
+            continue
+        return got
+
+    def works(self) -> bool:
+        """A member gets through."""
+        one = self.member(self.port)
+        one.send(FAILURE if self.name == "bus" else Leave())
+        got = self.heard_soon()
+        one.close()
+        return got is not None
+
+
+def bus_door(keys: ClusterKeys) -> Door:
+    bus = EngineBus(keys)
+    return Door("bus", keys, int(bus.endpoint.rpartition(":")[2]),
+                lambda port: RankBus(f"tcp://127.0.0.1:{port}", keys, 0, "g"), lambda: bus.receive(0.5), bus.close)
+
+
+def join_door(keys: ClusterKeys) -> Door:
+    head = HeadEnd(keys, "127.0.0.1")
+
+    def heard() -> object:
+        head.socket.poll(500)
+        return head.receive()
+
+    return Door("join socket", keys, head.port, lambda port: HostEnd(f"tcp://127.0.0.1:{port}", keys, "host"), heard,
+                head.close)
+
+
+@pytest.fixture(params=[bus_door, join_door], ids=["bus", "join"])
+def door(request: pytest.FixtureRequest) -> Iterator[Door]:
+    one = request.param(ClusterKeys.generate())
+    yield one
+    one.close()
+
+
+def dealer(context: zmq.Context[zmq.Socket[bytes]], port: int, keys: ClusterKeys | None) -> zmq.Socket[bytes]:
+    one = context.socket(zmq.DEALER)
+    one.linger = 0
+    one.reconnect_ivl = 50
+    one.identity = rank_identity(0, "g")
+    if keys is not None:
+        keys.secure_connect(one)
+    one.connect(f"tcp://127.0.0.1:{port}")
+    return one
+
+
+def refusals(caplog: pytest.LogCaptureFixture, door: Door, wait_s: float = 10.0) -> int:
+    """Lines about refused peers, once there is one."""
+    deadline = time.monotonic() + wait_s
+    words = f"refused a peer at the {door.name} "
+    while not any(words in record.message for record in caplog.records) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sum(words in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize("stranger", ["no keys", "other keys", "the door's public key alone"])
+def test_a_peer_without_the_keys_is_refused_and_logged_once(
+        door: Door, caplog: pytest.LogCaptureFixture, stranger: str) -> None:
+    other = ClusterKeys.generate()
+    theirs = {"no keys": None, "other keys": other}.get(
+        stranger, msgspec.structs.replace(other, bind_public=door.keys.bind_public))
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with caplog.at_level(logging.WARNING, logger="tandem"):
+        intruders = [dealer(context, door.port, theirs) for _ in range(3)]
+        for one in intruders:
+            one.send(msgspec.msgpack.encode(FAILURE))
+        assert door.heard() is None  # several attempts by each, meanwhile
+        assert refusals(caplog, door) == 1
+        assert door.works()
+    context.destroy()
+
+
+def test_garbage_on_the_port_is_refused_and_logged_once(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="tandem"):
+        for junk in (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n" + b"\xff" * 5000, bytes(10_000), GREETING + b"\xff" * 500):
+            with socket.create_connection(("127.0.0.1", door.port)) as raw:
+                raw.sendall(junk)
+                assert door.works()
+        assert refusals(caplog, door) == 1
+
+
+def test_a_huge_frame_is_announced_in_vain(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    """One gigabyte announced by a stranger: the connection ends, and no memory is set aside for it."""
+    before = psutil.Process().memory_info().rss
+    with caplog.at_level(logging.WARNING, logger="tandem"), \
+            socket.create_connection(("127.0.0.1", door.port), timeout=10) as raw:
+        raw.sendall(GREETING)
+        raw.sendall(b"\x06" + struct.pack(">Q", 2**30) + bytes(1000))  # a long command frame
+        while raw.recv(4096):
+            pass
+        assert refusals(caplog, door) == 1
+    assert psutil.Process().memory_info().rss - before < 64 * 2**20
+    assert door.works()
+
+
+def test_a_huge_frame_of_a_member_ends_its_connection_alone(door: Door) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    member = dealer(context, door.port, door.keys)
+    member.send(bytes(300 * 2**20))
+    assert door.heard() is None
+    context.destroy()
+    assert door.works()
+
+
+class Recorder:
+    """Passes a member's connection on to a door and keeps the bytes that the member sent."""
+
+    def __init__(self, port: int) -> None:
+        self.sent = bytearray()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self._target = port
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        near, _ = self._listener.accept()
+        far = socket.create_connection(("127.0.0.1", self._target))
+        back = threading.Thread(target=self._copy, args=(far, near, bytearray()), daemon=True)
+        back.start()
+        self._copy(near, far, self.sent)
+        back.join(10)
+        near.close()
+        far.close()
+
+    @staticmethod
+    def _copy(source: socket.socket, target: socket.socket, kept: bytearray) -> None:
+        try:
+            while data := source.recv(65536):
+                kept += data
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # the other side has closed
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def test_a_replayed_hello_is_refused(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder(door.port)
+    member = door.member(recorder.port)
+    member.send(FAILURE if door.name == "bus" else Leave())
+    assert door.heard() is not None
+    member.close()
+    time.sleep(0.2)
+    assert len(recorder.sent) > 300  # greeting, handshake and the message
+    with caplog.at_level(logging.WARNING, logger="tandem"):
+        with socket.create_connection(("127.0.0.1", door.port)) as raw:
+            raw.sendall(recorder.sent)
+            assert door.heard() is None
+        assert refusals(caplog, door) == 1
+    assert door.works()
+    recorder.close()
+
+
+def test_bytes_of_a_member_that_are_no_message_of_its_kind(door: Door) -> None:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    member = dealer(context, door.port, door.keys)
+    member.send(msgspec.msgpack.encode(Ping(1)))  # a head's word, not a host's or a rank's
+    with pytest.raises(TransportError):
+        door.heard_soon()
+    context.destroy()
+    assert door.works()
