@@ -14,8 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -27,9 +27,11 @@ from tandem.cli.processes import MODULE, prepared
 from tandem.cli.vigil import Vigil
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
+from tandem.engine.machines import ranks_of
 from tandem.env import child_environment, engine_socket_path
 from tandem.errors import UsageError
 from tandem.launchers.process import ChildProcess
+from tandem.launchers.ray_driver import new_cluster
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import (
     AddReplica,
@@ -68,10 +70,21 @@ def checked(settings: Settings) -> Settings:
 def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda settings: None) -> int:
     """Serve until a signal; `on_listening` gets the settings with the port that is bound. Raises UsageError."""
     listener = listen(settings.server.host, settings.server.port)
-    with listener:
+    with listener, _with_cluster(settings) as settings:
         completed = _completed(settings, listener)
         on_listening(completed)
         return Supervisor(completed, listener).run()
+
+
+@contextmanager
+def _with_cluster(settings: Settings) -> Iterator[Settings]:
+    """With `--ray-address new` a Ray cluster of this server's own, which all its replicas share."""
+    parallel = settings.parallel
+    if parallel.ray_address != "new":
+        yield settings
+        return
+    with new_cluster(parallel.data_parallel_size * ranks_of(parallel)) as address:
+        yield dataclasses.replace(settings, parallel=dataclasses.replace(parallel, ray_address=address))
 
 
 def _completed(settings: Settings, listener: socket.socket) -> Settings:

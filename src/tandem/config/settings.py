@@ -59,9 +59,9 @@ class ParallelSettings:
     executor: Literal["auto", "inline", "cluster"] = "auto"
     """inline: the whole model in the engine's process; cluster: ranks in processes of their own. auto: inline for one
     stage."""
-    launcher: Literal["auto", "local", "ssh", "manual"] = "auto"
-    """How ranks are started. local: on this machine; ssh: on the hosts of `hostfile`; manual: by `tandem rank` on each
-    machine. auto: ssh with a hostfile, else local."""
+    launcher: Literal["auto", "local", "ssh", "ray", "manual"] = "auto"
+    """How ranks are started. local: on this machine; ssh: on the hosts of `hostfile`; ray: on the nodes of a Ray
+    cluster; manual: by `tandem rank` on each machine. auto: ssh with a hostfile, else local."""
     hostfile: str | None = None
     """MLX's hostfile: machines for the ranks, one rank for each entry, in order. Without a layout of your own they
     form a pipeline."""
@@ -76,6 +76,9 @@ class ParallelSettings:
     """Port at which `tandem rank` joins with the manual launcher; further replicas take the ports behind it."""
     token_file: str | None = None
     """File with the keys that `tandem rank` needs to join; made if it is missing."""
+    ray_address: str | None = None
+    """Ray cluster of the ray launcher: host:port of its head, auto (the one that runs on this machine), or new (one
+    that Tandem starts here, and ends). By default what RAY_ADDRESS says, else auto."""
     heartbeat_timeout: float = 8.0
     """Seconds of silence after which a rank's machine and the engine's give each other up; the rank then ends."""
     threads_per_rank: int | None = None

@@ -54,7 +54,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "drain_timeout": (0.0, math.inf),
 }
 _NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "journal", "engine_socket",
-              "hostfile", "remote_python", "head_address", "token_file")
+              "hostfile", "remote_python", "head_address", "token_file", "ray_address")
 
 
 def default_label(name: str) -> str:
@@ -144,7 +144,8 @@ def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
     if parallel.executor == "inline" and launcher not in ("auto", "local"):
         raise ConfigError(f"{label('executor')} inline: computes in the engine's process, not on the machines of "
                           f"{label('launcher')} {launcher}; leave one out", param="executor")
-    takers = {"hostfile": "ssh", "host_entries": "ssh", "remote_python": "ssh", "token_file": "manual"}
+    takers = {"hostfile": "ssh", "host_entries": "ssh", "remote_python": "ssh", "token_file": "manual",
+              "ray_address": "ray"}
     for name, taker in takers.items():
         if getattr(parallel, name) is not None and launcher != taker:
             raise ConfigError(f"{label(name)}: is for {label('launcher')} {taker}, not {launcher}; leave one out",

@@ -113,6 +113,12 @@ def make_launcher(settings: Settings) -> Launcher:
         return ManualLauncher(port=parallel.join_port, token_file=parallel.token_file,
                               head_address=parallel.head_address, heartbeat_s=parallel.heartbeat_timeout,
                               threads_per_rank=parallel.threads_per_rank)
+    if kind == "ray":
+        from tandem.launchers.ray_hosts import RayLauncher
+
+        return RayLauncher(parallel.ray_address, ranks_of(parallel), head_address=parallel.head_address,
+                           heartbeat_s=parallel.heartbeat_timeout, threads_per_rank=parallel.threads_per_rank,
+                           log_level=level)
     from tandem.launchers.local import LocalLauncher
 
     return LocalLauncher(parallel.threads_per_rank)

@@ -23,15 +23,16 @@ class ChildProcess:
     """
 
     def __init__(self, module: str, payload: bytes, *, env: Mapping[str, str], name: str, arguments: Sequence[str] = (),
-                 pass_fds: Sequence[int] = ()) -> None:
+                 pass_fds: Sequence[int] = (), output: int | None = None) -> None:
         """Start `python -m module arguments...`.
 
         `payload` must not contain a newline; `env` is the child's whole environment, `pass_fds` are files that it
-        inherits.
+        inherits. What it writes goes to the file `output`, if one is given.
         """
         self.name = name
         self._process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE,
-                                         env=dict(env), start_new_session=True, pass_fds=tuple(pass_fds))
+                                         env=dict(env), start_new_session=True, pass_fds=tuple(pass_fds),
+                                         stdout=output, stderr=output)
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")

@@ -1,0 +1,167 @@
+"""The Ray driver (launchers/ray.py) as its parent sees it: a child process with a link."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from tandem.env import child_environment, runtime_dir, variable
+from tandem.errors import RankFailure, UsageError
+from tandem.launchers.process import ChildProcess
+from tandem.protocol.placement import (
+    ClusterRefused,
+    Connected,
+    DriverMessage,
+    DriverPayload,
+    HostEnded,
+    HostOutput,
+    PlaceRanks,
+)
+
+log = logging.getLogger(__name__)
+
+MODULE = "tandem.launchers.ray"
+CONNECT_S = 30.0
+"""Seconds that the driver gets to connect. It gives up by itself sooner, unless what is there never answers."""
+NEW_S = 120.0
+"""Seconds in which a new cluster must be up."""
+END_S = 5.0
+LAST_WORDS = 20
+"""Lines of the driver's output that are kept for the message when it dies."""
+
+
+def ray_variables() -> dict[str, str | None]:
+    """Environment of the driver, and of a cluster that it starts; what the user has set stays."""
+    wanted = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_AUTO_CONNECT": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Seconds until it gives up connecting to something that is not a head, or to one whose node this is not.
+        "RAY_NUM_REDIS_GET_RETRIES": "5",
+        "RAY_gcs_server_request_timeout_seconds": "10",
+        # Only bytes and strings cross, so that a different patch release of Python does no harm.
+        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
+    }
+    if sys.platform == "darwin":
+        wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # without it Ray keeps to loopback
+    if variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH") or (Path.home() / ".ray" / "auth_token").exists():
+        wanted["RAY_AUTH_MODE"] = "token"  # as `ray start` does; a cluster without authentication does not mind
+    return {name: variable(name) or value for name, value in wanted.items()}
+
+
+class RayDriver:
+    """Starts the driver and speaks with it."""
+
+    def __init__(self, address: str | None, start_units: int,
+                 on_host: Callable[[HostOutput | HostEnded], None]) -> None:
+        """`address` and `start_units` as in `DriverPayload` (None: what RAY_ADDRESS says, else auto); `on_host`
+        is called in another thread.
+
+        Raises UsageError when Ray is not installed.
+        """
+        if importlib.util.find_spec("ray") is None:
+            raise UsageError("--launcher ray needs Ray on every machine: pip install 'mlx-tandem[ray]'",
+                             param="launcher")
+        self._address = address or variable("RAY_ADDRESS") or "auto"
+        payload = DriverPayload(address=self._address, start_units=start_units,
+                                lock=str(runtime_dir() / "ray-placement.lock"))
+        self._on_host = on_host
+        self._news: queue.Queue[DriverMessage | None] = queue.Queue()
+        self._link, far = socket.socketpair()
+        reading, writing = os.pipe()
+        with far, open(writing, "wb"):
+            self._process = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(ray_variables()),
+                                         name="Ray driver", arguments=(str(far.fileno()),), pass_fds=[far.fileno()],
+                                         output=writing)
+        self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        threading.Thread(target=self._read_words, args=(reading,), name="ray-words", daemon=True).start()
+        threading.Thread(target=self._read, name="ray-driver", daemon=True).start()
+
+    def _read_words(self, reading: int) -> None:
+        """What Ray prints: much, and of little use unless the driver dies of it."""
+        with open(reading, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._last_words.append(line.rstrip())
+                log.debug("ray: %s", line.rstrip())
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError), self._link.makefile("rb") as lines:
+            for line in lines:
+                message = msgspec.json.decode(line, type=DriverMessage)
+                if isinstance(message, HostOutput | HostEnded):
+                    self._on_host(message)
+                else:
+                    self._news.put(message)
+        self._news.put(None)
+
+    def connect(self) -> Connected:
+        """Wait until it is connected. Raises UsageError when it cannot, RankFailure when it ends."""
+        timeout_s = NEW_S if self._address == "new" else CONNECT_S
+        message = self.next(timeout_s)
+        if not isinstance(message, Connected):
+            raise UsageError(f"no Ray head has answered at {self._address} within {timeout_s:.0f} s; is it one, and "
+                             "does a firewall let Ray's ports through?")
+        return message
+
+    @property
+    def ended(self) -> bool:
+        """It is no more."""
+        return self._process.poll() is not None
+
+    def send(self, request: PlaceRanks) -> None:
+        """Raises RankFailure when the driver has ended."""
+        try:
+            self._link.sendall(msgspec.json.encode(request) + b"\n")
+        except OSError as error:
+            raise RankFailure(f"the Ray driver is gone: {error}") from error
+
+    def next(self, timeout_s: float) -> DriverMessage | None:
+        """Its next message; None when `timeout_s` seconds pass.
+
+        Raises UsageError for what the user must mend, RankFailure when the driver has ended.
+        """
+        try:
+            message = self._news.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            return None
+        if isinstance(message, ClusterRefused):
+            raise UsageError(message.message)
+        if message is None:
+            self._process.wait(END_S)
+            raise RankFailure(f"the Ray driver {self._process.describe_exit()}; has the cluster ended?",
+                              details="\n".join(self._last_words))
+        return message
+
+    def close(self) -> None:
+        """End it; Ray then ends what it placed."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        if not self._process.wait(END_S):
+            self._process.kill()
+            self._process.wait(END_S)
+        self._link.close()
+
+
+@contextmanager
+def new_cluster(units: int) -> Iterator[str]:
+    """A Ray cluster of this machine alone, with room for `units` ranks, while the context lasts; gives its address.
+
+    Raises UsageError and RankFailure.
+    """
+    driver = RayDriver("new", units, lambda news: None)
+    try:
+        yield driver.connect().cluster
+    finally:
+        driver.close()

@@ -1,0 +1,121 @@
+"""Which Ray nodes carry a replica's ranks. Pure: Ray itself is asked elsewhere."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Collection, Sequence
+
+from msgspec import Struct
+
+from tandem.errors import UsageError
+
+UNIT = "mlx"
+"""Resource that a node advertises once for each device that can carry a rank."""
+_APPLE_GPU = re.compile(r"accelerator_type:M\d+(-(Pro|Max|Ultra))?")
+"""Resource that Ray adds by itself on Apple silicon, next to `GPU`."""
+
+
+class RayNode(Struct, frozen=True):
+    """A node as the cluster describes it."""
+
+    node_id: str
+    address: str
+    """That it advertises; ranks elsewhere will connect to it."""
+    host: str
+    total: dict[str, float]
+    """Its resources."""
+    free: dict[str, float]
+    """What of them nobody has taken."""
+    trouble: str = ""
+    """Why it cannot be used, whatever it has."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What a rank takes here; empty when the node cannot carry one.
+
+        Where both `mlx` and `GPU` stand for the same devices a rank takes one of each, so that nobody else gets the
+        device under its other name.
+        """
+        gpu = {"GPU": 1.0} if self.total.get("GPU", 0) else {}
+        if self.total.get(UNIT, 0):
+            return {UNIT: 1.0, **gpu}
+        return gpu if any(_APPLE_GPU.fullmatch(name) for name in self.total) else {}
+
+    def units(self, amounts: dict[str, float]) -> int:
+        """Ranks that these amounts of its resources suffice for."""
+        return min((int(amounts.get(name, 0.0)) for name in self.bundle), default=0)
+
+    @property
+    def where(self) -> str:
+        """Address and name, for messages."""
+        return f"{self.address} ({self.host})" if self.host not in ("", self.address) else self.address
+
+    def describe(self) -> str:
+        """Address, name, and what it has for ranks."""
+        if self.trouble:
+            return f"{self.where}: {self.trouble}"
+        if not self.bundle:
+            gpus = ", its GPUs count on Apple silicon only" if self.total.get("GPU", 0) else ""
+            return f"{self.where}: no `{UNIT}` resource{gpus}"
+        counts = " ".join(f"{name} {self.total[name]:g}" for name in self.bundle)
+        return f"{self.where}: {counts}, room for {self.units(self.free)} of {self.units(self.total)} rank(s)"
+
+
+def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[str] = ()) -> list[RayNode] | None:
+    """A node for each of `count` ranks, in the order of ranks; None when there is too little room.
+
+    The nodes with most room are filled first: a replica stays together where nodes have several devices, and the next
+    one goes to another node. Ranks are ordered by their nodes' addresses, those on the engine's own node (`here`)
+    first, so that a chain of machines numbered along its cables is used in that order. Nodes whose ids are in `avoid`
+    are taken when nothing else is left.
+    """
+    room = sorted((node for node in nodes if not node.trouble and node.units(node.free)),
+                  key=lambda node: (node.node_id in avoid, -node.units(node.free), _order(node, here)))
+    chosen = [node for node in room for _ in range(node.units(node.free))][:count]
+    return sorted(chosen, key=lambda node: _order(node, here)) if len(chosen) == count else None
+
+
+def check_addresses(nodes: Sequence[RayNode], here: str) -> None:
+    """Raises UsageError when ranks or the engine would be given loopback addresses of other machines."""
+    remote = [node for node in nodes if not _is_loopback(node.address)]
+    local = [node for node in nodes if _is_loopback(node.address)]
+    if local and (remote or not _is_loopback(here)):
+        raise UsageError(
+            f"Ray node {local[0].where} advertises a loopback address, while "
+            f"{f'node {remote[0].where}' if remote else f'the engine is at {here} and'} does not; they cannot reach "
+            "one another so. Start Ray on each machine with --node-ip-address=ADDRESS, the address that the others "
+            "reach it at")
+    if remote and _is_loopback(here):
+        raise UsageError(f"the Ray node that the engine runs on advertises the loopback address {here}, while node "
+                         f"{remote[0].where} does not; start Ray here with --node-ip-address=ADDRESS, the address that "
+                         "the others reach this machine at")
+
+
+def shortage(nodes: Sequence[RayNode], count: int, cluster: str) -> str:
+    """Why `count` ranks have no room, in one line: what the cluster has, and what to do."""
+    total = sum(node.units(node.total) for node in nodes if not node.trouble)
+    free = sum(node.units(node.free) for node in nodes if not node.trouble)
+    listed = "; ".join(node.describe() for node in nodes) or "no node"
+    if total >= count:
+        remedy = "end what else uses them, or use fewer ranks"
+    else:
+        remedy = ("on a machine that is to carry a rank run `ray start "
+                  f"--address={cluster} --node-ip-address=ADDRESS --resources='{{\"{UNIT}\": 1}}'`")
+    return (f"{count} rank(s) need a device each, the Ray cluster at {cluster} has {total}, {free} of them free: "
+            f"{listed}. Remedy: {remedy}")
+
+
+def _order(node: RayNode, here: str) -> tuple[bool, int, int | str, str]:
+    try:
+        address = ipaddress.ip_address(node.address)
+        return (node.address != here, address.version, int(address), node.node_id)
+    except ValueError:
+        return (node.address != here, 9, node.address, node.node_id)
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
