@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -185,8 +188,32 @@ def test_top_shows_the_server(url: str) -> None:
     done = tandem("top", "--base-url", url, "--once", "--interval", "0.2")
     assert done.returncode == 0, done.stderr
     assert "healthy" in done.stdout and re.search(r"tokens/s \d.* TTFT \d+ ms", done.stdout)
-    ranks = re.findall(r"│ (\d) +│ 0 +│ (\d) +│ (\d-\d) ", done.stdout)
+    ranks = re.findall(r"^ *(\d) +0 +(\d) +(\d-\d) ", done.stdout, re.MULTILINE)
     assert ranks == [("0", "0", "0-1"), ("1", "1", "2-3")]
+
+
+def test_top_watches_until_it_is_interrupted(url: str) -> None:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "top", "--base-url", url, "--interval", "0.1"],
+        stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT | {"OPENAI_API_KEY": "secret", "TERM": "xterm"},
+    )
+    os.close(slave)
+    screen = b""
+    try:
+        while screen.count(b"healthy") < 3:
+            readable, _, _ = select.select([master], [], [], 60)
+            assert readable, screen
+            screen += os.read(master, 65536)
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while os.read(master, 65536):
+                pass
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(master)
 
 
 def test_comm(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ for name, source in json.load(sys.stdin).items():
 """
 
 
+@pytest.mark.slow
 def test_bombs_end_soon_and_small():
     done = subprocess.run([sys.executable, "-c", _RUN], input=json.dumps(BOMBS), capture_output=True, text=True, timeout=200)
     outcomes = [json.loads(line) for line in done.stdout.splitlines()]

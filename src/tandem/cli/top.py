@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -121,7 +122,7 @@ def _mean(before: Look, now: Look) -> str:
 
 
 def _replicas(now: Look) -> Table:
-    table = Table("replica", "state", "ranks", "running", "waiting", "KV tokens", "", "restarts", title_justify="left")
+    table = _table("replica", "state", "ranks", "running", "waiting", "KV tokens", "", "restarts")
     for replica in now.status["replicas"]:
         used, total = replica["kv_tokens_used"], replica["kv_tokens_total"]
         state = Text(replica["state"], _COLOURS.get(replica["state"], "red"))
@@ -133,7 +134,7 @@ def _replicas(now: Look) -> Table:
 def _ranks(now: Look) -> Table:
     """Bars compare ranks: the fullest is the rank with the highest peak."""
     ranks = now.health.get("ranks", [])
-    table = Table("rank", "replica", "stage", "layers", "host", "pid", "weights", "KV", "peak memory", "", "ms/step")
+    table = _table("rank", "repl", "stage", "layers", "host", "pid", "weights", "KV", "peak", "", "ms/step")
     most = max((rank["peak_bytes"] for rank in ranks), default=0)
     for rank in ranks:
         first, last = rank["layers"]
@@ -145,7 +146,7 @@ def _ranks(now: Look) -> Table:
 
 def _requests(now: Look) -> Table:
     """This key's requests, the oldest first."""
-    table = Table("request", "route", "prompt", "tokens", "seconds")
+    table = _table("request", "route", "prompt", "tokens", "seconds")
     requests = sorted(now.status["requests"], key=lambda request: -float(request["elapsed_seconds"]))
     for request in requests[:MAX_REQUESTS]:
         table.add_row(Text(request["request_id"]), request["route"], str(request["prompt_tokens"]),
@@ -155,8 +156,16 @@ def _requests(now: Look) -> Table:
     return table
 
 
+def _table(*columns: str) -> Table:
+    """Narrow enough for 80 columns; host names give way first."""
+    table = Table(box=SIMPLE_HEAD, padding=(0, 0, 0, 1), show_edge=False)
+    for name in columns:
+        table.add_column(name, no_wrap=True, max_width=24 if name == "host" else None)
+    return table
+
+
 def _bar(part: float, whole: float) -> ProgressBar:
-    return ProgressBar(total=max(whole, 1), completed=part, width=16)
+    return ProgressBar(total=max(whole, 1), completed=part, width=8)
 
 
 def _bytes(count: float) -> str:
