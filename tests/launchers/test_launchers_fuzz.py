@@ -120,7 +120,7 @@ def test_what_mlx_launch_leaves(tmp_path, monkeypatch, rank, content):
 def test_the_roster_survives_rank_hosts_that_send_nonsense():
     keys, draw = ClusterKeys.generate(), random.Random(0)
     roster = Roster(keys, "127.0.0.1", 0, 20.0, tickets=False)
-    good = Join(facts=host_facts("127.0.0.1"), host_id="h", head="127.0.0.1", slot=0)
+    good = Join(facts=host_facts("127.0.0.1"), host_id="h", attempt=1, head="127.0.0.1", slot=0)
     whole = msgspec.msgpack.encode(good)
     try:
         with zmq.Context() as context, context.socket(zmq.DEALER) as member:

@@ -100,7 +100,12 @@ SAMPLES = {
         hosts.HostMessage,
         [
             hosts.Join(
-                facts=FACTS, host_id="h", head="10.0.0.1", slot=0, mlx=hosts.MlxWorld(rank=0, hostfile=[["a:1"]])
+                facts=FACTS,
+                host_id="h",
+                attempt=1,
+                head="10.0.0.1",
+                slot=0,
+                mlx=hosts.MlxWorld(rank=0, hostfile=[["a:1"]]),
             ),
             hosts.Ports(1, [2]),
             hosts.RankExited(1, 2, "so"),
