@@ -30,14 +30,14 @@ LAYOUTS = {"pp": ("-pp", "2"), "tp": ("-tp", "2"), "dp": ("-dp", "2"), "one": ()
 PATIENCE_S = 90.0
 """For anything that must come to pass; a busy CI machine is slow."""
 
-LONG = list(range(10, 500)) * 3
-"""A prompt of 1470 tokens, which takes 184 steps."""
+LONG = [*range(10, 500), *range(10, 410)]
+"""A prompt of 890 tokens, which takes 112 steps."""
 MIX: list[dict[str, Any]] = [
-    {"prompt": [7, 8, 9], "max_tokens": 160, "temperature": 0, "stream": True, "logprobs": 2},
-    {"prompt": [11, 12], "max_tokens": 160, "temperature": 1.0, "seed": 5, "presence_penalty": 0.5,
+    {"prompt": [7, 8, 9], "max_tokens": 120, "temperature": 0, "stream": True, "logprobs": 2},
+    {"prompt": [11, 12], "max_tokens": 120, "temperature": 1.0, "seed": 5, "presence_penalty": 0.5,
      "frequency_penalty": 0.3, "repetition_penalty": 1.1, "top_p": 0.9, "stream": True},
-    {"prompt": [21, 22, 23, 24], "max_tokens": 120, "temperature": 0, "min_tokens": 100},
-    {"prompt": LONG, "max_tokens": 12, "temperature": 0, "stream": True},
+    {"prompt": [21, 22, 23, 24], "max_tokens": 80, "temperature": 0, "min_tokens": 60},
+    {"prompt": LONG, "max_tokens": 8, "temperature": 0, "stream": True},
 ]
 
 
@@ -141,7 +141,7 @@ class Server:
     def learn(self) -> None:
         """Note the undisturbed answers of `MIX`, each alone."""
         self.expected = [self.call(body).join().result for body in MIX]
-        assert all(one["finish_reason"] == "length" for one in self.expected), self.expected
+        assert all(one.get("finish_reason") == "length" for one in self.expected), f"{self.expected}\n{self.tail()}"
 
     def check(self, calls: list[Call]) -> None:
         """Each of `load`'s answers must be the undisturbed one."""
@@ -248,7 +248,7 @@ def running(*arguments: str) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny, random, float32: greedy texts are the same in every layout and after every replay."""
-    return tiny_model(tmp_path_factory.mktemp("model"), dtype="float32", config={"max_position_embeddings": 2048})
+    return tiny_model(tmp_path_factory.mktemp("model"), dtype="float32", config={"max_position_embeddings": 1024})
 
 
 @pytest.fixture(scope="module")
