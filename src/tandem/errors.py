@@ -113,9 +113,9 @@ class TimeoutExceeded(ServerError):
     status = 504
 
 
-CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "error")
+CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "error")
 """Why a gang ended: a rank's process ended, stands still by a signal, does not answer; a link brings nothing; a step
-does not move; ranks did not come up in time; a rank raised."""
+does not move; ranks did not come up in time; machines are missing; a rank raised."""
 
 
 class RankFailure(TandemError):

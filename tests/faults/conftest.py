@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from tandem.testing import tiny_model
 READY = re.compile(r"Tandem is ready: (\S+)")
 FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--start-timeout", "120", "--max-restarts", "100")
 LAYOUTS = {"pp": ("-pp", "2"), "tp": ("-tp", "2"), "dp": ("-dp", "2"), "one": ()}
-PATIENCE_S = 90.0
+PATIENCE_S = 120.0
 """For anything that must come to pass; a busy CI machine is slow."""
 
 LONG = [*range(10, 500), *range(10, 410)]
@@ -146,7 +146,7 @@ class Server:
     def check(self, calls: list[Call]) -> None:
         """Each of `load`'s answers must be the undisturbed one."""
         for number, (call, expected) in enumerate(zip(calls, self.expected, strict=True)):
-            call.join()
+            self.wait(lambda call=call: not call.running, f"the end of request {number}")
             assert call.error is None, f"request {number}: {call.error!r}\n{self.tail()}"
             assert same(call.result, expected), f"request {number}:\n{call.result}\n{expected}\n{self.tail()}"
 
@@ -212,7 +212,7 @@ def free(port: int) -> bool:
 
 
 @contextmanager
-def running(*arguments: str) -> Iterator[Server]:
+def running_server(*arguments: str) -> Iterator[Server]:
     """A server in a runtime directory of its own; afterwards there must be nothing left of it."""
     runtime = Path(tempfile.mkdtemp(prefix="tandem-faults-", dir="/tmp"))
     log = runtime / "log"
@@ -251,9 +251,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("model"), dtype="float32", config={"max_position_embeddings": 1024})
 
 
+@pytest.fixture(scope="session")
+def running() -> Callable[..., AbstractContextManager[Server]]:
+    """`running(*arguments)` is a server as a context manager."""
+    return running_server
+
+
 @pytest.fixture(scope="module")
 def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Server]:
     """One server of the layout that the test's parameter names, for all of its faults."""
-    with running(str(model), *LAYOUTS[request.param], *FLAGS) as server:
+    with running_server(str(model), *LAYOUTS[request.param], *FLAGS) as server:
         server.learn()
         yield server

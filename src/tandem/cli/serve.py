@@ -105,6 +105,8 @@ class Supervisor:
         self._api: ChildProcess | None = None
         self._signals = 0
         self._api_deaths: list[float] = []
+        self._reached = 0
+        """Replicas that the api is connected to, as it said last."""
 
     def run(self) -> int:
         """Until a signal, or until a child cannot go on. Returns the exit code; raises UsageError."""
@@ -132,6 +134,7 @@ class Supervisor:
         """Answer the control socket. Raises UsageError."""
         if isinstance(request, ListReplicas) and self._api is not None and request.api == self._api.pid:
             self._vigil.heard()
+            self._reached = request.reached
         if isinstance(request, AddReplica):
             return ReplicaChanged(self._engines.add())
         if isinstance(request, DrainReplica):
@@ -159,8 +162,9 @@ class Supervisor:
                 slowest = next((one for one in states.values() if one is None or one.state != "ready"), None)
                 if slowest is not None and display is not None:
                     display.update(slowest.detail or slowest.state)
-                if states and all(one is not None and one.state == "ready" for one in states.values()):
-                    self._announce([one for one in states.values() if one is not None])
+                ready = [one for one in states.values() if one is not None and one.state == "ready"]
+                if states and len(ready) == len(states) <= self._reached:
+                    self._announce(ready)
                     return None
         return code
 

@@ -112,6 +112,9 @@ class SchedulerSettings:
     deadline shorter, down to 5 seconds on a CPU and 20 on a GPU."""
     start_timeout: float = 600.0
     """Seconds within which all ranks must be up and loaded; they count anew whenever weights have arrived."""
+    rejoin_timeout: float = 60.0
+    """Seconds that requests wait for a machine that was lost. Then the model is laid out over those that remain, if it
+    fits there, until the machine is back."""
     canary: bool = True
     """Before serving, compute a prompt of more than two chunks twice in different ways over all ranks and links, and
     refuse to serve if anything disagrees. Layouts of one rank skip it."""

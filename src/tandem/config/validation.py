@@ -41,6 +41,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "memory_fraction": (math.ulp(0.0), 1.0),
     "step_timeout": _POSITIVE,
     "start_timeout": _POSITIVE,
+    "rejoin_timeout": _POSITIVE,
     "max_restarts": (0, math.inf),
     "port": (0, 65535),
     "max_body_mb": _POSITIVE,

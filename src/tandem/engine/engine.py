@@ -15,6 +15,7 @@ from tandem.cache.budget import kv_capacity
 from tandem.config.settings import Settings
 from tandem.engine.canary import REPEAT_S, send_canary
 from tandem.engine.drain_rate import DrainRate
+from tandem.engine.fallback import fallback
 from tandem.engine.layout import Layout, make_executor
 from tandem.engine.metrics import EngineMetrics
 from tandem.errors import EngineStuck, OutOfMemory, OverloadedError, RankFailure, UnavailableError
@@ -30,6 +31,8 @@ MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
 """A gang that has stood for so long was sound: the failure that ends it is the first in a row."""
 WAIT_S = 0.05
+SEEK_S = 1.0
+"""Seconds between two looks for machines that were lost."""
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
@@ -40,6 +43,9 @@ class Engine:
         """Nothing is started; `executor` is for tests."""
         self.settings = settings
         self.layout = layout
+        self.degraded = ""
+        """Why fewer machines serve than the settings name; empty when all do."""
+        self._whole = layout
         self.metrics = EngineMetrics()
         self.state = "starting"
         self.detail = "loading the model"
@@ -56,6 +62,9 @@ class Engine:
         self._drain_rate = DrainRate()
         self._load_s = 0.0
         self._ready_at = 0.0
+        self._facts: list[Ready] = []
+        """What the ranks of the whole layout have said of their machines."""
+        self._sought_at = 0.0
 
     @property
     def executor(self) -> Executor:
@@ -73,6 +82,7 @@ class Engine:
         try:
             self._launch(progress)
             limits = self._limits()
+            self._facts = self._ready
             self._scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
         except BaseException:
             self._executor.shutdown()
@@ -119,6 +129,8 @@ class Engine:
                                     [(ready.weight_bytes, ready.kv_bytes_per_token) for ready in ranks]))
         useful = self.layout.max_context * chosen.max_batch_size
         tokens = min(*room, useful) if chosen.kv_tokens is None else chosen.kv_tokens
+        if self.degraded:
+            tokens = min(*room, tokens)
         if tokens > min(room) or tokens < 2:
             raise OutOfMemory(f"the KV cache has room for {min(room)} tokens beside the weights and would need "
                               f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise --memory-fraction",
@@ -165,6 +177,8 @@ class Engine:
             return []
         messages: list[EngineMessage] = []
         try:
+            if self.degraded and self._all_back():
+                messages += self._recover(None)
             self._send_plans()
             for report in self._executor.collect(timeout_s if self._scheduler.under_way else 0.0):
                 messages += self._take(report)
@@ -200,27 +214,38 @@ class Engine:
                 self.metrics.forget(message.request_id)
         return messages
 
-    def _recover(self, failure: RankFailure) -> list[EngineMessage]:
-        """A new gang, and every request queued again with the tokens it has."""
+    def _recover(self, failure: RankFailure | None) -> list[EngineMessage]:
+        """A new gang, and every request queued again with the tokens it has.
+
+        Without a failure the old one ends on purpose, for the whole layout.
+        """
         assert self._scheduler is not None
-        noticed = time.monotonic()
+        noticed, before = time.monotonic(), self.layout
         if noticed - self._ready_at > STABLE_S:
             self._failures_in_a_row = 0
-        refused = self._scheduler.restart()
+        messages = self._scheduler.restart(blame=failure is not None)
         # Deaths that a request is to blame for say nothing against the machines.
-        self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
+        self._failures_in_a_row = max(self._failures_in_a_row - len(messages), 0)
         while True:
-            self._count_failure(failure)
+            if failure is not None:
+                self._count_failure(failure)
             self._executor.close()
-            if self._failures_in_a_row > self.settings.scheduler.max_restarts:
+            if failure is None:
+                self._lay_out(self._whole, None, "")
+            elif self._failures_in_a_row > self.settings.scheduler.max_restarts:
                 self.state = "failed"
                 raise RankFailure(f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the "
                                   f"last: {failure.message}", rank=failure.rank, cause=failure.cause)
-            if self._failures_in_a_row > 1:
+            elif failure.cause == "host":
+                self._do_without(failure)
+            elif self._failures_in_a_row > 1:
                 self._wait(min(BACKOFF_S * 2 ** self._failures_in_a_row, MAX_BACKOFF_S))
             try:
                 self._executor.on_wait = self.on_wait
                 self._launch()
+                if self.layout is not before:
+                    messages += self._scheduler.resize(self._limits())
+                    self.metrics.kv_total.set(self._scheduler.limits.kv_tokens)
                 if self._canary_s < REPEAT_S:
                     self._scheduler.next_step = self._canary(self._scheduler.limits, self._scheduler.next_step)
                 break
@@ -230,7 +255,39 @@ class Engine:
         self.metrics.recovery_seconds.observe(self._ready_at - noticed)
         log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
                  len(self._scheduler.sequences))
-        return refused
+        return messages
+
+    # --- machines that are lost for longer ---
+
+    def _do_without(self, failure: RankFailure) -> None:
+        """Lay the model out over the machines that are there, if it fits; else go on waiting for the others."""
+        present = self._executor.present()
+        if present is None or not present or len(present) == len(self._whole.ranks):
+            return
+        found = fallback(self.settings, self._whole, self._facts, present)
+        if found is None:
+            log.error("the model does not fit on the %d machine(s) that remain; waiting for the others", len(present))
+            return
+        ranks = len(found.layout.ranks)
+        self._lay_out(found.layout, found.slots, f"{ranks} of {len(self._whole.ranks)} ranks: {failure.message}")
+
+    def _lay_out(self, layout: Layout, slots: tuple[int, ...] | None, degraded: str) -> None:
+        if self.degraded != degraded:
+            log.warning("degraded: %s", degraded) if degraded else log.info("all machines are back")
+        self.layout, self.degraded = layout, degraded
+        self._ready = []
+        self._latest.clear()
+        self._step_s.clear()
+        self._executor.relay(layout.ranks, slots)
+        self.metrics.degraded.set(bool(degraded))
+
+    def _all_back(self) -> bool:
+        """Looked for once a second."""
+        now = time.monotonic()
+        if now - self._sought_at < SEEK_S:
+            return False
+        self._sought_at = now
+        return len(self._executor.present() or ()) == len(self._whole.ranks)
 
     def _count_failure(self, failure: RankFailure) -> None:
         self._failures_in_a_row += 1
@@ -281,7 +338,8 @@ class Engine:
             kv_tokens_total=scheduler.limits.kv_tokens if scheduler else 0, restarts=self.restarts,
             prefix_tokens=scheduler.prefixes.positions if scheduler else 0,
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
-            prefix_hits=scheduler.prefixes.hits if scheduler else 0, load_s=self._load_s, stages=layout.ranks[0].stages,
+            prefix_hits=scheduler.prefixes.hits if scheduler else 0, load_s=self._load_s, degraded=self.degraded,
+            stages=layout.ranks[0].stages,
             lanes=layout.lanes, ranks=[self._rank_info(ready) for ready in self._ready])
 
     def _slowdown(self, rank: int) -> float:

@@ -105,4 +105,5 @@ def make_executor(settings: Settings, layout: Layout) -> Executor:
 
     return ClusterExecutor(list(layout.ranks), make_launcher(settings),
                            start_timeout_s=settings.scheduler.start_timeout,
-                           step_timeout_s=settings.scheduler.step_timeout)
+                           step_timeout_s=settings.scheduler.step_timeout,
+                           rejoin_timeout_s=settings.scheduler.rejoin_timeout)

@@ -50,6 +50,7 @@ class EngineMetrics:
         self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
         self.failures = counter("gang_failures", "Failures of a gang of ranks by what was found.", "cause")
         self.recovery_seconds = histogram("gang_recovery_seconds", "From a failure noticed to ranks that are ready.")
+        self.degraded = gauge("degraded", "1 while fewer machines serve than the layout names.")
         self.load_seconds = gauge("gang_load_seconds", "What the last start of the ranks took, loading included.")
         self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.",
                               "rank")

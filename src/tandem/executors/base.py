@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec import Struct
 
@@ -122,6 +122,14 @@ class Executor(ABC):
     def wait_socket(self) -> object | None:
         """A socket, ZeroMQ's or plain, that turns readable when `collect` has something; None before `start`."""
         return None
+
+    def present(self) -> list[int] | None:
+        """Places of the layout whose machines are there now; None where machines do not come and go by themselves."""
+        return None
+
+    def relay(self, specs: Sequence[StageSpec], slots: Sequence[int] | None) -> None:
+        """Let the next `start` lay out `specs` over these of the first layout's places; None: over all."""
+        raise NotImplementedError
 
     @property
     def slowdowns(self) -> list[float]:

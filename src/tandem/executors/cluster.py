@@ -6,6 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -50,11 +51,17 @@ FAILED = 1
 class ClusterExecutor(Executor):
     """One gang at a time: if any rank fails all are ended, and `start` makes a new gang with new keys and ports."""
 
-    def __init__(self, specs: list[StageSpec], launcher: Launcher, *, start_timeout_s: float,
-                 step_timeout_s: float) -> None:
+    def __init__(self, specs: list[StageSpec], launcher: Launcher, *, start_timeout_s: float, step_timeout_s: float,
+                 rejoin_timeout_s: float) -> None:
+        """`rejoin_timeout_s`: seconds to wait for a machine that was lost; `start_timeout_s` is for all at first."""
         self._specs = specs
+        self._places = len(specs)
+        self._slots: list[int] | None = None
         self._launcher = launcher
         self._start_timeout = start_timeout_s
+        self._rejoin_timeout = rejoin_timeout_s
+        self._started = False
+        self._step_timeout = step_timeout_s
         self._watchdog = Watchdog(len(specs), step_timeout_s)
         self._processes: list[RankProcess] = []
         self._bus: EngineBus | None = None
@@ -75,7 +82,9 @@ class ClusterExecutor(Executor):
         keys = ClusterKeys.generate()
         try:
             deadline = time.monotonic() + self._start_timeout
-            places = self._launcher.recruit(len(self._specs), deadline, self.on_wait)
+            soon = min(deadline, time.monotonic() + self._rejoin_timeout) if self._started else deadline
+            places = self._launcher.recruit(self._places, soon, self.on_wait, self._slots)
+            self._started = True
             self._bus = EngineBus(keys, self._launcher.bus_host)
             if self._specs[0].weights_from == "head":
                 self._blobs = serve_model(Path(self._specs[0].model_path), keys, self._launcher.bus_host)
@@ -89,6 +98,16 @@ class ClusterExecutor(Executor):
         except BaseException:
             self.close()
             raise
+
+    def present(self) -> list[int] | None:
+        """As the launcher knows."""
+        return self._launcher.present(self._places)
+
+    def relay(self, specs: Sequence[StageSpec], slots: Sequence[int] | None) -> None:
+        """Takes effect with the next `start`; what was learnt of the pace is forgotten."""
+        self._specs = list(specs)
+        self._slots = None if slots is None else list(slots)
+        self._watchdog = Watchdog(len(self._specs), self._step_timeout)
 
     def _stop_serving(self) -> None:
         if self._blobs is not None:
@@ -260,12 +279,16 @@ class ClusterExecutor(Executor):
     def _check_processes(self) -> None:
         for rank, process in enumerate(self._processes):
             if process.poll() is not None:
-                # Its last words may still be on the way.
-                while (received := self._bus.receive(0.2) if self._bus else None) is not None:
-                    if isinstance(received[1], Failure):
-                        raise self._translate(received[1])
+                # Its last words may still be on the way, if it had any.
+                if process.poll() == FAILED:
+                    self._hear_last_words()
                 raise RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank,
                                   cause="died")
+
+    def _hear_last_words(self) -> None:
+        while (received := self._bus.receive(0.2) if self._bus else None) is not None:
+            if isinstance(received[1], Failure):
+                raise self._translate(received[1])
 
     @property
     def wait_socket(self) -> object | None:

@@ -70,12 +70,18 @@ class Launcher(ABC):
         """Address of this machine to which the engine's sockets bind; all of them: 0.0.0.0."""
 
     @abstractmethod
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
+                slots: Sequence[int] | None = None) -> list[Place]:
         """Have a place for each of `count` ranks; what was there for the last gang and still is serves again.
 
-        `deadline` is in seconds of the monotonic clock. Raises UsageError for what the user must mend, and RankFailure
-        when places are missing that may come back.
+        With `slots` only those of the places are wanted, for ranks in that order. `deadline` is in seconds of the
+        monotonic clock. Raises UsageError for what the user must mend, and RankFailure (cause `host`) when places are
+        missing that may come back.
         """
+
+    def present(self, count: int) -> list[int]:
+        """Which of `count` places could be had now; lost ones are sought again by and by."""
+        return list(range(count))
 
     @abstractmethod
     def world(self, backend: str, ranks: Sequence[int]) -> World:

@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 WAIT_S = 0.1
 HEARTBEAT_S = 8.0
+SEEK_S = 30.0
+"""Seconds between two warnings that a lost machine does not come back."""
 
 
 class HostsLauncher(Launcher):
@@ -40,6 +42,10 @@ class HostsLauncher(Launcher):
             raise UsageError(f"rank hosts cannot join at {bind}:{port}: {error.strerror}; choose another --join-port "
                              "or --head-address", param="join_port") from error
         self._members: list[Member] = []
+        """By rank."""
+        self._slots: list[int] = []
+        """Of each rank."""
+        self._sought_at = 0.0
         self._files: dict[int, dict[str, str]] = {}
         self._gangs = 0
         """How many have been recruited."""
@@ -67,7 +73,7 @@ class HostsLauncher(Launcher):
 
     def addresses(self, slot: int) -> list[str]:
         """Addresses (IPs) over which the rank's collectives shall go; the first is used where only one can be."""
-        member = self._members[slot]
+        member = self._member(slot)
         mlx = member.mlx
         if mlx.rank is not None and mlx.rank < len(mlx.hostfile):
             return [one.rpartition(":")[0] for one in mlx.hostfile[mlx.rank]]
@@ -75,8 +81,11 @@ class HostsLauncher(Launcher):
 
     def devices(self, slot: int) -> Devices:
         """RDMA devices of the rank's machine towards each slot; empty when they are not known."""
-        mlx = self._members[slot].mlx
+        mlx = self._member(slot).mlx
         return list(mlx.devices[mlx.rank]) if mlx.rank is not None and mlx.rank < len(mlx.devices) else []
+
+    def _member(self, slot: int) -> Member:
+        return self._members[self._slots.index(slot)]
 
     def default_backend(self) -> str:
         """Backend for `auto`."""
@@ -84,22 +93,42 @@ class HostsLauncher(Launcher):
 
     # --- the launcher ---
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
+                slots: Sequence[int] | None = None) -> list[Place]:
         """Wait for the rank hosts, having brought them."""
         first = self._gangs == 0
-        while None in (found := self.roster.fill(count)):
-            missing = [slot for slot, member in enumerate(found) if member is None]
-            self.bring(missing, first=first)
+        wanted = list(range(count)) if slots is None else list(slots)
+        while missing := [slot for slot in wanted if (found := self.roster.fill(count))[slot] is None]:
+            self._bring(missing, first=first)
             if time.monotonic() > deadline:
-                raise (UsageError if first else RankFailure)(self.describe_missing(missing))
+                words = self.describe_missing(missing)
+                raise UsageError(words) if first else RankFailure(words, cause="host")
             self.roster.wait(WAIT_S)
             if on_wait is not None:
                 on_wait()
         self._gangs += 1
-        self._members = [member for member in found if member is not None]
+        self._members = [member for slot in wanted if (member := found[slot]) is not None]
+        self._slots = wanted
         self._files.clear()
         return [Place(host=one.facts.name, address=self._address(one), engine_address=one.join.head)
                 for one in self._members]
+
+    def _bring(self, missing: list[int], *, first: bool) -> None:
+        """`bring`, where a machine that has been there once, and cannot come now, may still come in time."""
+        try:
+            self.bring(missing, first=first)
+        except RankFailure as failure:
+            if time.monotonic() - self._sought_at > SEEK_S:
+                self._sought_at = time.monotonic()
+                log.warning("%s; it is sought again", failure.message)
+
+    def present(self, count: int) -> list[int]:
+        """Slots whose rank hosts are there; the others are brought again."""
+        found = self.roster.fill(count)
+        missing = [slot for slot, member in enumerate(found) if member is None]
+        if missing:
+            self._bring(missing, first=False)
+        return [slot for slot in range(count) if slot not in missing]
 
     def _address(self, member: Member) -> str:
         """A machine that reached the head over loopback is the head's; others know that by another address."""
@@ -125,14 +154,15 @@ class HostsLauncher(Launcher):
             return nccl_world(len(ranks), self._coordinator(ranks[0], self._members[ranks[0]].mlx.nccl))
         if backend == "mpi":
             return self._mpi(ranks)
-        complete = all(self.devices(rank) for rank in ranks)
+        complete = all(self.devices(self._slots[rank]) for rank in ranks)
         return any_world(self._make_world("ring", ranks), self._jaccl("jaccl", ranks) if complete else None)
 
     def _jaccl(self, backend: str, ranks: Sequence[int]) -> HostWorld:
         names = [self._members[rank].facts.name for rank in ranks]
-        rows = [self.devices(rank) for rank in ranks]
-        if all(len(row) > max(ranks) for row in rows):
-            rows = [[row[rank] for rank in ranks] for row in rows]
+        slots = [self._slots[rank] for rank in ranks]
+        rows = [self.devices(slot) for slot in slots]
+        if all(len(row) > max(slots) for row in rows):
+            rows = [[row[slot] for slot in slots] for row in rows]
         return jaccl_world(backend, names, rows,
                            self._coordinator(ranks[0], self._members[ranks[0]].mlx.coordinator))
 
@@ -146,7 +176,7 @@ class HostsLauncher(Launcher):
         return HostWorld("mpi", [{}] * len(ranks))
 
     def _listeners(self, rank: int) -> list[str]:
-        member, addresses = self._members[rank], self.addresses(rank)
+        member, addresses = self._members[rank], self.addresses(self._slots[rank])
         mlx = member.mlx
         given = mlx.hostfile[mlx.rank] if mlx.rank is not None and mlx.rank < len(mlx.hostfile) else []
         listeners = []
@@ -160,7 +190,7 @@ class HostsLauncher(Launcher):
         """IP:port on the rank's machine where the others of its group meet."""
         address, _, port = given.rpartition(":")
         if rank or not given:
-            address, port = self.addresses(rank)[0], ""
+            address, port = self.addresses(self._slots[rank])[0], ""
         wanted = [int(port)] if port and self._gangs == 1 else []
         [free] = self.roster.reserve(self._members[rank], address, 1, wanted)
         return f"{address}:{free}"
@@ -169,7 +199,7 @@ class HostsLauncher(Launcher):
         """Have the rank's host start it."""
         member = self._members[rank]
         together = [one for one in self._members if one.facts.name == member.facts.name]
-        environment = {**self.environment(rank), **self._gpu(member, together), **extra_env}
+        environment = {**self.environment(self._slots[rank]), **self._gpu(member, together), **extra_env}
         if self._threads:
             environment |= thread_variables(self._threads)
         process = self.roster.begin(member)

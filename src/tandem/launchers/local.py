@@ -32,9 +32,11 @@ class LocalLauncher(Launcher):
         """Loopback: nothing off this machine can connect."""
         return "127.0.0.1"
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
+                slots: Sequence[int] | None = None) -> list[Place]:
         """This machine has room for any number."""
-        return [Place(host="this machine", address=self.bus_host, engine_address=self.bus_host)] * count
+        here = Place(host="this machine", address=self.bus_host, engine_address=self.bus_host)
+        return [here] * (count if slots is None else len(slots))
 
     def world(self, backend: str, ranks: Sequence[int]) -> World:
         """A group on loopback."""

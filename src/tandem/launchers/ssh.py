@@ -181,10 +181,11 @@ class SshLauncher(HostsLauncher):
                 refusal = self.roster.refusal(slot)
                 raise kind(refusal or explain(self._entries[slot], code, list(connection.lines)))
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
+                slots: Sequence[int] | None = None) -> list[Place]:
         """As for all; from then on a connection without a rank host is a lost one."""
-        places = super().recruit(count, deadline, on_wait)
-        for slot in range(count):
+        places = super().recruit(count, deadline, on_wait, slots)
+        for slot in range(count) if slots is None else slots:
             self._connections[slot].served = True
         return places
 

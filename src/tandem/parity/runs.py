@@ -38,7 +38,8 @@ def run_layout(settings: Settings, layout: Layout, task: Task) -> Recording:
         path = Path(directory) / "logits"
         launcher = RecordingLauncher(settings.parallel.threads_per_rank or THREADS, path)
         executor = ClusterExecutor(list(layout.ranks), launcher, start_timeout_s=settings.scheduler.start_timeout,
-                                   step_timeout_s=settings.scheduler.step_timeout)
+                                   step_timeout_s=settings.scheduler.step_timeout,
+                                   rejoin_timeout_s=settings.scheduler.rejoin_timeout)
         try:
             ready = executor.start()
             tokens = run_task(executor, layout, task, ranks=len(layout.ranks))

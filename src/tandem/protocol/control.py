@@ -122,6 +122,8 @@ class EngineStatus(Struct, frozen=True, tag=True):
     prefix_hits: int = 0
     load_s: float = 0.0
     """Seconds from the start of the ranks that are there now until they were ready."""
+    degraded: str = ""
+    """Why fewer machines serve than the layout names; empty when all do."""
     age_s: float = 0.0
     """Seconds since the engine's main loop wrote this; the thread that answers fills it in."""
 

@@ -10,6 +10,8 @@ class ListReplicas(Struct, frozen=True, tag=True):
 
     api: int = 0
     """Process id of the api that asks; 0 for anybody else."""
+    reached: int = 0
+    """Engines that it is connected to and that take requests."""
 
 
 class AddReplica(Struct, frozen=True, tag=True):

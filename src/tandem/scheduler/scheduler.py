@@ -326,11 +326,11 @@ class Scheduler:
 
     # --- starting again ---
 
-    def restart(self) -> list[EngineMessage]:
+    def restart(self, *, blame: bool = True) -> list[EngineMessage]:
         """The gang is gone: queue everything again, with the tokens it has, in the order of arrival.
 
-        Those that may have killed it are next, and run alone (suspects.py). Returns refusals for those that are not
-        tried again.
+        Without `blame` it was ended on purpose, and nobody is a suspect. Those that may have killed it are next, and
+        run alone (suspects.py). Returns refusals for those that are not tried again.
         """
         refused: list[EngineMessage] = []
         working = {request_id for plan in self._under_way.values() for request_id in
@@ -342,7 +342,7 @@ class Scheduler:
         for request_id, sequence in list(self.sequences.items()):
             sequence.leave()
             sequence.inflight = 0
-            over = request_id in working and strike(sequence)
+            over = blame and request_id in working and strike(sequence)
             if sequence.finished or over:
                 del self.sequences[request_id]
                 if not sequence.finished:
@@ -351,6 +351,21 @@ class Scheduler:
                                            "worked on this request; it is not tried again", code="rank_failure"))
             else:
                 self.waiting.append(sequence)
+        return refused
+
+    def resize(self, limits: Limits) -> list[EngineMessage]:
+        """Other limits from now on; only right after `restart`. Returns refusals for requests that no longer fit."""
+        assert not self._under_way
+        self.limits = limits
+        self.lanes = [Lane(i) for i in range(limits.lanes)]
+        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable)
+        refused: list[EngineMessage] = []
+        for sequence in list(self.waiting):
+            need = sequence.prompt_len + sequence.request.params.max_tokens
+            if need > min(limits.kv_tokens, limits.max_context):
+                self._finish(sequence)
+                refused.append(Refused(sequence.request_id, 503, f"machines were lost, and those that remain have no "
+                                       f"room for {need} tokens", code="degraded"))
         return refused
 
     def check(self) -> None:

@@ -92,6 +92,7 @@ async def health(http: Request) -> Response:
         "config": {"port": _port(http), "cors_enabled": bool(api.settings.server.cors_origin)},
         "uptime_seconds": round(time.time() - api.started, 1),
         "restarts": status.restarts if status else 0,
+        "degraded": status.degraded if status and reachable else "",
         "world_size": len(status.ranks) if status else 0,
         "ranks": msgspec.to_builtins(status.ranks) if status and reachable else [],
         "replicas": msgspec.to_builtins(api.client.replicas()),

@@ -98,7 +98,7 @@ class Replicas:
         for index, endpoint in self._endpoints.items():
             await self._join(index, endpoint)
         if self._link is not None:
-            await self._link.start(self.update)
+            await self._link.start(self.update, self._reached)
 
     async def close(self) -> None:
         """Leave all engines. All subscriptions fail."""
@@ -132,6 +132,9 @@ class Replicas:
         self._load.remove(str(index))
         logger.info("replica %d has left", index)
         await member.client.close()
+
+    def _reached(self) -> int:
+        return sum(self._state(member) == "ready" for member in self._members.values())
 
     def _refresh(self) -> None:
         """Tell the router how the replicas are."""

@@ -17,11 +17,14 @@ from tandem.protocol.supervisor import ListReplicas, ReplicaInfo, ReplicaList, S
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 1.0
+INTERVAL_S, BEGIN_S = 1.0, 0.1
+"""Seconds between two questions, and while not all replicas are reached."""
 ANSWER_S = 0.05
 """Seconds after a question at which the answer is looked for."""
 
 OnReplicas = Callable[[list[ReplicaInfo]], Awaitable[None]]
+Reached = Callable[[], int]
+"""Says how many engines are connected and take requests."""
 
 
 class SupervisorLink:
@@ -31,15 +34,18 @@ class SupervisorLink:
         self._path = path
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, on_replicas: OnReplicas) -> None:
-        """Call `on_replicas` with the list, now and whenever it was asked for. No supervisor need answer."""
+    async def start(self, on_replicas: OnReplicas, reached: Reached = lambda: 0) -> None:
+        """Call `on_replicas` with the list, now and whenever it was asked for; tell the supervisor what `reached` says.
+
+        No supervisor need answer.
+        """
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
         self._socket.connect(f"ipc://{self._path}")
         self._decode = Decoder[SupervisorReply](SupervisorReply).decode
-        self._task = asyncio.create_task(self._run(on_replicas), name="supervisor-link")
+        self._task = asyncio.create_task(self._run(on_replicas, reached), name="supervisor-link")
 
     async def close(self) -> None:
         """Stop asking."""
@@ -51,22 +57,22 @@ class SupervisorLink:
         self._context.term()
         self._task = None
 
-    async def _run(self, on_replicas: OnReplicas) -> None:
-        known = False
+    async def _run(self, on_replicas: OnReplicas, reached: Reached) -> None:
+        known = 0
         while True:
-            self._ask()
+            self._ask(reached())
             await asyncio.sleep(ANSWER_S)
             replicas = self._answer()
             if replicas is not None:
-                known = True
+                known = len(replicas)
                 await on_replicas(replicas)
             if known:
-                await asyncio.sleep(INTERVAL_S - ANSWER_S)
+                await asyncio.sleep((INTERVAL_S if reached() >= known else BEGIN_S) - ANSWER_S)
 
-    def _ask(self) -> None:
+    def _ask(self, reached: int) -> None:
         try:
             # The empty frame is what a REP socket expects before the message.
-            self._socket.send_multipart([b"", msgspec.msgpack.encode(ListReplicas(os.getpid()))], zmq.NOBLOCK)
+            self._socket.send_multipart([b"", msgspec.msgpack.encode(ListReplicas(os.getpid(), reached))], zmq.NOBLOCK)
         except zmq.Again:
             return
 
