@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,16 @@ class Joined:
         self.hosts.append(process)
         return process
 
+    def join_when_open(self, count: int) -> None:
+        """As soon as somebody listens."""
+        while True:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    break
+            time.sleep(0.1)
+        for _ in range(count):
+            self.join()
+
     def end(self) -> None:
         for process in self.hosts:
             process.kill()
@@ -59,11 +70,10 @@ def machines(token: Path) -> Iterator[Joined]:
 
 @pytest.fixture(scope="module")
 def server(model: Path, machines: Joined, running: Any) -> Iterator[Any]:
-    machines.join()
-    machines.join()
+    threading.Thread(target=machines.join_when_open, args=(2,)).start()
     with running(str(model), "-pp", "2", "--launcher", "manual", "--join-port", str(machines.port), "--token-file",
                  str(machines.token), "--rejoin-timeout", "2", "--head-address", "127.0.0.1", "--prefill-chunk", "8",
-                 "--max-restarts", "100") as one:
+                 "--prefix-cache", "0", "--max-restarts", "100") as one:
         one.learn()
         yield one
 

@@ -227,7 +227,9 @@ class Engine:
         # Deaths that a request is to blame for say nothing against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(messages), 0)
         while True:
-            if failure is not None:
+            if failure is None:
+                self._announce("recovering", "all machines are back; the model is laid out over them again")
+            else:
                 self._count_failure(failure)
             self._executor.close()
             if failure is None:
@@ -295,7 +297,10 @@ class Engine:
         self.metrics.restarts.inc()
         self.metrics.failures.labels(failure.cause).inc()
         log.error("%s; replacing all ranks (failure %d in a row)", failure.message, self._failures_in_a_row)
-        self.state, self.detail = "recovering", f"replacing the ranks after: {failure.message}"
+        self._announce("recovering", f"replacing the ranks after: {failure.message}")
+
+    def _announce(self, state: str, detail: str) -> None:
+        self.state, self.detail = state, detail
         if self.on_wait is not None:
             self.on_wait()
 
