@@ -191,6 +191,17 @@ def test_a_slow_rank_that_moves_is_named_once_and_left_alone(gang: Gang, caplog:
     assert [record.message.split(":")[0] for record in caplog.records] == ["rank 1 is slow"]
 
 
+def test_a_slow_link_is_told_from_slow_ranks(gang: Gang, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(200):
+        gang.step(0.05)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(20):
+            gang.step(1.0)
+    assert gang.dog.slowdowns == pytest.approx([1, 1], abs=0.2)
+    [record] = caplog.records
+    assert "a link between them is slow" in record.message
+
+
 def test_a_gang_that_loads_may_be_silent_for_longer() -> None:
     gang = Gang()
     gang.dog.begin(gang.now)

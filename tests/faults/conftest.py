@@ -252,6 +252,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def make_server() -> type[Server]:
+    """For servers that a test starts itself."""
+    return Server
+
+
+@pytest.fixture(scope="session")
 def running() -> Callable[..., AbstractContextManager[Server]]:
     """`running(*arguments)` is a server as a context manager."""
     return running_server

@@ -6,6 +6,7 @@ import os
 import signal
 from typing import Any
 
+import psutil
 import pytest
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("served", ["dp"], indirect=True)]
@@ -15,15 +16,20 @@ REPLICAS = pytest.mark.parametrize("replica", [0, 1])
 
 
 def both(served: Any) -> None:
-    served.wait(lambda: served.settled(2), "both replicas are there")
+    served.wait(lambda: served.settled(2) and len(served.engines()) == 2, "both replicas are there")
+
+
+def hurt(served: Any, replica: int, fault: signal.Signals) -> psutil.Process:
+    engine = served.engines()[replica]
+    os.kill(engine.pid, fault)
+    return engine
 
 
 @FAULTS
 @REPLICAS
 def test_while_idle(served: Any, replica: int, fault: signal.Signals) -> None:
     both(served)
-    engine = served.engines()[replica]
-    os.kill(engine.pid, fault)
+    engine = hurt(served, replica, fault)
     served.wait(lambda: not engine.is_running(), "it is noticed without any request")
     served.check(served.load())
 
@@ -34,8 +40,9 @@ def test_during_prefill(served: Any, replica: int, fault: signal.Signals) -> Non
     both(served)
     calls = served.load()
     served.wait(lambda: served.get("/v1/status")["num_running"] > 0, "it runs")
-    os.kill(served.engines()[replica].pid, fault)
+    engine = hurt(served, replica, fault)
     served.check(calls)
+    served.wait(lambda: not engine.is_running(), "it is replaced")
 
 
 @FAULTS
@@ -44,15 +51,16 @@ def test_during_decode(served: Any, replica: int, fault: signal.Signals) -> None
     both(served)
     calls = served.load()
     served.wait(lambda: min(calls[0].chunks, calls[1].chunks) > 10, "tokens")
-    os.kill(served.engines()[replica].pid, fault)
+    engine = hurt(served, replica, fault)
     served.check(calls)
+    served.wait(lambda: not engine.is_running(), "it is replaced")
 
 
 def test_all_replicas_at_once(served: Any) -> None:
     both(served)
     calls = served.load()
     served.wait(lambda: calls[0].chunks > 10, "tokens")
-    for engine, fault in zip(served.engines(), (signal.SIGKILL, signal.SIGSTOP), strict=True):
-        os.kill(engine.pid, fault)
+    gone = [hurt(served, 1, signal.SIGSTOP), hurt(served, 0, signal.SIGKILL)]
     served.check(calls)
+    served.wait(lambda: not any(engine.is_running() for engine in gone), "they are replaced")
     both(served)

@@ -50,6 +50,12 @@ class _Replica:
     vigil: Vigil | None = None
     asked_at: float = 0.0
 
+    def remove_socket(self) -> None:
+        """Of a process that has ended: a killed one could not."""
+        path = self.settings.process.engine_socket or ""
+        if "://" not in path:
+            Path(path).unlink(missing_ok=True)
+
     @property
     def endpoint(self) -> str:
         return endpoint(self.settings.process.engine_socket or "")
@@ -184,6 +190,7 @@ class EngineSet:
 
     def _ended(self, replica: _Replica, child: ChildProcess, code: int) -> int | None:
         child.wait(0.0)
+        replica.remove_socket()
         if replica.draining:
             log.info("replica %d has ended", replica.index)
             self._remove(replica)
@@ -212,8 +219,10 @@ class EngineSet:
                 found[index] = status
         return found
 
-    def close_probes(self) -> None:
-        """Forget all questions that are under way."""
+    def close(self) -> None:
+        """All processes have ended: remove what they may have left."""
+        for replica in self._replicas.values():
+            replica.remove_socket()
         for probe in self._probes.values():
             probe.close()
         self._probes.clear()

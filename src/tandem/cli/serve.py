@@ -121,11 +121,11 @@ class Supervisor:
                 code = self._watch()
             return self._end(code)
         finally:
-            self._engines.close_probes()
             self._control.close()
             for child in self._children:
                 child.kill()
                 child.wait(GRACE_S)
+            self._engines.close()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1

@@ -14,6 +14,7 @@ of late, times a generous factor.
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,26 @@ SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 60.0
 
 
 @dataclass
+class _Tempo:
+    """A pace that is watched for slowness."""
+
+    pace: Pace = field(default_factory=Pace)
+    slow_at: float | None = None
+    warned_at: float = -math.inf
+
+    def complains(self, now: float) -> bool:
+        """It has been slow for a while, and nothing was said of it lately."""
+        if self.pace.slowdown < SLOW:
+            self.slow_at = None
+        elif self.slow_at is None:
+            self.slow_at = now
+        elif now - self.slow_at > SLOW_S and now - self.warned_at > AGAIN_S:
+            self.warned_at = now
+            return True
+        return False
+
+
+@dataclass
 class _Rank:
     asked_at: float | None = None
     """When the oldest ping that it has not answered was sent."""
@@ -51,9 +72,7 @@ class _Rank:
     """The longest lately."""
     begun: int = -1
     waiting: bool = False
-    pace: Pace = field(default_factory=Pace)
-    slow_at: float | None = None
-    warned_at: float = -AGAIN_S
+    tempo: _Tempo = field(default_factory=_Tempo)
 
 
 @dataclass
@@ -75,16 +94,19 @@ class Watchdog:
         self._step_timeout = step_timeout_s
         self._ranks = [_Rank() for _ in range(ranks)]
         self._pace = Pace()
+        """Between two signs of progress, by the work under way."""
+        self._tempo = _Tempo()
+        """From the end of a step to that of the next."""
         self._floor = FLOOR_S
         self._loaded = False
         self._workload = Workload()
         self._steps: deque[_Step] = deque()
-        self._progress_at = self._awake_at = self._pinged_at = 0.0
+        self._progress_at = self._done_at = self._awake_at = self._pinged_at = 0.0
         self._number = 0
 
     def begin(self, now: float) -> None:
         """The ranks of a new gang have been told to load."""
-        self._ranks = [_Rank(pace=rank.pace) for rank in self._ranks]
+        self._ranks = [_Rank(tempo=rank.tempo) for rank in self._ranks]
         self._workload = Workload()
         self._steps.clear()
         self._loaded = False
@@ -100,7 +122,7 @@ class Watchdog:
     @property
     def slowdowns(self) -> list[float]:
         """Of each rank: seconds for a unit of work lately, as a multiple of what is usual for it."""
-        return [rank.pace.slowdown for rank in self._ranks]
+        return [rank.tempo.pace.slowdown for rank in self._ranks]
 
     @property
     def busy(self) -> bool:
@@ -113,7 +135,7 @@ class Watchdog:
         """A plan was sent to all ranks."""
         self._wake(now)
         if not self._steps:
-            self._progress_at = now
+            self._progress_at = self._done_at = now
         self._steps.append(_Step(plan.step_id, self._workload.count(plan), set(range(len(self._ranks)))))
 
     def reported(self, report: Stepped, now: float) -> None:
@@ -125,11 +147,12 @@ class Watchdog:
         if step is None:
             return
         step.missing.discard(report.step.rank)
-        rank.pace.note(report.step.busy_s, step.work)
+        rank.tempo.pace.note(report.step.busy_s, step.work)
         self._pace.note(max(now - self._progress_at, 0.0), max(one.work for one in self._steps))
         self._progress_at = now
         while self._steps and not self._steps[0].missing:
-            self._steps.popleft()
+            self._tempo.pace.note(max(now - self._done_at, 0.0), self._steps.popleft().work)
+            self._done_at = now
 
     def answered(self, pong: Pong, now: float) -> None:
         """A rank has answered a ping."""
@@ -158,8 +181,8 @@ class Watchdog:
         for number, rank in enumerate(self._ranks):
             self._check_stopped(number, rank, now, stopped(number))
             self._check_silence(number, rank, now)
-            if self._loaded:
-                self._check_pace(number, rank, now)
+        if self._loaded:
+            self._check_pace(now)
         self._check_progress(now)
 
     def _wake(self, now: float) -> None:
@@ -168,6 +191,7 @@ class Watchdog:
         if gap <= PAUSE_S:
             return
         self._progress_at += gap
+        self._done_at += gap
         for rank in self._ranks:
             rank.asked_at = None if rank.asked_at is None else rank.asked_at + gap
             rank.stopped_at = None if rank.stopped_at is None else rank.stopped_at + gap
@@ -187,15 +211,15 @@ class Watchdog:
             raise RankFailure(f"rank {number} has not answered for {now - rank.asked_at:.1f} s: its process does not "
                               "run, or its machine cannot be reached", rank=number, cause="silent")
 
-    def _check_pace(self, number: int, rank: _Rank, now: float) -> None:
-        if rank.pace.slowdown < SLOW:
-            rank.slow_at = None
-        elif rank.slow_at is None:
-            rank.slow_at = now
-        elif now - rank.slow_at > SLOW_S and now - rank.warned_at > AGAIN_S:
-            rank.warned_at = now
-            log.warning("rank %d is slow: it takes %.1f times as long as usual for its steps; it is left alone as long "
-                        "as it moves", number, rank.pace.slowdown)
+    def _check_pace(self, now: float) -> None:
+        """Warn of what is slow but moves; it is left alone."""
+        for number, rank in enumerate(self._ranks):
+            if rank.tempo.complains(now):
+                log.warning("rank %d is slow: it takes %.1f times as long as usual for its part of steps; it is left "
+                            "alone as long as it moves", number, rank.tempo.pace.slowdown)
+        if self._tempo.complains(now) and max(self.slowdowns) < SLOW / 2:
+            log.warning("steps take %.1f times as long as usual, while ranks compute at their usual pace: a link "
+                        "between them is slow; it is left alone as long as something moves", self._tempo.pace.slowdown)
 
     def deadline_s(self) -> float:
         """Seconds without progress that the steps under way may take."""
