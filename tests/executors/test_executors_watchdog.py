@@ -116,6 +116,19 @@ def test_a_rank_that_answers_nothing_is_found_though_its_state_is_unknown(gang: 
     assert "has not answered" in failure.message
 
 
+def test_a_rank_that_was_slow_to_answer_gets_more_time_but_is_not_said_to_answer(gang: Gang) -> None:
+    gang.plan()
+    gang.answering = {0}
+    gang.wait(2.9)
+    gang.answering = {0, 1}
+    gang.wait(0.2)
+    gang.answering = {0}
+    seconds, failure = gang.until_failure()
+    assert seconds < FLOOR_S
+    assert (failure.cause, failure.rank) == ("silent", 1)
+    assert "rank 1 does not answer either" in failure.message
+
+
 def test_a_collective_that_is_stuck(gang: Gang) -> None:
     step = gang.plan()
     gang.begun = {0: step, 1: step}

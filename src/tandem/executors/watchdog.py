@@ -34,6 +34,10 @@ PING_S, IDLE_PING_S = 0.5, 2.0
 SILENT_S, LOADING_SILENT_S = 3.0, 60.0
 """Seconds without an answer after which a rank counts as not running; MLX holds the interpreter for up to 31 s while it
 connects a group."""
+ROUND_TRIPS = 5.0
+"""A rank that took its time to answer lately gets so many times that."""
+DOUBT_S = 1.5
+"""Seconds without an answer after which a rank whose step does not end is not said to answer."""
 STOPPED_S = 1.0
 """Seconds that a process may stand still."""
 PAUSE_S = 1.0
@@ -159,7 +163,7 @@ class Watchdog:
         self._wake(now)
         rank = self._ranks[pong.rank]
         if rank.asked_at is not None:
-            rank.round_trip = max(now - rank.asked_at, 0.9 * rank.round_trip)
+            rank.round_trip = max(now - rank.asked_at, 0.9 * rank.round_trip) if self._loaded else 0.0
             rank.asked_at = None
         rank.begun, rank.waiting = pong.step_id, pong.waiting
 
@@ -206,7 +210,7 @@ class Watchdog:
                               rank=number, cause="stopped")
 
     def _check_silence(self, number: int, rank: _Rank, now: float) -> None:
-        limit = max(SILENT_S, FACTOR * rank.round_trip) if self._loaded else LOADING_SILENT_S
+        limit = max(SILENT_S, ROUND_TRIPS * rank.round_trip) if self._loaded else LOADING_SILENT_S
         if rank.asked_at is not None and now - rank.asked_at > min(limit, self._step_timeout):
             raise RankFailure(f"rank {number} has not answered for {now - rank.asked_at:.1f} s: its process does not "
                               "run, or its machine cannot be reached", rank=number, cause="silent")
@@ -234,23 +238,28 @@ class Watchdog:
             return
         step, limit = self._steps[0], self.deadline_s()
         self._pace = Pace()  # if it was a false alarm, it is not raised again
-        words, cause = self._explain(step)
+        words, cause, ranks = self._explain(step, now)
         raise RankFailure(f"step {step.step_id} made no progress for {still:.1f} s (deadline {limit:.1f} s): {words}",
-                          rank=min(step.missing), cause=cause)
+                          rank=ranks[0], cause=cause)
 
-    def _explain(self, step: _Step) -> tuple[str, str]:
-        """Why a step does not end, in words and as a cause."""
+    def _explain(self, step: _Step, now: float) -> tuple[str, str, list[int]]:
+        """Why a step does not end, in words and as a cause, and the ranks that are nearest to it."""
         missing = sorted(step.missing)
+        silent = [rank for rank in missing
+                  if (asked := self._ranks[rank].asked_at) is not None and now - asked > DOUBT_S]
+        if silent:
+            return (f"{_names(silent)} do{'es' if len(silent) == 1 else ''} not answer either: not running, or not to "
+                    "be reached"), "silent", silent
         inside = [rank for rank in missing if self._ranks[rank].begun >= step.step_id]
         computing = [rank for rank in inside if not self._ranks[rank].waiting]
         if inside and not computing:
             return (f"{_names(inside)} answer{_s(inside)}, and wait{_s(inside)} for another stage: the link to it "
-                    "brings nothing"), "link"
+                    "brings nothing"), "link", inside
         if len(computing) > 1:
             return (f"{_names(computing)} answer, are inside it, and do not move: a collective is stuck, or the link "
-                    "between them is cut"), "stuck"
+                    "between them is cut"), "stuck", computing
         idle = computing or missing
-        return f"{_names(idle)} answer{_s(idle)}, but do{'es' if len(idle) == 1 else ''} not move", "stuck"
+        return f"{_names(idle)} answer{_s(idle)}, but do{'es' if len(idle) == 1 else ''} not move", "stuck", idle
 
 
 def _names(ranks: Sequence[int]) -> str:
