@@ -46,6 +46,8 @@ class HostsLauncher(Launcher):
         self._slots: list[int] = []
         """Of each rank."""
         self._sought_at = 0.0
+        self._trouble = ""
+        """Why a machine that was there once could not come lately."""
         self._files: dict[int, dict[str, str]] = {}
         self._gangs = 0
         """How many have been recruited."""
@@ -101,12 +103,13 @@ class HostsLauncher(Launcher):
         while missing := [slot for slot in wanted if (found := self.roster.fill(count))[slot] is None]:
             self._bring(missing, first=first)
             if time.monotonic() > deadline:
-                words = self.describe_missing(missing)
+                words = self._trouble or self.describe_missing(missing)
                 raise UsageError(words) if first else RankFailure(words, cause="host")
             self.roster.wait(WAIT_S)
             if on_wait is not None:
                 on_wait()
         self._gangs += 1
+        self._trouble = ""
         self._members = [member for slot in wanted if (member := found[slot]) is not None]
         self._slots = wanted
         self._files.clear()
@@ -118,6 +121,7 @@ class HostsLauncher(Launcher):
         try:
             self.bring(missing, first=first)
         except RankFailure as failure:
+            self._trouble = failure.message
             if time.monotonic() - self._sought_at > SEEK_S:
                 self._sought_at = time.monotonic()
                 log.warning("%s; it is sought again", failure.message)

@@ -6,6 +6,7 @@ import logging
 import secrets
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -84,12 +85,17 @@ class RayLauncher(HostsLauncher):
         log.info("Ray cluster at %s; this machine is its node %s", connected.cluster, connected.here)
         return connected.here
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
+                slots: Sequence[int] | None = None) -> list[Place]:
         """As for all; from then on a missing rank host is a lost one."""
-        places = super().recruit(count, deadline, on_wait)
+        places = super().recruit(count, deadline, on_wait, slots)
         if self._current is not None:
             self._current.served = True
         return places
+
+    def present(self, count: int) -> list[int]:
+        """All or none are placed, wherever Ray has room: there are no machines that one could do without."""
+        return list(range(count))
 
     def bring(self, missing: list[int], *, first: bool) -> None:
         """Have devices reserved and rank hosts started, and look at how that goes."""
