@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from tandem.cli import bench_options, doctor_options, lifecycle_options, parity_options, plan_options
+from tandem.cli import agent_options, bench_options, doctor_options, lifecycle_options, parity_options, plan_options
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -33,6 +33,7 @@ def build_parser() -> Parser:
     engine.set_defaults(run=_engine)
     lifecycle_options.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
     _add_rank(commands)
+    agent_options.add_parsers(commands, _discovery)
     _add_generate(commands)
     _add_model(commands)
     _add_replica(commands)
@@ -173,6 +174,16 @@ def _lifecycle(arguments: argparse.Namespace) -> int:
 
     runs = {"up": lifecycle.run_up, "down": lifecycle.run_down, "logs": lifecycle.run_logs, "status": status.run}
     return runs[arguments.command](arguments)
+
+
+def _discovery(arguments: argparse.Namespace) -> int:
+    try:
+        from tandem.cli import agent, hosts
+    except ModuleNotFoundError as error:
+        if error.name not in ("zeroconf", "spake2"):
+            raise
+        return fail(f"`tandem {arguments.command}` needs the package {error.name}: pip install 'mlx-tandem[agent]'")
+    return agent.run(arguments) if arguments.command == "agent" else hosts.run(arguments)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

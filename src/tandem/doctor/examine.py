@@ -33,6 +33,7 @@ from tandem.doctor.messages import (
 )
 from tandem.doctor.parsing import interfaces
 from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
+from tandem.launchers.agent_link import agent_name, paired_agent
 from tandem.launchers.facts import address_towards
 from tandem.launchers.host_worlds import Devices, HostWorld, jaccl_world, nccl_world, ring_world
 from tandem.launchers.hostfile import LOCAL_NAMES
@@ -255,7 +256,8 @@ def world(backend: str, ranks: Sequence[Host], ports: Mapping[str, int]) -> Host
 
 def resolved(name: str) -> str:
     """The address that ssh connects to for an `ssh` entry, its configuration included; the name if there is none."""
-    found = ssh_hostname(name)
+    agent = agent_name(name)
+    found = ssh_hostname(name) if agent is None else paired_agent(agent).address.rpartition(":")[0]
     try:
         return socket.gethostbyname(found)
     except OSError:

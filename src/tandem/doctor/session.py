@@ -15,6 +15,7 @@ import msgspec
 from tandem.doctor.messages import MARK, ProbeError, Reply, Request
 from tandem.env import child_environment
 from tandem.errors import TandemError
+from tandem.launchers.agent_link import agent_name, link_command
 from tandem.launchers.ssh import remote_command, ssh_command
 
 PROBE = "tandem.doctor.probe"
@@ -101,6 +102,8 @@ def local_probe() -> list[str]:
 
 def remote_probe(host: str, python: str | None = None) -> list[str]:
     """A probe on another machine, started as its ranks would be."""
+    if (agent := agent_name(host)) is not None:
+        return link_command(agent, "probe")
     return ssh_command(host, remote_command(python, PROBE, "doctor --probe"))
 
 
@@ -110,11 +113,14 @@ def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
     text = " ".join(complaints)
     for sign, why, remedy in _SIGNS:
         if sign in text:
-            return ProbeLost(why.format(host=host, said=said), remedy.format(host=host))
+            return ProbeLost(why.format(host=host, said=said), remedy.format(host=agent_name(host) or host))
     return ProbeLost(said, f"ssh {host} hostname")
 
 
 _SIGNS = (
+    ("is not paired", "its agent is not paired with this machine", "tandem hosts pair {host}"),
+    ("the agent does not answer", "its agent does not answer",
+     "run `tandem agent --pair` there, tandem hosts pair {host}"),
     ("Permission denied", "ssh asks for a password", "ssh-copy-id {host}"),
     ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is not the one known here",
      "ssh-keygen -R {host}   (if you know why it changed), then ssh {host}"),

@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
+from tandem.launchers.agent_link import agent_name, link_command, paired_agent
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.facts import address_towards
 from tandem.launchers.head import HostsLauncher
@@ -79,7 +80,8 @@ def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
     if code == NOT_FOUND or "no module named" in text or "no such file" in text:
         return (f"host {entry.ssh}: no Python with Tandem was found there ({said}); install it, or name its "
                 "interpreter with --remote-python or `python` in the hostfile")
-    return f"host {entry.ssh}: {said.removeprefix('tandem: ')}" + (f" (ssh ended with {code})" if code != 2 else "")
+    ended = f" (ssh ended with {code})" if code != 2 and agent_name(entry.ssh) is None else ""
+    return f"host {entry.ssh}: {said.removeprefix('tandem: ')}{ended}"
 
 
 class _Connection:
@@ -196,6 +198,8 @@ class SshLauncher(HostsLauncher):
                               ticket=ticket, address=entry.ips[0] if entry.ips else None, log_level=self._log_level)
         if entry.is_here:
             command = [entry.python or sys.executable, "-m", RANK_HOST_MODULE]
+        elif (agent := agent_name(entry.ssh)) is not None:
+            command = link_command(agent, "rank-host")
         else:
             command = ssh_command(entry.ssh, remote_command(entry.python or self._python))
         log.info("starting a rank host on %s for rank %d", entry.ssh, slot)
@@ -242,7 +246,9 @@ class SshLauncher(HostsLauncher):
 
 def _address_for(entry: HostEntry) -> str:
     """This machine's address towards a host. Raises ConfigError."""
-    target = entry.ips[0] if entry.ips else ssh_hostname(entry.ssh)
+    agent = agent_name(entry.ssh)
+    name = ssh_hostname(entry.ssh) if agent is None else paired_agent(agent).address.rpartition(":")[0]
+    target = entry.ips[0] if entry.ips else name
     try:
         return address_towards(socket.gethostbyname(target))
     except OSError as error:

@@ -1,0 +1,80 @@
+"""`tandem agent`: wait on this machine for paired heads."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import signal
+import socket
+from contextlib import nullcontext
+from typing import Any
+
+from tandem.doctor.facts import gather
+from tandem.doctor.messages import GatherFacts
+from tandem.doctor.parsing import interfaces
+from tandem.doctor.subnets import is_virtual
+from tandem.errors import ConfigError
+from tandem.launchers.agent import Agent
+from tandem.launchers.discovery import Announcement
+from tandem.launchers.pairing import ATTEMPTS, LIFE_S
+from tandem.launchers.trust import Trust, checked_name
+from tandem.log import set_up
+from tandem.version import __version__
+
+log = logging.getLogger("tandem.cli")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal. Raises UsageError."""
+    trust = Trust("agent")
+    if arguments.forget:
+        trust.forget(arguments.forget)
+        print(f"{arguments.forget} may not run anything here any more; restart the agent if it is running")
+        return 0
+    name = checked_name(arguments.name or socket.gethostname().split(".")[0])
+    if not 0 <= arguments.port < 65535:
+        raise ConfigError(f"--port {arguments.port}: must be from 0 (any free ones) to 65534", param="port")
+    _checked_address(arguments.host)
+    set_up()
+    agent = Agent(name, trust, host=arguments.host, port=arguments.port)
+    signals: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, frame: signals.append(number))
+    try:
+        announced: Any = nullcontext() if arguments.no_announce else _announcement(agent, arguments.host)
+        with announced:
+            _say(agent, trust, pair=arguments.pair)
+            agent.serve(until=lambda: bool(signals))
+    finally:
+        agent.close()
+    return 0
+
+
+def _checked_address(host: str) -> None:
+    try:
+        ipaddress.IPv4Address(host)
+    except ValueError:
+        raise ConfigError(f"--host {host}: must be an IPv4 address of this machine", param="host") from None
+
+
+def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
+    """What a person must know, and a code where there is nobody to serve yet."""
+    paired = trust.peers()
+    print(f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
+          f"{', '.join(paired) or 'nobody'}", flush=True)
+    if pair or not paired:
+        code = agent.pairing.open()
+        print(f"code {code[:3]} {code[3:]}: on the head run `tandem hosts pair {agent.name}` (good for "
+              f"{LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts)", flush=True)
+
+
+def _announcement(agent: Agent, host: str) -> Announcement:
+    facts = gather(GatherFacts())
+    links = [(one.name, network, one.kind) for one in interfaces(facts) for network in one.networks
+             if one.kind != "loopback" and not is_virtual(one.name)]
+    addresses = [str(network.ip) for _, network, _ in links] if host == "0.0.0.0" else [host]
+    return Announcement(agent.name, agent.port, {
+        "public": agent.public, "pair_port": str(agent.pair_port), "chip": facts.chip, "system": facts.system,
+        "memory": str(facts.memory_bytes), "version": __version__,
+        "links": ", ".join(f"{name} {network} {kind}".strip() for name, network, kind in links)}, addresses)

@@ -1,0 +1,150 @@
+"""Two machines that get to know each other's keys by a code of six digits that a person carries from one to the other.
+
+The exchange is SPAKE2 (Abdalla and Pointcheval, "Simple Password-Based Encrypted Key Exchange Protocols", CT-RSA 2005;
+RFC 9382 describes it too) as the `spake2` package has it, which magic-wormhole uses for its short codes: group Ed25519,
+the head is side A, the agent side B, the code is the password, names and CURVE keys are the identities. Both ends get
+the same strong key if and only if both used the same code, and saw the same two names and CURVE keys. Each then proves
+to the other that it has it, the head first: HMAC-SHA256 of its role under that key.
+
+Whoever listens learns nothing about the code. Whoever takes part, in place of either end, can test one guess in one
+run. The agent counts runs when they begin: a code is good for three, for five minutes, and for one success; then there
+is no pairing until a person asks for a new code. So a guesser succeeds with three in a million for each code shown.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+
+from spake2 import SPAKE2_A, SPAKE2_B
+
+from tandem.errors import UsageError
+from tandem.protocol.agent import (
+    PairConfirm,
+    PairDone,
+    PairElement,
+    PairHello,
+    PairIdentity,
+    PairRefused,
+    PairReply,
+    PairRequest,
+    PairStart,
+)
+
+DIGITS = 6
+ATTEMPTS = 3
+LIFE_S = 300.0
+MOST_RUNS = 8
+"""Heads that may be in the middle of pairing at once."""
+_WRONG = "the code is wrong, or was meant for another machine"
+
+
+class HeadSide:
+    """The head's end of one run."""
+
+    def __init__(self, code: str, own: PairHello, agent: PairIdentity) -> None:
+        """Raises UsageError for what is not a code."""
+        digits = code.replace(" ", "").replace("-", "")
+        if len(digits) != DIGITS or not (digits.isascii() and digits.isdigit()):
+            raise UsageError(f"the code has {DIGITS} digits; the agent shows it")
+        self._exchange = SPAKE2_A(digits.encode(), idA=_identity(own), idB=_identity(agent))
+
+    def start(self) -> PairStart:
+        """What to send first."""
+        return PairStart(self._exchange.start())
+
+    def confirm(self, reply: PairElement) -> PairConfirm:
+        """What to send for the agent's element. Raises UsageError."""
+        key = _finish(self._exchange, reply.element)
+        if key is None:
+            raise UsageError(_WRONG)
+        self._key = key
+        return PairConfirm(_proof(key, b"head"))
+
+    def check(self, reply: PairDone) -> None:
+        """The agent's proof. Raises UsageError when it is not one: then the agent is not to be trusted."""
+        if not hmac.compare_digest(reply.proof, _proof(self._key, b"agent")):
+            raise UsageError(_WRONG)
+
+
+class AgentSide:
+    """The agent's end: one code, and the runs of those who try it. Pure but for the clock."""
+
+    def __init__(self, name: str, public: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._identity = PairIdentity(name, public)
+        self._clock = clock
+        self._code: str | None = None
+        self._until = 0.0
+        self._left = 0
+        self._heads: dict[bytes, PairHello] = {}
+        self._keys: dict[bytes, bytes] = {}
+
+    def open(self) -> str:
+        """Draw a code, which replaces any other; to be shown to a person."""
+        self._code = f"{secrets.randbelow(10 ** DIGITS):0{DIGITS}d}"
+        self._until, self._left = self._clock() + LIFE_S, ATTEMPTS
+        self._heads.clear()
+        self._keys.clear()
+        return self._code
+
+    @property
+    def is_open(self) -> bool:
+        """There is a code that can be tried, or whose proof is awaited."""
+        return self._code is not None and self._clock() < self._until and (self._left > 0 or bool(self._keys))
+
+    def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairHello | None]:
+        """The reply to one of the `peer`s, and the head to trust when that is the last word."""
+        if not self.is_open:
+            self._code = None
+            return PairRefused("this machine shows no code; run `tandem agent --pair` there"), None
+        if isinstance(request, PairHello):
+            while len(self._heads) >= MOST_RUNS:
+                oldest = next(iter(self._heads))
+                del self._heads[oldest]
+                self._keys.pop(oldest, None)
+            self._heads[peer] = request
+            return self._identity, None
+        if peer not in self._heads:
+            return PairRefused("begin with who you are"), None
+        if isinstance(request, PairStart):
+            return self._start(peer, request), None
+        return self._confirm(peer, request)
+
+    def _start(self, peer: bytes, request: PairStart) -> PairReply:
+        if not self._left:
+            return PairRefused(f"{ATTEMPTS} codes have been tried; run `tandem agent --pair` there for a new one")
+        self._left -= 1
+        assert self._code is not None
+        exchange = SPAKE2_B(self._code.encode(), idA=_identity(self._heads[peer]), idB=_identity(self._identity))
+        element = exchange.start()
+        key = _finish(exchange, request.element)
+        if key is None:
+            return PairRefused(_WRONG)
+        self._keys[peer] = key
+        return PairElement(element)
+
+    def _confirm(self, peer: bytes, request: PairConfirm) -> tuple[PairReply, PairHello | None]:
+        key, head = self._keys.pop(peer, None), self._heads.pop(peer)
+        if key is None or not hmac.compare_digest(request.proof, _proof(key, b"head")):
+            return PairRefused(_WRONG), None
+        self._code = None
+        return PairDone(_proof(key, b"agent")), head
+
+
+def _identity(one: PairHello | PairIdentity) -> bytes:
+    return f"{one.name} {one.public}".encode()
+
+
+def _proof(key: bytes, role: bytes) -> bytes:
+    return hmac.digest(key, b"tandem pairing, " + role, "sha256")
+
+
+def _finish(exchange: SPAKE2_A | SPAKE2_B, element: bytes) -> bytes | None:
+    """The common key; None for what is no element of the other side's."""
+    try:
+        key: bytes = exchange.finish(element)
+    except Exception:  # noqa: BLE001 - the package raises bare assertions, ValueErrors and errors of its own
+        return None
+    return key

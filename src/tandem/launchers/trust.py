@@ -1,0 +1,89 @@
+"""Who this machine is to others, and whom it trusts: CURVE keys in files that only this user can read."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import zmq
+from msgspec import Struct
+
+from tandem.env import state_dir
+from tandem.errors import ConfigError, UsageError
+
+T = TypeVar("T")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
+class Identity(Struct, frozen=True):
+    """A CURVE25519 key pair in Z85, made once and kept."""
+
+    public: str
+    secret: str
+
+
+class Peer(Struct, frozen=True):
+    """Somebody who has been paired with."""
+
+    public: str
+    address: str = ""
+    """HOST:PORT of an agent's session socket when it was last seen; heads have none."""
+
+
+class Trust:
+    """Keys of one role (`agent` or `head`) of this user on this machine."""
+
+    def __init__(self, role: str) -> None:
+        self._directory = state_dir() / role
+
+    def identity(self) -> Identity:
+        """This machine's own keys, drawn at the first call. Raises ConfigError."""
+        path = self._directory / "identity.json"
+        if (found := _read(path, Identity)) is not None:
+            return found
+        public, secret = zmq.curve_keypair()
+        identity = Identity(public.decode(), secret.decode())
+        _write(path, identity)
+        return identity
+
+    def peers(self) -> dict[str, Peer]:
+        """Trusted peers by name. Raises ConfigError."""
+        return _read(self._directory / "peers.json", dict[str, Peer]) or {}
+
+    def add(self, name: str, peer: Peer) -> None:
+        """Trust a peer from now on; one of that name is replaced."""
+        _write(self._directory / "peers.json", {**self.peers(), name: peer})
+
+    def forget(self, name: str) -> None:
+        """Trust it no longer. Raises UsageError when it was not."""
+        peers = self.peers()
+        if name not in peers:
+            raise UsageError(f"{name} is not paired; there is: {', '.join(peers) or 'none'}")
+        _write(self._directory / "peers.json", {key: peer for key, peer in peers.items() if key != name})
+
+
+def checked_name(name: str) -> str:
+    """A name that can stand in files and tables. Raises ConfigError."""
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"{name!r} is not a machine's name: use up to 63 letters, digits and ._-", param="name")
+    return name
+
+
+def _read(path: Path, kind: type[T]) -> T | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; delete it to begin anew") from None
+
+
+def _write(path: Path, content: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    fresh = path.with_suffix(".new")
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(msgspec.json.encode(content))
+    fresh.replace(path)
