@@ -53,6 +53,8 @@ API_SILENT_S = 15.0
 """Seconds without a sign of life after which the api is replaced."""
 GRACE_S = 10.0
 """Seconds beyond `drain_timeout` that children get to end by themselves."""
+HURRY_S = 3.0
+"""Seconds that they get for that after a second signal."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -220,7 +222,11 @@ class Supervisor:
             child.terminate()
         deadline = time.monotonic() + self._settings.process.drain_timeout + GRACE_S
         for child in children:
+            hurried = False
             while not child.wait(POLL_S):
-                if self._signals > 1 or child.stopped or time.monotonic() > deadline:
+                if self._signals > 1 and not hurried:
+                    hurried, deadline = True, min(deadline, time.monotonic() + HURRY_S)
+                    child.terminate()  # its second signal: no more draining, but its clients hear why
+                if child.stopped or time.monotonic() > deadline:
                     log.warning("the %s did not end in time and is killed", child.name)
                     child.kill()

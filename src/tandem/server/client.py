@@ -259,11 +259,14 @@ class EngineClient:
         if self._fresh:
             logger.warning("the engine is gone; it had %d requests", len(self._sinks))
         self._fresh = False
-        self._fail_all(message)
+        if self.status is not None and self.status.state == "draining":
+            self._fail_all("The engine was shut down before the request was done.", code="shutting_down")
+        else:
+            self._fail_all(message)
 
-    def _fail_all(self, message: str) -> None:
+    def _fail_all(self, message: str, code: str = "engine_unavailable") -> None:
         sinks, self._sinks = self._sinks, {}
         for request_id in sinks:
             self._send(Abort(request_id))  # for an engine that was only slow
         for sink in dict.fromkeys(sinks.values()):
-            sink.fail(EngineLost(message))
+            sink.fail(EngineLost(message, code=code))

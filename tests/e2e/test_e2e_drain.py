@@ -1,0 +1,195 @@
+"""SIGTERM in every layout: not ready at once, what runs goes on until the deadline, what is left ends with an error."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from tandem.testing import tiny_model
+
+pytestmark = pytest.mark.slow
+LAYOUTS = {"one rank": [], "stages": ["-pp", "2"], "replicas": ["-dp", "2"]}
+ENDLESS = 25_000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One whose context is long enough for streams that do not end."""
+    path = tmp_path_factory.mktemp("model")
+    return str(tiny_model(path, config={"max_position_embeddings": 60_000}))
+
+
+@contextmanager
+def command(*arguments: str, ready: str | None = None) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A tandem command, and its address when `ready`; afterwards nothing of it is left."""
+    process = subprocess.Popen([sys.executable, "-m", "tandem", *arguments], text=True, stdout=subprocess.PIPE,
+                               stderr=subprocess.DEVNULL)
+    family: list[psutil.Process] = []
+    try:
+        found = None
+        if ready is not None:
+            assert process.stdout is not None
+            readable, _, _ = select.select([process.stdout], [], [], 120)
+            found = re.search(ready, process.stdout.readline() if readable else "")
+            assert found, "not ready"
+        family = psutil.Process(process.pid).children(recursive=True)
+        yield process, found[1] if found else ""
+    finally:
+        process.kill()
+        process.communicate()
+        _, alive = psutil.wait_procs(family, timeout=20)
+        assert not alive, "a child outlived the server"
+
+
+@contextmanager
+def serving(model: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    options = ["--kv-tokens", "60000", "--port", "0", *arguments]
+    with command("serve", model, *options, ready=r"Tandem is ready: (\S+)") as started:
+        wait_until(lambda: ready(started[1]))
+        yield started
+
+
+class Stream:
+    """A streamed completion, read by a thread."""
+
+    def __init__(self, url: str, max_tokens: int) -> None:
+        self.chunks: list[Any] = []
+        self.done = False
+        self._body = {"prompt": "go on", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+        self._url = url
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=300) as response:
+            assert response.status_code == 200, response.read()
+            for line in response.iter_lines():
+                if line == "data: [DONE]":
+                    self.done = True
+                elif line.startswith("data: "):
+                    self.chunks.append(json.loads(line.removeprefix("data: ")))
+
+    @property
+    def error(self) -> Any:
+        return self.chunks[-1].get("error")
+
+    @property
+    def finish_reasons(self) -> list[str]:
+        choices = [choice for chunk in self.chunks for choice in chunk.get("choices", ())]
+        return [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+
+
+def streams(url: str, count: int, max_tokens: int) -> list[Stream]:
+    """Streams that have begun."""
+    started = [Stream(url, max_tokens) for _ in range(count)]
+    wait_until(lambda: all(one.chunks for one in started))
+    return started
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+def ready(url: str) -> bool:
+    return httpx.get(f"{url}/health/ready", timeout=20).status_code == 200
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_runs_is_finished_and_nothing_new_is_taken(model: str, layout: str) -> None:
+    with serving(model, *LAYOUTS[layout], "--drain-timeout", "300") as (process, url):
+        running = streams(url, 3, 1000)
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: not ready(url), 30)
+        assert not any(one.done for one in running), "not ready before anything has ended"
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
+        assert int(refused.headers["retry-after"]) > 0
+        assert httpx.get(f"{url}/health/live", timeout=20).status_code == 200
+        for one in running:
+            one.thread.join(300)
+            assert one.done and one.finish_reasons == ["length"]
+        assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("layout", ["one rank", "replicas"])
+@pytest.mark.parametrize("how", ["deadline", "second signal"])
+def test_what_is_left_ends_with_a_clear_error(model: str, layout: str, how: str) -> None:
+    timeout = "2" if how == "deadline" else "600"
+    with serving(model, *LAYOUTS[layout], "--drain-timeout", timeout) as (process, url):
+        running = streams(url, 2, ENDLESS)
+        process.send_signal(signal.SIGTERM)
+        if how == "second signal":
+            wait_until(lambda: not ready(url), 30)
+            process.send_signal(signal.SIGTERM)
+        for one in running:
+            one.thread.join(60)
+            assert one.error["code"] == "shutting_down" and one.error["type"] == "server_error"
+            assert one.done and not one.finish_reasons
+        assert process.wait(60) == 0
+
+
+@contextmanager
+def apart(model: str, socket_path: Path, timeout: str) -> Iterator[tuple[subprocess.Popen[str], Any, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = ["--engine-socket", str(socket_path), "--drain-timeout", timeout]
+    url = f"http://127.0.0.1:{port}"
+    with command("engine", model, "--kv-tokens", "60000", *common) as (engine, _), \
+            command("api", "--port", port, *common) as (api, _):
+        wait_until(lambda: _answers(url) and ready(url), 120)
+        yield engine, api, url
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/live", timeout=20).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+@pytest.mark.parametrize("who", ["engine", "api"])
+def test_apart(model: str, tmp_path: Path, who: str) -> None:
+    with apart(model, tmp_path / "e.sock", "300") as (engine, api, url):
+        running = streams(url, 2, 1000)
+        (engine if who == "engine" else api).send_signal(signal.SIGTERM)
+        wait_until(lambda: not ready(url), 30)
+        assert not any(one.done for one in running)
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20).status_code == 503
+        for one in running:
+            one.thread.join(300)
+            assert one.done and one.finish_reasons == ["length"]
+        assert (engine if who == "engine" else api).wait(60) == 0
+        other = api if who == "engine" else engine
+        assert other.poll() is None, "the other one stays"
+        assert os.path.exists(tmp_path / "e.sock") == (who == "api")
+
+
+def test_an_engine_apart_at_its_deadline(model: str, tmp_path: Path) -> None:
+    with apart(model, tmp_path / "e.sock", "3") as (engine, _, url):
+        [running] = streams(url, 1, ENDLESS)
+        engine.send_signal(signal.SIGTERM)
+        running.thread.join(60)
+        assert running.done and running.error["code"] == "shutting_down"
+        assert engine.wait(60) == 0
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20)
+        assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
