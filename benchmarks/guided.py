@@ -12,8 +12,11 @@ import statistics
 import sys
 import time
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from tandem import LLM, SamplingParams, StructuredOutputs
 
@@ -43,18 +46,34 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def speed(llm: LLM, args: argparse.Namespace, form: StructuredOutputs | None, seed: int) -> float:
+@dataclass(frozen=True)
+class Run:
+    """One side's share of a round."""
+
+    speed: float
     """Tokens per second of all streams together, prompts included."""
+    cpu: float
+    """Milliseconds of processor time a token, of all processes: on a busy machine it tells more than the clock."""
+
+
+def cpu_seconds() -> float:
+    """Processor time that this process and its children have used."""
+    processes = [psutil.Process(), *psutil.Process().children(recursive=True)]
+    return float(sum(times.user + times.system for times in (process.cpu_times() for process in processes)))
+
+
+def run(llm: LLM, args: argparse.Namespace, form: StructuredOutputs | None, seed: int) -> Run:
+    """Decode all streams once."""
     params = SamplingParams(max_tokens=args.tokens, temperature=args.temperature, seed=seed, structured_outputs=form,
                             ignore_eos=form is None)
     prompts = [f"Write number {i} of a list of records, as JSON." for i in range(args.concurrency)]
-    started = time.perf_counter()
+    started, used = time.perf_counter(), cpu_seconds()
     outputs = llm.generate(prompts, params)
-    seconds = time.perf_counter() - started
+    seconds, used = time.perf_counter() - started, cpu_seconds() - used
     produced = sum(len(output.token_ids) for output in outputs)
     if produced != args.tokens * args.concurrency:
         raise SystemExit(f"{produced} tokens instead of {args.tokens * args.concurrency}: the streams are not alike")
-    return produced / seconds
+    return Run(produced / seconds, used / produced * 1e3)
 
 
 def compare(llm: LLM, args: argparse.Namespace, layout: str) -> bool:
@@ -62,15 +81,13 @@ def compare(llm: LLM, args: argparse.Namespace, layout: str) -> bool:
     good = True
     for name, schema in SCHEMAS.items():
         form = StructuredOutputs(json=schema)
-        speed(llm, args, form, 0)
-        plain, guided = [], []
-        for seed in range(args.rounds):
-            plain.append(speed(llm, args, None, seed))
-            guided.append(speed(llm, args, form, seed))
-        ratio = statistics.median(g / p for g, p in zip(guided, plain, strict=True))
+        run(llm, args, form, 0)
+        pairs = [(run(llm, args, None, seed), run(llm, args, form, seed)) for seed in range(args.rounds)]
+        speeds = [statistics.median(side.speed for side in sides) for sides in zip(*pairs, strict=True)]
+        ratio = statistics.median(guided.speed / plain.speed for plain, guided in pairs)
+        cpu = statistics.median(guided.cpu / plain.cpu for plain, guided in pairs)
         good &= ratio >= GOAL
-        print(f"{layout:>8}  {name:16} {statistics.median(plain):9.1f} {statistics.median(guided):9.1f} {ratio:9.3f}",
-              flush=True)
+        print(f"{layout:>8}  {name:16} {speeds[0]:9.1f} {speeds[1]:9.1f} {ratio:9.3f} {cpu:9.3f}", flush=True)
     return good
 
 
@@ -98,7 +115,7 @@ def main() -> int:
     """Print the comparison; 1 when a goal is missed."""
     args = arguments()
     print(f"tokens/s of {args.concurrency} streams, {args.tokens} tokens each, medians of {args.rounds}\n"
-          f"{'pp,tp':>8}  {'schema':16} {'unguided':>9} {'guided':>9} {'ratio':>9}")
+          f"{'pp,tp':>8}  {'schema':16} {'unguided':>9} {'guided':>9} {'ratio':>9} {'CPU time':>9}", flush=True)
     good = True
     for layout in args.layouts.split():
         stages, ranks = map(int, layout.split(","))

@@ -27,8 +27,8 @@ class GrammarCheck:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._has_bytes = tokenizer.scheme.has_bytes
-        # A grammar may name special tokens, as `<|name|>` or `<[id]>`.
-        self._special = {tokenizer.token_text(token): token for token in sorted(tokenizer.special_ids)}
+        self.special = {tokenizer.token_text(token): token for token in sorted(tokenizer.special_ids)}
+        """Ids of special tokens by their text. A grammar may name them, as `<|name|>` or `<[id]>`."""
         self._known: OrderedDict[str, str] = OrderedDict()
         self._lock = threading.Lock()
         self.threads = ThreadPoolExecutor(AT_ONCE, "grammar-check")
@@ -57,7 +57,7 @@ class GrammarCheck:
             raise ValueError(trouble)
 
     def _ask(self, grammar: str) -> str:
-        task = json.dumps({"grammar": grammar, "special": self._special})
+        task = json.dumps({"grammar": grammar, "special": self.special})
         try:
             done = subprocess.run([sys.executable, "-I", str(Path(probe.__file__))], input=task, text=True,
                                   capture_output=True, timeout=TIMEOUT_S, check=False)

@@ -23,6 +23,8 @@ class ChatTemplate:
     """A compiled chat template. `variables` are its special tokens (bos_token ...)."""
 
     def __init__(self, source: str, variables: Mapping[str, str], *, origin: str) -> None:
+        self.source = source
+        """The template's text."""
         environment = LimitedEnvironment()
         environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise

@@ -16,7 +16,8 @@ class TextStream:
     a stop string. The first stop string is the one that is complete first; of several that end there, the longest.
 
     With `keep_stop` the stop string stays in the text. With `continues` the text goes on from a prompt, so that a
-    leading space, which some tokenizers drop at the start of a text, is kept.
+    leading space, which some tokenizers drop at the start of a text, is kept. Special tokens whose ids are `shown` are
+    not skipped.
     """
 
     def __init__(
@@ -27,11 +28,13 @@ class TextStream:
         skip_special_tokens: bool = True,
         keep_stop: bool = False,
         continues: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
+        skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._pieces: _Bytes | _Library = (
-            _Bytes(tokenizer, skip_special_tokens, strip=tokenizer.scheme.strips_first_space and not continues)
+            _Bytes(tokenizer, skipped, strip=tokenizer.scheme.strips_first_space and not continues)
             if tokenizer.scheme.has_bytes
-            else _Library(tokenizer, skip_special_tokens)
+            else _Library(tokenizer, skip_special_tokens and not shown)
         )
         self._stop = tuple(s for s in stop if s)
         self._keep_stop = keep_stop
@@ -87,9 +90,9 @@ def _overlap(text: str, stop: str) -> int:
 class _Bytes:
     """Text of tokens that stand for bytes: an incremental UTF-8 decoder."""
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, *, strip: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], *, strip: bool) -> None:
         self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._skipped = skipped
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._strip = strip
 

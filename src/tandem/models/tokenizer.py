@@ -68,9 +68,18 @@ class Tokenizer:
         return self._template is not None
 
     @property
+    def chat_template(self) -> str:
+        """Source of the chat template; empty if there is none."""
+        return self._template.source if self._template is not None else ""
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` leaves out."""
         return self._backend.special_ids
+
+    def special_ids_of(self, texts: Sequence[str]) -> list[int]:
+        """Ids of those special tokens whose text is one of `texts`."""
+        return [token for token in sorted(self.special_ids) if self.token_text(token) in texts]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens` as the model wants a text to begin (BOS)."""

@@ -42,7 +42,7 @@ IGNORED: Mapping[str, Harmless] = {
     "parallel_tool_calls": _any,
     # Do nothing with these values; anything else would need a feature that is not here.
     "store": _only(False),
-    "tools": _only([]),
+    "tools": _only([]),  # in completions
     "tool_choice": _only("none", "auto"),
     "functions": _only([]),
     "function_call": _only("none", "auto"),

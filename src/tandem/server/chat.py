@@ -11,17 +11,18 @@ from starlette.responses import Response
 
 from tandem.errors import RequestError
 from tandem.models.tokenizer import Tokenizer
+from tandem.protocol.request import TokenLogprob
 from tandem.server.answer import Answer, collect, engine_requests, new_id
 from tandem.server.body import parse
-from tandem.server.context import Api, get_api, get_group
-from tandem.server.forms import form_of
+from tandem.server.chat_plan import ChatPlan, plan_chat
+from tandem.server.context import get_api, get_group
 from tandem.server.generate import Delta, Generation
 from tandem.server.limits import check_choices, check_model, room, sampling_params
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openapi import documented
+from tandem.server.reply import Reply
 from tandem.server.schemas import ChatRequest
 from tandem.server.sse import Envelope, encode_json, open_stream
-from tandem.server.texts import render_chat
 from tandem.version import __version__
 
 router = APIRouter()
@@ -42,16 +43,15 @@ async def chat_completions(http: Request) -> Response:
     n = fields.n or 1
     check_choices(api, n)
     tokenizer = await api.texts.tokenizer(status)
-    messages = [message.as_template_input() for message in fields.messages]
-    prompt = await render_chat(tokenizer, messages, template_kwargs(fields))
+    plan = await plan_chat(api, tokenizer, fields, template_kwargs(fields))
     default = api.settings.server.default_max_tokens
-    max_tokens = room(prompt, asked_tokens(fields), status.max_context, default, param="messages")
+    max_tokens = room(plan.prompt, asked_tokens(fields), status.max_context, default, param="messages")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
-    form = await form_of(api, tokenizer, fields)
-    work = [
-        (prompt, sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=form))
+    params = [
+        sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=plan.form)
         for choice in range(n)
     ]
+    work = [(plan.prompt, one) for one in params]
     request_id = new_id("chatcmpl")
     generation = Generation(
         api,
@@ -59,17 +59,19 @@ async def chat_completions(http: Request) -> Response:
         engine_requests(request_id, get_group(http), work),
         tokenizer,
         request_id=request_id,
-        prompt_tokens=len(prompt),
+        prompt_tokens=len(plan.prompt),
         stream=bool(fields.stream),
         timeout=fields.timeout,
-        continues=form is not None,
+        continues=plan.form is not None,
+        shown=plan.shown,
     )
     conversation_id = fields.conversation_id or str(uuid.uuid4())
     if fields.stream:
-        writer = ChatWriter(tokenizer, request_id, status.model, conversation_id, n, fields)
+        replies = [Reply(plan) for _ in range(n)]
+        writer = ChatWriter(tokenizer, request_id, status.model, conversation_id, replies, fields)
         return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
     answers = await collect(generation, n)
-    return _whole(api, generation, answers, conversation_id, logprobs is not None, status.model)
+    return _whole(plan, generation, answers, conversation_id, logprobs is not None, status.model)
 
 
 def asked_tokens(fields: ChatRequest) -> int | None:
@@ -102,9 +104,10 @@ def checked_template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _whole(
-    api: Api, generation: Generation, answers: list[Answer], conversation_id: str, logprobs: bool, model: str
+    plan: ChatPlan, generation: Generation, answers: list[Answer], conversation_id: str, logprobs: bool, model: str
 ) -> Response:
     tokenizer = generation.tokenizer
+    replies = [Reply(plan) for _ in answers]
     body = {
         "id": generation.request_id,
         "object": "chat.completion",
@@ -114,11 +117,11 @@ def _whole(
         "choices": [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": answer.text, "refusal": None},
+                "message": reply.message(answer.text),
                 "logprobs": chat_logprobs(tokenizer, answer.logprobs) if logprobs else None,
-                "finish_reason": answer.finish_reason,
+                "finish_reason": reply.finish_reason(answer.finish_reason),
             }
-            for index, answer in enumerate(answers)
+            for index, (reply, answer) in enumerate(zip(replies, answers, strict=True))
         ],
         "conversation_id": conversation_id,
         "usage": generation.usage(),
@@ -128,13 +131,20 @@ def _whole(
 
 
 class ChatWriter:
-    """Chunks of a streamed chat answer, in OpenAI's order: role, text, finish, usage."""
+    """Chunks of a streamed chat answer, in OpenAI's order: role, text and calls, finish, usage."""
 
     def __init__(
-        self, tokenizer: Tokenizer, request_id: str, model: str, conversation_id: str, n: int, fields: ChatRequest
+        self,
+        tokenizer: Tokenizer,
+        request_id: str,
+        model: str,
+        conversation_id: str,
+        replies: list[Reply],
+        fields: ChatRequest,
     ) -> None:
         self._tokenizer = tokenizer
-        self._n = n
+        self._replies = replies
+        self._entries: list[list[TokenLogprob]] = [[] for _ in replies]
         self._logprobs = bool(fields.logprobs)
         self._conversation = {"conversation_id": conversation_id}
         self._envelope = Envelope(
@@ -152,19 +162,26 @@ class ChatWriter:
         """The role of each choice."""
         return b"".join(
             self._envelope.chunk(_choice(index, {"role": "assistant", "content": ""}), self._conversation)
-            for index in range(self._n)
+            for index in range(len(self._replies))
         )
 
     def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
-        """A chunk with text, if there is any, and one for the end."""
-        events = b""
-        if delta.text or delta.logprobs:
-            logprobs = chat_logprobs(self._tokenizer, delta.logprobs) if self._logprobs else None
-            events = self._envelope.chunk(_choice(delta.index, {"content": delta.text}, logprobs))
+        """Chunks with what the text adds, if anything, and one for the end."""
+        reply, ended = self._replies[delta.index], delta.finish_reason is not None
+        entries = self._entries[delta.index]
+        entries += delta.logprobs
+        pieces = [reply.delta(event) for event in reply.read(delta.text, last=ended)]
+        if entries and ended and not pieces:
+            pieces = [{"content": ""}]
+        chunks = b""
+        for piece in pieces:
+            logprobs = chat_logprobs(self._tokenizer, entries) if self._logprobs else None
+            entries.clear()
+            chunks += self._envelope.chunk(_choice(delta.index, piece, logprobs))
         if delta.finish_reason is not None:
-            end = _choice(delta.index, {}, finish_reason=delta.finish_reason)
-            events += self._envelope.chunk(end, {**self._conversation, **(extras or {})})
-        return events
+            end = _choice(delta.index, {}, finish_reason=reply.finish_reason(delta.finish_reason))
+            chunks += self._envelope.chunk(end, {**self._conversation, **(extras or {})})
+        return chunks
 
     def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The last chunk, without choices."""
@@ -172,6 +189,6 @@ class ChatWriter:
 
 
 def _choice(
-    index: int, delta: dict[str, str], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
+    index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, finish_reason: str | None = None
 ) -> dict[str, Any]:
     return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}

@@ -34,11 +34,13 @@ class Delta:
 class Choice:
     """One sequence: counts its tokens and turns them into text that is safe to show."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool) -> None:
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool, shown: frozenset[int]
+    ) -> None:
         self.tokens = 0
         self.finish_reason: str | None = None
         self._index = index
-        self._text = TextStream(tokenizer, stop, continues=continues)
+        self._text = TextStream(tokenizer, stop, continues=continues, shown=shown)
         self._one_by_one = bool(stop)
         self._pending: list[TokenLogprob] = []
 
@@ -90,10 +92,12 @@ class Generation:
         stream: bool,
         timeout: float | None,
         continues: bool = False,
+        shown: frozenset[int] = frozenset(),
     ) -> None:
         """Submit `requests`; the position of each is the index of its choice. Raises UnavailableError, OverloadedError.
 
         `continues`: the text goes on from the prompt, rather than being a message of its own.
+        `shown`: special tokens that are part of the text.
         """
         self.tokenizer = tokenizer
         self.prompt_tokens = prompt_tokens
@@ -101,7 +105,7 @@ class Generation:
         self._api = api
         self._ids = [request.request_id for request in requests]
         self._choices = {
-            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues)
+            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown)
             for index, request in enumerate(requests)
         }
         self._left = len(requests)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
+
+from tandem.server.messages import NAMED_FORM, TOOL_CHOICE, Message, Strict, Tool, ToolChoice, Tools
 
 MAX_STOP_STRINGS = 16
 """OpenAI takes 4. More cost time per token, as each is searched for."""
@@ -16,76 +18,12 @@ MAX_TOP_LOGPROBS = 20
 SEED_LIMIT = 2**63
 
 
-class Strict(BaseModel):
-    """Base: no conversions, no extra fields, no NaN or infinity."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-
 class StreamOptions(Strict):
     """What a stream carries beside text."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
     """Accepted for OpenAI's clients; nothing is padded here."""
-
-
-class TextPart(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Strict):
-    """One message of a conversation."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flatten(cls, data: Any) -> Any:
-        """Join text parts, and drop what OpenAI's answers carry as empty when a client sends them back."""
-        if not isinstance(data, dict):
-            return data
-        empty = {"refusal", "annotations", "audio", "tool_calls", "function_call", "tool_call_id"}
-        data = {key: value for key, value in data.items() if key not in empty or value not in (None, [])}
-        for key in sorted(empty & data.keys()):
-            raise PydanticCustomError("unsupported", "'{field}' in a message is not supported", {"field": key})
-        if isinstance(data.get("content"), list):
-            parts = enumerate(data["content"])
-            data["content"] = "".join(_part_text(index, part) for index, part in parts)
-        if data.get("role") in ("tool", "function"):
-            raise PydanticCustomError("unsupported", "role '{role}' is not supported", {"role": data["role"]})
-        return data
-
-    @model_validator(mode="after")
-    def _needs_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise PydanticCustomError("missing_content", "a {role} message needs 'content'", {"role": self.role})
-        return self
-
-    def as_template_input(self) -> dict[str, Any]:
-        """The message as chat templates expect it. OpenAI's `developer` is what everyone else calls `system`."""
-        role = "system" if self.role == "developer" else self.role
-        extras = {"name": self.name, "reasoning_content": self.reasoning_content}
-        return {"role": role, "content": self.content or "", **{k: v for k, v in extras.items() if v is not None}}
-
-
-def _part_text(index: int, part: Any) -> str:
-    if not isinstance(part, dict) or not isinstance(part.get("type"), str):
-        raise PydanticCustomError(
-            "content_part", "content part {index} is not an object with a 'type'", {"index": index}
-        )
-    if part["type"] != "text":
-        context = {"index": index, "type": part["type"][:40]}
-        raise PydanticCustomError("unsupported", "content part {index}: type '{type}' is not supported", context)
-    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
-        raise PydanticCustomError("content_part", "content part {index} needs a string 'text' alone", {"index": index})
-    return part["text"]
 
 
 class JsonSchema(Strict):
@@ -181,6 +119,30 @@ class ChatRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE)] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _distinct(cls, value: list[Tool] | None) -> list[Tool] | None:
+        names = [tool.function.name for tool in value or ()]
+        for name in names:
+            if names.count(name) > 1:
+                raise PydanticCustomError("twice", "there are two tools '{name}'", {"name": name})
+        return value
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _one_form(cls, value: Any) -> Any:
+        if value is None or value in ("auto", "none", "required"):
+            return value and {"mode": value}
+        function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return {"mode": "named", "name": function["name"]}
+        raise PydanticCustomError(
+            "tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)}
+        )
 
 
 class CompletionRequest(SamplingFields):

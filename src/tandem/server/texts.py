@@ -90,15 +90,18 @@ async def render_chat(
     messages: list[dict[str, Any]],
     template_kwargs: dict[str, Any],
     *,
+    tools: list[dict[str, Any]] | None = None,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """Token ids of a conversation in the model's chat template.
+    """Token ids of a conversation in the model's chat template, which is told of the `tools`.
 
     Raises RequestError when there is no template, or the template rejects the conversation.
     """
     size = sum(len(message["content"]) + 32 for message in messages)
 
     def render() -> list[int]:
-        return tokenizer.render_chat(messages, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        return tokenizer.render_chat(
+            messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
 
     return await off_loop(size > LARGE, render)

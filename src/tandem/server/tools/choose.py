@@ -1,0 +1,113 @@
+"""Which format a model writes: told from its chat template, or by the operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.server.tools.deepseek import ALL, ALL_END, ONE, ONE_END, SEPARATOR, deepseek
+from tandem.server.tools.gemma import QUOTES, TAGS, gemma
+from tandem.server.tools.generic import generic
+from tandem.server.tools.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, harmony
+from tandem.server.tools.hermes import CLOSE, OPEN, hermes
+from tandem.server.tools.llama3 import TAG, llama3
+from tandem.server.tools.mistral import ARGS, CALL_ID, mistral
+from tandem.server.tools.mistral import OPEN as CALLS
+from tandem.server.tools.reasoning import thinking
+from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything
+from tandem.server.tools.xml import FUNCTION, KEY, KEY_END, VALUE, VALUE_END, glm, qwen_coder
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one family writes tool calls."""
+
+    read: Callable[[Feed, Tools], Steps[None]]
+    markers: tuple[str, ...] = ()
+    """Texts that may be special tokens and yet must be seen."""
+    signs: tuple[tuple[str, ...], ...] = ()
+    """What a template of the family contains: all of one of these."""
+
+
+def _plain(read: Reader) -> Callable[[Feed, Tools], Steps[None]]:
+    return lambda feed, tools: read(feed)
+
+
+FORMATS: dict[str, Format] = {
+    "harmony": Format(_plain(harmony), (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS), ((CHANNEL, MESSAGE),)),
+    "mistral": Format(_plain(mistral), (CALLS, ARGS, CALL_ID), ((CALLS,),)),
+    "deepseek": Format(_plain(deepseek), (ALL, ALL_END, ONE, ONE_END, SEPARATOR), ((ONE,),)),
+    "glm": Format(glm, (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), ((KEY,),)),
+    "qwen-coder": Format(qwen_coder, (OPEN, CLOSE), ((FUNCTION,),)),
+    "gemma": Format(_plain(gemma), (*TAGS, *TAGS.values(), *QUOTES), tuple((tag,) for tag in TAGS)),
+    "llama3": Format(_plain(llama3), (TAG,), ((TAG,), ("<|start_header_id|>", '"parameters"'))),
+    "hermes": Format(_plain(hermes), (OPEN, CLOSE), ((OPEN,),)),
+    "generic": Format(_plain(generic)),
+}
+"""By the names that `--tool-parser` takes; `auto` takes the first whose signs the template shows."""
+
+THINKING: dict[str, tuple[str, str]] = {"think": ("<think>", "</think>"), "brackets": ("[THINK]", "[/THINK]")}
+"""Tags around reasoning, by the names that `--reasoning-parser` takes beside `harmony`."""
+
+
+def tool_format(choice: str, template: str) -> str:
+    """Name of the format: `choice`, unless it is `auto`; models that were taught none are told of hermes'."""
+    if choice != "auto":
+        return choice
+    shown = (name for name, one in FORMATS.items() for signs in one.signs if all(sign in template for sign in signs))
+    return next(shown, "hermes")
+
+
+def reasoning_format(choice: str, template: str) -> str:
+    """Name of the reasoning's format, `none` if there is none."""
+    if choice != "auto":
+        return choice
+    if tool_format("auto", template) == "harmony":
+        return "harmony"
+    return next((name for name, (_, closing) in THINKING.items() if closing in template), "none")
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What one answer may hold, and how."""
+
+    format: str
+    """How calls are written."""
+    reasoning: str
+    """How reasoning is written; `none` if it is not told apart."""
+    tools: Tools | None
+    """The tools that may be called; None for none."""
+    begun: bool
+    """The prompt holds the opening tag of the reasoning already."""
+    several: bool = True
+    """There may be more than one call."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How to read one answer."""
+
+    reader: Reader
+    markers: tuple[str, ...]
+    """Texts that may be special tokens and yet must be seen."""
+
+
+def opens_reasoning(reasoning: str, prompt: str) -> bool:
+    """The end of the prompt is the tag that opens reasoning of this format."""
+    return reasoning in THINKING and prompt.rstrip().endswith(THINKING[reasoning][0])
+
+
+def dialect(writing: Writing) -> Dialect | None:
+    """How to read what is written so; None when all of it is content."""
+    tools = writing.tools
+    if "harmony" in (writing.reasoning, writing.format if tools is not None else ""):
+        return Dialect(harmony, FORMATS["harmony"].markers)
+    reader: Reader = everything
+    markers: tuple[str, ...] = ()
+    if tools is not None:
+        chosen = FORMATS[writing.format]
+        reader, markers = (lambda feed: chosen.read(feed, tools)), chosen.markers
+    if writing.reasoning in THINKING:
+        tags = THINKING[writing.reasoning]
+        return Dialect(thinking(tags, reader, begun=writing.begun), (*markers, *tags))
+    return None if reader is everything else Dialect(reader, markers)

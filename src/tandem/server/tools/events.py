@@ -1,0 +1,61 @@
+"""What a reader finds in a model's text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """Text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """Text of the thinking before the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallStart:
+    """A tool call begins; its arguments follow."""
+
+    index: int
+    """Counts the calls of one answer from 0."""
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """A piece of a call's arguments, which together are the text of a JSON object."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | CallStart | CallArguments
+
+
+def merged(events: list[Event]) -> list[Event]:
+    """The same events with neighbouring pieces of one kind joined, and empty pieces left out."""
+    joined: list[Event] = []
+    for event in events:
+        last = joined[-1] if joined else None
+        if isinstance(event, CallStart):
+            joined.append(event)
+        elif not event.text:
+            continue
+        elif isinstance(event, CallArguments):
+            if isinstance(last, CallArguments) and last.index == event.index:
+                joined[-1] = CallArguments(event.index, last.text + event.text)
+            else:
+                joined.append(event)
+        elif type(last) is type(event):
+            assert isinstance(last, Content | Reasoning)
+            joined[-1] = type(event)(last.text + event.text)
+        else:
+            joined.append(event)
+    return joined

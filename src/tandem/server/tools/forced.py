@@ -1,0 +1,133 @@
+"""Grammars of whole answers: calls that fit their schemas, or an asked form, after reasoning if there is any."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from tandem.guided.grammar import json_schema, preceded
+from tandem.server.tools import deepseek, harmony, hermes, mistral
+from tandem.server.tools.choose import THINKING, Writing
+from tandem.server.tools.scan import Tools
+
+MOST_CALLS = 16
+"""Calls in one forced answer: a grammar without a limit would let a model call for ever."""
+_SPECIAL = re.compile(r"[][\\/.^$*+?(){}|]")
+"""Characters that a regular expression must escape; others must not be."""
+Literal = Callable[[str], str]
+"""Writes a text for a grammar: as a string, or as the special token that it is."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """How a format writes calls, as pieces of a grammar."""
+
+    call: Callable[[str, Literal], tuple[str, str]]
+    """What stands before and after the arguments of a tool."""
+    before: tuple[str, ...] = ()
+    between: tuple[str, ...] | None = ("\n",)
+    """None: there is one call alone."""
+    after: tuple[str, ...] = ()
+
+
+def literal_of(special: Mapping[str, int]) -> Literal:
+    """For a model whose special tokens have these texts."""
+    return lambda text: f"<[{special[text]}]>" if text in special else _string(text)
+
+
+def forced_format(name: str) -> str:
+    """The format to force: the model's own where that can be, else the generic one."""
+    return name if name in _FRAMES else "generic"
+
+
+def answer_grammar(writing: Writing, text: Literal, answer: str | None) -> str:
+    """Grammar of a whole answer, in llguidance's JSON: reasoning if the model wants it, then calls or `answer`.
+
+    `answer` is a grammar in that JSON, as `grammar_of` gives it; without one there are calls alone.
+    """
+    rules = [] if writing.tools is None else _calls(writing, writing.tools, text)
+    if answer is None:
+        return _json("\n".join([*_start(writing, text, "calls"), *rules]))
+    final = "@answer"
+    if writing.reasoning == "harmony":
+        final = f"{_joined((harmony.CHANNEL, 'final', harmony.MESSAGE), text)} {final}"
+    if rules:
+        final = f"calls | {final}"
+    return preceded(answer, "\n".join([*_start(writing, text, "either"), f"either: {final}", *rules]))
+
+
+def _calls(writing: Writing, tools: Tools, text: Literal) -> list[str]:
+    """Lark rule `calls`, and those it needs."""
+    frame = _FRAMES[writing.format]
+    rules = []
+    for index, (tool, schema) in enumerate(tools.items()):
+        head, tail = frame.call(tool, text)
+        rules.append(f"call_{index}: {head} %json {json.dumps(json_schema(schema), ensure_ascii=False)} {tail}")
+    more = ""
+    if writing.several and frame.between is not None:
+        more = f"({_joined(frame.between, text)} call){{0,{MOST_CALLS - 1}}}"
+    choice = " | ".join(f"call_{index}" for index in range(len(rules)))
+    return [f"calls: {_joined(frame.before, text)} call {more} {_joined(frame.after, text)}", f"call: {choice}", *rules]
+
+
+def _start(writing: Writing, text: Literal, answer: str) -> list[str]:
+    """Lark rule `start`: the rule `answer`, after reasoning, which the model may leave out unless it has begun."""
+    if writing.reasoning == "harmony":
+        opening = _joined((harmony.CHANNEL, "analysis", harmony.MESSAGE), text)
+        again = _joined((harmony.START, "assistant"), text)
+        return [f"start: ({opening} free {again})? {answer}", _until("<|end|>", text)]
+    if writing.reasoning not in THINKING:
+        return [f"start: {answer}"]
+    opening, closing = THINKING[writing.reasoning]
+    thought = f"free /[ \\n]{{0,4}}/ {answer}"
+    start = f"start: {thought}" if writing.begun else f"start: {answer} | {text(opening)} {thought}"
+    return [start, _until(closing, text)]
+
+
+def _joined(parts: tuple[str, ...], text: Literal) -> str:
+    return " ".join(map(text, parts))
+
+
+def _json(lark: str) -> str:
+    return json.dumps({"grammars": [{"lark_grammar": lark}]}, ensure_ascii=False)
+
+
+def _until(end: str, text: Literal) -> str:
+    """The rule `free`: anything up to and with the first `end`."""
+    if text(end).startswith("<["):
+        return f"free: /(.|\\n)*/ {text(end)}"
+    return f"free[lazy]: /(.|\\n)*{_SPECIAL.sub(lambda found: chr(92) + found[0], end)}/"
+
+
+def _string(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _named(arguments: str) -> Callable[[str, Literal], tuple[str, str]]:
+    return lambda tool, text: (_string(f'{{"name": {json.dumps(tool)}, "{arguments}": '), _string("}"))
+
+
+def _hermes(tool: str, text: Literal) -> tuple[str, str]:
+    head, tail = _named("arguments")(tool, text)
+    return f'{text(hermes.OPEN)} "\\n" {head}', f'{tail} "\\n" {text(hermes.CLOSE)}'
+
+
+def _deepseek(tool: str, text: Literal) -> tuple[str, str]:
+    return f"{text(deepseek.ONE)} {_string(tool)} {text(deepseek.SEPARATOR)}", text(deepseek.ONE_END)
+
+
+def _harmony(tool: str, text: Literal) -> tuple[str, str]:
+    to = _string(f"commentary to=functions.{tool} ")
+    return f'{text(harmony.CHANNEL)} {to} {text(harmony.CONSTRAIN)} "json" {text(harmony.MESSAGE)}', ""
+
+
+_FRAMES: dict[str, Frame] = {
+    "hermes": Frame(_hermes),
+    "llama3": Frame(_named("parameters"), between=("; ",)),
+    "mistral": Frame(_named("arguments"), before=(mistral.OPEN, "["), between=(", ",), after=("]",)),
+    "deepseek": Frame(_deepseek, before=(deepseek.ALL,), after=(deepseek.ALL_END,)),
+    "harmony": Frame(_harmony, between=None),
+    "generic": Frame(_named("arguments"), before=("[",), between=(", ",), after=("]",)),
+}
