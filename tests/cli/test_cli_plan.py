@@ -5,10 +5,10 @@ import json
 import pytest
 
 from tandem.cli.main import main
-from tandem.cli.plan_hosts import Hosts, read_hosts, read_links
 from tandem.errors import ConfigError
 from tandem.launchers.hostfile import memory_size
 from tandem.models.planner_hardware import GIB
+from tandem.server.plan_hosts import Hosts, read_hosts, read_links
 from tandem.testing import tiny_model
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from rich.console import Console
 
-from tandem.cli.plan_hosts import read_hosts, read_links, this_machine
 from tandem.cli.plan_output import as_json, print_plan
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription, describe
@@ -20,6 +19,7 @@ from tandem.models.planner_experts import read_experts
 from tandem.models.planner_hardware import Link, Machine
 from tandem.models.planner_manual import parse_layout
 from tandem.models.planner_types import NothingFits, Plan, Request
+from tandem.server.plan_hosts import read_hosts, read_links, this_machine
 
 _WIDTH = 160
 """Columns of a table that does not go to a terminal."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from rich.table import Table
 
 from tandem.config.options import options
 from tandem.models.planner_hardware import GIB, Machine
+from tandem.models.planner_json import plan_json
 from tandem.models.planner_types import Candidate, Layout, Plan, Prediction, Stage
 from tandem.models.planner_words import rate
 
@@ -109,45 +109,8 @@ def caveats(layout: Layout, flags: Sequence[str], machines: Sequence[Machine]) -
 
 
 def as_json(plan: Plan, machines: Sequence[Machine], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The plan in types that JSON has: seconds, bytes, tokens a second."""
-    return {
-        "goal": plan.goal,
-        "context": plan.context,
-        "streams": plan.streams,
-        "chosen": None if plan.chosen is None else plan.chosen.label,
-        "serve": None if plan.chosen is None else serve_flags(plan, arguments),
-        "reasons": list(plan.reasons),
-        "remedies": list(plan.remedies),
-        "candidates": [_candidate_json(c, machines) for c in plan.candidates],
-        "estimate": True,
-    }
-
-
-def _candidate_json(candidate: Candidate, machines: Sequence[Machine]) -> dict[str, Any]:
-    prediction = None
-    if candidate.prediction is not None:
-        prediction = dataclasses.asdict(candidate.prediction)
-        for entry, memory in zip(prediction["memory"], candidate.prediction.memory, strict=True):
-            entry |= {"machine": machines[memory.machine].name, "needed": memory.needed, "short": memory.short}
-    replicas = candidate.layout.replicas if candidate.layout else ()
-    return {
-        "label": candidate.label,
-        "fits": candidate.fits,
-        "reason": candidate.reason,
-        "replicas": [
-            [
-                {
-                    "machines": [machines[i].name for i in s.machines],
-                    "layers": [s.start, s.stop],
-                    "kv_heads": list(s.kv_heads),
-                    "shares": list(s.shares),
-                }
-                for s in stages
-            ]
-            for stages in replicas
-        ],
-        "prediction": prediction,
-    }
+    """The plan in types that JSON has, with the flags that serve it."""
+    return {**plan_json(plan, machines), "serve": None if plan.chosen is None else serve_flags(plan, arguments)}
 
 
 def _best(plan: Plan) -> list[Candidate]:

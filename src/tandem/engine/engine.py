@@ -344,8 +344,8 @@ class Engine:
             prefix_tokens=scheduler.prefixes.positions if scheduler else 0,
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0, load_s=self._load_s, degraded=self.degraded,
-            stages=layout.ranks[0].stages,
-            lanes=layout.lanes, ranks=[self._rank_info(ready) for ready in self._ready])
+            stages=layout.ranks[0].stages, lanes=layout.lanes, generated_tokens=self.metrics.generated,
+            ttft_s=self.metrics.recent_ttft_s, ranks=[self._rank_info(ready) for ready in self._ready])
 
     def _slowdown(self, rank: int) -> float:
         slowdowns = self._executor.slowdowns
@@ -358,4 +358,4 @@ class Engine:
         return RankInfo(rank=ready.rank, stage=spec.stage, layers=spec.layers, pid=ready.pid, host=ready.host,
                         weight_bytes=ready.weight_bytes, peak_bytes=latest.peak_bytes if latest else ready.peak_bytes,
                         step_s=self._step_s.get(ready.rank, 0.0), kv_bytes=latest.step.kv_bytes if latest else 0,
-                        slowdown=self._slowdown(ready.rank))
+                        slowdown=self._slowdown(ready.rank), memory_bytes=ready.memory_bytes)

@@ -19,6 +19,10 @@ class EngineMetrics:
         self._arrived: dict[str, float] = {}
         self._last_token: dict[str, float] = {}
         self._prompts: dict[str, int] = {}
+        self.generated = 0
+        """Tokens produced so far."""
+        self.recent_ttft_s = 0.0
+        """Seconds to the first token, lately."""
         self._define()
 
     def _define(self) -> None:
@@ -64,11 +68,14 @@ class EngineMetrics:
         """`count` tokens went out."""
         now = time.monotonic()
         self.generation_tokens.inc(count)
+        self.generated += count
         last = self._last_token.get(request_id)
         if last is not None:
             self.itl.observe(now - last)
         elif request_id in self._arrived:
-            self.ttft.observe(now - self._arrived[request_id])
+            waited = now - self._arrived[request_id]
+            self.ttft.observe(waited)
+            self.recent_ttft_s = 0.8 * self.recent_ttft_s + 0.2 * waited if self.recent_ttft_s else waited
             self.prompt_tokens.inc(self._prompts[request_id])
         self._last_token[request_id] = now
         if finish_reason:

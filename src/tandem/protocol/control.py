@@ -88,6 +88,8 @@ class RankInfo(Struct, frozen=True):
     """Mean seconds of work per step lately."""
     kv_bytes: int = 0
     """Bytes of KV that it holds."""
+    memory_bytes: int = 0
+    """Bytes of the memory that weights and KV live in."""
     replica: int = 0
     """Which engine it belongs to; filled in by an api that has several."""
     slowdown: float = 1.0
@@ -126,6 +128,10 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """Why fewer machines serve than the layout names; empty when all do."""
     age_s: float = 0.0
     """Seconds since the engine's main loop wrote this; the thread that answers fills it in."""
+    generated_tokens: int = 0
+    """Tokens produced since the engine started."""
+    ttft_s: float = 0.0
+    """Seconds from arrival to the first token, averaged over the last requests; 0 before there was one."""
 
 
 class MetricsText(Struct, frozen=True, tag=True):

@@ -11,12 +11,13 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import AuthenticationError, RequestError
+from tandem.server import page
 from tandem.server.context import Api, key_digest, key_group
 from tandem.server.failures import error_response, internal_error
 
 logger = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"}) | page.PATHS
 """Need no key; /health says less without one."""
 
 

@@ -26,6 +26,8 @@ ENDPOINTS = {
     "model_info": "/model/info",
     "status": "/v1/status",
     "metrics": "/metrics",
+    "plan": "/v1/plan",
+    "page": "/ui",
 }
 
 

@@ -23,10 +23,12 @@ def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
         return sum(getattr(status, name) for status in states)
 
     summed = ("queued", "running", "kv_tokens_used", "kv_tokens_total", "restarts", "prefix_tokens", "prefix_queries",
-              "prefix_hits")
+              "prefix_hits", "generated_tokens")
     ranks = [msgspec.structs.replace(rank, replica=index) for index, status in parts for rank in status.ranks]
     limits = [status.max_context for status in states if status.max_context > 0]
-    return msgspec.structs.replace(first, max_context=min(limits, default=0), ranks=ranks,
+    waits = [status.ttft_s for status in states if status.ttft_s]
+    return msgspec.structs.replace(first, ttft_s=sum(waits) / max(len(waits), 1),
+                                   max_context=min(limits, default=0), ranks=ranks,
                                    **{name: total(name) for name in summed})
 
 

@@ -1,4 +1,4 @@
-"""Machines and links of `tandem plan`, from its options, from a hosts file of MLX, or from this machine."""
+"""Machines and links to plan for, in words: of `tandem plan` and the page, a hosts file of MLX, or this machine."""
 
 from __future__ import annotations
 

@@ -1,0 +1,65 @@
+"""The planner over HTTP: layouts of the served model on machines that the client names."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import to_thread
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from tandem.errors import RequestError, UsageError
+from tandem.models.description import describe
+from tandem.models.files import ModelFiles, resolve
+from tandem.models.planner import plan
+from tandem.models.planner_experts import read_experts
+from tandem.models.planner_json import plan_json
+from tandem.models.planner_types import Goal, NothingFits
+from tandem.models.planner_types import Request as PlanRequest
+from tandem.server.context import get_api
+from tandem.server.plan_hosts import read_hosts, read_links
+from tandem.server.sse import encode_json
+
+router = APIRouter()
+
+MAX_HOSTS = 8
+"""The planner compares arrangements of all subsets of them."""
+
+
+@router.get("/v1/plan")
+async def plan_route(
+    http: Request,
+    hosts: Annotated[list[str], Query(description="NAME=MEMORY[:CHIP], as `tandem plan --hosts` takes it")],
+    link: Annotated[list[str] | None, Query(description="as `tandem plan --link` takes it")] = None,
+    context: Annotated[int | None, Query(ge=1)] = None,
+    streams: Annotated[int, Query(ge=1, le=4096)] = 1,
+    goal: Goal | None = None,
+) -> Response:
+    """Compare the ways to spread the served model over machines; nothing is loaded."""
+    api = get_api(http)
+    status = api.status()
+    if len(hosts) > MAX_HOSTS:
+        raise RequestError(f"hosts: {len(hosts)} machines; name at most {MAX_HOSTS}", param="hosts")
+    if context is not None and context > status.max_context:
+        raise RequestError(f"context: {context} is more than the {status.max_context} tokens that are served",
+                           param="context")
+    wanted = PlanRequest(context=context or min(8192, status.max_context), streams=streams, goal=goal)
+    model = api.settings.model
+    try:
+        files = await to_thread.run_sync(
+            lambda: resolve(model.model or status.source, revision=model.revision, weights=False))
+        body = await to_thread.run_sync(_compare, files, hosts, link or [], wanted)
+    except UsageError as error:
+        raise RequestError(error.message, param=error.param) from error
+    return Response(encode_json(body), media_type="application/json")
+
+
+def _compare(files: ModelFiles, hosts: list[str], link: list[str], wanted: PlanRequest) -> dict[str, object]:
+    cluster = read_hosts(hosts, None)
+    links, notes = read_links(link, cluster)
+    description = describe(files)
+    try:
+        answer = plan(description, cluster.machines, links, wanted, experts=read_experts(files, description))
+    except NothingFits as refusal:
+        answer = refusal.plan
+    return {**plan_json(answer, cluster.machines), "notes": [*cluster.notes, *notes]}
