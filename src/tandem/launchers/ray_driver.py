@@ -79,6 +79,7 @@ class RayDriver:
                                 lock=str(runtime_dir() / "ray-placement.lock"))
         self._on_host = on_host
         self._news: queue.Queue[DriverMessage | None] = queue.Queue()
+        self._closed = False
         self._link, far = socket.socketpair()
         reading, writing = os.pipe()
         with far, open(writing, "wb"):
@@ -104,6 +105,7 @@ class RayDriver:
                     self._on_host(message)
                 else:
                     self._news.put(message)
+        self._closed = True
         self._news.put(None)
 
     def connect(self) -> Connected:
@@ -118,14 +120,14 @@ class RayDriver:
     @property
     def ended(self) -> bool:
         """It is no more."""
-        return self._process.poll() is not None
+        return self._closed or self._process.poll() is not None
 
     def send(self, request: PlaceRanks) -> None:
         """Raises RankFailure when the driver has ended."""
         try:
             self._link.sendall(msgspec.json.encode(request) + b"\n")
         except OSError as error:
-            raise RankFailure(f"the Ray driver is gone: {error}") from error
+            raise RankFailure("the connection to the Ray cluster is lost") from error
 
     def next(self, timeout_s: float) -> DriverMessage | None:
         """Its next message; None when `timeout_s` seconds pass.
@@ -139,8 +141,7 @@ class RayDriver:
         if isinstance(message, ClusterRefused):
             raise UsageError(message.message)
         if message is None:
-            self._process.wait(END_S)
-            raise RankFailure(f"the Ray driver {self._process.describe_exit()}; has the cluster ended?",
+            raise RankFailure("the connection to the Ray cluster is lost; has its head ended, or Ray on this machine?",
                               details="\n".join(self._last_words))
         return message
 

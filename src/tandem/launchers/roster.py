@@ -143,7 +143,7 @@ class Roster:
             self._tickets[slot] = ticket
             self._refusals.pop(slot, None)
             for member in [one for one in self._members.values() if one.slot == slot]:
-                self._strike(member, "another has been started in its place")
+                self._strike(member, "another is started in its place", level=logging.INFO)
 
     def fill(self, count: int) -> list[Member | None]:
         """Who is there for each of `count` ranks; spare ones, in the order of joining, take the places without."""
@@ -343,9 +343,9 @@ class Roster:
         for identity in identities:
             self._post(identity, Ping(int(now)))
 
-    def _strike(self, member: Member, reason: str) -> None:
+    def _strike(self, member: Member, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]
-        log.error("%s is lost: %s", member.facts.name, reason)
+        log.log(level, "%s is lost: %s", member.facts.name, reason)
         if member.rank is not None:
             member.rank.ended(LOST, f"is lost with its host, which {reason}")
         self._changed.notify_all()
