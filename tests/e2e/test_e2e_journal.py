@@ -94,6 +94,23 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
         assert again.json()["choices"][0]["text"] == text == fetched["choices"][0]["text"]
 
 
+def test_the_death_of_the_api_alone_costs_a_pause(tmp_path: Path) -> None:
+    with serving(tiny_model(tmp_path / "model"), tmp_path / "journal") as (url, _):
+        accepted = httpx.post(f"{url}/v1/completions", json=BODY, headers={"prefer": "respond-async"}, timeout=60)
+        name = accepted.json()["id"]
+        [api] = [one for one in psutil.Process().children(recursive=True) if one.cmdline()[-2:-1] == ["api"]]
+        api.kill()
+        wait_until(lambda: _status(url, name) == "completed")
+        assert not api.is_running()
+
+
+def _status(url: str, name: str) -> str | None:
+    try:
+        return str(httpx.get(f"{url}/v1/requests/{name}", timeout=10).json()["status"])
+    except httpx.TransportError:
+        return None
+
+
 def _lost(call: Callable[[], object]) -> None:
     with pytest.raises(httpx.TransportError):
         call()
