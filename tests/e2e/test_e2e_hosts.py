@@ -59,6 +59,14 @@ def test_two_stages_over_three_machines_with_weights_from_the_head(
         assert all(any((tmp_path / name).rglob("*.safetensors")) for name in machines.names)
 
 
+def test_replicas_on_machines_of_their_own(machines: Machines, tiny: Path, expected: str) -> None:
+    path = hostfile(machines, ["h1", "h2"])
+    with serving(machines, str(tiny), "--hostfile", path, "--data-parallel-size", "2") as server:
+        assert "2 rank(s), 1 stage(s), 2 replicas" in server.log
+        assert all(len(machines.processes(name, "tandem.executors.worker")) == 1 for name in ("h1", "h2"))
+        assert server.complete() == expected
+
+
 def fails(machines: Machines, tiny: Path, *arguments: str, code: int = 2) -> str:
     """The last line of a server that cannot start."""
     with serving(machines, str(tiny), *arguments, ready=False) as server:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tandem import LLM, SamplingParams
 from tandem.cli.engines import replica_settings
 from tandem.config.loading import build, load
 from tandem.config.settings import Settings
+from tandem.engine import layout as layout_module
 from tandem.engine.layout import plan_layout
 from tandem.engine.machines import replica_hosts, sharing, stage_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
+from tandem.launchers.base import OnWait, Place
+from tandem.launchers.local import LocalLauncher
 from tandem.testing import tiny_model
 
 
@@ -70,6 +75,28 @@ def test_memory_in_the_hostfile_decides_the_layers(tmp_path: Path) -> None:
     layout = plan_layout(build({"model": str(model), "hostfile": str(path)}))
     assert [spec.layers for spec in layout.ranks] == [(0, 6), (6, 8)]
     assert stage_memory(build({"hostfile": hosts(tmp_path, "a", "b")}).parallel, (1, 1)) == [1, 1]
+
+
+class Uneven(LocalLauncher):
+    """Says that the first machine has three times the memory of the second."""
+
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+        return [replace(place, host=f"h{i}", memory_bytes=[48, 16][i] * 2**30)
+                for i, place in enumerate(super().recruit(count, deadline, on_wait))]
+
+
+@pytest.mark.slow
+def test_machines_that_report_more_memory_get_more_layers(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(tmp_path / "tiny", "llama", layers=8)
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    with LLM(str(model)) as llm:
+        expected = llm.generate([[5, 9, 70]], params)[0].token_ids
+    monkeypatch.setattr(layout_module, "make_launcher", lambda settings: Uneven(1))
+    for options, layers in (({}, [(0, 6), (6, 8)]), ({"layer_split": (4, 4)}, [(0, 4), (4, 8)])):
+        with LLM(str(model), pipeline_parallel_size=2, **options) as llm:
+            assert llm.generate([[5, 9, 70]], params)[0].token_ids == expected
+            assert [rank.layers for rank in llm.engine.status().ranks] == layers
 
 
 @pytest.mark.parametrize(("flags", "words"), [

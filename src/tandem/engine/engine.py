@@ -10,6 +10,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from tandem.cache.budget import kv_capacity
 from tandem.config.settings import Settings
@@ -81,6 +82,8 @@ class Engine:
         """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
         try:
             self._launch(progress)
+            if specs := self._executor.specs:
+                self._whole = self.layout = replace(self.layout, ranks=tuple(specs))
             limits = self._limits()
             self._facts = self._ready
             self._scheduler = Scheduler(limits, first_step=self._canary(limits, 0))

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
+from functools import partial
+
+from msgspec import structs
 
 from tandem.config.settings import ParallelSettings, Settings
-from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, with_layout
+from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, told_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
 from tandem.executors.base import Executor, StageSpec
+from tandem.launchers.base import Place
 from tandem.models.description import ModelDescription, describe
 from tandem.models.files import ModelFiles, resolve
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 
+log = logging.getLogger(__name__)
+
 MAX_LANES = 16
+ALIKE = 1.1
+"""Machines whose memory differs by less than this factor get as many layers each."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +112,20 @@ def make_executor(settings: Settings, layout: Layout) -> Executor:
         return InlineExecutor(layout.ranks[0], step_timeout_s=settings.scheduler.step_timeout)
     from tandem.executors.cluster import ClusterExecutor
 
+    told = settings.parallel.layer_split or told_memory(settings.parallel)
     return ClusterExecutor(list(layout.ranks), make_launcher(settings),
                            start_timeout_s=settings.scheduler.start_timeout,
                            step_timeout_s=settings.scheduler.step_timeout,
-                           rejoin_timeout_s=settings.scheduler.rejoin_timeout)
+                           rejoin_timeout_s=settings.scheduler.rejoin_timeout,
+                           fit=None if told else partial(fit_memory, layout.description))
+
+
+def fit_memory(description: ModelDescription, specs: list[StageSpec], places: list[Place]) -> list[StageSpec]:
+    """Layers in proportion to the memory of the machines that have come, where it is known and differs."""
+    memory = [place.memory_bytes for place in places]
+    if specs[0].stages == 1 or not all(memory) or max(memory) < ALIKE * min(memory):
+        return specs
+    stages = [sum(memory[spec.rank] for spec in specs if spec.stage == stage) for stage in range(specs[0].stages)]
+    ranges = split_layers(description.num_layers, len(stages), layer_bytes=description.layer_bytes, memory=stages)
+    log.info("layers by the machines' memory: %s", ",".join(str(len(layers)) for layers in ranges))
+    return [structs.replace(spec, layers=(ranges[spec.stage].start, ranges[spec.stage].stop)) for spec in specs]

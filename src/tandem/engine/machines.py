@@ -86,12 +86,17 @@ def ranks_of(parallel: ParallelSettings) -> int:
         parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
 
 
+def told_memory(parallel: ParallelSettings) -> list[int]:
+    """Memory of each host in bytes, if the hostfile tells that of all; else empty."""
+    known = [host.memory_bytes for host in hosts_for(parallel)]
+    return [] if None in known else [one or 0 for one in known]
+
+
 def stage_memory(parallel: ParallelSettings, sizes: Sequence[int]) -> list[int]:
     """What each stage weighs in the layer split: its hosts' memory where the hostfile tells all, else its ranks."""
-    known = [host.memory_bytes for host in hosts_for(parallel)[:sum(sizes)]]
-    if not known or None in known:
+    memory = told_memory(parallel)[:sum(sizes)]
+    if not memory:
         return list(sizes)
-    memory = [one or 0 for one in known]
     return [sum(memory[sum(sizes[:stage]):sum(sizes[:stage + 1])]) for stage in range(len(sizes))]
 
 

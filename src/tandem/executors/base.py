@@ -137,6 +137,11 @@ class Executor(ABC):
         return []
 
     @property
+    def specs(self) -> list[StageSpec]:
+        """What the ranks were last told; empty if that is what the executor was made with."""
+        return []
+
+    @property
     def pids(self) -> list[int]:
         """Process id of each rank."""
         return []

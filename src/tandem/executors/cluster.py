@@ -6,7 +6,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,14 +47,19 @@ STOP_GRACE_S = 2.0
 FAILED = 1
 """Exit code of a rank that has reported why it ends."""
 
+Fit = Callable[[list[StageSpec], list[Place]], list[StageSpec]]
+"""Given what ranks were to do and where they will run, says what they shall do."""
+
 
 class ClusterExecutor(Executor):
     """One gang at a time: if any rank fails all are ended, and `start` makes a new gang with new keys and ports."""
 
     def __init__(self, specs: list[StageSpec], launcher: Launcher, *, start_timeout_s: float, step_timeout_s: float,
-                 rejoin_timeout_s: float) -> None:
-        """`rejoin_timeout_s`: seconds to wait for a machine that was lost; `start_timeout_s` is for all at first."""
+                 rejoin_timeout_s: float, fit: Fit | None = None) -> None:
+        """`rejoin_timeout_s`: seconds to wait for a machine that was lost; `start_timeout_s` is for all at first. `fit`
+        is called once, when the first places are known."""
         self._specs = specs
+        self._fit = fit
         self._places = len(specs)
         self._slots: list[int] | None = None
         self._launcher = launcher
@@ -85,6 +90,8 @@ class ClusterExecutor(Executor):
             soon = min(deadline, time.monotonic() + self._rejoin_timeout) if self._started else deadline
             places = self._launcher.recruit(self._places, soon, self.on_wait, self._slots)
             self._started = True
+            if self._fit is not None:
+                self._specs, self._fit = self._fit(self._specs, places), None
             self._bus = EngineBus(keys, self._launcher.bus_host)
             if self._specs[0].weights_from == "head":
                 self._blobs = serve_model(Path(self._specs[0].model_path), keys, self._launcher.bus_host)
@@ -294,6 +301,11 @@ class ClusterExecutor(Executor):
     def wait_socket(self) -> object | None:
         """The bus's socket."""
         return self._bus.socket if self._bus else None
+
+    @property
+    def specs(self) -> list[StageSpec]:
+        """As they fit the places."""
+        return self._specs
 
     @property
     def pids(self) -> list[int]:

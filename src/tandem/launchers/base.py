@@ -59,6 +59,8 @@ class Place:
     """Address on which other ranks reach it."""
     engine_address: str
     """Address on which it reaches the engine."""
+    memory_bytes: int = 0
+    """Its share of the machine's memory; 0 when that is not known."""
 
 
 class Launcher(ABC):

@@ -113,8 +113,14 @@ class HostsLauncher(Launcher):
         self._members = [member for slot in wanted if (member := found[slot]) is not None]
         self._slots = wanted
         self._files.clear()
-        return [Place(host=one.facts.name, address=self._address(one), engine_address=one.join.head)
-                for one in self._members]
+        return [self._place(member) for member in self._members]
+
+    def _place(self, member: Member) -> Place:
+        facts = member.facts
+        together = sum(one.facts.name == facts.name for one in self._members)
+        memory = 0 if facts.gpus else facts.memory_bytes // together  # that of a GPU is not known here
+        return Place(host=facts.name, address=self._address(member), engine_address=member.join.head,
+                     memory_bytes=memory)
 
     def _bring(self, missing: list[int], *, first: bool) -> None:
         """`bring`, where a machine that has been there once, and cannot come now, may still come in time."""
