@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -80,9 +81,10 @@ def test_memory_in_the_hostfile_decides_the_layers(tmp_path: Path) -> None:
 class Uneven(LocalLauncher):
     """Says that the first machine has three times the memory of the second."""
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None) -> list[Place]:
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
+                slots: Sequence[int] | None = None) -> list[Place]:
         return [replace(place, host=f"h{i}", memory_bytes=[48, 16][i] * 2**30)
-                for i, place in enumerate(super().recruit(count, deadline, on_wait))]
+                for i, place in enumerate(super().recruit(count, deadline, on_wait, slots))]
 
 
 @pytest.mark.slow
