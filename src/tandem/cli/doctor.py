@@ -13,11 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.doctor.checks_ray import hosts_of
 from tandem.doctor.examine import Question, examine, findings
 from tandem.doctor.findings import Evidence, Finding, Host
 from tandem.doctor.memory_plan import PlanRequest
+from tandem.doctor.session import PROBE
 from tandem.errors import ConfigError
 from tandem.launchers.hostfile import Hostfile, read_hostfile
+from tandem.launchers.ray_driver import ray_command, ray_nodes
 from tandem.models.planner_manual import parse_layout
 
 _WIDTH = 160
@@ -44,12 +47,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _question(arguments: argparse.Namespace) -> Question:
+    if arguments.ray and arguments.hostfile:
+        raise ConfigError("--ray and --hostfile: give one of them", param="ray")
     file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
+    nodes = ray_nodes(None if arguments.ray == "auto" else arguments.ray) if arguments.ray else None
+    hosts = _hosts(file, arguments.remote_python) if file else []
+    if nodes is not None:
+        hosts = hosts_of(nodes, {one.node_id: tuple(ray_command(arguments.ray, one.node_id, PROBE)) for one in nodes})
     backend = arguments.backend or (file.backend if file else None) or "ring"
     if arguments.layout:
         parse_layout(arguments.layout)  # said at once, not after all has been gathered
     return Question(
-        hosts=_hosts(file, arguments.remote_python) if file else [], backend=backend,
+        hosts=hosts, ray=nodes, backend=backend,
         variables=dict(file.envs) if file else {},
         model=arguments.model, weights_from_head=arguments.weights_from == "head", full_hash=arguments.full_hash,
         plan=PlanRequest(arguments.layout, arguments.context, arguments.streams), port=arguments.port,

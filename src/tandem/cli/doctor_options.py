@@ -15,6 +15,8 @@ def add_parser(commands: Any) -> Parser:
     parser = add_command(commands, "doctor", SUMMARY)
     parser.add_argument("--hostfile", metavar="FILE", help="MLX's JSON hosts file; without it this machine is looked "
                         "at.")
+    parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="the nodes of a Ray cluster: that of "
+                        "its head's ADDRESS, by default RAY_ADDRESS, else the one that this machine is a node of.")
     parser.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"),
                         help="of the all_sum test; by default the hosts file's, else ring.")
     parser.add_argument("--remote-python", metavar="PATH", help="Python interpreter on the other machines, as for "

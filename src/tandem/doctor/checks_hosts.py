@@ -15,6 +15,8 @@ CLOCK_WARN_S, CLOCK_FAIL_S = 0.5, 5.0
 def ssh(evidence: Evidence) -> list[Finding]:
     """A probe runs on every machine, without a password."""
     found = [Finding("ssh", "fail", name, why, remedy) for name, (why, remedy) in evidence.unreachable.items()]
+    if evidence.ray is not None and not found:
+        return [Finding("ssh", "skip", "", "Ray's nodes are reached through Ray")]
     if not evidence.several:
         return [Finding("ssh", "skip", "", "only this machine is looked at; --hostfile names others")]
     return alike("ssh", found, f"{len(evidence.facts)} machines answer without a password")

@@ -63,10 +63,14 @@ def _readdress(facts: Facts, one: Interface, address: str) -> str:
 
 
 def _twice(evidence: Evidence, every: dict[str, list[Interface]]) -> list[Finding]:
-    """Addresses that two machines have."""
+    """Addresses that two machines have. One machine may be there under two names."""
     owners: dict[str, str] = {}
     found = []
+    seen: list[tuple[str, list[Interface]]] = []
     for name, here in every.items():
+        if (evidence.facts[name].hostname, here) in seen:
+            continue
+        seen.append((evidence.facts[name].hostname, here))
         for one in here:
             for network in one.networks:
                 owner = owners.setdefault(str(network.ip), name)

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from tandem.doctor import checks_apple, checks_hosts, checks_links, checks_software
+from tandem.doctor import checks_apple, checks_hosts, checks_links, checks_ray, checks_software
 from tandem.doctor.checks_links import TRIED
 from tandem.doctor.findings import Clock, Evidence, Finding, Host
 from tandem.doctor.memory_plan import PlanRequest, planned_for
@@ -37,13 +37,16 @@ from tandem.launchers.agent_link import agent_name, paired_agent
 from tandem.launchers.facts import address_towards
 from tandem.launchers.host_worlds import Devices, HostWorld, jaccl_world, nccl_world, ring_world
 from tandem.launchers.hostfile import LOCAL_NAMES
+from tandem.launchers.ray_driver import ray_variables
+from tandem.launchers.ray_nodes import RayNode
 from tandem.launchers.ssh import ssh_hostname
 
 HERE = "this machine"
 CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
-    checks_hosts.ssh, checks_software.versions, checks_software.model, checks_software.memory, checks_hosts.hostname,
-    checks_hosts.clock, checks_hosts.ports, checks_hosts.firewall, checks_links.subnets, checks_links.reachable,
-    checks_links.speed, checks_apple.thunderbolt, checks_apple.macos, checks_apple.rdma, checks_links.collective)
+    checks_ray.cluster, checks_hosts.ssh, checks_software.versions, checks_software.model, checks_software.memory,
+    checks_hosts.hostname, checks_hosts.clock, checks_hosts.ports, checks_hosts.firewall, checks_links.subnets,
+    checks_links.reachable, checks_links.speed, checks_apple.thunderbolt, checks_apple.macos, checks_apple.rdma,
+    checks_links.collective)
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
 CLOCK_ROUNDS = 5
 T = TypeVar("T")
@@ -66,6 +69,8 @@ class Question:
     """Of the HTTP server, on this machine."""
     ports: list[int] = field(default_factory=list)
     """To be free on every machine."""
+    ray: list[RayNode] | None = None
+    """Nodes of a Ray cluster, whose hosts these are."""
     seconds: float = 0.3
     """Of each bandwidth test."""
 
@@ -79,7 +84,7 @@ def examine(question: Question, on_progress: Callable[[str], None] = lambda text
 def findings(evidence: Evidence) -> list[Finding]:
     """What all checks find, in the order in which things should be mended."""
     if not evidence.facts:
-        return checks_hosts.ssh(evidence)
+        return [*checks_ray.cluster(evidence), *checks_hosts.ssh(evidence)]
     return [one for check in CHECKS for one in check(evidence)]
 
 
@@ -90,7 +95,7 @@ class _Examination:
         self._links: dict[str, ProbeLink] = {}
         self._pool = ThreadPoolExecutor(max_workers=len(question.hosts) + 1)
         self._evidence = Evidence(list(question.hosts) or [Host(HERE)], HERE, question.backend, question.model,
-                                  question.weights_from_head)
+                                  question.weights_from_head, ray=question.ray)
 
     def __enter__(self) -> _Examination:
         return self
@@ -121,7 +126,7 @@ class _Examination:
         self._links[self._evidence.here] = ProbeLink(self._evidence.here, local_probe())
         for one in hosts:
             if one.name != self._evidence.here:
-                self._links[one.name] = ProbeLink(one.name, remote_probe(one.name, one.python))
+                self._links[one.name] = _link(one)
 
     def _gather(self) -> None:
         question = self._question
@@ -270,6 +275,12 @@ def own_address(other: str) -> str:
         return address_towards(other)
     except OSError:
         return "127.0.0.1"
+
+
+def _link(host: Host) -> ProbeLink:
+    if host.command:
+        return ProbeLink(host.name, host.command, ray_variables())
+    return ProbeLink(host.name, remote_probe(host.name, host.python))
 
 
 def _identity(facts: Facts) -> tuple[str, list[str]]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.doctor.messages import Collected, Facts, Transferred
+from tandem.launchers.ray_nodes import RayNode
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 """`warn` does not change the exit code; `skip`: it could not or need not be looked at."""
@@ -38,6 +39,8 @@ class Host:
     """Ranks that it carries; 0 for a machine that has the engine and no rank."""
     python: str | None = None
     """Its interpreter, where the hosts file names one."""
+    command: tuple[str, ...] = ()
+    """What starts a probe there, where that is not ssh."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ class Evidence:
     """Ranks get their weights from this machine, so the others need no copy."""
     planned: Planned | str | None = None
     """A text says why there is no plan."""
+    ray: list[RayNode] | None = None
+    """Nodes of the Ray cluster that is looked at, if it is one."""
     unreachable: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Hosts that no probe runs on -> (why, remedy)."""
     facts: dict[str, Facts] = field(default_factory=dict)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -32,11 +32,12 @@ class ProbeLost(TandemError):
 class ProbeLink:
     """A running probe. Used by one thread at a time."""
 
-    def __init__(self, name: str, command: Sequence[str]) -> None:
-        """Start `command`, which ends in a probe on the machine `name`."""
+    def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str | None] | None = None) -> None:
+        """Start `command`, which ends in a probe on the machine `name`, with `variables` in its environment."""
         self.name = name
         self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE, env=child_environment(), start_new_session=True)
+                                         stderr=subprocess.PIPE, env=child_environment(variables),
+                                         start_new_session=True)
         self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._complaints: list[str] = []
         self._readers = [threading.Thread(target=one, daemon=True) for one in (self._read, self._read_errors)]

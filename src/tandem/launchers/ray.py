@@ -10,10 +10,12 @@ Ray pickles what its calls carry. All that Tandem puts into them and takes out o
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import logging
 import os
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -28,7 +30,7 @@ from msgspec.structs import replace
 from ray._private.state import available_resources_per_node
 from ray.util import get_node_ip_address, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup, placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from tandem.env import child_environment
 from tandem.errors import UsageError
@@ -105,7 +107,7 @@ class Driver:
         deadline = time.monotonic() + request.patience_s
         while (nodes := self._reserve(len(request.payloads), request.avoid)) is None:
             if time.monotonic() > deadline:
-                self._send(Shortage(shortage(self._nodes(), len(request.payloads), self._cluster)))
+                self._send(Shortage(shortage(nodes_of_cluster(), len(request.payloads), self._cluster)))
                 return
             time.sleep(POLL_S)
         self._send(Placed([node.node_id for node in nodes], [node.where for node in nodes]))
@@ -118,7 +120,7 @@ class Driver:
         Under a lock, so that replicas that start together see one another's reservations.
         """
         with _locked(self._lock_path):
-            nodes = choose(self._nodes(), count, self._here, avoid)
+            nodes = choose(nodes_of_cluster(), count, self._here, avoid)
             if nodes is None:
                 return None
             check_addresses(nodes, self._here)
@@ -128,28 +130,6 @@ class Driver:
                 return nodes
         self._release()
         return None
-
-    def _nodes(self) -> list[RayNode]:
-        """The cluster's nodes. What is free is known with some delay, what is reserved at once: the lesser counts."""
-        available = available_resources_per_node()
-        reserved: dict[str, dict[str, float]] = {}
-        for group in placement_group_table().values():
-            if group["state"] == "REMOVED":
-                continue
-            for index, node_id in group["bundles_to_node_id"].items():
-                taken = reserved.setdefault(node_id, {})
-                for name, amount in group["bundles"][index].items():
-                    taken[name] = taken.get(name, 0.0) + amount
-        with ThreadPoolExecutor(REACH_AT_ONCE) as pool:
-            troubles = pool.map(_trouble, listed := ray.nodes())
-        nodes = []
-        for node, trouble in zip(listed, troubles, strict=True):
-            node_id, total = node["NodeID"], node["Resources"]
-            unused, taken = available.get(node_id, {}), reserved.get(node_id, {})
-            free = {name: min(unused.get(name, 0.0), amount - taken.get(name, 0.0)) for name, amount in total.items()}
-            nodes.append(RayNode(node_id, node["NodeManagerAddress"], node["NodeManagerHostname"], total, free,
-                                 trouble))
-        return nodes
 
     # --- actors ---
 
@@ -183,6 +163,29 @@ class Driver:
             self._group = None
 
 
+def nodes_of_cluster() -> list[RayNode]:
+    """The cluster's nodes. What is free is known with some delay, what is reserved at once: the lesser counts."""
+    available = available_resources_per_node()
+    reserved: dict[str, dict[str, float]] = {}
+    for group in placement_group_table().values():
+        if group["state"] == "REMOVED":
+            continue
+        for index, node_id in group["bundles_to_node_id"].items():
+            taken = reserved.setdefault(node_id, {})
+            for name, amount in group["bundles"][index].items():
+                taken[name] = taken.get(name, 0.0) + amount
+    with ThreadPoolExecutor(REACH_AT_ONCE) as pool:
+        troubles = pool.map(_trouble, listed := ray.nodes())
+    nodes = []
+    for node, trouble in zip(listed, troubles, strict=True):
+        node_id, total = node["NodeID"], node["Resources"]
+        unused, taken = available.get(node_id, {}), reserved.get(node_id, {})
+        free = {name: min(unused.get(name, 0.0), amount - taken.get(name, 0.0)) for name, amount in total.items()}
+        nodes.append(RayNode(node_id, node["NodeManagerAddress"], node["NodeManagerHostname"], total, free,
+                             trouble))
+    return nodes
+
+
 class RankHost:
     """Actor on a node: keeps a rank host there as a child, which goes when this process goes."""
 
@@ -205,6 +208,57 @@ class RankHost:
             for line in lines:
                 yield line.rstrip("\n")
         process.wait(END_S)
+
+
+class Program:
+    """Actor on a node: keeps a Python module running there, whose input and output somebody else carries."""
+
+    def __init__(self, module: str) -> None:
+        self._process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=child_environment(),
+                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+    def write(self, data: bytes) -> None:
+        """To its standard input; nothing closes it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+            if not data:
+                self._process.stdin.close()
+
+    def read(self) -> Iterator[bytes]:
+        """Yield its output by lines, until it ends."""
+        assert self._process.stdout is not None
+        yield from self._process.stdout
+        self._process.wait()
+
+
+def _run_there(address: str, node_id: str, module: str) -> None:
+    """Run a module on a node with this process's standard input and output, as ssh would. Raises UsageError."""
+    _connect(DriverPayload(address=address, start_units=0, lock=""))
+    strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    actor = ray.remote(Program).options(num_cpus=0, max_concurrency=2, scheduling_strategy=strategy).remote(module)
+
+    def pass_on() -> None:
+        while data := os.read(0, 65536):
+            ray.get(actor.write.remote(data))
+        actor.write.remote(b"")
+
+    threading.Thread(target=pass_on, daemon=True).start()
+    try:
+        for line in actor.read.options(num_returns="streaming").remote():
+            sys.stdout.buffer.write(ray.get(line))
+            sys.stdout.buffer.flush()
+    except ray.exceptions.RayError as error:
+        raise UsageError(f"the Ray node cannot run it: {_reason(error)}") from None
+    finally:
+        ray.kill(actor)
+
+
+def _list(address: str) -> None:
+    """Print the nodes that are up, and those that advertise an address at which they are not reached, as JSON."""
+    _connect(DriverPayload(address=address, start_units=0, lock=""))
+    sys.stdout.buffer.write(msgspec.json.encode(nodes_of_cluster()))
 
 
 def _connect(payload: DriverPayload) -> str:
@@ -275,7 +329,13 @@ def _locked(path: str) -> Iterator[None]:
 
 
 def main() -> None:
-    """Entry point: settings on standard input, the link to the engine as a file descriptor in the arguments."""
+    """Entry point: settings on standard input, the link to the engine as a file descriptor in the arguments. Or, with
+    `nodes ADDRESS` or `run ADDRESS NODE MODULE`, what the doctor asks for."""
+    if sys.argv[1] in ("nodes", "run"):
+        try:
+            return _list(sys.argv[2]) if sys.argv[1] == "nodes" else _run_there(*sys.argv[2:])
+        except UsageError as error:
+            sys.exit(f"tandem: {error.message}")
     payload = msgspec.json.decode(receive_payload(), type=DriverPayload)
     watch_lifeline()
     with socket.socket(fileno=int(sys.argv[1])) as link:

@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import socket
+import subprocess
 import sys
 import threading
 from collections import deque
@@ -20,6 +21,7 @@ import msgspec
 from tandem.env import child_environment, runtime_dir, variable
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.process import ChildProcess
+from tandem.launchers.ray_nodes import RayNode
 from tandem.protocol.placement import (
     ClusterRefused,
     Connected,
@@ -61,6 +63,11 @@ def ray_variables() -> dict[str, str | None]:
     return {name: variable(name) or value for name, value in wanted.items()}
 
 
+def _check_installed() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("Ray is needed on every machine: pip install 'mlx-tandem[ray]'", param="launcher")
+
+
 class RayDriver:
     """Starts the driver and speaks with it."""
 
@@ -71,9 +78,7 @@ class RayDriver:
 
         Raises UsageError when Ray is not installed.
         """
-        if importlib.util.find_spec("ray") is None:
-            raise UsageError("--launcher ray needs Ray on every machine: pip install 'mlx-tandem[ray]'",
-                             param="launcher")
+        _check_installed()
         self._address = address or variable("RAY_ADDRESS") or "auto"
         payload = DriverPayload(address=self._address, start_units=start_units,
                                 lock=str(runtime_dir() / "ray-placement.lock"))
@@ -153,6 +158,27 @@ class RayDriver:
             self._process.kill()
             self._process.wait(END_S)
         self._link.close()
+
+
+def ray_nodes(address: str | None) -> list[RayNode]:
+    """Nodes of the cluster at `address` (see `RayDriver`), for the doctor. Raises UsageError."""
+    _check_installed()
+    command = [sys.executable, "-m", MODULE, "nodes", address or variable("RAY_ADDRESS") or "auto"]
+    try:
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=CONNECT_S,
+                              env=child_environment(ray_variables()))
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"no Ray head has answered at {command[-1]} within {CONNECT_S:.0f} s") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UsageError(lines[-1].removeprefix("tandem: ") if lines else "the Ray cluster does not tell its nodes")
+    nodes: list[RayNode] = msgspec.json.decode(done.stdout, type=list[RayNode])
+    return nodes
+
+
+def ray_command(address: str | None, node_id: str, module: str) -> list[str]:
+    """The command that runs a module on a node, with `ray_variables` in its environment; it takes the place of ssh."""
+    return [sys.executable, "-m", MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module]
 
 
 @contextmanager
