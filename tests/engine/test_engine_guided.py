@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,25 @@ def test_preemption_changes_nothing(model: Path, expected: list[str]) -> None:
     with LLM(str(model), kv_tokens=400) as llm:
         assert [output.text for output in llm.generate(PROMPTS, GUIDED)] == expected
         assert llm.engine.scheduler.preemptions > 0
+
+
+def test_a_request_from_a_lost_replica_goes_on(model: Path, expected: list[str]) -> None:
+    with LLM(str(model)) as llm:
+        form = llm._checked(GUIDED)
+        whole = [token for message in run(llm, EngineRequest(request_id="a", prompt=PROMPTS[0], params=form))
+                 for token in message.tokens]
+        assert llm.tokenizer.decode(whole) == expected[0]
+        for cut in (1, len(whole) // 2, len(whole) - 2):
+            moved = EngineRequest(request_id=f"b{cut}", prompt=PROMPTS[0], params=form, produced=whole[:cut])
+            assert [token for message in run(llm, moved) for token in message.tokens] == whole[cut:]
+
+
+def run(llm: LLM, request: EngineRequest) -> Iterator[Output]:
+    llm.engine.submit(request)
+    while not llm.engine.idle:
+        for message in llm.engine.pump(1.0):
+            assert isinstance(message, Output), message
+            yield message
 
 
 def test_a_thousand_outputs_validate(model: Path) -> None:

@@ -14,8 +14,8 @@ from tandem.guided.probe import STACK_BYTES, limits
 from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
 
-KEPT = 64
-"""Compiled grammars that are kept for requests to come."""
+KEPT = 16
+"""Compiled grammars that are kept for requests to come. One that a client makes costly on purpose takes up to 50 MB."""
 THREADS = 4
 
 
