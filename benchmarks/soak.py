@@ -152,8 +152,9 @@ class Family:
         """Note the memory of every process that is older than 15 s."""
         for one in [self._root, *self._root.children(recursive=True)]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if time.time() - one.create_time() > 15:
-                    self._memory.setdefault(one, []).append(one.memory_info().rss / 2**20)
+                size = one.memory_info().rss / 2**20
+                if size and time.time() - one.create_time() > 15:  # one that has just died has none
+                    self._memory.setdefault(one, []).append(size)
 
     def grown(self) -> list[tuple[str, int, float, float, bool]]:
         """(process, samples, MB at first, MB at last, too much) of each process."""
@@ -187,7 +188,11 @@ def play(args: argparse.Namespace, server: Server) -> bool:
         family.sample()
         time.sleep(1.0)
     ended = clients.end()
-    return report(clients, family, faults, ended)
+    well = report(clients, family, faults, ended)
+    if server.processes[0].poll() is not None or any("shutting_down" in reason for reason in clients.reasons):
+        print(f"the server has ended, or was about to:\n{server.log()}")
+        return False
+    return well
 
 
 def report(clients: Clients, family: Family, faults: collections.Counter[str], ended: bool) -> bool:
@@ -223,7 +228,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as directory:
-        model = tiny_model(Path(directory), dtype="float32")
+        model = tiny_model(Path(directory), dtype="float32", config={"max_position_embeddings": 1024})
         with tandem_server(model, 1, max_restarts=1000, start_timeout=120, **LAYOUTS[args.layout]) as server:
             return 0 if play(args, server) else 1
 

@@ -81,3 +81,21 @@ def test_engine_and_api_at_once(served: Any) -> None:
         call.join()
     served.wait(lambda: served.settled() and served.engines() != [engine], "both are replaced")
     served.check(served.load())
+
+
+@ALONE
+@FAULTS
+def test_a_rank_that_goes_while_a_new_engine_loads(served: Any, fault: signal.Signals) -> None:
+    calls = served.load()
+    served.wait(lambda: calls[0].chunks > 5, "tokens")
+    [engine] = served.engines()
+    old = served.ranks()
+    os.kill(engine.pid, signal.SIGKILL)
+
+    def newcomers() -> list[int]:
+        return [one.pid for one in served.processes("tandem.executors.worker") if one.pid not in old]
+
+    served.wait(lambda: len(newcomers()) == 2, "new ranks")
+    os.kill(newcomers()[0], fault)
+    served.check(calls)
+    served.wait(served.settled, "recovery")

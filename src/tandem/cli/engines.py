@@ -30,7 +30,8 @@ WINDOW_S = 300.0
 GRACE_S = 10.0
 """Seconds beyond `drain_timeout` that a draining engine gets to end by itself."""
 BACKOFF_S = 0.5
-"""Seconds until the first restart; twice as long each time after."""
+LATELY_S = 30.0
+"""Seconds until a replica that dies again within `LATELY_S` is started; twice as long each time after."""
 SILENT_S, HUNG_S = 10.0, 20.0
 """Seconds after which an engine is replaced that does not answer, or whose main loop stands still."""
 ASK_S = 1.0
@@ -208,7 +209,8 @@ class EngineSet:
             log.error("replica %d is given up", replica.index)
             self._remove(replica)
         else:
-            replica.restart_at = now + BACKOFF_S * 2 ** (len(replica.deaths) - 1)
+            lately = sum(now - at < LATELY_S for at in replica.deaths)
+            replica.restart_at = now + (BACKOFF_S * 2 ** (lately - 2) if lately > 1 else 0.0)
         return None
 
     def statuses(self) -> dict[int, EngineStatus]:

@@ -32,6 +32,8 @@ MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
 """A gang that has stood for so long was sound: the failure that ends it is the first in a row."""
 WAIT_S = 0.05
+LOSSES = ("died", "stopped", "silent", "link", "stuck")
+"""Causes of a failure that may well not come again."""
 SEEK_S = 1.0
 """Seconds between two looks for machines that were lost."""
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
@@ -79,17 +81,29 @@ class Engine:
         return self._scheduler
 
     def start(self, progress: Progress | None = None) -> None:
-        """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
-        try:
-            self._launch(progress)
-            if specs := self._executor.specs:
-                self._whole = self.layout = replace(self.layout, ranks=tuple(specs))
-            limits = self._limits()
-            self._facts = self._ready
-            self._scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
-        except BaseException:
-            self._executor.shutdown()
-            raise
+        """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running.
+
+        A rank that is lost meanwhile (`LOSSES`) is replaced with the others, as later; what else goes wrong is raised.
+        """
+        while True:
+            try:
+                self._launch(progress)
+                if specs := self._executor.specs:
+                    self._whole = self.layout = replace(self.layout, ranks=tuple(specs))
+                limits = self._limits()
+                self._facts = self._ready
+                self._scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
+                break
+            except RankFailure as failure:
+                if failure.cause not in LOSSES or self._failures_in_a_row >= self.settings.scheduler.max_restarts:
+                    self._executor.shutdown()
+                    raise
+                self._count_failure(failure)
+                self._executor.close()
+                self.state, self.detail = "starting", f"starting again after: {failure.message}"
+            except BaseException:
+                self._executor.shutdown()
+                raise
         self.metrics.kv_total.set(self._scheduler.limits.kv_tokens)
         self._stand()
 
