@@ -14,7 +14,6 @@ import zmq
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.cli.plan_hosts import _read_hostfile
 from tandem.config.keys import ClientLimits, read_key_file
 from tandem.errors import ConfigError
 from tandem.launchers.facts import host_facts, launched_world
@@ -22,6 +21,7 @@ from tandem.launchers.hostfile import HOST_FIELDS, TOP_FIELDS, Hostfile, read_ho
 from tandem.launchers.manual import read_token
 from tandem.launchers.roster import Roster
 from tandem.protocol.hosts import HostMessage, Join, Leave, MlxWorld, Ports, RankStarted
+from tandem.server.plan_hosts import _read_hostfile
 from tandem.transport.security import ClusterKeys
 
 FUZZ = settings(max_examples=120, derandomize=True, deadline=None, database=None)
