@@ -11,7 +11,8 @@ from tandem.errors import LayoutError, RankFailure, UsageError
 from tandem.launchers.base import Launcher, OnWait, Place
 from tandem.launchers.host_worlds import Devices, HostWorld, any_world, jaccl_world, nccl_world, ring_world
 from tandem.launchers.local import thread_variables
-from tandem.launchers.roster import Member, RemoteRank, Roster
+from tandem.launchers.member import Member, RemoteRank
+from tandem.launchers.roster import Roster
 from tandem.protocol.hosts import StartRank
 from tandem.transport.security import ClusterKeys
 

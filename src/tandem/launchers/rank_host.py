@@ -266,7 +266,8 @@ def host_ranks(payload: HostPayload) -> int:
         host.end()
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, on_signal)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+            signal.signal(number, on_signal)
     if not payload.rejoin:
         watch_lifeline(host.end)
     return host.run()
