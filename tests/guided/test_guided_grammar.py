@@ -12,6 +12,7 @@ import pytest
 
 from tandem.guided.check import GrammarCheck
 from tandem.guided.grammar import grammar_of, preceded
+from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
 
 FORMATS = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
@@ -116,6 +117,15 @@ def test_hostile_grammars_end_soon_and_elsewhere(check: GrammarCheck, grammar: s
         reason = str(refusal)
     assert time.monotonic() - started < 15
     assert len(reason) < 500
+
+
+def test_what_crashes_the_compiler_or_takes_too_long_is_too_complex(
+        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="too complex"):
+        GrammarCheck(tokenizer).check(HOSTILE["a chain of rules"])
+    monkeypatch.setattr("tandem.guided.check.TIMEOUT_S", 0.001)
+    with pytest.raises(ValueError, match="too complex"):
+        GrammarCheck(tokenizer).check("start: /a/")
 
 
 def test_the_same_grammar_is_tried_once(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:

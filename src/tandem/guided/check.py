@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -10,16 +11,20 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tandem.env import child_environment
 from tandem.guided import probe
 from tandem.guided.grammar import grammar_of
 from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0
 """Seconds that the process which tries a grammar may take, start included."""
 REMEMBERED = 512
 AT_ONCE = 2
 MAX_WORDS = 400
+TOO_COMPLEX = "it is too complex to be compiled"
 
 
 class GrammarCheck:
@@ -58,10 +63,17 @@ class GrammarCheck:
 
     def _ask(self, grammar: str) -> str:
         task = json.dumps({"grammar": grammar, "special": self.special})
+        # -P keeps this package's modules from hiding others; the environment must find llguidance as it does here.
+        command = [sys.executable, "-P", str(Path(probe.__file__))]
         try:
-            done = subprocess.run([sys.executable, "-I", str(Path(probe.__file__))], input=task, text=True,
-                                  capture_output=True, timeout=TIMEOUT_S, check=False)
+            done = subprocess.run(command, input=task, text=True, capture_output=True, timeout=TIMEOUT_S, check=False,
+                                  env=child_environment())
+        except subprocess.TimeoutExpired:
+            return TOO_COMPLEX
+        try:
             [trouble] = json.loads(done.stdout)
-        except (subprocess.TimeoutExpired, ValueError):
-            return "it is too complex to be compiled"
+        except ValueError:
+            if done.returncode > 0:
+                log.error("a grammar could not be tried: %s", done.stderr.strip()[-MAX_WORDS:])
+            return TOO_COMPLEX
         return " ".join(str(trouble).split())[:MAX_WORDS]
