@@ -89,7 +89,11 @@ def paired(agents) -> Agents:
 
 
 def test_found_machines_say_what_they_are(paired):
+    peers = paired.machines["h0"].home / ".local" / "state" / "tandem" / "head" / "peers.json"
+    before = peers.read_text()
+    peers.write_text(before.replace(paired.machines["h1"].address, "10.9.9.9"))  # as if it had moved since
     found = paired.found()
+    assert json.loads(peers.read_text()) == json.loads(before)
     assert {name: one["paired"] for name, one in found.items()} == {"h1": True, "h2": True}
     one = found["h1"]
     address = paired.machines["h1"].address

@@ -175,8 +175,10 @@ def test_memory():
 
 
 def test_single_machines():
+    [found] = bad(with_b(pair(ray=[]), hostname_addresses=["127.0.0.1"]))
+    assert (found.check, found.verdict, found.where) == ("hostname", "fail", "b")
     [found] = bad(with_b(pair(), hostname_addresses=["127.0.0.1"]))
-    assert (found.check, found.where) == ("hostname", "b")
+    assert (found.check, found.verdict, found.where) == ("hostname", "warn", "b")
     assert "sudo scutil --set HostName mac2" in found.remedy
     assert "10.254.0.2 mac2" in found.remedy
     [found] = bad(with_b(pair(), busy_ports=[32323]))

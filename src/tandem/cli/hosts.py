@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _find(seconds: float, *, as_json: bool) -> int:
     agents, paired = find(seconds), Trust("head").peers()
+    _follow(agents, paired)
     rows = [{"name": one.name, "addresses": list(one.addresses), "port": one.port, "chip": one.facts.get("chip", ""),
              "system": one.facts.get("system", ""), "memory_bytes": _number(one.facts.get("memory", "")),
              "links": one.facts.get("links", ""), "version": one.facts.get("version", ""),
@@ -58,6 +59,15 @@ def _find(seconds: float, *, as_json: bool) -> int:
                       str(row["links"]), str(row["version"]), "yes" if row["paired"] else "no")
     Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False).print(table)
     return 0
+
+
+def _follow(agents: list[Found], paired: dict[str, Peer]) -> None:
+    """Note where paired agents are now. A wrong announcement leads to no harm: sessions go by keys."""
+    for one in agents:
+        if _is_paired(one, paired) and one.addresses:
+            address = f"{reachable(one)}:{one.port}"
+            if address != paired[one.name].address:
+                Trust("head").add(one.name, Peer(paired[one.name].public, address))
 
 
 def _number(text: str) -> int:

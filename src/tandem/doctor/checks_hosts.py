@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 
 from tandem.doctor.checks_software import on
-from tandem.doctor.findings import Evidence, Finding, alike
+from tandem.doctor.findings import Evidence, Finding, Verdict, alike
 from tandem.doctor.messages import Facts
 from tandem.doctor.parsing import FirewallState, firewalls, interfaces, port_owner
 
@@ -23,9 +23,10 @@ def ssh(evidence: Evidence) -> list[Finding]:
 
 
 def hostname(evidence: Evidence) -> list[Finding]:
-    """No machine's own name means loopback: Ray and gloo tell others that address."""
+    """No machine's own name means loopback: Ray and gloo tell others that address. Tandem itself does not look."""
     if not evidence.several:
         return [Finding("hostname", "skip", "", "matters with several machines only")]
+    verdict: Verdict = "warn" if evidence.ray is None else "fail"
     found = []
     for name, facts in evidence.facts.items():
         addresses = [ipaddress.ip_address(one.split("%")[0]) for one in facts.hostname_addresses]
@@ -35,7 +36,7 @@ def hostname(evidence: Evidence) -> list[Finding]:
             found.append(Finding("hostname", "warn", name, f"its name {facts.hostname} resolves to nothing",
                                  on(evidence, name, f"echo '{line}' | sudo tee -a /etc/hosts")))
         elif addresses[0].is_loopback:
-            found.append(Finding("hostname", "fail", name, f"its name {facts.hostname} resolves to {addresses[0]}",
+            found.append(Finding("hostname", verdict, name, f"its name {facts.hostname} resolves to {addresses[0]}",
                                  on(evidence, name, _fix_name(facts, line))))
     return alike("hostname", found, "each machine's name resolves to an address that others can use")
 
