@@ -17,6 +17,8 @@ class Answer:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = "stop"
+    stop: str | None = None
+    """The stop string that ended it."""
 
 
 async def collect(generation: Generation, choices: int) -> list[Answer]:
@@ -29,6 +31,7 @@ async def collect(generation: Generation, choices: int) -> list[Answer]:
                 parts[delta.index].append(delta.text)
                 answers[delta.index].logprobs += delta.logprobs
                 answers[delta.index].finish_reason = delta.finish_reason or "stop"
+                answers[delta.index].stop = delta.stop
     finally:
         generation.close()
     for answer, texts in zip(answers, parts, strict=True):

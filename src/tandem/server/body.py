@@ -23,37 +23,39 @@ LARGE_BODY = 256 * 1024
 Harmless = Callable[[Any], bool]
 
 
-def _any(_: Any) -> bool:
+def anything(_: Any) -> bool:
+    """Every value of the field is harmless."""
     return True
 
 
-def _only(*values: Any) -> Harmless:
+def only(*values: Any) -> Harmless:
+    """These values of the field are harmless, and null."""
     return lambda value: value is None or value in values
 
 
 IGNORED: Mapping[str, Harmless] = {
     # Say nothing about the text.
-    "user": _any,
-    "metadata": _any,
-    "safety_identifier": _any,
-    "prompt_cache_key": _any,
-    "prompt_cache_retention": _any,
-    "service_tier": _any,
-    "parallel_tool_calls": _any,
+    "user": anything,
+    "metadata": anything,
+    "safety_identifier": anything,
+    "prompt_cache_key": anything,
+    "prompt_cache_retention": anything,
+    "service_tier": anything,
+    "parallel_tool_calls": anything,
     # Do nothing with these values; anything else would need a feature that is not here.
-    "store": _only(False),
-    "tools": _only([]),  # in completions
-    "tool_choice": _only("none", "auto"),
-    "functions": _only([]),
-    "function_call": _only("none", "auto"),
-    "audio": _only(),
-    "modalities": _only(["text"]),
-    "prediction": _only(),
-    "reasoning_effort": _only(),
-    "verbosity": _only("medium"),
-    "web_search_options": _only(),
-    "suffix": _only(""),
-    "thinking_token_budget": _only(),
+    "store": only(False),
+    "tools": only([]),  # in completions
+    "tool_choice": only("none", "auto"),
+    "functions": only([]),
+    "function_call": only("none", "auto"),
+    "audio": only(),
+    "modalities": only(["text"]),
+    "prediction": only(),
+    "reasoning_effort": only(),
+    "verbosity": only("medium"),
+    "web_search_options": only(),
+    "suffix": only(""),
+    "thinking_token_budget": only(),
 }
 """Fields that OpenAI or vLLM know and this server does not support, with the test for a value that is harmless."""
 
@@ -82,13 +84,15 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(chunks)
 
 
-async def parse(request: Request, model: type[Model], limit: int) -> Model:
-    """The request's body as `model`. Raises RequestError naming the first field at fault."""
+async def parse(
+    request: Request, model: type[Model], limit: int, *, ignored: Mapping[str, Harmless] = IGNORED
+) -> Model:
+    """The request's body as `model`, without what is `ignored`. Raises RequestError naming the first field at fault."""
     raw = await read_body(request, limit)
-    return await off_loop(len(raw) > LARGE_BODY, lambda: parse_bytes(raw, model))
+    return await off_loop(len(raw) > LARGE_BODY, lambda: parse_bytes(raw, model, ignored))
 
 
-def parse_bytes(raw: bytes, model: type[Model]) -> Model:
+def parse_bytes(raw: bytes, model: type[Model], ignored: Mapping[str, Harmless] = IGNORED) -> Model:
     """A JSON body as `model`. Raises RequestError naming the first field at fault."""
     try:
         data = from_json(raw, allow_inf_nan=False)
@@ -101,18 +105,34 @@ def parse_bytes(raw: bytes, model: type[Model]) -> Model:
         raise RequestError(f"The request body is not valid JSON: {error}.", code="invalid_json") from None
     if not isinstance(data, dict):
         raise RequestError("The request body must be a JSON object.", code="invalid_json")
+    return checked(_without_ignored(data, model, ignored), model)
+
+
+def checked(data: dict[str, Any], model: type[Model]) -> Model:
+    """`data` as `model`. Raises RequestError naming the first field at fault."""
     try:
-        return model.model_validate(_without_ignored(data, model))
+        return model.model_validate(data)
     except ValidationError as error:
         raise _explain(error.errors(include_url=False, include_input=False)[0]) from None
 
 
-def _without_ignored(data: dict[str, Any], model: type[BaseModel]) -> dict[str, Any]:
+def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The same error, with a field at fault called as its client calls it."""
+    name = names.get(error.param or "")
+    if name is not None:
+        error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
+        error.param = name
+    return error
+
+
+def _without_ignored(
+    data: dict[str, Any], model: type[BaseModel], ignored: Mapping[str, Harmless]
+) -> dict[str, Any]:
     kept = {}
     for name, value in data.items():
-        harmless = IGNORED.get(name) if name not in model.model_fields else None
+        harmless = ignored.get(name) if name not in model.model_fields else None
         if name == "best_of":  # the best of n candidates when it is larger than n
-            harmless = _only(1, data.get("n"))
+            harmless = only(1, data.get("n"))
         if harmless is None:
             kept[name] = value
         elif not harmless(value):

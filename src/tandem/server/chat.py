@@ -11,18 +11,19 @@ from starlette.responses import Response
 
 from tandem.errors import RequestError
 from tandem.models.tokenizer import Tokenizer
+from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import TokenLogprob
 from tandem.server.answer import Answer, collect, engine_requests, new_id
 from tandem.server.body import parse
 from tandem.server.chat_plan import ChatPlan, plan_chat
-from tandem.server.context import get_api, get_group
+from tandem.server.context import Api, get_api, get_group
 from tandem.server.generate import Delta, Generation
 from tandem.server.limits import check_choices, check_model, room, sampling_params
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openapi import documented
 from tandem.server.reply import Reply
 from tandem.server.schemas import ChatRequest
-from tandem.server.sse import Envelope, encode_json, open_stream
+from tandem.server.sse import ChunkWriter, Envelope, encode_json, open_stream
 from tandem.version import __version__
 
 router = APIRouter()
@@ -38,21 +39,41 @@ async def chat_completions(http: Request) -> Response:
     """Answer a conversation, in one piece or as a stream."""
     api = get_api(http)
     fields = await parse(http, ChatRequest, api.max_body)
+    plan, generation, model = await start_chat(http, fields, new_id("chatcmpl"))
+    n = fields.n or 1
+    conversation_id = fields.conversation_id or str(uuid.uuid4())
+    if fields.stream:
+        replies = [Reply(plan) for _ in range(n)]
+        writer = ChatWriter(generation, model, conversation_id, replies, fields)
+        return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
+    answers = await collect(generation, n)
+    return _whole(plan, generation, answers, conversation_id, bool(fields.logprobs), model)
+
+
+async def prepare_chat(api: Api, fields: ChatRequest) -> tuple[ChatPlan, Tokenizer, EngineStatus]:
+    """What the request comes to, for the model that is there. Raises RequestError."""
     status = api.status()
     check_model(api, fields.model)
-    n = fields.n or 1
-    check_choices(api, n)
+    check_choices(api, fields.n or 1)
     tokenizer = await api.texts.tokenizer(status)
-    plan = await plan_chat(api, tokenizer, fields, template_kwargs(fields))
+    return await plan_chat(api, tokenizer, fields, template_kwargs(fields)), tokenizer, status
+
+
+async def start_chat(http: Request, fields: ChatRequest, request_id: str) -> tuple[ChatPlan, Generation, str]:
+    """Check the request and submit it; the generation is the caller's to close. Also the model's name.
+
+    Raises RequestError.
+    """
+    api = get_api(http)
+    plan, tokenizer, status = await prepare_chat(api, fields)
     default = api.settings.server.default_max_tokens
     max_tokens = room(plan.prompt, asked_tokens(fields), status.max_context, default, param="messages")
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     params = [
         sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=plan.form)
-        for choice in range(n)
+        for choice in range(fields.n or 1)
     ]
     work = [(plan.prompt, one) for one in params]
-    request_id = new_id("chatcmpl")
     generation = Generation(
         api,
         http,
@@ -65,13 +86,7 @@ async def chat_completions(http: Request) -> Response:
         continues=plan.form is not None,
         shown=plan.shown,
     )
-    conversation_id = fields.conversation_id or str(uuid.uuid4())
-    if fields.stream:
-        replies = [Reply(plan) for _ in range(n)]
-        writer = ChatWriter(tokenizer, request_id, status.model, conversation_id, replies, fields)
-        return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
-    answers = await collect(generation, n)
-    return _whole(plan, generation, answers, conversation_id, logprobs is not None, status.model)
+    return plan, generation, status.model
 
 
 def asked_tokens(fields: ChatRequest) -> int | None:
@@ -130,26 +145,25 @@ def _whole(
     return Response(encode_json(body), media_type="application/json")
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     """Chunks of a streamed chat answer, in OpenAI's order: role, text and calls, finish, usage."""
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        request_id: str,
+        generation: Generation,
         model: str,
         conversation_id: str,
         replies: list[Reply],
         fields: ChatRequest,
     ) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = generation.tokenizer
         self._replies = replies
         self._entries: list[list[TokenLogprob]] = [[] for _ in replies]
         self._logprobs = bool(fields.logprobs)
         self._conversation = {"conversation_id": conversation_id}
         self._envelope = Envelope(
             {
-                "id": request_id,
+                "id": generation.request_id,
                 "object": "chat.completion.chunk",
                 "created": int(time.time()),
                 "model": model,

@@ -22,7 +22,7 @@ from tandem.server.limits import check_choices, check_model, check_token_ids, ro
 from tandem.server.logprobs import CompletionLogprobs
 from tandem.server.openapi import documented
 from tandem.server.schemas import CompletionRequest
-from tandem.server.sse import Envelope, encode_json, open_stream
+from tandem.server.sse import ChunkWriter, Envelope, encode_json, open_stream
 from tandem.server.texts import decode, encode
 
 router = APIRouter()
@@ -134,7 +134,7 @@ async def _echoes(tokenizer: Tokenizer, fields: CompletionRequest, n: int) -> li
     return texts
 
 
-class CompletionWriter:
+class CompletionWriter(ChunkWriter):
     """Chunks of a streamed completion."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Every failure in OpenAI's envelope `{"error": {"message", "type", "param", "code"}}`."""
+"""Every failure in OpenAI's envelope `{"error": {"message", "type", "param", "code"}}`, or in Anthropic's."""
 
 from __future__ import annotations
 
@@ -22,6 +22,18 @@ from tandem.errors import (
 
 logger = logging.getLogger(__name__)
 
+ANTHROPIC_PATH = "/v1/messages"
+_ANTHROPIC = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's types of errors, by HTTP status."""
+
 
 class ClientGone(RequestError):
     """The client closed the connection: nobody reads this, but the work must stop. 499 is nginx's number for it."""
@@ -34,8 +46,14 @@ def envelope(error: RequestError) -> dict[str, Any]:
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
-def error_response(error: RequestError) -> Response:
-    """The HTTP response of an error, with Retry-After where waiting helps."""
+def anthropic_envelope(error: RequestError) -> dict[str, Any]:
+    """Anthropic's error object."""
+    kind = _ANTHROPIC.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}}
+
+
+def error_response(error: RequestError, path: str = "") -> Response:
+    """The HTTP response of an error, in the shape that clients of `path` expect; Retry-After where waiting helps."""
     headers: dict[str, str] = {}
     if isinstance(error, OverloadedError | UnavailableError):
         headers["retry-after"] = str(max(1, round(error.retry_after)))
@@ -43,7 +61,8 @@ def error_response(error: RequestError) -> Response:
         headers["www-authenticate"] = "Bearer"
     if error.status in (408, 413):
         headers["connection"] = "close"  # the rest of the body is not going to be read
-    return Response(msgspec.json.encode(envelope(error)), error.status, headers, "application/json")
+    shape = anthropic_envelope if path.startswith(ANTHROPIC_PATH) else envelope
+    return Response(msgspec.json.encode(shape(error)), error.status, headers, "application/json")
 
 
 def internal_error(error: BaseException, where: str) -> ServerError:
@@ -71,13 +90,13 @@ def _from_http_exception(error: HTTPException, request: Request) -> RequestError
 def add_handlers(app: FastAPI) -> None:
     """Register the handlers for deliberate errors and for those of the routing."""
 
-    async def on_request_error(_: Request, error: Exception) -> Response:
+    async def on_request_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestError)
-        return error_response(error)
+        return error_response(error, request.url.path)
 
     async def on_http_exception(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(_from_http_exception(error, request))
+        response = error_response(_from_http_exception(error, request), request.url.path)
         for name, value in (error.headers or {}).items():
             response.headers[name] = value
         return response

@@ -51,12 +51,12 @@ class Gate:
             self._admit(scope)
             await self._app(scope, receive, watched)
         except RequestError as error:
-            await error_response(error)(scope, receive, watched)
+            await error_response(error, scope["path"])(scope, receive, watched)
         except Exception as error:  # noqa: BLE001 - the edge of the process: nothing may take the server down
             failure = internal_error(error, f"{scope['method']} {_route(scope)}")
             if status:  # too late for an error; a broken connection tells the client that the answer is not whole
                 raise ConnectionAbortedError("response broken off after an internal error") from None
-            await error_response(failure)(scope, receive, watched)
+            await error_response(failure, scope["path"])(scope, receive, watched)
         finally:
             self._api.metrics.in_flight.dec()
             self._account(scope, status, time.monotonic() - started)
@@ -79,7 +79,8 @@ class Gate:
         if known or scope["path"] in OPEN_PATHS:
             return
         what = "No API key given" if presented is None else "Incorrect API key provided"
-        raise AuthenticationError(f"{what}; send it as 'Authorization: Bearer <key>'.", code="invalid_api_key")
+        message = f"{what}; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'."
+        raise AuthenticationError(message, code="invalid_api_key")
 
     def _account(self, scope: Scope, status: int, seconds: float) -> None:
         route = _route(scope)

@@ -29,6 +29,8 @@ class Delta:
     text: str
     logprobs: list[TokenLogprob]
     finish_reason: str | None
+    stop: str | None = None
+    """The stop string that ended it."""
 
 
 class Choice:
@@ -60,7 +62,7 @@ class Choice:
         if not text and self.finish_reason is None:
             return None
         logprobs, self._pending = self._pending, []
-        return Delta(self._index, text, logprobs, self.finish_reason)
+        return Delta(self._index, text, logprobs, self.finish_reason, self._text.matched)
 
     def _push(self, tokens: list[int]) -> tuple[str, int]:
         """New text, and how many of `tokens` it took: where a stop string ends must not depend on batching."""

@@ -19,6 +19,8 @@ router = APIRouter()
 ENDPOINTS = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
+    "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
     "models": "/v1/models",
     "tokenize": "/tokenize",
     "detokenize": "/detokenize",

@@ -7,6 +7,8 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
+from tandem.server.failures import ANTHROPIC_PATH
+
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -26,6 +28,21 @@ _ERROR = {
     },
 }
 
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "additionalProperties": False,
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "additionalProperties": False,
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
+
 
 def documented(model: type[BaseModel], *, streams: bool = False) -> dict[str, Any]:
     """`openapi_extra` of a route that takes `model` as its JSON body; `streams`: and may answer with events."""
@@ -36,8 +53,9 @@ def documented(model: type[BaseModel], *, streams: bool = False) -> dict[str, An
     return extra
 
 
-def _failure(description: str) -> dict[str, Any]:
-    schema = {"$ref": "#/components/schemas/Error"}
+def _failure(description: str, path: str) -> dict[str, Any]:
+    name = "AnthropicError" if path.startswith(ANTHROPIC_PATH) else "Error"
+    schema = {"$ref": f"#/components/schemas/{name}"}
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
@@ -53,11 +71,12 @@ class TandemApp(FastAPI):
         for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's own, which never happens here
             shared.pop(name, None)
         shared["Error"] = _ERROR
-        for operations in schema["paths"].values():
+        shared["AnthropicError"] = _ANTHROPIC_ERROR
+        for path, operations in schema["paths"].items():
             for operation in operations.values():
                 operation["responses"].pop("422", None)
-                operation["responses"]["4XX"] = _failure("The request is at fault; the message says how.")
-                operation["responses"]["5XX"] = _failure("The server is at fault, or cannot answer now.")
+                operation["responses"]["4XX"] = _failure("The request is at fault; the message says how.", path)
+                operation["responses"]["5XX"] = _failure("The server is at fault, or cannot answer now.", path)
                 content = operation.get("requestBody", {}).get("content", {})
                 body = content.get("application/json", {}).get("schema", {})
                 shared.update(body.pop("$defs", {}))

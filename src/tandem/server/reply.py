@@ -24,10 +24,14 @@ class Reply:
         events = self._parser.push(text)
         return events + self._parser.finish() if last else events
 
+    @property
+    def called(self) -> bool:
+        """There have been calls."""
+        return self._parser is not None and self._parser.calls > 0
+
     def finish_reason(self, reason: str) -> str:
         """As OpenAI has it: an answer that ends with calls says so."""
-        calls = self._parser is not None and self._parser.calls > 0
-        return self._plan.calls_finish if calls and reason == "stop" else reason
+        return self._plan.calls_finish if self.called and reason == "stop" else reason
 
     def delta(self, event: Event) -> dict[str, Any]:
         """The `delta` of a chunk."""
@@ -62,6 +66,9 @@ class Reply:
         return message
 
     def _call(self, name: str) -> dict[str, Any]:
+        return {"id": self.call_id("call"), "type": "function", "function": {"name": name, "arguments": ""}}
+
+    def call_id(self, prefix: str) -> str:
+        """A fresh id for a call."""
         fresh = uuid.uuid4().hex
-        call_id = fresh[:9] if self._plan.short_ids else f"call_{fresh[:24]}"
-        return {"id": call_id, "type": "function", "function": {"name": name, "arguments": ""}}
+        return fresh[:9] if self._plan.short_ids else f"{prefix}_{fresh[:24]}"

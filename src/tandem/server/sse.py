@@ -39,6 +39,19 @@ class ChunkWriter(Protocol):
     def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The event with the usage."""
 
+    def done(self) -> bytes:
+        """What ends the stream."""
+        return DONE
+
+    def error(self, error: RequestError) -> bytes:
+        """What ends a stream that failed."""
+        return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
+
+
+def named_event(data: dict[str, Any]) -> bytes:
+    """An event whose name is its `type`."""
+    return b"".join((b"event: ", data["type"].encode(), b"\ndata: ", encode_json(data), b"\n\n"))
+
 
 class Envelope:
     """The part of a chunk that is the same in all chunks of a stream, encoded once."""
@@ -128,7 +141,7 @@ class EventStream(Response):
         body += self._write(deltas or [])
         if self._include_usage:
             body += self._writer.usage(self._generation.usage(), self._extras())
-        await send({"type": "http.response.body", "body": body + DONE, "more_body": False})
+        await send({"type": "http.response.body", "body": body + self._writer.done(), "more_body": False})
 
     def _write(self, deltas: list[Delta]) -> bytes:
         last = deltas[-1] if deltas and self._generation.done and not self._include_usage else None
@@ -146,5 +159,4 @@ class EventStream(Response):
         self._timer = self._loop.call_later(self._heartbeat_s - silent, self._tick)
 
     async def _send_error(self, send: Send, error: RequestError) -> None:
-        body = b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send({"type": "http.response.body", "body": self._writer.error(error), "more_body": False})

@@ -1,0 +1,1 @@
+"""Anthropic's Messages API, in terms of the chat requests that the server knows."""

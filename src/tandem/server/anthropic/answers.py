@@ -1,0 +1,152 @@
+"""Answers in Anthropic's shape: blocks of text, thinking and tool use, whole or as events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import from_json
+
+from tandem.errors import RequestError
+from tandem.server.failures import anthropic_envelope
+from tandem.server.generate import Delta, Generation
+from tandem.server.reply import Reply
+from tandem.server.sse import ChunkWriter, named_event
+from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning, merged
+
+Json = dict[str, Any]
+
+
+def message(generation: Generation, model: str) -> Json:
+    """The outside of an answer, before there is any."""
+    return {
+        "id": generation.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "usage": usage(generation),
+    }
+
+
+def usage(generation: Generation) -> Json:
+    """Tokens so far. What came from kept prefixes is counted apart, as Anthropic does."""
+    counted: Any = generation.usage()
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counted["completion_tokens"],
+    }
+
+
+def ending(reply: Reply, reason: str, stop: str | None) -> Json:
+    """Why the answer ended."""
+    if reason == "length":
+        return {"stop_reason": "max_tokens", "stop_sequence": None}
+    if stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
+    return {"stop_reason": "tool_use" if reply.called else "end_turn", "stop_sequence": None}
+
+
+def whole_blocks(reply: Reply, text: str) -> list[Json]:
+    """The blocks of a whole answer."""
+    blocks: list[Json] = []
+    for event in merged(reply.read(text, last=True)):
+        if isinstance(event, CallArguments):
+            blocks[-1]["input"] = _object(event.text)
+        else:
+            blocks.append(_block(reply, event))
+            if not isinstance(event, CallStart):
+                blocks[-1][_FIELDS[type(event)]] = event.text
+    return blocks
+
+
+_FIELDS: dict[type[Event], str] = {Content: "text", Reasoning: "thinking", CallArguments: "partial_json"}
+_DELTAS: dict[type[Event], str] = {
+    Content: "text_delta",
+    Reasoning: "thinking_delta",
+    CallArguments: "input_json_delta",
+}
+
+
+def _block(reply: Reply, event: Event) -> Json:
+    """The empty block that `event` opens."""
+    if isinstance(event, CallStart):
+        return {"type": "tool_use", "id": reply.call_id("toolu"), "name": event.name, "input": {}}
+    if isinstance(event, Reasoning):
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": "", "citations": None}
+
+
+def _object(text: str) -> Json:
+    """The arguments, as far as they go: the model, or its limit, may have left them unfinished."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+class MessageWriter(ChunkWriter):
+    """Events of a streamed answer, in Anthropic's order: the message opens, its blocks one by one, it closes."""
+
+    def __init__(self, generation: Generation, model: str, reply: Reply) -> None:
+        self._generation = generation
+        self._model = model
+        self._reply = reply
+        self._index = -1
+        self._open: type[Event] | None = None
+        self._ending: Json = {}
+
+    def head(self) -> bytes:
+        """The message opens."""
+        start = message(self._generation, self._model)
+        return named_event({"type": "message_start", "message": start}) + named_event({"type": "ping"})
+
+    def delta(self, delta: Delta, extras: Json | None) -> bytes:
+        """What the text adds."""
+        ended = delta.finish_reason is not None
+        written = b"".join(map(self._event, merged(self._reply.read(delta.text, last=ended))))
+        if delta.finish_reason is not None:
+            written += self._close()
+            self._ending = ending(self._reply, delta.finish_reason, delta.stop)
+        return written
+
+    def usage(self, usage: Json, extras: Json) -> bytes:
+        """The message closes."""
+        end = {"type": "message_delta", "delta": self._ending, "usage": _usage(self._generation)}
+        return named_event(end) + named_event({"type": "message_stop"})
+
+    def done(self) -> bytes:
+        """Nothing: `message_stop` was the end."""
+        return b""
+
+    def error(self, error: RequestError) -> bytes:
+        """The stream fails."""
+        return named_event(anthropic_envelope(error))
+
+    def _event(self, event: Event) -> bytes:
+        opening = b""
+        kind = CallArguments if isinstance(event, CallStart) else type(event)
+        if isinstance(event, CallStart) or kind is not self._open:
+            opening = self._close()
+            self._open, self._index = kind, self._index + 1
+            block = _block(self._reply, event)
+            opening += named_event({"type": "content_block_start", "index": self._index, "content_block": block})
+        if isinstance(event, CallStart):
+            return opening
+        delta = {"type": _DELTAS[kind], _FIELDS[kind]: event.text}
+        return opening + named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return named_event({"type": "content_block_stop", "index": self._index})
+
+
+_usage = usage

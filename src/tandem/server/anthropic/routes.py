@@ -1,0 +1,53 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import uuid
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from tandem.errors import RequestError
+from tandem.server.answer import collect
+from tandem.server.anthropic.answers import MessageWriter, ending, message, usage, whole_blocks
+from tandem.server.anthropic.schemas import IGNORED, CountRequest, MessagesRequest
+from tandem.server.anthropic.translate import chat_request, in_own_words
+from tandem.server.body import parse
+from tandem.server.chat import prepare_chat, start_chat
+from tandem.server.context import get_api
+from tandem.server.openapi import documented
+from tandem.server.reply import Reply
+from tandem.server.sse import encode_json, open_stream
+
+router = APIRouter()
+
+
+@router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))
+async def messages(http: Request) -> Response:
+    """Answer a conversation as Anthropic's API does, in one piece or as a stream."""
+    api = get_api(http)
+    fields = await parse(http, MessagesRequest, api.max_body, ignored=IGNORED)
+    try:
+        plan, generation, model = await start_chat(http, chat_request(fields), f"msg_{uuid.uuid4().hex}")
+    except RequestError as error:
+        raise in_own_words(error) from None
+    reply = Reply(plan)
+    if fields.stream:
+        writer = MessageWriter(generation, model, reply)
+        return await open_stream(generation, writer, include_usage=True, heartbeat_s=api.heartbeat_s)
+    [answer] = await collect(generation, 1)
+    body = message(generation, model) | {"content": whole_blocks(reply, answer.text), "usage": usage(generation)}
+    body |= ending(reply, answer.finish_reason, answer.stop)
+    return Response(encode_json(body), headers={"request-id": generation.request_id}, media_type="application/json")
+
+
+@router.post("/v1/messages/count_tokens", openapi_extra=documented(CountRequest))
+async def count_tokens(http: Request) -> Response:
+    """How many tokens the prompt of a conversation has."""
+    api = get_api(http)
+    fields = await parse(http, CountRequest, api.max_body, ignored=IGNORED)
+    try:
+        plan, _, _ = await prepare_chat(api, chat_request(fields))
+    except RequestError as error:
+        raise in_own_words(error) from None
+    return Response(encode_json({"input_tokens": len(plan.prompt)}), media_type="application/json")

@@ -1,0 +1,208 @@
+"""Bodies of Anthropic's requests. Types are strict and unknown fields are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from tandem.server.body import Harmless, anything, only
+from tandem.server.messages import Strict
+
+IGNORED: Mapping[str, Harmless] = {
+    # Say nothing about the text.
+    "metadata": anything,
+    "service_tier": anything,
+    "cache_control": anything,
+    "inference_geo": anything,
+    "diagnostics": anything,
+    # Do nothing with these values.
+    "speed": only("standard"),
+    "container": only(),
+    "context_management": only(),
+    "mcp_servers": only([]),
+}
+"""Fields that Anthropic knows and this server does not, with the test for a value that is harmless."""
+
+_NEEDS = {
+    "text": {"text"},
+    "tool_use": {"id", "name", "input"},
+    "tool_result": {"tool_use_id"},
+    "thinking": {"thinking"},
+    "redacted_thinking": {"data"},
+}
+_TAKES = {
+    "text": {"citations"},
+    "tool_use": {"caller", "toolset_name"},
+    "tool_result": {"content", "is_error", "toolset_name"},
+    "thinking": {"signature"},
+}
+_ROLES = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
+SCHEMA = {"type": "object"}
+
+
+class Marked(Strict):
+    """What may carry a mark for Anthropic's cache. Prefixes are kept here whatever is marked."""
+
+    cache_control: dict[str, Any] | None = None
+
+
+def as_blocks(value: Any) -> Any:
+    """A text as the blocks that it stands for."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class TextBlock(Marked):
+    """A piece of text, where nothing else may stand."""
+
+    type: Literal["text"]
+    text: str
+    citations: None = None
+
+
+class Block(Marked):
+    """A piece of a message."""
+
+    type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    citations: None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    caller: dict[str, Any] | None = None
+    toolset_name: None = None
+    tool_use_id: str | None = None
+    content: list[TextBlock] | None = None
+    is_error: bool | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    """Nothing is signed here, so none is checked."""
+    data: str | None = None
+
+    _texts = field_validator("content", mode="before")(as_blocks)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in _NEEDS:
+            raise PydanticCustomError("unsupported", "blocks of type '{type}' are not supported", {"type": kind[:40]})
+        return data
+
+    @model_validator(mode="after")
+    def _fits_type(self) -> Block:
+        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        context: dict[str, str] = {"type": self.type}
+        if missing := _NEEDS[self.type] - given:
+            context["field"] = min(missing)
+            raise PydanticCustomError("missing_field", "a {type} block needs '{field}'", context)
+        if extra := given - _NEEDS[self.type] - _TAKES.get(self.type, set()) - {"type", "cache_control"}:
+            context["field"] = min(extra)
+            raise PydanticCustomError("unsupported", "'{field}' does not belong to a {type} block", context)
+        return self
+
+
+class Turn(Strict):
+    """One message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: list[Block]
+
+    _texts = field_validator("content", mode="before")(as_blocks)
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> Turn:
+        for block in self.content:
+            if self.role != _ROLES.get(block.type, self.role):
+                context = {"type": block.type, "role": self.role}
+                raise PydanticCustomError("unsupported", "a {type} block has no place in a {role} message", context)
+        return self
+
+
+class Tool(Marked):
+    """A tool of the client's."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    input_schema: Annotated[dict[str, Any], Field(json_schema_extra=SCHEMA)]
+    type: Literal["custom"] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    """Accepted: arguments of forced calls always fit."""
+    eager_input_streaming: bool | None = None
+    """Accepted: arguments always stream as they come."""
+    input_examples: None = None
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+
+class Choice(Strict):
+    """Which tool to call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+    @model_validator(mode="after")
+    def _named(self) -> Choice:
+        if (self.type == "tool") != (self.name is not None):
+            raise PydanticCustomError("one_of", "'name' belongs to the type 'tool', and only to it")
+        return self
+
+
+class Thinking(Strict):
+    """Whether to think."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Accepted, as clients must send it: thinking counts towards `max_tokens`, and has no limit of its own."""
+    display: Literal["summarized"] | None = None
+    """Accepted: thinking is always shown, in full."""
+
+
+class Format(Strict):
+    """The form of the answer."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Strict):
+    """Form of the answer, and effort."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: Format | None = None
+
+
+class CountRequest(Strict):
+    """Body of POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: Annotated[list[Turn], Field(min_length=1)]
+    system: list[TextBlock] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Choice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+    _texts = field_validator("system", mode="before")(as_blocks)
+
+    @field_validator("messages")
+    @classmethod
+    def _ends_with_user(cls, value: list[Turn]) -> list[Turn]:
+        if value[-1].role == "assistant":
+            raise PydanticCustomError("prefill", "the last message must not be the assistant's: an answer cannot be "
+                                                 "begun here")
+        return value
+
+
+class MessagesRequest(CountRequest):
+    """Body of POST /v1/messages."""
+
+    max_tokens: Annotated[int, Field(ge=1)]
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None

@@ -1,0 +1,102 @@
+"""Anthropic's requests as chat requests. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from tandem.errors import RequestError
+from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, TextBlock, Tool
+from tandem.server.body import checked, renamed
+from tandem.server.schemas import ChatRequest
+
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_NAMES = {
+    "stop": "stop_sequences",
+    "response_format.json_schema.schema": "output_config.format.schema",
+    "enable_thinking": "thinking",
+}
+"""What the fields of a chat request are called here."""
+Json = dict[str, Any]
+
+
+def chat_request(fields: CountRequest) -> ChatRequest:
+    """The same request in OpenAI's terms. Raises RequestError."""
+    data: Json = {"model": fields.model, "messages": _conversation(fields)}
+    if fields.tools:
+        data["tools"] = [_tool(tool) for tool in fields.tools]
+    if (choice := fields.tool_choice) is not None:
+        data["tool_choice"] = _CHOICES.get(choice.type, {"type": "function", "function": {"name": choice.name}})
+        data["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    if fields.thinking is not None:
+        data["enable_thinking"] = fields.thinking.type != "disabled"
+    if (output := fields.output_config) is not None:
+        if output.effort is not None:
+            data["chat_template_kwargs"] = {"reasoning_effort": output.effort}
+        if output.format is not None:
+            schema = {"name": "output", "schema": output.format.schema_}
+            data["response_format"] = {"type": "json_schema", "json_schema": schema}
+    if isinstance(fields, MessagesRequest):
+        same = {name: getattr(fields, name) for name in ("max_tokens", "stream", "temperature", "top_p")}
+        data |= same | {"top_k": fields.top_k or None, "stop": fields.stop_sequences}
+    try:
+        return checked(data, ChatRequest)
+    except RequestError as error:
+        raise in_own_words(error) from None
+
+
+def in_own_words(error: RequestError) -> RequestError:
+    """An error of the chat request, naming the field of the client's."""
+    return renamed(error, _NAMES)
+
+
+def _conversation(fields: CountRequest) -> list[Json]:
+    messages: list[Json] = []
+    if fields.system:
+        messages.append({"role": "system", "content": _text(fields.system)})
+    for role, turns in groupby(fields.messages, key=lambda turn: turn.role):
+        blocks = [block for turn in turns for block in turn.content]
+        if role == "assistant":
+            messages.append(_assistant(blocks))
+        else:
+            messages += _others(role, blocks)
+    return messages
+
+
+def _assistant(blocks: list[Block]) -> Json:
+    message: Json = {"role": "assistant", "content": _text(block for block in blocks if block.type == "text")}
+    calls = [
+        {"id": block.id, "function": {"name": block.name, "arguments": json.dumps(block.input, ensure_ascii=False)}}
+        for block in blocks
+        if block.type == "tool_use"
+    ]
+    if calls:
+        message["tool_calls"] = calls
+    if thinking := "".join(block.thinking or "" for block in blocks):
+        message["reasoning_content"] = thinking
+    return message
+
+
+def _others(role: str, blocks: list[Block]) -> list[Json]:
+    """Results of tools are messages of their own; the texts between them are the user's."""
+    messages: list[Json] = []
+    for result, group in groupby(blocks, key=lambda block: block.type == "tool_result"):
+        if not result:
+            messages.append({"role": role, "content": _text(group)})
+            continue
+        for block in group:
+            text = _text(block.content or ())
+            content = f"Error: {text}" if block.is_error else text
+            messages.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+    return messages or [{"role": role, "content": ""}]
+
+
+def _text(blocks: Iterable[Block | TextBlock]) -> str:
+    return "\n".join(block.text or "" for block in blocks)
+
+
+def _tool(tool: Tool) -> Json:
+    function = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema}
+    return {"type": "function", "function": function}
