@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -39,15 +40,47 @@ batch, where blocks are exact, and snapshots of prefixes lie beside the rows."""
 STOP_S = 2.0
 
 
+@dataclass
+class Profile:
+    """Seconds by what they went to, over all steps with tokens."""
+
+    steps: int = 0
+    adapter: float = 0.0
+    """From vLLM's output to a plan."""
+    results: float = 0.0
+    """From tokens to vLLM's output."""
+    busy: float = 0.0
+    """At least one step was under way in the runner."""
+    began: float = 0.0
+    ended: float = 0.0
+
+    def summary(self) -> str:
+        """One line, milliseconds per step; what is neither busy nor ours is vLLM's, and waiting for requests."""
+        rest = self.ended - self.began - self.busy
+        parts = {"runner": self.busy, "adapter": self.adapter, "results": self.results, "rest": rest}
+        each = ", ".join(f"{name} {seconds / max(self.steps, 1) * 1e3:.2f} ms" for name, seconds in parts.items())
+        return f"{self.steps} steps: {each}"
+
+
 class Output(AsyncModelRunnerOutput):
     """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
 
-    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[Any]) -> None:
-        self._scheduled, self._plan, self._step = scheduled, plan, step
+    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[Any], profile: Profile) -> None:
+        self._scheduled, self._plan, self._step, self._profile = scheduled, plan, step, profile
+        self._started = time.perf_counter()
 
     def get_output(self) -> Any:
         """Wait for the tokens. Raises what the step raised."""
-        return model_output(self._scheduled, self._plan, self._step.result().finish())
+        result = self._step.result().finish()
+        done = time.perf_counter()
+        output = model_output(self._scheduled, self._plan, result)
+        profile = self._profile
+        profile.busy += done - max(self._started, profile.ended)
+        profile.began = profile.began or self._started
+        profile.ended = done
+        profile.results += time.perf_counter() - done
+        profile.steps += 1
+        return output
 
 
 class TandemWorker(WorkerBase):
@@ -78,6 +111,7 @@ class TandemWorker(WorkerBase):
         limit_threads(self._blas, threads)
         self._mlx = MlxThread()
         self._pending: SchedulerOutput | None = None
+        self._profile = Profile()
         layout = self._layout
         logger.info("Pipeline stage %d/%d (is_first=%s, is_last=%s)", layout.stage, layout.stages, layout.stage == 0,
                     layout.stage == layout.stages - 1)
@@ -182,11 +216,13 @@ class TandemWorker(WorkerBase):
         plan, step = self._start(output, self._masks(grammar_output))
         if plan is None or step is None or not self._layout.samples:
             return None
-        return Output(list(output.num_scheduled_tokens), plan, step)
+        return Output(list(output.num_scheduled_tokens), plan, step, self._profile)
 
     def _start(self, output: SchedulerOutput,
                masks: dict[str, npt.NDArray[np.bool_]]) -> tuple[StepPlan | None, Future[Any] | None]:
+        started = time.perf_counter()
         plan = self._adapter.plan(output)
+        self._profile.adapter += time.perf_counter() - started
         if plan is None:
             return None, None
         step = self._mlx.submit(partial(self._loaded.runner.execute, plan, masks))
@@ -234,6 +270,8 @@ class TandemWorker(WorkerBase):
         """A worker that answers is well; a step that hangs shows in vLLM's own timeouts."""
 
     def shutdown(self) -> None:
-        """End the MLX thread."""
+        """End the MLX thread; say what the steps went to."""
         if hasattr(self, "_mlx"):
+            if self._profile.steps:
+                logger.info("%s", self._profile.summary())
             self._mlx.stop(STOP_S)

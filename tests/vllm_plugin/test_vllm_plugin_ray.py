@@ -1,0 +1,177 @@
+"""docs/vllm.md under Ray, as written: one machine, two machines, replicas; and what happens when something is missing.
+
+Machines are network namespaces (tests/netns.py), each with a raylet of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm_helpers import START_S
+
+from netns import Machines, why_not
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow,
+              pytest.mark.skipif(why_not() is not None, reason=f"no machines to test on: {why_not()}")]
+
+DOCS = Path(__file__).parents[2] / "docs" / "vllm.md"
+SMALL = " --object-store-memory=100000000 --disable-usage-stats"
+PROMPT = [50, 51, 52, 53]
+
+
+def block(heading: str, number: int) -> str:
+    """The `number`th shell block below `heading`."""
+    section = DOCS.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```bash\n(.*?)```", section, re.DOTALL)[number]
+
+
+class Cluster:
+    """Machines with raylets, and `vllm serve` on the first."""
+
+    def __init__(self, machines: Machines, model: Path) -> None:
+        self.machines, self.model = machines, model
+        for name in machines.names:
+            (machines[name].home / "r").mkdir()
+            machines.set_variables(name, {"RAY_TMPDIR": str(machines[name].home / "r"), "VLLM_NO_USAGE_STATS": "1",
+                                          "VLLM_HOST_IP": machines[name].address})
+
+    def here(self, text: str) -> str:
+        """A line of the documentation with this cluster's addresses, and a model that is here."""
+        for documented, name in (("10.0.0.1", "h0"), ("10.0.0.2", "h1")):
+            if name in self.machines.names:
+                text = text.replace(documented, self.machines[name].address)
+        text = re.sub(r"(Qwen/Qwen3-0.6B|mlx-community/Qwen3-8B-4bit)", str(self.model), text)
+        text = text.replace("--max-model-len 8192", "").replace("vllm serve", "exec vllm serve --max-model-len 256")
+        return text.replace("--resources='{\"mlx\": 1}'", "--resources='{\"mlx\": 1}'" + SMALL)
+
+    def run(self, name: str, text: str) -> None:
+        """Run a block to its end."""
+        self.machines.run(name, self.here(text), timeout=START_S)
+
+    @contextmanager
+    def serve(self, text: str, log: Path) -> Iterator[subprocess.Popen[str]]:
+        """Start the server that a block describes and wait until it is healthy."""
+        with log.open("wb") as output:
+            process = self.machines.start("h0", ["sh", "-c", self.here(text)], stdout=output, stderr=subprocess.STDOUT)
+        try:
+            deadline = time.monotonic() + START_S
+            while not self.healthy():
+                said = log.read_text(errors="replace")[-6000:]
+                assert process.poll() is None and time.monotonic() < deadline, said
+                time.sleep(0.5)
+            yield process
+        finally:
+            if process.poll() is None:
+                self.machines.signal(process, signal.SIGTERM)
+                process.wait(90)
+
+    @property
+    def base(self) -> str:
+        return f"http://{self.machines['h0'].address}:8000"
+
+    def healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.base}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:
+            return False
+
+    def complete(self) -> dict[str, Any]:
+        body = {"model": str(self.model), "prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True,
+                "return_token_ids": True}
+        request = urllib.request.Request(f"{self.base}/v1/completions", json.dumps(body).encode(),
+                                         {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=120) as response:
+            answer: dict[str, Any] = json.load(response)
+        choice: dict[str, Any] = answer["choices"][0]
+        return choice
+
+    def workers(self, name: str) -> list[int]:
+        """Process ids, here, of vLLM's actors on a machine."""
+        return [pid for pid, line in self.machines.processes(name).items()
+                if re.search(r"ray::(TandemRayWorkerProc|EngineCoreActor)", line)]
+
+
+@pytest.fixture(scope="module")
+def wanted(tiny: Path) -> list[int]:
+    from vllm_helpers import expected_tokens
+
+    return expected_tokens(tiny, [PROMPT], 16)["served"][0]
+
+
+@pytest.fixture
+def one_machine(make_machines: Callable[[int], Machines], tiny: Path) -> Cluster:
+    return Cluster(make_machines(1), tiny)
+
+
+@pytest.fixture(scope="module")
+def two_machines(tiny: Path) -> Iterator[Cluster]:
+    with Machines(2) as machines:
+        cluster = Cluster(machines, tiny)
+        cluster.run("h0", block("Ray, two machines, pipeline parallelism", 0))
+        cluster.run("h1", block("Ray, two machines, pipeline parallelism", 1))
+        yield cluster
+
+
+def test_one_machine(one_machine: Cluster, wanted: list[int], tmp_path: Path) -> None:
+    *start, serve = block("Ray, one machine", 0).strip().splitlines()
+    one_machine.run("h0", "\n".join(start))
+    with one_machine.serve(serve, tmp_path / "log"):
+        assert one_machine.complete()["token_ids"] == wanted
+        assert "RayWorkerProc (custom Ray resource mlx)" in (tmp_path / "log").read_text()
+
+
+def test_a_cluster_without_the_resource_is_named_at_once(one_machine: Cluster, tmp_path: Path) -> None:
+    address = one_machine.machines["h0"].address
+    one_machine.run("h0", f"ray start --head --node-ip-address={address} --num-gpus=0 {SMALL}")
+    command = one_machine.here("RAY_ADDRESS=auto vllm serve Qwen/Qwen3-0.6B --distributed-executor-backend ray")
+    process = one_machine.machines.start("h0", ["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    said, _ = process.communicate(timeout=START_S)
+    assert process.returncode != 0
+    assert "the layout needs 1 of the Ray resource 'mlx' (or 'GPU'), and the cluster has 0" in said
+    asked = re.search(r"(\d\d):(\d\d):(\d\d) .*Connecting to existing Ray cluster", said)
+    told = re.search(r"ERROR .* (\d\d):(\d\d):(\d\d) .*\n(?:.*\n)*?.*the layout needs 1", said)
+    assert asked and told
+    seconds = [int(h) * 3600 + int(m) * 60 + int(s) for h, m, s in (asked.groups(), told.groups())]
+    assert seconds[1] - seconds[0] <= 10
+
+
+def test_replicas_on_two_machines(two_machines: Cluster, wanted: list[int], tmp_path: Path) -> None:
+    with two_machines.serve(block("Ray, data parallelism", 0), tmp_path / "log"):
+        assert all(two_machines.workers(name) for name in ("h0", "h1"))
+        for _ in range(4):
+            assert two_machines.complete()["token_ids"] == wanted
+
+
+def test_a_pipeline_over_two_machines_and_the_death_of_a_worker(
+        two_machines: Cluster, wanted: list[int], tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with two_machines.serve(block("Ray, two machines, pipeline parallelism", 2), log) as process:
+        assert two_machines.complete()["token_ids"] == wanted
+        for stage in ("0/2 (is_first=True, is_last=False)", "1/2 (is_first=False, is_last=True)"):
+            assert f"Pipeline stage {stage}" in log.read_text()
+        [victim] = two_machines.workers("h1")
+        killed = time.monotonic()
+        os.kill(victim, signal.SIGKILL)
+        process.wait(60)
+        assert time.monotonic() - killed < 30
+        assert "died unexpectedly" in log.read_text()
+        deadline = time.monotonic() + 30
+        while two_machines.workers("h0") or two_machines.workers("h1"):
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert not two_machines.machines.processes("h0", "VLLM::")
