@@ -132,8 +132,10 @@ class TandemWorker(WorkerBase):
 
         group = None
         if self._layout.tp_size > 1:
-            set_variables(self._ring())
+            variables = self._ring()
+            set_variables(variables)
             group = StageGroup("ring", self._layout.tp_size)
+            os.unlink(variables["MLX_HOSTFILE"])
         channel = self._channel() if self._layout.stages > 1 else None
         dtype = self._options.dtype or (str(self.model_config.dtype).removeprefix("torch.") if on_gpu() else None)
         return load(self.model_config.model, self.model_config.revision, self._layout, dtype=dtype,

@@ -1,0 +1,117 @@
+"""Environment variables, when the plugin applies, layouts, and what a worker tells vLLM. Without vLLM."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import tandem.vllm_plugin as plugin
+from tandem.errors import ConfigError
+from tandem.executors.base import StageSpec
+from tandem.vllm_plugin.options import Options, read_options
+from tandem.vllm_plugin.params import check, translate
+from tandem.vllm_plugin.rank import Layout
+from tandem.vllm_plugin.rendezvous import ring_variables
+
+NAMES = ("TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION", "TANDEM_BASE_PORT", "VLLM_METAL_RING_BASE_PORT",
+         "TANDEM_LAYER_SPLIT", "VLLM_PP_LAYER_PARTITION", "TANDEM_DTYPE", "TANDEM_BLAS", "TANDEM_THREADS_PER_RANK")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*NAMES, "TANDEM_VLLM"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_nothing_set_is_the_default() -> None:
+    assert read_options() == Options()
+
+
+@pytest.mark.parametrize(("name", "value", "field", "expected"), [
+    ("VLLM_METAL_MEMORY_FRACTION", "0.5", "memory_fraction", 0.5),
+    ("VLLM_METAL_MEMORY_FRACTION", "auto", "memory_fraction", None),
+    ("TANDEM_MEMORY_FRACTION", "1", "memory_fraction", 1.0),
+    ("VLLM_METAL_RING_BASE_PORT", "32323", "base_port", 32323),
+    ("VLLM_PP_LAYER_PARTITION", "20,16", "layer_split", (20, 16)),
+    ("TANDEM_THREADS_PER_RANK", "3", "threads", 3),
+])
+def test_names_of_vllm_metal_and_ours(monkeypatch: pytest.MonkeyPatch, name: str, value: str, field: str,
+                                      expected: Any) -> None:
+    monkeypatch.setenv(name, value)
+    assert getattr(read_options(), field) == expected
+
+
+def test_our_name_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_MEMORY_FRACTION", "0.25")
+    monkeypatch.setenv("VLLM_METAL_MEMORY_FRACTION", "0.5")
+    assert read_options().memory_fraction == 0.25
+
+
+@pytest.mark.parametrize(("name", "value", "words"), [
+    ("VLLM_METAL_MEMORY_FRACTION", "lots", "VLLM_METAL_MEMORY_FRACTION=lots is not a number"),
+    ("TANDEM_MEMORY_FRACTION", "1.5", "above 0 and be at most 1"),
+    ("VLLM_METAL_RING_BASE_PORT", "80", "1024 to 65535"),
+    ("TANDEM_LAYER_SPLIT", "a,b", "layers per stage"),
+])
+def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch, name: str, value: str, words: str) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=words):
+        read_options()
+
+
+def test_the_plugin_applies_by_hardware_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"mlx": True, "vllm._C": False}
+    monkeypatch.setattr(plugin, "find_spec", lambda name: found[name] or None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert plugin.applies()
+    found["vllm._C"] = True
+    assert not plugin.applies()
+    monkeypatch.setenv("TANDEM_VLLM", "1")
+    assert plugin.applies()
+    monkeypatch.setenv("TANDEM_VLLM", "0")
+    assert plugin.register() is None
+
+
+@pytest.mark.parametrize(("stages", "size"), [(1, 1), (1, 2), (2, 1), (3, 1), (2, 2), (3, 2)])
+def test_ranks_send_to_whom_the_ranks_of_tandem_serve_send(stages: int, size: int) -> None:
+    for rank in range(stages * size):
+        layout = Layout(rank=rank, stages=stages, tp_size=size)
+        spec = StageSpec(
+            model_path="", model_name="", rank=rank, stage=layout.stage, stage_sizes=(size,) * stages, layers=(0, 1),
+            tensor_split=None, lanes=1, dtype="auto", dequantize="auto", vocab_size=1, memory_share=1.0,
+            eos_token_ids=(), channel="tcp", backend="ring", blas="none", log_level="INFO")
+        assert (layout.downstream, layout.samples, layout.part) == (spec.downstream, spec.samples, spec.tp_rank)
+
+
+def vllm_params(**changes: Any) -> SimpleNamespace:
+    values: dict[str, Any] = {
+        "max_tokens": 9, "min_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "min_p": 0.1,
+        "repetition_penalty": 1.1, "frequency_penalty": 0.2, "presence_penalty": 0.3, "logit_bias": {3: 1.0}, "seed": 4,
+        "all_stop_token_ids": {7, 2}, "ignore_eos": False, "logprobs": 2}
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_sampling_parameters_keep_their_meaning() -> None:
+    params = translate(vllm_params())
+    assert (params.temperature, params.top_k, params.stop_token_ids, params.logprobs) == (0.5, 0, (2, 7), 2)
+    assert (params.logit_bias, params.seed, params.min_tokens) == ({3: 1.0}, 4, 1)
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("prompt_logprobs", 0), ("bad_words", ["x"]), ("allowed_token_ids", [1]), ("logprobs", -1)])
+def test_what_is_not_supported_is_refused(name: str, value: object) -> None:
+    check(vllm_params())
+    with pytest.raises(ValueError, match="not supported by Tandem"):
+        check(vllm_params(**{name: value}))
+
+
+def test_ring_variables_name_the_ranks_of_one_stage() -> None:
+    variables = ring_variables(["10.0.0.1:5", "10.0.0.2:6"], 1)
+    with open(variables["MLX_HOSTFILE"]) as file:
+        assert file.read() == '[["10.0.0.1:5"], ["10.0.0.2:6"]]'
+    assert variables["MLX_RANK"] == "1"
+    os.unlink(variables["MLX_HOSTFILE"])
