@@ -54,6 +54,7 @@ def test_the_demo_model(demo: Path, layout: dict[str, int]) -> None:
 
 def test_logprobs_penalties_and_grammars(tiny: Path) -> None:
     from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
     from vllm.sampling_params import StructuredOutputsParams
 
     prompt = {"prompt_token_ids": PROMPTS[1]}
@@ -74,9 +75,9 @@ def test_logprobs_penalties_and_grammars(tiny: Path) -> None:
         outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
         for output in outputs:
             assert json.loads(output.outputs[0].text)["a"] in ("x", "y")
-        with pytest.raises(ValueError, match="bad_words is not supported"):
+        with pytest.raises(VLLMValidationError, match="bad_words is not supported"):
             llm.generate(prompt, SamplingParams(bad_words=["x"]), use_tqdm=False)
-        with pytest.raises(ValueError, match="log probabilities of the prompt"):
+        with pytest.raises(VLLMValidationError, match="log probabilities of the prompt"):
             llm.generate(prompt, SamplingParams(prompt_logprobs=1), use_tqdm=False)
 
 

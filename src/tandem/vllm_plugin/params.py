@@ -18,7 +18,7 @@ UNSUPPORTED = {
 
 
 def check(params: Any) -> None:
-    """Raise ValueError, which vLLM answers with status 400, for a request that Tandem cannot serve."""
+    """Raise ValueError for a request that Tandem cannot serve."""
     for name, words in UNSUPPORTED.items():
         if getattr(params, name, None):
             raise ValueError(f"{words} is not supported by Tandem's platform; leave it out")

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import torch
+from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
@@ -82,9 +83,12 @@ class TandemPlatform(Platform):
 
     @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
-        """Raise ValueError, hence status 400, for what Tandem cannot do."""
+        """Raise VLLMValidationError, hence status 400, for what Tandem cannot do."""
         if hasattr(params, "temperature"):
-            check(params)
+            try:
+                check(params)
+            except ValueError as error:
+                raise VLLMValidationError(str(error)) from error
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
