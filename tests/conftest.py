@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -9,6 +10,9 @@ import pytest
 from netns import make_machines as make_machines
 
 Reports = Generator[None, pytest.CollectReport, pytest.CollectReport]
+
+# What a script starts in the background ignores SIGINT, and hands that on to all processes that tests interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)
