@@ -32,6 +32,7 @@ from tandem.protocol.placement import (
     PlaceRanks,
 )
 
+OnHost = Callable[[HostOutput | HostEnded], None]
 log = logging.getLogger(__name__)
 
 MODULE = "tandem.launchers.ray"
@@ -58,8 +59,6 @@ def ray_variables() -> dict[str, str | None]:
     }
     if sys.platform == "darwin":
         wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # without it Ray keeps to loopback
-    if variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH") or (Path.home() / ".ray" / "auth_token").exists():
-        wanted["RAY_AUTH_MODE"] = "token"  # as `ray start` does; a cluster without authentication does not mind
     return {name: variable(name) or value for name, value in wanted.items()}
 
 
@@ -71,10 +70,9 @@ def _check_installed() -> None:
 class RayDriver:
     """Starts the driver and speaks with it."""
 
-    def __init__(self, address: str | None, start_units: int,
-                 on_host: Callable[[HostOutput | HostEnded], None]) -> None:
+    def __init__(self, address: str | None, start_units: int, on_host: OnHost, *, token: bool = False) -> None:
         """`address` and `start_units` as in `DriverPayload` (None: what RAY_ADDRESS says, else auto); `on_host`
-        is called in another thread.
+        is called in another thread. With `token` it shows the user's Ray token.
 
         Raises UsageError when Ray is not installed.
         """
@@ -86,9 +84,10 @@ class RayDriver:
         self._news: queue.Queue[DriverMessage | None] = queue.Queue()
         self._closed = False
         self._link, far = socket.socketpair()
+        variables = ray_variables() | ({"RAY_AUTH_MODE": "token"} if token else {})
         reading, writing = os.pipe()
         with far, open(writing, "wb"):
-            self._process = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(ray_variables()),
+            self._process = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(variables),
                                          name="Ray driver", arguments=(str(far.fileno()),), pass_fds=[far.fileno()],
                                          output=writing)
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
@@ -181,14 +180,35 @@ def ray_command(address: str | None, node_id: str, module: str) -> list[str]:
     return [sys.executable, "-m", MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module]
 
 
+def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, Connected]:
+    """A driver that is connected, with the user's Ray token if that is what the cluster wants.
+
+    A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is
+    tried second. Raises UsageError and RankFailure.
+    """
+    has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
+                 or (Path.home() / ".ray" / "auth_token").exists())
+    for token in (False, True) if has_token and address != "new" and not variable("RAY_AUTH_MODE") else (False,):
+        driver = RayDriver(address, start_units, on_host, token=token)
+        try:
+            return driver, driver.connect()
+        except UsageError as error:
+            refusal = error
+            driver.close()
+        except BaseException:
+            driver.close()
+            raise
+    raise refusal
+
+
 @contextmanager
 def new_cluster(units: int) -> Iterator[str]:
     """A Ray cluster of this machine alone, with room for `units` ranks, while the context lasts; gives its address.
 
     Raises UsageError and RankFailure.
     """
-    driver = RayDriver("new", units, lambda news: None)
+    driver, connected = connected_driver("new", units, lambda news: None)
     try:
-        yield driver.connect().cluster
+        yield connected.cluster
     finally:
         driver.close()

@@ -15,7 +15,7 @@ from tandem.errors import RankFailure, UsageError
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.head import HostsLauncher
 from tandem.launchers.rank_host import HostPayload
-from tandem.launchers.ray_driver import RayDriver
+from tandem.launchers.ray_driver import RayDriver, connected_driver
 from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks, Shortage
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 FIRST_PATIENCE_S = 5.0
 """Seconds until there must be room for the first gang: a cluster that has none will hardly get any."""
 PATIENCE_S = 15.0
-"""Seconds until there must be room again when a node was lost: it may come back, or another be added."""
+"""Seconds after which a shortage is told, when a node was lost: it may come back, or another be added."""
 JOIN_S = 10.0
 """Seconds that a rank host tries to join."""
 START_S = 60.0
@@ -76,12 +76,7 @@ class RayLauncher(HostsLauncher):
 
     def _connect(self) -> str:
         """Start a driver. The address of this machine's node."""
-        self._driver = RayDriver(self._cluster, self._ranks, self._on_host)
-        try:
-            connected = self._driver.connect()
-        except BaseException:
-            self.release()
-            raise
+        self._driver, connected = connected_driver(self._cluster, self._ranks, self._on_host)
         log.info("Ray cluster at %s; this machine is its node %s", connected.cluster, connected.here)
         return connected.here
 
