@@ -1,4 +1,4 @@
-"""Anthropic's official client drives `tandem serve` of the demo model in two stages: the API's other face, for real."""
+"""The official clients drive other APIs of `tandem serve`, with the demo model in two stages."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from typing import Any
 import anthropic
 import jsonschema
 import pytest
+from openai import OpenAI
+from pydantic import BaseModel, ConfigDict, Field
 
 pytestmark = [pytest.mark.slow, pytest.mark.demo]
 SCHEMA = {"type": "object", "additionalProperties": False, "required": ["city", "unit"], "properties": {
     "city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}}}
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
+
+
+class Place(BaseModel):
+    """A structured answer."""
+
+    model_config = ConfigDict(extra="forbid")
+    city: str = Field(max_length=12)
+    warm: bool
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +88,40 @@ class TestMessages:
         form = {"format": {"type": "json_schema", "schema": SCHEMA}}
         answer = client.messages.create(**self.FIELDS, output_config=form)
         jsonschema.validate(json.loads(answer.content[0].text), SCHEMA)
+
+
+class TestResponses:
+    """OpenAI's client."""
+
+    TOOL: Any = {"type": "function", "name": "weather", "description": "Tells the weather of a city.",
+                 "parameters": SCHEMA, "strict": True}
+    FIELDS: Any = {"model": "default", "max_output_tokens": 200, "input": ASK[0]["content"], "temperature": 0}
+
+    @pytest.fixture
+    def client(self, url: str) -> Iterator[OpenAI]:
+        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as one:
+            yield one
+
+    def test_a_stream_adds_up_to_the_whole_answer(self, client: OpenAI) -> None:
+        fields = {**self.FIELDS, "max_output_tokens": 30, "instructions": "Be brief."}
+        whole = client.responses.create(**fields)
+        events = list(client.responses.create(**fields, stream=True))
+        text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+        assert text == whole.output_text == events[-1].response.output_text
+        assert events[-1].type == f"response.{whole.status}"
+        assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+
+    def test_a_tool_is_called_and_its_result_answered(self, client: OpenAI) -> None:
+        fields = {**self.FIELDS, "tools": [self.TOOL], "tool_choice": "required", "parallel_tool_calls": False}
+        [call] = client.responses.create(**fields).output
+        jsonschema.validate(json.loads(call.arguments), SCHEMA)
+        with client.responses.stream(**fields) as stream:
+            [streamed] = stream.get_final_response().output
+        assert (streamed.name, streamed.arguments) == ("weather", call.arguments)
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees, sunny"}
+        again = client.responses.create(**{**self.FIELDS, "input": [*ASK, call, result], "max_output_tokens": 5},
+                                        tools=[self.TOOL])
+        assert again.usage.output_tokens <= 5
+
+    def test_structured_output(self, client: OpenAI) -> None:
+        assert isinstance(client.responses.parse(**self.FIELDS, text_format=Place).output_parsed, Place)

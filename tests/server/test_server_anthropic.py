@@ -218,7 +218,7 @@ USER_CALL = {"role": "user", "content": [{"type": "tool_use", "id": "1", "name":
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "needs 'text'"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "id": "1"}]}]}, "'id' does not belong"),
     ({"messages": [USER_CALL, *ASK]}, "no place in a user message"),
-    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'tools[0]."),
+    ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "'tools[0]': tools of type 'bash_20250124'"),
     ({"tools": [WEATHER, WEATHER]}, "two tools 'weather'"),
     ({"tool_choice": {"type": "any"}}, "'tool_choice' needs 'tools'"),
     ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, "'name' belongs"),

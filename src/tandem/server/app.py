@@ -23,6 +23,7 @@ from tandem.server.jobs import Jobs
 from tandem.server.keeper import Keeper
 from tandem.server.openapi import TandemApp
 from tandem.server.quotas import RATE_HEADERS
+from tandem.server.responses import routes as responses
 from tandem.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.api = api
-    for module in (anthropic, chat, completions, info, page, plan, requests, tokens):
+    for module in (anthropic, chat, completions, info, page, plan, requests, responses, tokens):
         app.include_router(module.router)
     add_handlers(app)
     if api.jobs is not None:

@@ -19,6 +19,14 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+def only_type(kind: str, data: Any) -> Any:
+    """A tool as it came. Raises PydanticCustomError when it is of another type: its other fields are others as well."""
+    given = data.get("type", kind) if isinstance(data, dict) else kind
+    if isinstance(given, str) and given != kind:
+        raise PydanticCustomError("unsupported", "tools of type '{type}' are not supported", {"type": given[:40]})
+    return data
+
+
 class TextPart(Strict):
     """A part of a message's content."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.server.body import Harmless, anything, only
-from tandem.server.messages import Strict
+from tandem.server.messages import Strict, only_type
 
 IGNORED: Mapping[str, Harmless] = {
     # Say nothing about the text.
@@ -135,6 +136,8 @@ class Tool(Marked):
     input_examples: None = None
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
+
+    _custom = model_validator(mode="before")(partial(only_type, "custom"))
 
 
 class Choice(Strict):

@@ -1,0 +1,188 @@
+"""Body of POST /v1/responses. Types are strict and unknown fields are errors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from tandem.server.body import Harmless, anything, only
+from tandem.server.messages import FunctionSpec, Strict, only_type
+from tandem.server.schemas import StreamOptions
+
+IGNORED: Mapping[str, Harmless] = {
+    # Say nothing about the text.
+    "user": anything,
+    "safety_identifier": anything,
+    "prompt_cache_key": anything,
+    "prompt_cache_retention": anything,
+    "prompt_cache_options": anything,
+    "service_tier": anything,
+    "store": anything,  # responses are not stored, and say so
+    # Do nothing with these values.
+    "truncation": only("disabled"),
+    "top_logprobs": only(0),
+    "conversation": only(),
+    "prompt": only(),
+    "max_tool_calls": only(),
+    "moderation": only(),
+    "context_management": only([]),
+}
+"""Fields that OpenAI knows and this server does not, with the test for a value that is harmless."""
+
+_NEEDS = {
+    "message": {"role", "content"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+    "reasoning": set(),
+}
+_TAKES = {"message": {"phase"}, "reasoning": {"content", "summary", "encrypted_content"}}
+_ALWAYS = {"type", "id", "status"}
+NAMED_FORM = {"type": "function", "name": "..."}
+CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
+
+
+class Part(Strict):
+    """A piece of an item's text."""
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+def as_parts(value: Any) -> Any:
+    """A text as the parts that it stands for."""
+    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+
+
+class Item(Strict):
+    """An item of the conversation."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"]
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: Literal["commentary", "final_answer"] | None = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: list[Part] | None = None
+    summary: list[Part] | None = None
+    encrypted_content: None = None
+
+    _texts = field_validator("content", "output", mode="before")(as_parts)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        kind = data.get("type", "message" if "role" in data else None)
+        if isinstance(kind, str) and kind not in _NEEDS:
+            raise PydanticCustomError("unsupported", "items of type '{type}' are not supported", {"type": kind[:40]})
+        return data if kind is None else {**data, "type": kind}
+
+    @model_validator(mode="after")
+    def _fits_type(self) -> Item:
+        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        context: dict[str, str] = {"type": self.type}
+        if missing := _NEEDS[self.type] - given:
+            context["field"] = min(missing)
+            raise PydanticCustomError("missing_field", "a {type} item needs '{field}'", context)
+        if extra := given - _NEEDS[self.type] - _TAKES.get(self.type, set()) - _ALWAYS:
+            context["field"] = min(extra)
+            raise PydanticCustomError("unsupported", "'{field}' does not belong to a {type} item", context)
+        return self
+
+
+class Function(FunctionSpec):
+    """A function that the model may call; here without a wrapper."""
+
+    type: Literal["function"]
+
+    _function = model_validator(mode="before")(partial(only_type, "function"))
+
+
+class Form(Strict):
+    """The form of the answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Accepted: the schema always holds."""
+
+    @model_validator(mode="after")
+    def _belongs(self) -> Form:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise PydanticCustomError("one_of", "'schema' belongs to the type 'json_schema', and only to it")
+        return self
+
+
+class Text(Strict):
+    """How the answer is written."""
+
+    format: Form | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Thinking(Strict):
+    """OpenAI's `reasoning`."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Accepted: reasoning is not summed up, but shown in full."""
+
+
+class ResponsesRequest(Strict):
+    """Body of POST /v1/responses."""
+
+    input: Annotated[list[Item], Field(min_length=1)]
+    model: str | None = None
+    instructions: str | None = None
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    tools: Annotated[list[Function], Field(max_length=128)] | None = None
+    tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None
+    parallel_tool_calls: bool | None = None
+    text: Text | None = None
+    reasoning: Thinking | None = None
+    metadata: dict[str, str] | None = None
+    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    """Accepted, as clients always send it: reasoning is not encrypted here."""
+    previous_response_id: str | None = None
+    background: bool | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _items(cls, value: Any) -> Any:
+        return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
+
+    @field_validator("previous_response_id", "background")
+    @classmethod
+    def _stored(cls, value: Any) -> Any:
+        if value:
+            raise PydanticCustomError("unsupported", "responses are not stored here; send the whole conversation in "
+                                                     "'input', and wait for the answer or stream it")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _one_form(cls, value: Any) -> Any:
+        if value is None or value in ("auto", "none", "required"):
+            return value
+        named = isinstance(value, dict) and set(value) == {"type", "name"} and value["type"] == "function"
+        if named and isinstance(value["name"], str):
+            return value
+        raise PydanticCustomError(
+            "tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)}
+        )
