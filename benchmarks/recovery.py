@@ -100,6 +100,8 @@ def measure(args: argparse.Namespace, layout: str) -> list[dict[str, Any]]:
                 pairs = []
                 for _ in range(args.rounds):
                     pairs.append(one_fault(server, victim, sig, args.tokens))
+                    print(f"{layout} {sig.name} {victim}: noticed after {pairs[-1][0]:.2f} s, pause of "
+                          f"{pairs[-1][1]:.2f} s", flush=True)
                     with contextlib.suppress(TypeError, KeyError):
                         loads.append(_load_seconds(server))
                 noticed, pauses = zip(*pairs, strict=True)
