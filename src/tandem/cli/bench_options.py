@@ -32,6 +32,18 @@ def add_top(commands: Any) -> Parser:
     return top
 
 
+def add_batch(commands: Any) -> Parser:
+    """Add `batch`; the caller sets `run`."""
+    batch = add_command(commands, "batch", "Send a file of requests, in OpenAI's batch format, to a running server.")
+    batch.add_argument("input", metavar="IN", help="a request on each line: custom_id, url and body, as JSON.")
+    batch.add_argument("output", metavar="OUT", help="answers as they come; what is answered there is not asked again.")
+    _add_server(batch)
+    batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests at once [32]")
+    batch.add_argument("--retries", type=int, default=5, metavar="N", help="more tries for each request [5]")
+    batch.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one answer [3600]")
+    return batch
+
+
 def _add_server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--base-url", default=DEFAULT_URL, metavar="URL", help=f"the server [{DEFAULT_URL}]")

@@ -42,6 +42,7 @@ def build_parser() -> Parser:
     doctor_options.add_parser(commands).set_defaults(run=_doctor)
     bench_options.add_parser(commands).set_defaults(run=_bench)
     bench_options.add_top(commands).set_defaults(run=_top)
+    bench_options.add_batch(commands).set_defaults(run=_batch)
     version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
     version.set_defaults(run=_version)
     return parser
@@ -204,6 +205,12 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _top(arguments: argparse.Namespace) -> int:
     from tandem.cli.top import run
+
+    return run(arguments)
+
+
+def _batch(arguments: argparse.Namespace) -> int:
+    from tandem.cli.batch import run
 
     return run(arguments)
 

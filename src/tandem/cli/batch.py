@@ -1,0 +1,201 @@
+"""`tandem batch`: a file of requests to a running server, in OpenAI's format for batches."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tandem.cli.bench import api_key, base_url
+from tandem.errors import UsageError
+
+AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
+"""Statuses that are no answer: another time, or with another key, the same request may succeed."""
+LONGEST_WAIT_S = 30.0
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One request of the file."""
+
+    custom_id: str
+    url: str
+    body: Json
+
+
+@dataclass(frozen=True)
+class Server:
+    """Whom to ask, and how patiently."""
+
+    url: str
+    key: str
+    timeout_s: float
+    retries: int
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; 1 when requests are left without an answer. Raises UsageError."""
+    if arguments.concurrency < 1 or arguments.retries < 0 or arguments.timeout <= 0:
+        raise UsageError("--concurrency and --timeout must be above 0, --retries at least 0")
+    server = Server(base_url(arguments.base_url), api_key(arguments), arguments.timeout, arguments.retries)
+    source, target = Path(arguments.input), Path(arguments.output)
+    lines = read_requests(source)
+    if target.exists() and source.samefile(target):
+        raise UsageError(f"{target} is the file of the requests; give another one for the answers", param="output")
+    done = answered(target, {line.custom_id for line in lines})
+    todo = [line for line in lines if line.custom_id not in done]
+    refused, lost = 0, ""
+    quiet = not sys.stderr.isatty()
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with target.open("ab") as out, Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+        bar = progress.add_task("", total=len(lines), completed=len(done))
+        missing = len(todo)
+        for record, why in _results(server, todo, arguments.concurrency):
+            if record is None:
+                lost = why
+                continue
+            out.write(json.dumps(record).encode() + b"\n")
+            out.flush()
+            refused += record["response"]["status_code"] >= 400
+            missing -= 1
+            progress.advance(bar)
+    print(f"{len(lines) - missing} of {len(lines)} answered ({len(done)} before, {refused} refused now): {target}")
+    if missing:
+        print(f"{missing} without an answer, for instance: {lost}. The same command tries them again.")
+    return 1 if missing else 0
+
+
+def read_requests(path: Path) -> list[Line]:
+    """The requests of a file. Raises UsageError naming the line at fault."""
+    lines: dict[str, Line] = {}
+    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+        if not text.strip():
+            continue
+        try:
+            line = _request(json.loads(text))
+            if line.custom_id in lines:
+                raise ValueError(f"custom_id '{line.custom_id}' is there twice")
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{path}, line {number}: {error}", param="input") from None
+        lines[line.custom_id] = line
+    if not lines:
+        raise UsageError(f"{path}: there are no requests in it", param="input")
+    return list(lines.values())
+
+
+def _request(data: Any) -> Line:
+    if not isinstance(data, dict):
+        raise ValueError("a request is a JSON object")
+    custom_id, url, body = data.get("custom_id"), data.get("url"), data.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise ValueError("'custom_id' must be a text")
+    if data.get("method", "POST") != "POST":
+        raise ValueError("'method' must be POST")
+    if not isinstance(url, str) or not url.startswith("/v1/") or not (url.isascii() and url.isprintable()):
+        raise ValueError("'url' must be a path such as /v1/chat/completions")
+    if " " in url or not isinstance(body, dict):
+        raise ValueError("'body' must be a JSON object, and 'url' without spaces")
+    if body.get("stream"):
+        raise ValueError("'stream' has no place in a batch")
+    return Line(custom_id, url, body)
+
+
+def answered(path: Path, known: set[str]) -> set[str]:
+    """Which requests have their answers in `path`; a last line that is torn is cut off. Raises UsageError."""
+    if not path.exists():
+        return set()
+    raw = path.read_bytes()
+    done = set()
+    for number, text in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
+        try:
+            done.add(json.loads(text)["custom_id"])
+        except (ValueError, TypeError, LookupError):
+            message = f"{path}, line {number}: not a batch's answer; give another file"
+            raise UsageError(message, param="output") from None
+    if strangers := done - known:
+        raise UsageError(f"{path} holds answers to other requests ('{min(strangers)}'); give another file",
+                         param="output")
+    if raw and not raw.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(raw.rfind(b"\n") + 1)
+    return done
+
+
+def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tuple[Json | None, str]]:
+    """Answers as they come; None with the reason for a request that got none.
+
+    The threads are daemons, so that an interrupted command does not wait for what they wait for.
+    """
+    work: queue.SimpleQueue[Line] = queue.SimpleQueue()
+    results: queue.SimpleQueue[tuple[Json | None, str]] = queue.SimpleQueue()
+    for line in todo:
+        work.put(line)
+
+    def ask_all() -> None:
+        while True:
+            try:
+                line = work.get_nowait()
+            except queue.Empty:
+                return
+            results.put(_ask(server, line))
+
+    for _ in range(min(concurrency, len(todo))):
+        threading.Thread(target=ask_all, daemon=True).start()
+    for _ in todo:
+        yield results.get()
+
+
+def _ask(server: Server, line: Line) -> tuple[Json | None, str]:
+    """The answer to one request, after as many tries as it takes and `retries` allow."""
+    why = ""
+    for attempt in range(server.retries + 1):
+        wait = min(2.0**attempt, LONGEST_WAIT_S)
+        try:
+            status, headers, raw = _post(server, line)
+            if status not in AGAIN:
+                return _record(line, status, json.loads(raw)), ""
+            why = f"{line.custom_id}: HTTP {status}: {raw[:200].decode(errors='replace')}"
+            if status == 401:
+                return None, f"{why} (give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY)"
+            after = headers.get("retry-after", "")
+            wait = min(float(after), LONGEST_WAIT_S) if after.isdigit() else wait
+        except (OSError, HTTPException, ValueError) as error:
+            why = f"{line.custom_id}: {error}"
+        if attempt < server.retries:
+            time.sleep(wait)
+    return None, why
+
+
+def _post(server: Server, line: Line) -> tuple[int, Any, bytes]:
+    headers = {"content-type": "application/json"}
+    if server.key:
+        headers["authorization"] = f"Bearer {server.key}"
+    request = urllib.request.Request(server.url + line.url, json.dumps(line.body).encode(), headers)
+    try:
+        with _OPENER.open(request, timeout=server.timeout_s) as response:
+            return response.status, response.headers, response.read()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.headers, error.read()
+
+
+def _record(line: Line, status: int, body: Any) -> Json:
+    request_id = body.get("id", "") if isinstance(body, dict) else ""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
