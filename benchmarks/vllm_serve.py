@@ -35,7 +35,7 @@ from harness import (
 
 from tandem.env import child_environment
 
-LENGTH = 1024
+LENGTH = 512
 STEPS = re.compile(r"(\d+) steps: runner ([\d.]+) ms, adapter ([\d.]+) ms, results ([\d.]+) ms, rest ([\d.]+) ms")
 
 
@@ -55,7 +55,8 @@ class VllmServer(Server):
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30)
-            found = STEPS.search(self.log())
+            self._log.seek(0)
+            found = STEPS.search(self._log.read().decode(errors="replace"))
             self.profile = found.groups() if found else None
             if process.poll() is not None:
                 self.processes = []
