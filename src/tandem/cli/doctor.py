@@ -50,10 +50,11 @@ def _question(arguments: argparse.Namespace) -> Question:
     if arguments.ray and arguments.hostfile:
         raise ConfigError("--ray and --hostfile: give one of them", param="ray")
     file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
-    nodes = ray_nodes(None if arguments.ray == "auto" else arguments.ray) if arguments.ray else None
+    nodes, token = ray_nodes(None if arguments.ray == "auto" else arguments.ray) if arguments.ray else (None, False)
     hosts = _hosts(file, arguments.remote_python) if file else []
     if nodes is not None:
-        hosts = hosts_of(nodes, {one.node_id: tuple(ray_command(arguments.ray, one.node_id, PROBE)) for one in nodes})
+        hosts = hosts_of(nodes, {one.node_id: tuple(ray_command(arguments.ray, one.node_id, PROBE, token=token))
+                                 for one in nodes})
     backend = arguments.backend or (file.backend if file else None) or "ring"
     if arguments.layout:
         parse_layout(arguments.layout)  # said at once, not after all has been gathered

@@ -41,6 +41,8 @@ CONNECT_S = 30.0
 NEW_S = 120.0
 """Seconds in which a new cluster must be up."""
 END_S = 5.0
+TOKEN = {"RAY_AUTH_MODE": "token"}
+"""Environment of what shows the user's Ray token."""
 LAST_WORDS = 20
 """Lines of the driver's output that are kept for the message when it dies."""
 
@@ -84,7 +86,7 @@ class RayDriver:
         self._news: queue.Queue[DriverMessage | None] = queue.Queue()
         self._closed = False
         self._link, far = socket.socketpair()
-        variables = ray_variables() | ({"RAY_AUTH_MODE": "token"} if token else {})
+        variables = ray_variables() | (TOKEN if token else {})
         reading, writing = os.pipe()
         with far, open(writing, "wb"):
             self._process = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(variables),
@@ -159,15 +161,27 @@ class RayDriver:
         self._link.close()
 
 
-def ray_nodes(address: str | None) -> list[RayNode]:
-    """Nodes of the cluster at `address` (see `RayDriver`), for the doctor. Raises UsageError."""
+def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
+    """For the doctor: nodes of the cluster at `address` (see `RayDriver`), and whether it wants the user's token.
+
+    Raises UsageError.
+    """
     _check_installed()
-    command = [sys.executable, "-m", MODULE, "nodes", address or variable("RAY_ADDRESS") or "auto"]
+    for token in _tokens(address):
+        try:
+            return _ask_nodes(address or variable("RAY_ADDRESS") or "auto", token), token
+        except UsageError as error:
+            refusal = error
+    raise refusal
+
+
+def _ask_nodes(address: str, token: bool) -> list[RayNode]:
+    command = [sys.executable, "-m", MODULE, "nodes", address]
     try:
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=CONNECT_S,
-                              env=child_environment(ray_variables()))
+                              env=child_environment(ray_variables() | (TOKEN if token else {})))
     except subprocess.TimeoutExpired:
-        raise UsageError(f"no Ray head has answered at {command[-1]} within {CONNECT_S:.0f} s") from None
+        raise UsageError(f"no Ray head has answered at {address} within {CONNECT_S:.0f} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise UsageError(lines[-1].removeprefix("tandem: ") if lines else "the Ray cluster does not tell its nodes")
@@ -175,9 +189,10 @@ def ray_nodes(address: str | None) -> list[RayNode]:
     return nodes
 
 
-def ray_command(address: str | None, node_id: str, module: str) -> list[str]:
+def ray_command(address: str | None, node_id: str, module: str, *, token: bool) -> list[str]:
     """The command that runs a module on a node, with `ray_variables` in its environment; it takes the place of ssh."""
-    return [sys.executable, "-m", MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module]
+    shown = ["env", *(f"{name}={value}" for name, value in TOKEN.items())] if token else []
+    return [*shown, sys.executable, "-m", MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module]
 
 
 def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, Connected]:
@@ -186,9 +201,7 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
     A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is
     tried second. Raises UsageError and RankFailure.
     """
-    has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
-                 or (Path.home() / ".ray" / "auth_token").exists())
-    for token in (False, True) if has_token and address != "new" and not variable("RAY_AUTH_MODE") else (False,):
+    for token in _tokens(address):
         driver = RayDriver(address, start_units, on_host, token=token)
         try:
             return driver, driver.connect()
@@ -199,6 +212,13 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
             driver.close()
             raise
     raise refusal
+
+
+def _tokens(address: str | None) -> tuple[bool, ...]:
+    """Whether to show the user's token, in the order of attempts."""
+    has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
+                 or (Path.home() / ".ray" / "auth_token").exists())
+    return (False, True) if has_token and address != "new" and not variable("RAY_AUTH_MODE") else (False,)
 
 
 @contextmanager
