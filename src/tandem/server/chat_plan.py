@@ -102,10 +102,9 @@ async def _form(
     grammars: GrammarCheck, writing: Writing, asked: tuple[str, StructuredOutputs] | None
 ) -> StructuredOutputs:
     """The checked grammar of the whole answer. Raises RequestError naming the field at fault and the reason."""
-    param, answer = "tools", None
+    param = "tools" if asked is None else asked[0]
     try:
-        if asked is not None:
-            param, answer = asked[0], grammar_of(asked[1])
+        answer = None if asked is None else grammar_of(asked[1])
         grammar = answer_grammar(writing, literal_of(grammars.special), answer)
     except ValueError as error:
         raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error
