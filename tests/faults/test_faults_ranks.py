@@ -38,7 +38,8 @@ def prefilling(served: Any) -> list[Any]:
 
 
 @GANGS
-@pytest.mark.parametrize(("rank", "fault"), [(0, signal.SIGKILL), (1, signal.SIGKILL), (1, signal.SIGSTOP)])
+@FAULTS
+@RANKS
 def test_while_idle(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     os.kill(pids[rank], fault)
@@ -73,7 +74,8 @@ def test_during_decode(served: Any, rank: int, fault: signal.Signals) -> None:
 
 @GANGS
 @FAULTS
-def test_while_the_next_gang_loads(served: Any, fault: signal.Signals) -> None:
+@RANKS
+def test_while_the_next_gang_loads(served: Any, rank: int, fault: signal.Signals) -> None:
     """A fault during recovery: requests wait through both."""
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = served.load()
@@ -86,7 +88,7 @@ def test_while_the_next_gang_loads(served: Any, fault: signal.Signals) -> None:
     served.wait(lambda: len(newcomers()) == 2, "new ranks")
     time.sleep(0.5)
     second = newcomers()
-    os.kill(second[1], fault)
+    os.kill(second[rank], fault)
     served.check(calls)
     recovered(served, restarts + 2, [*pids, *second])
 
