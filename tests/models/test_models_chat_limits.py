@@ -86,6 +86,10 @@ BOMBS = {
 }  # fmt: skip
 _RUN = """
 import json, resource, sys, time
+def peak():  # Linux's ru_maxrss starts with what the parent had, VmHWM does not
+    if sys.platform == "darwin":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return 1024 * int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 if sys.platform == "linux":
     resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30))
 from tandem.errors import BrokenModel, RequestError
@@ -100,9 +104,7 @@ for name, source in json.load(sys.stdin).items():
         outcome = "rendered"
     except (BrokenModel, RequestError) as error:
         outcome = "refused"
-    unit = 1 if sys.platform == "darwin" else 1024
-    print(json.dumps([name, outcome, time.monotonic() - started,
-                      resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit]), flush=True)
+    print(json.dumps([name, outcome, time.monotonic() - started, peak()]), flush=True)
 """
 
 

@@ -43,7 +43,7 @@ EOS = 2
 RANK = RankInfo(rank=0, stage=0, layers=(0, 4), pid=1, host="here", weight_bytes=10, peak_bytes=20, step_s=0.01)
 
 
-def wait_until(condition, seconds=5.0):
+def wait_until(condition, seconds=30.0):
     """Poll until `condition()` is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():

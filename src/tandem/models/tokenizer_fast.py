@@ -25,7 +25,10 @@ class FastBackend:
             self.scheme: Scheme = scheme_of(
                 json.loads(text).get("decoder"), {i: token.content for i, token in added.items()}
             )
-        except Exception as error:
+        except BaseException as error:
+            # A panic of the library is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise BrokenModel(
                 f"{path}: cannot be read: {' '.join(str(error).split())[:300]}", param=path.name
             ) from error
