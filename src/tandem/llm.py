@@ -23,6 +23,7 @@ from tandem.engine.layout import plan_layout
 from tandem.errors import ConfigError, RequestError, ServerError
 from tandem.executors.base import Progress
 from tandem.guided.check import GrammarCheck
+from tandem.models.pooling import unit_vector
 from tandem.models.text_stream import TextStream
 from tandem.models.tokenizer import Tokenizer, load_tokenizer
 from tandem.protocol.checks import check_params
@@ -99,8 +100,41 @@ class LLM:
             for request_id in running:
                 self.engine.abort(request_id)
 
-    def _encode(self, prompt: Any) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+    def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> list[list[float]]:
+        """A vector of length 1 for each prompt, pooled as `--pooling` says and cut to `dimensions` numbers if given.
+
+        Raises RequestError.
+        """
+        pooling, size = self.engine.layout.pooling, self.engine.layout.description.hidden_size
+        if pooling is None:
+            raise RequestError("this model wants its hidden states pooled in a way that is not supported; "
+                               "give pooling='last' or 'mean'", param="pooling")
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise RequestError(f"dimensions is {dimensions}; it must be 1 to {size}", param="dimensions")
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        batch: Sequence[Any] = [prompts] if single else prompts
+        params, vectors = SamplingParams(max_tokens=0), dict[str, bytes]()
+        requests = [EngineRequest(request_id=f"llm-{next(self._ids)}", prompt=self._encode(prompt, closed=True),
+                                  params=params, pooling=pooling) for prompt in batch]
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            while len(vectors) < len(requests):
+                for message in self.engine.pump(1.0):
+                    if isinstance(message, Refused):
+                        raise ServerError(message.message, code=message.code)
+                    if isinstance(message, Output):
+                        vectors[message.request_id] = message.vector
+        except RequestError:
+            for request in requests:
+                self.engine.abort(request.request_id)
+            raise
+        return [unit_vector(vectors[request.request_id], dimensions).tolist() for request in requests]
+
+    def _encode(self, prompt: Any, *, closed: bool = False) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        return self.tokenizer.encode_closed(prompt) if closed else self.tokenizer.encode(prompt)
 
     def _start(self, prompts: list[list[int]], params: SamplingParams) -> dict[str, _Running]:
         params = self._checked(params)

@@ -111,6 +111,14 @@ def test_both_are_seen(two: Server) -> None:
     assert set(two.counted("tandem_generation_tokens_total")) == {"0", "1"}
 
 
+def test_embeddings_spread(two: Server) -> None:
+    texts = [[number + 3, number + 4] for number in range(32)]
+    data = two.client.embeddings.create(model="default", input=texts).data
+    again = two.client.embeddings.create(model="default", input=texts[7]).data[0].embedding
+    assert again == pytest.approx(data[7].embedding, abs=1e-5)
+    assert all(count > 0 for count in two.counted("tandem_embeddings_total").values())
+
+
 def test_load_spreads(two: Server) -> None:
     before = two.counted("tandem_generation_tokens_total")
     threads = [threading.Thread(target=two.complete, args=(f"{i} and so on",)) for i in range(4)]

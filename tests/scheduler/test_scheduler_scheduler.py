@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -26,6 +27,10 @@ def limits(**changes: object) -> Limits:
 
 def request(name: str, prompt: int = 4, **params: object) -> EngineRequest:
     return EngineRequest(request_id=name, prompt=[1] * prompt, params=SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def pooled(name: str, prompt: int = 4, pooling: Any = "last") -> EngineRequest:
+    return EngineRequest(request_id=name, prompt=[1] * prompt, params=SamplingParams(max_tokens=0), pooling=pooling)
 
 
 def answer(scheduler: Scheduler, plan: StepPlan, token: int = 5) -> list[object]:
@@ -60,7 +65,8 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
     for _ in range(20_000):
         if sent < 60 and rng.random() < 0.3:
             name = f"r{sent}"
-            scheduler.submit(request(name, rng.randint(1, 100), max_tokens=rng.randint(1, 60)), seed=1)
+            scheduler.submit(request(name, rng.randint(1, 100), max_tokens=rng.randint(1, 60)) if rng.random() < 0.7
+                             else pooled(name, rng.randint(1, 190), rng.choice(["last", "mean"])), seed=1)
             live.add(name)
             sent += 1
         if live and rng.random() < 0.03:
@@ -76,7 +82,8 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
         elif plans:
             plan = plans.popleft()
             tokens = [rng.choice([EOS] + [5] * 30) for _ in plan.sampled()]
-            for message in scheduler.update(StepResult(plan.step_id, plan.lane, tokens)):
+            vectors = dict.fromkeys(plan.pooled(), b"1234")
+            for message in scheduler.update(StepResult(plan.step_id, plan.lane, tokens, vectors=vectors)):
                 assert isinstance(message, Output) and message.request_id in live
                 if message.finish_reason:
                     live.remove(message.request_id)
@@ -253,3 +260,38 @@ def test_a_live_id_cannot_be_used_again() -> None:
     with pytest.raises(RequestError):
         scheduler.submit(request("a"), seed=1)
     assert not scheduler.abort("unknown")
+
+
+def test_a_pooled_prompt_takes_no_token_and_is_gone_after_its_last_chunk() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=5, kv_tokens=20, max_context=20))
+    scheduler.submit(pooled("v", 20), seed=1)
+    plans: deque[StepPlan] = deque()
+    messages: list[object] = []
+    counts = []
+    while not scheduler.idle:
+        while (plan := scheduler.next_plan()) is not None:
+            assert not plan.sampled()
+            counts += [op.count for op in plan.prefill]
+            plans.append(plan)
+        plan = plans.popleft()
+        vectors = dict.fromkeys(plan.pooled(), b"")
+        messages += scheduler.update(StepResult(plan.step_id, 0, vectors=vectors))
+        scheduler.check()
+    assert counts == [5, 5, 5, 5]
+    [message] = messages
+    assert isinstance(message, Refused) and message.code == "not_finite"
+
+
+def test_only_a_mean_cannot_begin_with_a_kept_prefix() -> None:
+    scheduler = Scheduler(limits(prefill_chunk=64, prefix_tokens=1000))
+    for name, pooling, expected in (("a", "last", 64), ("b", "mean", 64), ("c", "last", 32)):
+        scheduler.submit(pooled(name, 64, pooling), seed=1)
+        plan = scheduler.next_plan()
+        assert plan and sum(op.count for op in plan.prefill) == expected
+        scheduler.update(StepResult(plan.step_id, 0, vectors={name: b"1234"}))
+
+
+def test_a_pooled_request_asks_for_no_tokens() -> None:
+    asks = EngineRequest(request_id="v", prompt=[1], params=SamplingParams(max_tokens=1), pooling="last")
+    with pytest.raises(RequestError, match="must be 0 with pooling"):
+        Scheduler(limits()).submit(asks, seed=1)

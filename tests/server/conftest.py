@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import socket
+import struct
 import tempfile
 import threading
 import time
@@ -51,11 +52,19 @@ def wait_until(condition, seconds=30.0):
         time.sleep(0.005)
 
 
+def vector_of(tokens):
+    """What the fake engine answers to a request for a hidden state."""
+    return struct.pack("<8f", *(sum(tokens) % (5 + i) + 1 for i in range(8)))
+
+
 class Sequence:
     """Outputs still to be sent for one request."""
 
     def __init__(self, identity: bytes, request: EngineRequest, engine: FakeEngine) -> None:
         self.identity, self.request, self.due = identity, request, time.monotonic()
+        if request.pooling is not None:
+            self.outputs = deque([Output(request.request_id, finish_reason="stop", vector=vector_of(request.prompt))])
+            return
         params, limit = request.params, request.params.max_tokens
         reply = list(itertools.islice(itertools.cycle(engine.reply), limit)) if params.ignore_eos else engine.reply
         tokens = reply[:limit] if len(reply) >= limit else [*reply, EOS]
@@ -94,6 +103,7 @@ class FakeEngine:
         self.status = EngineStatus(
             query_id=0, state="ready", detail="", model="tiny", source=str(model_dir), max_context=256, vocab_size=512,
             queued=0, running=0, kv_tokens_used=0, kv_tokens_total=4096, restarts=0, stages=1, lanes=1, ranks=[RANK],
+            hidden_size=8, pooling="last",
         )  # fmt: skip
         self.submitted: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()

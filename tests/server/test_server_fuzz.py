@@ -21,8 +21,8 @@ CHECKS = [
 FUZZ = settings(
     max_examples=25, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
-WITH_BODY = ["/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses",
-             "/tokenize", "/detokenize"]
+WITH_BODY = ["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/messages",
+             "/v1/messages/count_tokens", "/v1/responses", "/tokenize", "/detokenize"]
 ROUTES = [
     *WITH_BODY,
     "/v1/models",

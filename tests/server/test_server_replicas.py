@@ -118,6 +118,29 @@ def test_a_lost_engine_hands_its_requests_on(engines):
     asyncio.run(run())
 
 
+def test_an_embedding_is_begun_again_where_another_engine_is(engines):
+    async def run():
+        async with connected(engines) as replicas:
+            for one in engines:
+                one.hold = True
+            asked = EngineRequest(request_id="v", prompt=[5, 6], params=SamplingParams(max_tokens=0), pooling="last")
+
+            async def collect():
+                return [output async for output in replicas.submit(asked)]
+
+            task = asyncio.create_task(collect())
+            await until(lambda: where(engines, "v"))
+            [home] = where(engines, "v")
+            for one in engines:
+                one.hold = one is engines[home]
+            engines[home].stop()
+            [output] = await asyncio.wait_for(task, 10)
+            assert output.vector and output.finish_reason == "stop" and output.request_id == "v"
+            assert replicas._flights == {}
+
+    asyncio.run(run())
+
+
 def test_a_silent_engine_is_lost_too(engines):
     async def run():
         async with connected(engines[:2]) as replicas:

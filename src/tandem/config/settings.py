@@ -26,6 +26,9 @@ class ModelSettings:
     """Most tokens of prompt and output together; by default the model's own limit."""
     chat_template: str | None = None
     """File with a Jinja chat template to use instead of the model's."""
+    pooling: Literal["auto", "last", "mean"] = "auto"
+    """How /v1/embeddings makes one vector of a text: last: the final hidden state of its last token; mean: the mean of
+    all. auto: as the model's 1_Pooling/config.json says, else last."""
     weights_from: Literal["local", "head"] = "local"
     """Where ranks get their weights. local: from their own machine's copy, or each downloads its part from the hub;
     head: from the engine's machine, each its part, into its cache directory."""

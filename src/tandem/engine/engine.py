@@ -19,7 +19,7 @@ from tandem.engine.drain_rate import DrainRate
 from tandem.engine.fallback import fallback
 from tandem.engine.layout import Layout, make_executor
 from tandem.engine.metrics import EngineMetrics
-from tandem.errors import EngineStuck, OutOfMemory, OverloadedError, RankFailure, UnavailableError
+from tandem.errors import EngineStuck, OutOfMemory, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import EngineMessage, EngineStatus, Output, RankInfo, Ready, Refused, Stepped
 from tandem.protocol.request import EngineRequest
@@ -160,6 +160,9 @@ class Engine:
         """Queue a request. Raises RequestError (bad request, queue full, draining)."""
         if self._scheduler is None or self.state in ("draining", "failed"):
             raise UnavailableError(f"the engine is {self.state}: {self.detail or 'try again later'}")
+        if request.pooling is None and not self.layout.description.generates:
+            raise RequestError(f"{self.layout.served_name} has no output projection, so it only embeds; use "
+                               "/v1/embeddings", param="model", code="model_cannot_generate")
         seed = request.params.seed
         try:
             self._scheduler.submit(request, secrets.randbits(63) if seed is None else seed & (2**64 - 1))
@@ -362,7 +365,9 @@ class Engine:
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0, load_s=self._load_s, degraded=self.degraded,
             stages=layout.ranks[0].stages, lanes=layout.lanes, generated_tokens=self.metrics.generated,
-            ttft_s=self.metrics.recent_ttft_s, ranks=[self._rank_info(ready) for ready in self._ready])
+            hidden_size=layout.description.hidden_size, pooling=layout.pooling,
+            generates=layout.description.generates, ttft_s=self.metrics.recent_ttft_s,
+            ranks=[self._rank_info(ready) for ready in self._ready])
 
     def _slowdown(self, rank: int) -> float:
         slowdowns = self._executor.slowdowns

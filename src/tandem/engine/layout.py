@@ -16,7 +16,9 @@ from tandem.launchers.base import Place
 from tandem.models.description import ModelDescription, describe
 from tandem.models.files import ModelFiles, resolve
 from tandem.models.partition import split_layers
+from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
+from tandem.protocol.request import Pooling
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +36,8 @@ class Layout:
     ranks: tuple[StageSpec, ...]
     max_context: int
     lanes: int
+    pooling: Pooling | None = "last"
+    """How prompts become vectors; None where the model asks for what is not supported."""
 
     @property
     def served_name(self) -> str:
@@ -74,7 +78,7 @@ def plan_layout(settings: Settings) -> Layout:
             backend=parallel.backend, blas=parallel.blas, log_level=settings.process.log_level,
             weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code)
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
-    return Layout(files, description, tuple(specs), context, lanes)
+    return Layout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling))
 
 
 def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:

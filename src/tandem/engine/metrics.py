@@ -47,6 +47,7 @@ class EngineMetrics:
         self.rank_peak = gauge("rank_peak_memory_bytes", "Most memory that a rank has used.", "rank")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
         self.generation_tokens = counter("generation_tokens", "Tokens produced.")
+        self.embeddings = counter("embeddings", "Prompts that were embedded.")
         self.finished = counter("request_success", "Requests finished.", "finished_reason")
         self.refused = counter("request_refused", "Requests refused or failed.", "status")
         self.aborted = counter("request_aborted", "Requests ended by the client.")
@@ -65,12 +66,15 @@ class EngineMetrics:
         self._prompts[request_id] = prompt_tokens
 
     def produced(self, request_id: str, count: int, finish_reason: str | None) -> None:
-        """`count` tokens went out."""
+        """`count` tokens went out, or a vector in their place when it is 0."""
         now = time.monotonic()
         self.generation_tokens.inc(count)
         self.generated += count
         last = self._last_token.get(request_id)
-        if last is not None:
+        if not count:
+            self.embeddings.inc()
+            self.prompt_tokens.inc(self._prompts.get(request_id, 0))
+        elif last is not None:
             self.itl.observe(now - last)
         elif request_id in self._arrived:
             waited = now - self._arrived[request_id]

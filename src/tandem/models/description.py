@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -67,6 +68,9 @@ class ModelDescription:
     shared_width: int = 0
     """Intermediate width of the shared experts together."""
     num_experts: int = 0
+    generates: bool = True
+    """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
+    embedding then stands in for the projection."""
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -92,6 +96,8 @@ def describe(files: ModelFiles) -> ModelDescription:
     facts = _Facts(files.path, family, config)
     layers, embed, norm, head = _bytes(tensors, facts.num_layers, files.path)
     tied = _tied(family, config, has_head=head > 0)
+    headless = not tied and not head and stored_bare(tensors, family.layers)
+    tied = tied or headless
     return ModelDescription(
         family=str(name),
         num_layers=facts.num_layers,
@@ -108,6 +114,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         embed_bytes=embed,
         head_bytes=norm if tied else norm + head,
         eos_token_ids=eos_token_ids(files.path),
+        generates=not headless,
         **facts.widths(str(name)),
     )
 
@@ -254,6 +261,15 @@ def read_headers(files: ModelFiles) -> dict[str, dict[str, TensorInfo]]:
     for file in files.weights:
         read_header(file)
     return {file.name: read_header(file, header_only=True) for file in sorted(files.headers.glob("*.safetensors"))}
+
+
+def stored_bare(names: Iterable[str], layers: str) -> bool:
+    """True when tensors are named as in the model without its output projection: `norm.weight`, not
+    `model.norm.weight`. `layers` is the family's path of the layers."""
+    root, _, inner = layers.partition(".")
+    names = list(names)
+    return not any(name.startswith(root + ".") for name in names) and any(
+        name.startswith(inner + ".") for name in names)
 
 
 def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head", "rest"] | None:

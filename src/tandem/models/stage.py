@@ -101,14 +101,18 @@ class StageModel:
             h = layer(h, masks[window], cache)
         return h
 
+    def final(self, h: mx.array) -> mx.array:
+        """Hidden states [B, L, H] after the final norm, as the head gets them. Last stage only."""
+        if not self.is_last or self._parts.norm is None:
+            raise LayoutError(f"stage with layers {self.layers} has no head, nor the norm before it")
+        return self._parts.norm(h)
+
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V] in the model's type. Last stage only.
 
         Where ranks share the head, each computes its rows and all get the whole.
         """
-        if not self.is_last or self._parts.norm is None:
-            raise LayoutError(f"stage with layers {self.layers} has no head")
-        h = self._parts.norm(h)
+        h = self.final(h)
         if self._parts.head is not None:
             logits = self._parts.head(h)
         else:
@@ -150,7 +154,7 @@ def load_stage(
     family = FAMILIES[description.family]
     model = _build(files, family)
     windows = _windows(model, description)[layers.start : layers.stop]
-    weights = split_by_part(open_weights(files, model), family, description.num_layers, str(files.path))
+    weights = split_by_part(open_weights(files, model, family), family, description.num_layers, str(files.path))
     owned = {part: weights.pop(part) for part in _owned(layers, description)}
     weights.clear()  # what other stages own is never read
     total = sum(array.nbytes for part in owned.values() for array in part.values())

@@ -50,7 +50,9 @@ class Tokenizer:
         eos: tuple[int, ...],
         bos: int | None,
         add_bos: bool | None,
+        closing: int | None = None,
     ) -> None:
+        """`closing`: the token that ends a text which is to be embedded, where the tokenizer does not add it itself."""
         self._backend = backend
         self._template = template
         self.eos_token_ids = eos
@@ -58,7 +60,7 @@ class Tokenizer:
         self.vocab_size = backend.vocab_size
         """One more than the largest id that stands for a text."""
         self.scheme = backend.scheme
-        self._bos, self._add_bos = bos, add_bos
+        self._bos, self._add_bos, self._closing = bos, add_bos, closing
         # Bytes of a token are asked for at every step of every stream.
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
 
@@ -92,6 +94,12 @@ class Tokenizer:
             if not self._add_bos and starts:
                 return ids[1:]
         return ids
+
+    def encode_closed(self, text: str) -> list[int]:
+        """Token ids of a text that is to be embedded: as `encode`, and with EOS at its end where the model wants it
+        (`add_eos_token` of tokenizer_config.json)."""
+        ids = self.encode(text)
+        return [*ids, self._closing] if self._closing is not None and ids[-1:] != [self._closing] else ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids. Invalid UTF-8 becomes U+FFFD; ids that are not in use have no text."""
@@ -177,6 +185,7 @@ def load_tokenizer(
         eos=tuple(sorted({*eos, own_eos})) if own_eos is not None else eos,
         bos=ids.get("bos_token"),
         add_bos=add_bos if isinstance(add_bos, bool) else None,
+        closing=own_eos if config.get("add_eos_token") is True else None,
     )
 
 

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from tandem.errors import BrokenModel
-from tandem.models.description import read_headers, weight_files
+from tandem.models.description import read_headers, stored_bare, weight_files
 from tandem.models.families.table import Family
 from tandem.models.files import ModelFiles
 from tandem.models.safetensors import TensorInfo, encode_header
@@ -26,7 +26,7 @@ Weights = dict[str, mx.array]
 _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store this buffer; every family computes it
 
 
-def open_weights(files: ModelFiles, model: nn.Module) -> Weights:
+def open_weights(files: ModelFiles, model: nn.Module, family: Family) -> Weights:
     """All weights of the model as lazy arrays under mlx-lm's names: only headers are read.
 
     Where not all of them are on this machine, the others have their shapes and types (families look at them to tell
@@ -38,6 +38,9 @@ def open_weights(files: ModelFiles, model: nn.Module) -> Weights:
     if files.headers is not None:
         everything = {name: info for header in read_headers(files).values() for name, info in header.items()}
         weights.update(_absent({name: info for name, info in everything.items() if name not in weights}))
+    if stored_bare(weights, family.layers):
+        root = family.layers.partition(".")[0]
+        weights = {f"{root}.{name}": array for name, array in weights.items()}
     if hasattr(model, "sanitize"):
         try:
             weights = model.sanitize(weights)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tandem.errors import RequestError
-from tandem.protocol.request import SamplingParams, StructuredOutputs
+from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 
 MAX_STOPS = 16
 MAX_LOGPROBS = 20
@@ -41,6 +41,15 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     _check_tokens(params, vocab_size)
     if params.structured_outputs is not None:
         _check_form(params, params.structured_outputs)
+
+
+def check_request(request: EngineRequest, vocab_size: int) -> None:
+    """Raise RequestError for parameters out of their ranges, and for a pooled request that asks for tokens too."""
+    if request.pooling is None:
+        check_params(request.params, vocab_size)
+    elif request.params.max_tokens or request.produced:
+        raise RequestError(f"max_tokens is {request.params.max_tokens}; it must be 0 with pooling, which yields no "
+                           "tokens", param="max_tokens")
 
 
 def _check_form(params: SamplingParams, form: StructuredOutputs) -> None:

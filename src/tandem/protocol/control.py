@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from tandem.protocol.request import EngineRequest, TokenLogprob
+from tandem.protocol.request import EngineRequest, Pooling, TokenLogprob
 from tandem.protocol.step import RankStep, StepPlan, StepResult
 
 # --- api -> engine ---------------------------------------------------------------------------------------------
@@ -58,7 +58,9 @@ class Output(Struct, frozen=True, tag=True):
     stop_token: bool = False
     """The last of `tokens` is the end-of-sequence or stop token, which does not belong to the text."""
     cached_tokens: int = 0
-    """Prompt tokens whose KV came from the prefix cache; with the first tokens only."""
+    """Prompt tokens whose KV came from the prefix cache; with the first tokens, or the vector, only."""
+    vector: bytes = b""
+    """The pooled hidden state that a request with `pooling` asked for: float32, little-endian."""
 
 
 class Refused(Struct, frozen=True, tag=True):
@@ -132,6 +134,12 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """Tokens produced since the engine started."""
     ttft_s: float = 0.0
     """Seconds from arrival to the first token, averaged over the last requests; 0 before there was one."""
+    hidden_size: int = 0
+    """Length of a pooled hidden state."""
+    pooling: Pooling | None = None
+    """How prompts are pooled; None where the model asks for something else."""
+    generates: bool = True
+    """The model has an output projection; without one it only embeds."""
 
 
 class MetricsText(Struct, frozen=True, tag=True):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct
+
+Pooling = Literal["last", "mean"]
+"""How the final hidden states of a prompt's positions become one vector: the last one's, or the mean of all."""
 
 
 class StructuredOutputs(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -26,7 +29,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens. Plain data; the api validates it, the sampler trusts it."""
 
     max_tokens: int = 16
-    """Most tokens to produce; >= 1."""
+    """Most tokens to produce; >= 1, but 0 for a request with `pooling`."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens are ignored until so many tokens are out."""
     temperature: float = 1.0
@@ -86,6 +89,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     lost. They count as output (limits, penalties, random-number position); only later tokens are sent."""
     strikes: int = 0
     """Engines that were lost while they worked on it, without its getting further; from 2 on it runs alone."""
+    pooling: Pooling | None = None
+    """It ends with its prompt, and asks for the pooled hidden state of that in place of tokens."""
 
 
 class TokenLogprob(Struct, frozen=True, array_like=True):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from msgspec import Struct
 
-from tandem.protocol.request import SamplingParams, TokenLogprob
+from tandem.protocol.request import Pooling, SamplingParams, TokenLogprob
 
 NOT_FINITE = -1
 """In place of a token: the model's logits are not finite numbers."""
@@ -39,6 +39,8 @@ class PrefillOp(Struct, frozen=True, array_like=True):
     count: int
     last: bool
     """The chunk ends the prompt: a token is sampled from its last position, and the sequence decodes from then on."""
+    pooling: Pooling | None = None
+    """The sequence ends with its prompt: the last chunk yields a pooled hidden state instead."""
 
 
 class SnapshotOp(Struct, frozen=True, array_like=True):
@@ -91,7 +93,11 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
     def sampled(self) -> list[str]:
         """Ids that get a token in this step, in the order of `StepResult.tokens`."""
-        return [*self.decode, *(op.request_id for op in self.prefill if op.last)]
+        return [*self.decode, *(op.request_id for op in self.prefill if op.last and op.pooling is None)]
+
+    def pooled(self) -> list[str]:
+        """Ids whose prompts end in this step with a pooled hidden state."""
+        return [op.request_id for op in self.prefill if op.last and op.pooling is not None]
 
     def shapes(self) -> list[tuple[int, int]]:
         """(rows, positions) of each forward pass of the step, in order: every stage runs the same ones."""
@@ -108,6 +114,8 @@ class StepResult(Struct, frozen=True, array_like=True):
     """In the order of `StepPlan.sampled()`; a negative one says why there is none."""
     logprobs: dict[str, TokenLogprob] = {}
     """Only for sequences that asked."""
+    vectors: dict[str, bytes] = {}
+    """Pooled hidden states of `StepPlan.pooled()`, float32 in little-endian order; empty for one that is not finite."""
 
 
 class RankStep(Struct, frozen=True, array_like=True):

@@ -18,6 +18,7 @@ from tandem.protocol.step import PrefillOp, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, Link, TokenInbox
+from tandem.runner.pooler import Pooler, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.sampler import Allowed, Sampled, Sampler
 
@@ -41,12 +42,15 @@ class PendingStep:
     outcome: mx.array | None = None
     """int32 tokens of `ids` on the last stage, elsewhere a marker that is there when the step is computed."""
     allowed: Allowed = field(default_factory=dict)
+    vectors: list[tuple[str, mx.array]] = field(default_factory=list)
+    """Pooled hidden states, float32 [H], on the last stage."""
     digests: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """uint32 digests of each forward pass's input and output, where the plan asked for them."""
 
     def finish(self) -> StepResult:
-        """Wait for the step; tokens come in the plan's order, and only from the last stage."""
-        result = StepResult(self.plan.step_id, self.plan.lane)
+        """Wait for the step; tokens come in the plan's order, and like vectors only from the last stage."""
+        vectors = {request_id: vector_bytes(vector) for request_id, vector in self.vectors}
+        result = StepResult(self.plan.step_id, self.plan.lane, vectors=vectors)
         if self.outcome is None:
             return result
         values: Any = self.outcome.tolist()
@@ -57,7 +61,7 @@ class PendingStep:
         for part in self.parts:
             logprobs.update(part.logprobs())
         order = [chosen[request_id] for request_id in self.plan.sampled()]
-        return StepResult(self.plan.step_id, self.plan.lane, order, logprobs)
+        return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors)
 
     def digest(self) -> tuple[int, int] | None:
         """Of all that went through the stage's layers in this step; waits for it. None if the plan did not ask."""
@@ -82,6 +86,7 @@ class Runner:
         self._lanes = [LaneBatch(stage.make_caches, self._prefixes) for _ in range(lanes)]
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
+        self._pooler = Pooler()
         self._last = LastTokens()
         self._inbox = TokenInbox(link, lanes + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
@@ -110,7 +115,7 @@ class Runner:
             self._prefill(plan, lane, op, pending)
             if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
                 lane.save(saves.pop(op.request_id))
-            if op.last:
+            if op.last and op.pooling is None:
                 lane.join(op.request_id)
         for key in plan.evicts:
             self._prefixes.evict(key)
@@ -123,6 +128,7 @@ class Runner:
         """Sampling state and last tokens of what leaves and what joins."""
         for request_id in plan.removes:
             self._last.forget(request_id)
+            self._pooler.forget(request_id)
             if self._inbox is not None:
                 self._inbox.forget(request_id)
             if self._sampler is not None:
@@ -142,7 +148,9 @@ class Runner:
         chunk, caches = lane.chunk(op)
         tokens = mx.array([chunk], dtype=mx.int32) if self._stage.is_first else None
         hidden = self._forward(pending, (1, op.count), tokens, caches)
-        if op.last:
+        if op.pooling is not None:
+            self._pool(pending, hidden, op)
+        elif op.last:
             self._sample(pending, hidden, [op.request_id])
         # A chunk that samples nothing is computed for its KV alone.
         mx.async_eval([cache.state for cache in caches])
@@ -169,6 +177,13 @@ class Runner:
             tokens = self._group.sum(tokens)
         pending.tokens.append(tokens)
         mx.async_eval([tokens, *arrays])
+
+    def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
+        """Take a chunk of a prompt that is pooled: all of its positions where they count, else its very last one."""
+        if self._stage.is_last and (op.last or op.pooling == "mean"):
+            states = self._stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
+            if (vector := self._pooler.take(op, states)) is not None:
+                pending.vectors.append((op.request_id, vector))
 
     def _forward(self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None,
                  caches: list[Any]) -> mx.array:

@@ -53,6 +53,7 @@ class Lane:
                 count = min(count, sequence.save_point - sequence.computed)
             budget -= count
             last = sequence.computed + count == sequence.target
-            chunks.append(PrefillOp(sequence.request_id, sequence.computed, count, last))
+            chunks.append(PrefillOp(sequence.request_id, sequence.computed, count, last,
+                                    sequence.request.pooling))
             sequence.skipped = 0
         return chunks

@@ -14,10 +14,18 @@ from dataclasses import dataclass
 
 from tandem.cache.prefix import PrefixIndex
 from tandem.errors import OverloadedError, RequestError
-from tandem.protocol.checks import check_params
+from tandem.protocol.checks import check_request
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, StepResult, batch_fingerprint
+from tandem.protocol.step import (
+    NOT_FINITE,
+    InsertOp,
+    PrefillOp,
+    SnapshotOp,
+    StepPlan,
+    StepResult,
+    batch_fingerprint,
+)
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
@@ -112,8 +120,8 @@ class Scheduler:
             raise RequestError(f"prompt token ids must lie in 0..{limits.vocab_size - 1}", param="prompt")
         if not 0 < request.weight < math.inf:
             raise RequestError(f"the weight {request.weight} is not a number above 0", param="weight")
-        check_params(params, limits.vocab_size)
-        if len(request.produced) >= params.max_tokens:
+        check_request(request, limits.vocab_size)
+        if request.pooling is None and len(request.produced) >= params.max_tokens:
             raise RequestError(f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already",
                                param="max_tokens")
         need = len(request.prompt) + params.max_tokens
@@ -197,7 +205,7 @@ class Scheduler:
             self.shares.charge(sequence.request, 1)
         for op in prefill:
             lane.members[op.request_id].computed += op.count
-        for request_id in plan.sampled():
+        for request_id in (*plan.sampled(), *plan.pooled()):
             lane.members[request_id].inflight += 1
         lane.removes = []
         lane.outstanding += 1
@@ -217,7 +225,8 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
             lane.members[sequence.request_id] = sequence
-            hit = self.prefixes.lookup(sequence.tokens)
+            # A mean needs the hidden states of all positions, of which the cache keeps the KV alone.
+            hit = None if sequence.request.pooling == "mean" else self.prefixes.lookup(sequence.tokens)
             if hit is not None:
                 restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
@@ -283,10 +292,10 @@ class Scheduler:
     # --- results ---
 
     def update(self, result: StepResult) -> list[EngineMessage]:
-        """Take the tokens of one step; returns what the clients get to see."""
+        """Take the tokens and vectors of one step; returns what the clients get to see."""
         plan = self._under_way.pop(result.step_id)
         self.lanes[plan.lane].outstanding -= 1
-        outputs: list[EngineMessage] = []
+        outputs = [message for request_id in plan.pooled() if (message := self._take_vector(request_id, result))]
         for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
             sequence = self.sequences[request_id]
             sequence.inflight -= 1
@@ -313,6 +322,18 @@ class Scheduler:
         logprob = result.logprobs.get(sequence.request_id)
         cached = sequence.cached if sequence.produced == 1 else 0
         return Output(sequence.request_id, [token], [logprob] if logprob else [], reason, stops, cached)
+
+    def _take_vector(self, request_id: str, result: StepResult) -> EngineMessage | None:
+        """None for a sequence that was aborted."""
+        sequence, vector = self.sequences[request_id], result.vectors[request_id]
+        sequence.inflight -= 1
+        if sequence.finished:
+            del self.sequences[request_id]
+            return None
+        self._finish(sequence)
+        if not vector:
+            return no_token(request_id, NOT_FINITE)
+        return Output(request_id, finish_reason="stop", cached_tokens=sequence.cached, vector=vector)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True
@@ -375,10 +396,12 @@ class Scheduler:
                 sequence.request_id in lane.members for lane in self.lanes)
             parked = sequence.finished or sequence.complete
             assert places == 1 or (parked and places == 0 and sequence.inflight > 0), sequence
-            assert sequence.inflight == sum(sequence.request_id in p.sampled() for p in self._under_way.values())
+            assert sequence.inflight == sum(sequence.request_id in (*p.sampled(), *p.pooled())
+                                            for p in self._under_way.values())
             if sequence.lane is not None and sequence.decoding:
                 assert sequence.computed == len(sequence.tokens) + sequence.inflight - 1, sequence
-            assert sequence.finished or sequence.produced < sequence.request.params.max_tokens
+            assert sequence.finished or sequence.request.pooling or (
+                sequence.produced < sequence.request.params.max_tokens)
         for lane in self.lanes:
             assert lane.outstanding == sum(p.lane == lane.index for p in self._under_way.values())
             assert set(lane.members) <= set(self.sequences)

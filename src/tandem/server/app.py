@@ -13,7 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
-from tandem.server import chat, completions, info, page, plan, requests, tokens
+from tandem.server import chat, completions, embeddings, info, page, plan, requests, tokens
 from tandem.server.anthropic import routes as anthropic
 from tandem.server.context import Api
 from tandem.server.engines import Engines
@@ -50,7 +50,7 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.api = api
-    for module in (anthropic, chat, completions, info, page, plan, requests, responses, tokens):
+    for module in (anthropic, chat, completions, embeddings, info, page, plan, requests, responses, tokens):
         app.include_router(module.router)
     add_handlers(app)
     if api.jobs is not None:

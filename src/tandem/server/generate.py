@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import Request
 
-from tandem.errors import TimeoutExceeded
 from tandem.models.text_stream import TextStream
 from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, TokenLogprob
-from tandem.server.context import Api, LiveRequest, get_group
-from tandem.server.failures import ClientGone
-
-logger = logging.getLogger(__name__)
+from tandem.server.context import Api
+from tandem.server.running import Running
 
 
 @dataclass(slots=True)
@@ -76,11 +71,8 @@ class Choice:
         return "".join(parts), len(tokens)
 
 
-class Generation:
-    """Runs the sequences of one HTTP request. Whoever opened it must `close` it, which stops what still runs.
-
-    A client that leaves, a timeout, a cancel and the engine's loss all end `next` with a RequestError.
-    """
+class Generation(Running):
+    """Sequences that produce text."""
 
     def __init__(
         self,
@@ -101,11 +93,17 @@ class Generation:
         `continues`: the text goes on from the prompt, rather than being a message of its own.
         `shown`: special tokens that are part of the text.
         """
+        super().__init__(
+            api,
+            http,
+            requests,
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            choices=len(requests),
+            stream=stream,
+            timeout=timeout,
+        )
         self.tokenizer = tokenizer
-        self.prompt_tokens = prompt_tokens
-        self.request_id = request_id
-        self._api = api
-        self._ids = [request.request_id for request in requests]
         self._choices = {
             request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown)
             for index, request in enumerate(requests)
@@ -113,27 +111,6 @@ class Generation:
         self._left = len(requests)
         self._cached = 0
         self._first_at = self._last_at = 0.0
-        self._started_at = time.monotonic()
-        group = get_group(http)
-        http.scope["tandem.metered"] = True
-        self._lease = api.quotas.admit(group, prompt_tokens)
-        try:
-            self.subscription = api.client.open(api.quotas.weighted(group, requests))
-        except BaseException:
-            self._lease.end()
-            raise
-        self._live = LiveRequest(
-            request_id=request_id,
-            route=http.url.path,
-            group=group,
-            stream=stream,
-            prompt_tokens=prompt_tokens,
-            choices=len(requests),
-            subscription=self.subscription,
-        )
-        api.live[request_id] = self._live
-        self._watcher = asyncio.create_task(self._watch(http))
-        self._deadline = self._limit(timeout)
 
     @property
     def done(self) -> bool:
@@ -156,7 +133,7 @@ class Generation:
                 self._last_at = now
                 if not self._first_at:
                     self._first_at = now
-                    self._api.metrics.first_token.observe(now - self._started_at)
+                    self._api.metrics.first_token.observe(now - self.started_at)
             before = choice.tokens
             delta = choice.take(output)
             self._live.completion_tokens += choice.tokens - before
@@ -167,21 +144,6 @@ class Generation:
             if delta is not None:
                 deltas.append(delta)
         return deltas
-
-    def close(self) -> None:
-        """Stop what still runs and forget the request. Safe to call again."""
-        if self._api.live.pop(self.request_id, None) is None:
-            return
-        self._lease.end()
-        self._watcher.cancel()
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._api.client.release(self.subscription, self._ids)
-        if self._api.settings.server.log_requests:
-            how = "finished" if self.done else "ended early"
-            seconds = time.monotonic() - self._started_at
-            counts = (self.prompt_tokens, self._live.completion_tokens)
-            logger.info("%s %s: %d prompt and %d output tokens, %.2f s", self.request_id, how, *counts, seconds)
 
     def usage(self) -> dict[str, object]:
         """OpenAI's `usage` object."""
@@ -195,7 +157,7 @@ class Generation:
 
     def performance(self) -> dict[str, object]:
         """Speeds as this request saw them: waiting in the queue counts as prompt time."""
-        first = self._first_at - self._started_at if self._first_at else 0.0
+        first = self._first_at - self.started_at if self._first_at else 0.0
         decode_s = self._last_at - self._first_at
         later = self._live.completion_tokens - len(self._ids)
         return {
@@ -203,29 +165,5 @@ class Generation:
             "eval_tokens_per_second": round(later / decode_s, 3) if decode_s > 0 and later > 0 else 0.0,
             "cache_hit": self._cached > 0,
             "ttft_seconds": round(first, 6),
-            "total_seconds": round(time.monotonic() - self._started_at, 6),
+            "total_seconds": round(time.monotonic() - self.started_at, 6),
         }
-
-    async def _watch(self, http: Request) -> None:
-        """End the request as soon as its client leaves."""
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
-        if self.done:  # the server's own end of the connection
-            return
-        self._api.metrics.disconnects.inc()
-        self.subscription.close()
-        self.subscription.fail(ClientGone("The client left."))
-
-    def _limit(self, timeout: float | None) -> asyncio.TimerHandle | None:
-        limits = [limit for limit in (timeout, self._api.settings.server.request_timeout) if limit is not None]
-        if not limits:
-            return None
-        seconds = min(limits)
-        message = f"Request timeout after {seconds:g}s. Server may be overloaded."
-        error = TimeoutExceeded(message, code="request_timeout")
-
-        def expire() -> None:
-            self.subscription.close()
-            self.subscription.fail(error)
-
-        return asyncio.get_running_loop().call_later(seconds, expire)

@@ -19,6 +19,7 @@ router = APIRouter()
 ENDPOINTS = {
     "chat": "/v1/chat/completions",
     "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
     "responses": "/v1/responses",
     "messages": "/v1/messages",
     "count_tokens": "/v1/messages/count_tokens",

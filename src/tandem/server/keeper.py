@@ -18,7 +18,7 @@ from tandem.server.jobs import Job, Jobs, Reply, request_digest
 from tandem.server.sse import encode_json
 from tandem.server.texts import off_loop
 
-ROUTES = frozenset({"/v1/chat/completions", "/v1/completions"})
+ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
 LONGEST_KEY = 255
 
 

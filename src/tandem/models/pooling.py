@@ -1,0 +1,66 @@
+"""Embeddings: how a model wants its hidden states pooled, from the files that sentence-transformers puts beside it, and
+what becomes of a pooled one. No mlx."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from tandem.errors import BrokenModel
+from tandem.protocol.request import Pooling
+
+log = logging.getLogger(__name__)
+
+_MODES: dict[str, Pooling] = {"pooling_mode_lasttoken": "last", "pooling_mode_mean_tokens": "mean"}
+_MODULES = frozenset({"Transformer", "Pooling", "Normalize"})
+
+
+def pooling_of(path: Path, chosen: Literal["auto", "last", "mean"] = "auto") -> Pooling | None:
+    """`chosen`, or with `auto` what the model directory `path` says, else `last`.
+
+    None, with the reason in the log, when the files ask for what is not supported. Raises `BrokenModel`.
+    """
+    if chosen != "auto":
+        return chosen
+    modules = _read(path / "modules.json", list)
+    kinds = {str(one.get("type")).rpartition(".")[2]: one for one in modules or () if isinstance(one, dict)}
+    where = kinds.get("Pooling", {}).get("path", "1_Pooling")
+    settings = _read(path / str(where) / "config.json", dict) or {}
+    if others := sorted(set(kinds) - _MODULES):
+        _warn(f"{path}/modules.json has a {others[0]} module")
+        return None
+    asked = sorted(name for name, on in settings.items() if name.startswith("pooling_mode_") and on)
+    if not asked:
+        return "last"
+    if len(asked) > 1 or asked[0] not in _MODES:
+        _warn(f"{path}/{where}/config.json asks for {' and '.join(asked)}")
+        return None
+    return _MODES[asked[0]]
+
+
+def unit_vector(vector: bytes, dimensions: int | None = None) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """The first `dimensions` numbers of a pooled hidden state (float32, little-endian), scaled to the length 1."""
+    values = np.frombuffer(vector, dtype="<f4")[:dimensions].astype(np.float64)
+    length = float(np.linalg.norm(values))
+    return (values / length if length else values).astype("<f4")
+
+
+def _warn(what: str) -> None:
+    log.warning("no embeddings: %s, which is not supported; --pooling last or mean serves them all the same", what)
+
+
+def _read(path: Path, kind: type[Any]) -> Any:
+    """What a JSON file holds; None if there is none."""
+    if not path.is_file():
+        return None
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path}: cannot be read: {error}", param=path.name) from error
+    if not isinstance(value, kind):
+        raise BrokenModel(f"{path}: must hold a JSON {'array' if kind is list else 'object'}", param=path.name)
+    return value
