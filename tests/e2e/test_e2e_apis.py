@@ -1,4 +1,4 @@
-"""The official clients drive other APIs of `tandem serve`, with the demo model in two stages."""
+"""The official clients drive other APIs of `tandem serve`: the demo model over pipeline and tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 pytestmark = [pytest.mark.slow, pytest.mark.demo]
+LAYOUTS = {"pp 2": ("--pipeline-parallel-size", "2"), "tp 2": ("--tensor-parallel-size", "2")}
 SCHEMA = {"type": "object", "additionalProperties": False, "required": ["city", "unit"], "properties": {
     "city": {"type": "string", "maxLength": 12}, "unit": {"enum": ["C", "F"]}}}
 ASK: list[Any] = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -31,9 +32,10 @@ class Place(BaseModel):
     warm: bool
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    command = [sys.executable, "-m", "tandem", "serve", "demo", "--pipeline-parallel-size", "2", "--port", "0"]
+@pytest.fixture(scope="module", params=LAYOUTS)
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    command = [sys.executable, "-m", "tandem", "serve", "demo", *LAYOUTS[request.param], "--port", "0",
+               "--journal", str(tmp_path_factory.mktemp("journal"))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
                                env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
     try:
@@ -46,6 +48,12 @@ def url() -> Iterator[str]:
     finally:
         process.terminate()
         process.communicate(timeout=60)
+
+
+@pytest.fixture
+def openai_client(url: str) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as one:
+        yield one
 
 
 class TestMessages:
@@ -97,31 +105,57 @@ class TestResponses:
                  "parameters": SCHEMA, "strict": True}
     FIELDS: Any = {"model": "default", "max_output_tokens": 200, "input": ASK[0]["content"], "temperature": 0}
 
-    @pytest.fixture
-    def client(self, url: str) -> Iterator[OpenAI]:
-        with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as one:
-            yield one
-
-    def test_a_stream_adds_up_to_the_whole_answer(self, client: OpenAI) -> None:
+    def test_a_stream_adds_up_to_the_whole_answer(self, openai_client: OpenAI) -> None:
         fields = {**self.FIELDS, "max_output_tokens": 30, "instructions": "Be brief."}
-        whole = client.responses.create(**fields)
-        events = list(client.responses.create(**fields, stream=True))
+        whole = openai_client.responses.create(**fields)
+        events = list(openai_client.responses.create(**fields, stream=True))
         text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
         assert text == whole.output_text == events[-1].response.output_text
         assert events[-1].type == f"response.{whole.status}"
         assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
 
-    def test_a_tool_is_called_and_its_result_answered(self, client: OpenAI) -> None:
+    def test_a_tool_is_called_and_its_result_answered(self, openai_client: OpenAI) -> None:
         fields = {**self.FIELDS, "tools": [self.TOOL], "tool_choice": "required", "parallel_tool_calls": False}
-        [call] = client.responses.create(**fields).output
+        [call] = openai_client.responses.create(**fields).output
         jsonschema.validate(json.loads(call.arguments), SCHEMA)
-        with client.responses.stream(**fields) as stream:
+        with openai_client.responses.stream(**fields) as stream:
             [streamed] = stream.get_final_response().output
         assert (streamed.name, streamed.arguments) == ("weather", call.arguments)
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees, sunny"}
-        again = client.responses.create(**{**self.FIELDS, "input": [*ASK, call, result], "max_output_tokens": 5},
+        again = openai_client.responses.create(**{**self.FIELDS, "input": [*ASK, call, result], "max_output_tokens": 5},
                                         tools=[self.TOOL])
         assert again.usage.output_tokens <= 5
 
-    def test_structured_output(self, client: OpenAI) -> None:
-        assert isinstance(client.responses.parse(**self.FIELDS, text_format=Place).output_parsed, Place)
+    def test_structured_output(self, openai_client: OpenAI) -> None:
+        assert isinstance(openai_client.responses.parse(**self.FIELDS, text_format=Place).output_parsed, Place)
+
+    def test_in_the_background(self, openai_client: OpenAI) -> None:
+        fields = {**self.FIELDS, "max_output_tokens": 30}
+        whole = openai_client.responses.create(**fields)
+        started = openai_client.responses.create(**fields, background=True)
+        events = list(openai_client.responses.retrieve(started.id, stream=True))
+        assert events[-1].response.output_text == whole.output_text
+        kept = openai_client.responses.retrieve(started.id)
+        assert (kept.status, kept.output_text, kept.background) == (whole.status, whole.output_text, True)
+        long = openai_client.responses.create(**{**fields, "max_output_tokens": 2000}, background=True)
+        assert openai_client.responses.cancel(long.id).status == "cancelled"
+
+
+class TestEmbeddings:
+    """OpenAI's client."""
+
+    TEXTS = ("A cat sat on the mat.", "The stock market fell by three per cent on Tuesday.", "x " * 300)
+
+    def test_alone_together_and_beside_a_chat(self, openai_client: OpenAI) -> None:
+        fields: Any = {"model": "default", "messages": ASK, "max_tokens": 30, "temperature": 0}
+        before = openai_client.chat.completions.create(**fields).choices[0].message.content
+        stream = openai_client.chat.completions.create(**fields, stream=True)
+        together = openai_client.embeddings.create(model="default", input=list(self.TEXTS))
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == before
+        assert together.usage.prompt_tokens > 300 and len(together.data) == len(self.TEXTS)
+        for text, one in zip(self.TEXTS, together.data, strict=True):
+            alone = openai_client.embeddings.create(model="default", input=text, encoding_format="float").data[0]
+            assert one.embedding == pytest.approx(alone.embedding, abs=1e-4)
+            assert sum(value**2 for value in one.embedding) == pytest.approx(1)
+        cut = openai_client.embeddings.create(model="default", input=self.TEXTS[0], dimensions=64).data[0].embedding
+        assert len(cut) == 64 and sum(value**2 for value in cut) == pytest.approx(1)

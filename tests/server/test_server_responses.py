@@ -167,8 +167,8 @@ def test_sampling_and_effort_reach_their_place(family, engine):
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "not stored"),
-    ({"background": True}, "background", "not stored"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "not kept"),
+    ({"background": True}, "background", "--journal DIR"),
     ({"nonsense": 1}, "nonsense", "Unknown parameter"),
     ({"messages": []}, "messages", "Unknown parameter"),
     ({"conversation": "c"}, "conversation", "not supported"),

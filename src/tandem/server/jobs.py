@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Message, Scope
 from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.server.answer import new_id
 from tandem.server.context import Api
+from tandem.server.event_log import EventLog
 from tandem.server.failures import error_response, internal_error
 from tandem.server.journal import Accepted, Answered, Dropped, Entry, Journal, JournalError
 
@@ -31,6 +32,8 @@ MOST_OPEN = 1024
 READY_POLL_S = 0.2
 EVERY_S = 1.0
 """Seconds between two syncs of `everysec`, and two looks at what can be dropped."""
+CANCELLED = "request_cancelled"
+"""Code of the error that a cancelled request ends with."""
 _TRANSIENT = (429, 503)
 
 
@@ -54,6 +57,8 @@ class Job:
     waited_for: bool
     """A client is there that hears of a failure, and may try again."""
     task: asyncio.Task[None] | None = None
+    log: EventLog = field(default_factory=EventLog)
+    """Events of routes that write some as they work on a job."""
 
 
 class Jobs:
@@ -136,6 +141,12 @@ class Jobs:
         """The job of a request that is not answered yet."""
         return self._jobs.get(entry.id)
 
+    def request(self, entry: Entry) -> Accepted:
+        """What was asked. Raises JournalError when it is damaged."""
+        record = self._journal.load(entry.request)
+        assert isinstance(record, Accepted)
+        return record
+
     def answer(self, entry: Entry) -> Reply:
         """The answer of a request that has one. Raises JournalError when it is damaged."""
         assert entry.answer is not None
@@ -168,6 +179,7 @@ class Jobs:
     def _run(self, entry: Entry, *, waited_for: bool) -> Job:
         loop = asyncio.get_running_loop()
         job = Job(entry, loop.create_future(), loop.create_future(), asyncio.Event(), waited_for)
+        job.reply.add_done_callback(lambda _: job.log.wake())
         self._jobs[entry.id] = job
         job.task = loop.create_task(self._work(job), name=f"job-{entry.id}")
         return job
@@ -197,19 +209,20 @@ class Jobs:
             if not job.waited_for:
                 while not self._api.ready() and not job.cancelled.is_set():
                     await asyncio.sleep(READY_POLL_S)
-            reply = await self._call(job)
+            reply = reply_of(_cancelled()) if job.cancelled.is_set() else await self._call(job)
             if job.cancelled.is_set():
                 return reply_of(_cancelled())
             if job.waited_for or reply.status not in _TRANSIENT or self._api.draining:
                 return reply
             pause = dict(reply.headers).get(b"retry-after", b"1")
-            await asyncio.sleep(min(float(pause), 10.0))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(job.cancelled.wait(), min(float(pause), 10.0))
 
     async def _settle(self, job: Job, reply: Reply) -> bool:
         """Write down how it ended; False when the answer could not be kept."""
         entry = job.entry
-        if job.cancelled.is_set():
-            return True
+        if entry.id not in self._journal.entries:
+            return True  # it is to be forgotten
         if self._api.draining and reply.status in _TRANSIENT:
             return True  # for the next process
         try:
@@ -226,8 +239,8 @@ class Jobs:
 
     async def _call(self, job: Job) -> Reply:
         """The routes' response to the request."""
-        record = self._journal.load(job.entry.request)
-        assert isinstance(record, Accepted) and self.app is not None
+        record = self.request(job.entry)
+        assert self.app is not None
         messages = [{"type": "http.request", "body": record.body, "more_body": False}]
         response: list[Message] = []
 
@@ -241,7 +254,7 @@ class Jobs:
             response.append(message)
 
         try:
-            await self.app(self._scope(record), receive, send)
+            await self.app(self._scope(record, job), receive, send)
         except RequestError as error:
             return reply_of(error)
         except Exception as error:  # noqa: BLE001 - an edge as in the gate: nothing may take the server down
@@ -249,12 +262,12 @@ class Jobs:
         body = b"".join(message.get("body", b"") for message in response)
         return Reply(response[0]["status"], body, tuple(response[0]["headers"]))
 
-    def _scope(self, record: Accepted) -> Scope:
+    def _scope(self, record: Accepted, job: Job) -> Scope:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(record.body)).encode())]
         return {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1",
                 "method": "POST", "scheme": "http", "path": record.route, "raw_path": record.route.encode(),
                 "root_path": "", "query_string": b"", "headers": headers, "client": None, "server": None,
-                "app": self.root, "state": {}, "tandem.group": record.group, "tandem.trusted": True}
+                "app": self.root, "state": {}, "tandem.group": record.group, "tandem.trusted": True, "tandem.job": job}
 
     # --- the file ---
 
@@ -310,7 +323,7 @@ class Jobs:
 
 
 def _cancelled() -> RequestError:
-    error = RequestError("The request was cancelled.", code="request_cancelled")
+    error = RequestError("The request was cancelled.", code=CANCELLED)
     error.status = 409
     return error
 

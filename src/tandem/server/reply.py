@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from tandem.server.chat_plan import ChatPlan
@@ -13,7 +14,9 @@ from tandem.server.tools.scan import StreamParser
 class Reply:
     """Reads the text of one choice."""
 
-    def __init__(self, plan: ChatPlan) -> None:
+    def __init__(self, plan: ChatPlan, ids: Callable[[], str] | None = None) -> None:
+        """`ids` makes the ids of calls, of 32 hex digits; by default they are random."""
+        self._ids = ids or (lambda: uuid.uuid4().hex)
         self._plan = plan
         self._parser = StreamParser(plan.dialect.reader) if plan.dialect is not None else None
 
@@ -70,5 +73,5 @@ class Reply:
 
     def call_id(self, prefix: str) -> str:
         """A fresh id for a call."""
-        fresh = uuid.uuid4().hex
+        fresh = self._ids()
         return fresh[:9] if self._plan.short_ids else f"{prefix}_{fresh[:24]}"

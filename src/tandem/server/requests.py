@@ -9,6 +9,7 @@ from starlette.responses import Response
 from tandem.errors import NotFoundError
 from tandem.server.context import get_api, get_group
 from tandem.server.jobs import Entry, Jobs
+from tandem.server.responses.background import ROUTE as RESPONSES
 from tandem.server.sse import encode_json
 
 router = APIRouter()
@@ -19,7 +20,7 @@ def _find(http: Request, name: str) -> tuple[Jobs, Entry]:
     if jobs is None:
         raise NotFoundError("This server keeps no requests (--journal).", param="request_id", code="request_not_found")
     entry = jobs.find(get_group(http), name)
-    if entry is None:
+    if entry is None or jobs.request(entry).route == RESPONSES:
         raise NotFoundError(f"No request '{name[:100]}' is kept.", param="request_id", code="request_not_found")
     return jobs, entry
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from tandem.server.reply import Reply
@@ -14,12 +15,18 @@ Json = dict[str, Any]
 class Output:
     """Items so far. Events are dictionaries without `sequence_number`."""
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, reply: Reply, ids: Callable[[], str] | None = None) -> None:
+        """`ids` makes the ids of items, of 32 hex digits; by default they are random."""
+        self._ids = ids or (lambda: uuid.uuid4().hex)
         self.items: list[Json] = []
         self.reasoning = ""
         """All of the reasoning."""
         self._reply = reply
         self._open: type[Event] | None = None
+
+    def read(self, text: str, *, last: bool) -> list[Json]:
+        """Events for new text of the model; with `last` also for what was held back."""
+        return [event for read in self._reply.read(text, last=last) for event in self.add(read)]
 
     def add(self, event: Event) -> list[Json]:
         """Take what the model wrote."""
@@ -56,7 +63,7 @@ class Output:
 
     def _start(self, event: Event) -> list[Json]:
         events = self.close()
-        fresh = uuid.uuid4().hex
+        fresh = self._ids()
         part: Json | None = None
         item: Json
         if isinstance(event, CallStart):

@@ -167,12 +167,11 @@ class ResponsesRequest(Strict):
     def _items(cls, value: Any) -> Any:
         return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
 
-    @field_validator("previous_response_id", "background")
+    @field_validator("previous_response_id")
     @classmethod
     def _stored(cls, value: Any) -> Any:
         if value:
-            raise PydanticCustomError("unsupported", "responses are not stored here; send the whole conversation in "
-                                                     "'input', and wait for the answer or stream it")
+            raise PydanticCustomError("unsupported", "conversations are not kept here; send all of it in 'input'")
         return value
 
     @field_validator("tool_choice")

@@ -1,0 +1,179 @@
+"""Responses that nobody waits for: jobs of the journal, which keep their events.
+
+A job that is begun again, after a crash of the server say, draws the same tokens under the same ids, so that a client
+can follow its events from where it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from fastapi import Request
+from pydantic_core import from_json
+from starlette.responses import Response, StreamingResponse
+
+from tandem.errors import NotFoundError, RequestError
+from tandem.server.body import parse_bytes
+from tandem.server.context import Api, get_api, get_group
+from tandem.server.jobs import CANCELLED, Job, Jobs, Reply
+from tandem.server.journal import Entry
+from tandem.server.limits import check_model
+from tandem.server.responses.answering import Answering
+from tandem.server.responses.schemas import IGNORED, ResponsesRequest
+from tandem.server.responses.shape import Json, empty_response
+from tandem.server.responses.translate import chat_request
+from tandem.server.sse import KEEP_ALIVE, encode_json, named_event
+
+ROUTE = "/v1/responses"
+_PREFIX, _JOB_PREFIX = "resp_", "req-"
+
+
+class Ids:
+    """Ids and a seed that are the same whenever a job is begun again; ids have 32 hex digits."""
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+        self._count = 0
+        self.seed = int(self(), 16) % 2**63
+
+    def __call__(self) -> str:
+        """The next id."""
+        self._count += 1
+        return hashlib.blake2b(f"{self._job_id}:{self._count}".encode(), digest_size=16).hexdigest()
+
+
+def response_id(entry: Entry) -> str:
+    """The response's id, from that of its job."""
+    return _PREFIX + entry.id.removeprefix(_JOB_PREFIX)
+
+
+async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Response:
+    """Start a job. Raises RequestError for what can be told at once, so when there is no journal."""
+    api = get_api(http)
+    if api.jobs is None:
+        raise RequestError("'background' needs a journal: start the server with --journal DIR (docs/journal.md), or "
+                           "leave it out and wait for the answer or stream it.", param="background",
+                           code="unsupported_parameter")
+    chat_request(fields)
+    check_model(api, fields.model)
+    http.scope["tandem.metered"] = True
+    job = api.jobs.start_job(get_group(http), ROUTE, raw, background=True)
+    await asyncio.shield(job.accepted)
+    stored = Stored(api, api.jobs, job.entry, fields, job)
+    if fields.stream:
+        return stored.stream(http, -1)
+    return Response(encode_json(stored.response()), media_type="application/json")
+
+
+async def work(job: Job, answer: Answering) -> Response:
+    """Run to the end: the events, which whoever follows the job gets as they come. Raises RequestError."""
+    generation = answer.generation
+    try:
+        job.log.restart(answer.head())
+        while not generation.done:
+            for delta in await generation.next() or ():
+                job.log.add(answer.delta(delta, None))
+        job.log.add(answer.usage(generation.usage(), {}))
+    finally:
+        generation.close()
+    return Response(b"".join(job.log.events), media_type="text/event-stream")
+
+
+def wanted_events(http: Request) -> int | None:
+    """The number after which events are asked for, -1 for all; None for the response itself. Raises RequestError."""
+    query = http.query_params
+    after = query.get("starting_after")
+    if query.get("stream", "false").lower() not in ("true", "1"):
+        return None
+    if after is not None and not (after.isascii() and after.isdigit() and len(after) < 10):
+        raise RequestError(f"Invalid 'starting_after': '{after[:40]}' is not the number of an event.",
+                           param="starting_after", code="invalid_value")
+    return -1 if after is None else int(after)
+
+
+def find(http: Request, name: str) -> Stored:
+    """A background response of this client. Raises NotFoundError."""
+    api = get_api(http)
+    if api.jobs is not None and name.startswith(_PREFIX):
+        entry = api.jobs.find(get_group(http), _JOB_PREFIX + name.removeprefix(_PREFIX))
+        record = api.jobs.request(entry) if entry is not None else None
+        if entry is not None and record is not None and record.route == ROUTE:
+            fields = parse_bytes(record.body, ResponsesRequest, IGNORED)
+            return Stored(api, api.jobs, entry, fields, api.jobs.job(entry))
+    raise NotFoundError(f"Response with id '{name[:100]}' not found; only responses with 'background': true are kept, "
+                        "by a server with --journal.", param="response_id", code="response_not_found")
+
+
+@dataclass
+class Stored:
+    """One background response."""
+
+    api: Api
+    jobs: Jobs
+    entry: Entry
+    fields: ResponsesRequest
+    job: Job | None
+    """None when it was over before."""
+
+    def response(self) -> Json:
+        """The response object as it is now. Raises RequestError when the server ends."""
+        reply = self._reply()
+        if reply is None:
+            return self._empty("in_progress" if response_id(self.entry) in self.api.live else "queued")
+        if reply.status == 200:
+            last = reply.body[reply.body.rindex(b"\ndata: ") + len(b"\ndata: "):]
+            response: Json = from_json(last)["response"]
+            return response
+        error = from_json(reply.body)["error"]
+        if error["code"] == CANCELLED:
+            return self._empty("cancelled")
+        code = error["code"] or ("server_error" if reply.status >= 500 else "invalid_prompt")
+        return self._empty("failed") | {"error": {"code": code, "message": error["message"]}}
+
+    def _empty(self, status: str) -> Json:
+        model = self.fields.model or next(self.api.names())
+        return empty_response(self.fields, response_id(self.entry), model, int(self.entry.created), status)
+
+    def _reply(self) -> Reply | None:
+        if self.job is None:
+            return self.jobs.answer(self.entry)
+        return self.job.reply.result() if self.job.reply.done() else None
+
+    def stream(self, http: Request, after: int) -> StreamingResponse:
+        """The events after number `after` as they come."""
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(self._events(http, after + 1), media_type="text/event-stream", headers=headers)
+
+    async def _events(self, http: Request, sent: int) -> AsyncIterator[bytes]:
+        while self.job is not None and not self.job.reply.done():
+            log = self.job.log
+            if len(log.events) > sent:
+                yield b"".join(log.events[sent:])
+                sent = len(log.events)
+            elif not await log.changed(self.api.heartbeat_s):
+                yield KEEP_ALIVE
+            if await http.is_disconnected():
+                return
+        try:
+            reply, final = self._reply(), self.response()
+        except RequestError as error:
+            yield named_event({"type": "error", "code": error.code, "message": error.message, "param": None,
+                               "sequence_number": sent})
+            return
+        if reply is not None and reply.status == 200:
+            yield b"".join(event + b"\n\n" for event in reply.body.split(b"\n\n")[sent:-1])
+        else:
+            yield named_event({"type": "response.failed", "response": final, "sequence_number": sent})
+
+    async def cancel(self) -> None:
+        """Stop it, and wait until that is written down."""
+        if self.job is not None:
+            self.job.cancelled.set()
+            await asyncio.shield(self.job.reply)
+
+    def forget(self) -> None:
+        """Stop it, and keep nothing of it."""
+        self.jobs.forget(self.entry)
