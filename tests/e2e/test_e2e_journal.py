@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import select
@@ -18,6 +19,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from openai import OpenAI
 
 from tandem.testing import tiny_model
 
@@ -80,6 +82,8 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
         waiting.start()
         name = post(url, prefer="respond-async").json()["id"]
         wait_until(lambda: httpx.get(f"{url}/v1/status", timeout=10).json()["num_running"] == 2)
+        with asking(url) as client, client.responses.create(input="hi", background=True, stream=True) as stream:
+            begun = [event.model_dump() for event in itertools.islice(stream, 6)]
         kill()
         waiting.join(60)
     with open(journal / "journal", "ab") as file:
@@ -92,6 +96,14 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
         fetched = httpx.get(f"{url}/v1/requests/{name}", timeout=10).json()["response"]
         text = undisturbed.json()["choices"][0]["text"]
         assert again.json()["choices"][0]["text"] == text == fetched["choices"][0]["text"]
+        with asking(url) as client:
+            events = list(client.responses.retrieve(begun[0]["response"]["id"], stream=True))
+        assert [event.model_dump() for event in events[:6]] == begun, "with the same seed, under the same ids"
+        assert events[-1].type in ("response.completed", "response.incomplete")
+
+
+def asking(url: str) -> OpenAI:
+    return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_the_death_of_the_api_alone_costs_a_pause(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.server.cors_origin),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["retry-after", "x-request-id", "idempotent-replayed", "location", *RATE_HEADERS],
         )
