@@ -179,10 +179,15 @@ class LLM:
     def _take(self, one: _Running, message: Output) -> str:
         output = one.output
         tokens = message.tokens[:-1] if message.stop_token else message.tokens
+        piece = ""
+        for used, token in enumerate(tokens, 1):  # where a stop string ends must not depend on how many came at once
+            piece += one.stream.push([token])
+            if one.stream.stopped:
+                tokens = tokens[:used]
+                break
         output.token_ids += tokens
         output.logprobs += message.logprobs[:len(tokens)]
         output.cached_tokens += message.cached_tokens
-        piece = one.stream.push(tokens)
         output.finish_reason = message.finish_reason
         if one.stream.stopped:
             self.engine.abort(message.request_id)

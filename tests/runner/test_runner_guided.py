@@ -74,7 +74,7 @@ def test_a_sequence_may_leave_and_come_back(sampler: Sampler, tokenizer: Tokeniz
 def test_log_probabilities_are_of_what_the_grammar_allows(sampler: Sampler, tokenizer: Tokenizer) -> None:
     params = SamplingParams(temperature=0.0, logprobs=5, structured_outputs=StructuredOutputs(choice=("0", "1")))
     sampler.add("a", params, 0, [1], 1)
-    entry = sampler.sample(logits(1, 1)[0], ["a"]).logprobs()["a"]
+    [entry] = sampler.sample(logits(1, 1)[0], ["a"]).logprobs()["a"]
     assert {token for token, _ in entry.top} == {*tokenizer.encode("0"), *tokenizer.encode("1")}
     assert sum(np.exp(logprob) for _, logprob in entry.top) == pytest.approx(1.0)
 

@@ -105,6 +105,52 @@ def test_random_joins_leaves_and_steps_agree_with_single_sequences(model: Any, s
         }
 
 
+@pytest.mark.parametrize("together", [True, False], ids=["one length", "ragged"])
+def test_drafts_that_are_cut_off_again_leave_no_trace(model: Any, together: bool) -> None:
+    """Rows take up to 4 tokens a step, of which the first few count: their logits are those of one token at a time."""
+    rng = random.Random(4)
+    store, reference = KVStore(model.make_cache, drafts=3), Reference(model)
+    for name, length in zip("abc", (5, 5, 5) if together else (WINDOW - 2, 1, WINDOW + 3), strict=True):
+        prompt = [rng.randrange(VOCAB) for _ in range(length)]
+        store.join(name, prefilled(model, prompt))
+        reference.caches[name] = prefilled(model, prompt)
+    for step in range(25):
+        counts = [4] * 3 if together else [rng.randint(1, 4) for _ in store.ids]
+        width, kept = max(counts), rng.randint(1, 4) if together else 0
+        tokens = [[rng.randrange(VOCAB) for _ in range(width)] for _ in store.ids]
+        before = [store.length(one) for one in store.ids]
+        logits = reference.model(mx.array(tokens), cache=store.batch(counts))
+        for row, (name, count) in enumerate(zip(store.ids, counts, strict=True)):
+            assert store.length(name) == before[row] + count
+            count = kept or rng.randint(1, count)
+            expected = [reference.step([name], [token])[0] for token in tokens[row][:count]]
+            np.testing.assert_allclose(np.array(logits[row, :count]), np.stack(expected), rtol=2e-4, atol=2e-5)
+            store.cut(name, before[row] + count)
+        store.check()
+        if step == 8 and not together:
+            store.leave("a")
+        if step == 12:
+            step_both(store, reference, rng)
+            caches = store.extract("b")
+            store.leave("b")
+            store.join("b", caches)
+
+
+def test_cuts_and_counts_that_no_drafts_explain_are_refused() -> None:
+    store = KVStore(lambda: [KVCache()], drafts=2)
+    cache = KVCache()
+    cache.update_and_fetch(mx.zeros((1, 1, 5, 4)), mx.zeros((1, 1, 5, 4)))
+    store.join("a", [cache])
+    for length in (2, 6):
+        with pytest.raises(ValueError, match="cannot be cut"):
+            store.cut("a", length)
+    for counts in ([4], [0], [1, 1]):
+        with pytest.raises(ValueError, match="at most 2 drafts"):
+            store.batch(counts)
+    with pytest.raises(UnsupportedModel, match="without speculative decoding"):
+        KVStore(lambda: [ArraysCache(1)], drafts=2)
+
+
 def test_rows_of_one_length_agree(model: Any) -> None:
     rng = random.Random(1)
     store, reference = KVStore(model.make_cache), Reference(model)

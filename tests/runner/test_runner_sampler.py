@@ -153,19 +153,19 @@ def test_logprobs_are_for_rows_that_ask() -> None:
     found, tokens = sampled.logprobs(), sampled.tokens.tolist()
     assert set(found) == {"a", "c"}
     log_p = logits[0] - np.log(np.exp(logits[0]).sum())
-    assert found["a"].token == tokens[0]
-    assert found["a"].logprob == pytest.approx(log_p[tokens[0]], abs=1e-5)
-    assert [token for token, _ in found["a"].top] == list(np.argsort(-log_p)[:3])
-    assert [p for _, p in found["a"].top] == pytest.approx(sorted(log_p)[::-1][:3], abs=1e-5)
-    assert found["c"].token == 7
-    assert found["c"].logprob == pytest.approx(0.0, abs=1e-5)
-    assert found["c"].top == []
+    assert found["a"][0].token == tokens[0]
+    assert found["a"][0].logprob == pytest.approx(log_p[tokens[0]], abs=1e-5)
+    assert [token for token, _ in found["a"][0].top] == list(np.argsort(-log_p)[:3])
+    assert [p for _, p in found["a"][0].top] == pytest.approx(sorted(log_p)[::-1][:3], abs=1e-5)
+    assert found["c"][0].token == 7
+    assert found["c"][0].logprob == pytest.approx(0.0, abs=1e-5)
+    assert found["c"][0].top == []
 
 
 def test_banned_tokens_do_not_show_up_in_logprobs() -> None:
     sampler = Sampler(4, (EOS,))
     sampler.add("a", SamplingParams(temperature=0.0, logprobs=9, min_tokens=2), 0, [1], 1)
-    top = sampler.sample(mx.array([[1.0, 2.0, 3.0, 4.0]]), ["a"]).logprobs()["a"].top
+    top = sampler.sample(mx.array([[1.0, 2.0, 3.0, 4.0]]), ["a"]).logprobs()["a"][0].top
     assert [token for token, _ in top] == [2, 1, 0]
 
 

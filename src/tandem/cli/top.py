@@ -92,15 +92,17 @@ def picture(url: str, before: Look, now: Look) -> RenderableType:
 def _head(url: str, before: Look, now: Look) -> RenderableType:
     health, status = now.health, now.status
     state = str(health["status"])
-    prefixes = status.get("engine") or {}
+    engine = status.get("engine") or {}
     line = Text.assemble((f"{status.get('model', '')} ", "bold"), (state, _COLOURS.get(state, "red")),
                          f" at {url}  up {_duration(status.get('uptime_seconds', 0))}  "
                          f"restarts {health.get('restarts', 0)}")
-    hits, asked = prefixes.get("prefix_hits", 0), prefixes.get("prefix_queries", 0)
+    hits, asked = engine.get("prefix_hits", 0), engine.get("prefix_queries", 0)
     counts = (f"tokens/s {_rate(before, now, 'tandem_generation_tokens_total')} out, "
               f"{_rate(before, now, 'tandem_prompt_tokens_total')} in   TTFT {_mean(before, now)}   "
               f"running {status.get('num_running', 0)}   waiting {status.get('num_waiting', 0)}   "
               f"prefix hits {hits}/{asked}")
+    if drafts := engine.get("draft_tokens", 0):
+        counts += f"   drafts accepted {engine.get('accepted_tokens', 0)}/{drafts}"
     detail = Text(str(health.get("detail") or ""), "yellow")
     return Group(line, Text(counts), *([detail] if detail else []))
 

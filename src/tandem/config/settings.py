@@ -127,6 +127,24 @@ class SchedulerSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SpeculationSettings:
+    """Speculative decoding: several tokens of a sequence in one step, where they could be guessed."""
+
+    speculative_method: Literal["none", "ngram"] = "none"
+    """How tokens are guessed. ngram: what followed earlier in the same prompt and answer. Answers stay what they are
+    without it, and where it does not pay it stops by itself (docs/speculation.md)."""
+    num_speculative_tokens: int = 5
+    """Most tokens that are guessed for a sequence at once."""
+    prompt_lookup_max: int = 5
+    """Most tokens that are compared to find the best earlier place to copy from."""
+    prompt_lookup_min: int = 2
+    """Fewest last tokens that must stand before a place to copy from."""
+    speculative_config: str | None = None
+    """The same as JSON in vLLM's words, such as '{"method": "ngram", "num_speculative_tokens": 5}'. What it names
+    replaces the options above."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ServerSettings:
     """The HTTP address and who may use it."""
 
@@ -195,5 +213,6 @@ class Settings:
     model: ModelSettings = field(default_factory=ModelSettings)
     parallel: ParallelSettings = field(default_factory=ParallelSettings)
     scheduler: SchedulerSettings = field(default_factory=SchedulerSettings)
+    speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     process: ProcessSettings = field(default_factory=ProcessSettings)

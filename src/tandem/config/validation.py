@@ -12,6 +12,7 @@ from typing import Any
 from tandem.config.keys import MOST, ClientLimits, read_key_file
 from tandem.config.options import by_name, options
 from tandem.config.settings import ParallelSettings, Settings
+from tandem.config.speculation import MOST_DRAFTS, MOST_LOOKUP, with_speculative_config
 from tandem.errors import ConfigError
 
 Label = Callable[[str], str]
@@ -43,6 +44,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "start_timeout": _POSITIVE,
     "rejoin_timeout": _POSITIVE,
     "max_restarts": (0, math.inf),
+    "num_speculative_tokens": (1, MOST_DRAFTS),
+    "prompt_lookup_max": (1, MOST_LOOKUP),
+    "prompt_lookup_min": (1, MOST_LOOKUP),
     "port": (0, 65535),
     "max_body_mb": _POSITIVE,
     "default_max_tokens": _AT_LEAST_ONE,
@@ -71,6 +75,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
             _check_item(option.name, item, label)
     _check_layer_split(settings, label)
     _check_launcher(settings.parallel, label)
+    _check_speculation(settings, label)
     warnings = _check_keys(settings, label)
     if settings.model.trust_remote_code:
         warnings.append(f"{label('trust_remote_code')}: Python code that comes with the model will run on this machine")
@@ -151,6 +156,18 @@ def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
         if getattr(parallel, name) is not None and launcher != taker:
             raise ConfigError(f"{label(name)}: is for {label('launcher')} {taker}, not {launcher}; leave one out",
                               param=name)
+
+
+def _check_speculation(settings: Settings, label: Label) -> None:
+    """The JSON form of these settings, and that the least is not more than the most."""
+    chosen = with_speculative_config(settings.speculation, label("speculative_config"))
+    if settings.speculation.speculative_config is not None:
+        for name in ("num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"):
+            _check_item(name, getattr(chosen, name), lambda name: f"{label('speculative_config')} {name}")
+    if chosen.prompt_lookup_min > chosen.prompt_lookup_max:
+        raise ConfigError(f"{label('prompt_lookup_min')}: {chosen.prompt_lookup_min} is more than the "
+                          f"{chosen.prompt_lookup_max} of {label('prompt_lookup_max')}; lower it",
+                          param="prompt_lookup_min")
 
 
 def _check_keys(settings: Settings, label: Label) -> list[str]:

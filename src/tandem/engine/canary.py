@@ -80,7 +80,7 @@ def tolerance(layout: Layout, ready: list[Ready]) -> float:
 
 def _limits(limits: Limits, lanes: int, chunk: int) -> Limits:
     return replace(limits, lanes=lanes, prefill_chunk=chunk, max_batch_size=2 * lanes, prefix_tokens=0,
-                   max_queue=2 * lanes, max_queue_tokens=limits.kv_tokens * 2 * lanes)
+                   speculation=None, max_queue=2 * lanes, max_queue_tokens=limits.kv_tokens * 2 * lanes)
 
 
 def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 from tandem.cache.budget import kv_capacity
 from tandem.config.settings import Settings
+from tandem.config.speculation import with_speculative_config
 from tandem.engine.canary import REPEAT_S, send_canary
 from tandem.engine.drain_rate import DrainRate
 from tandem.engine.fallback import fallback
@@ -24,6 +25,7 @@ from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import EngineMessage, EngineStatus, Output, RankInfo, Ready, Refused, Stepped
 from tandem.protocol.request import EngineRequest
 from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.scheduler.speculation import SpeculationCounts, SpeculationLimits
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +136,15 @@ class Engine:
             prefix_trimmable=all(ready.trimmable for ready in self._ready),
             lanes=layout.lanes, max_batch_size=chosen.max_batch_size, prefill_chunk=chunk, kv_tokens=kv_tokens,
             max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
-            eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size)
+            eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
+            speculation=self._speculation())
+
+    def _speculation(self) -> SpeculationLimits | None:
+        chosen = with_speculative_config(self.settings.speculation)
+        if chosen.speculative_method == "none":
+            return None
+        return SpeculationLimits(drafts=chosen.num_speculative_tokens, shortest=chosen.prompt_lookup_min,
+                                 longest=chosen.prompt_lookup_max)
 
     def _kv_tokens(self) -> int:
         """What the tightest host has room for, or what the settings say if that is less."""
@@ -223,7 +233,8 @@ class Engine:
         self._latest[rank] = report
         if report.result is None or self._scheduler is None:
             return []
-        messages = self._scheduler.update(report.result)
+        messages = self._scheduler.update(report.result, time.monotonic())
+        self.metrics.speculated(self._scheduler.speculation.counts)
         if messages:
             self._failures_in_a_row = 0
         for message in messages:
@@ -356,6 +367,7 @@ class Engine:
         self.metrics.waiting.set(queued)
         self.metrics.kv_used.set(used)
         self.metrics.preemptions.set(scheduler.preemptions if scheduler else 0)
+        counts = scheduler.speculation.counts if scheduler else SpeculationCounts()
         return EngineStatus(
             query_id=0, state=self.state, detail=self.detail, model=layout.served_name, source=str(layout.files.path),
             max_context=min(layout.max_context, scheduler.limits.kv_tokens) if scheduler else layout.max_context,
@@ -365,6 +377,7 @@ class Engine:
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0, load_s=self._load_s, degraded=self.degraded,
             stages=layout.ranks[0].stages, lanes=layout.lanes, generated_tokens=self.metrics.generated,
+            draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
             hidden_size=layout.description.hidden_size, pooling=layout.pooling,
             generates=layout.description.generates, ttft_s=self.metrics.recent_ttft_s,
             ranks=[self._rank_info(ready) for ready in self._ready])

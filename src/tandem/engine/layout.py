@@ -9,6 +9,7 @@ from functools import partial
 from msgspec import structs
 
 from tandem.config.settings import ParallelSettings, Settings
+from tandem.config.speculation import with_speculative_config
 from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, told_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
 from tandem.executors.base import Executor, StageSpec
@@ -68,6 +69,8 @@ def plan_layout(settings: Settings) -> Layout:
             raise ConfigError(f"--max-context {model.max_context}: the model was made for {context}; choose at most "
                               "that", param="max_context")
         context = model.max_context
+    speculation = with_speculative_config(settings.speculation)
+    drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
     specs = [
         StageSpec(
             model_path=str(files.path), model_name=model.served_name or files.name, rank=sum(sizes[:stage]) + part,
@@ -76,7 +79,7 @@ def plan_layout(settings: Settings) -> Layout:
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
             backend=parallel.backend, blas=parallel.blas, log_level=settings.process.log_level,
-            weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code)
+            weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts)
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
     return Layout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling))
 

@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tandem.protocol.control import Stepped
+from tandem.scheduler.speculation import SpeculationCounts
 
 LATENCY_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
@@ -52,6 +53,9 @@ class EngineMetrics:
         self.refused = counter("request_refused", "Requests refused or failed.", "status")
         self.aborted = counter("request_aborted", "Requests ended by the client.")
         self.preemptions = gauge("num_preemptions_total", "Sequences put back into the queue for want of KV memory.")
+        self.spec_drafts = gauge("spec_decode_num_drafts_total", "Times that a sequence's tokens were guessed.")
+        self.spec_draft_tokens = gauge("spec_decode_num_draft_tokens_total", "Tokens that were guessed.")
+        self.spec_accepted = gauge("spec_decode_num_accepted_tokens_total", "Guessed tokens that became output.")
         self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
         self.failures = counter("gang_failures", "Failures of a gang of ranks by what was found.", "cause")
         self.recovery_seconds = histogram("gang_recovery_seconds", "From a failure noticed to ranks that are ready.")
@@ -59,6 +63,12 @@ class EngineMetrics:
         self.load_seconds = gauge("gang_load_seconds", "What the last start of the ranks took, loading included.")
         self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.",
                               "rank")
+
+    def speculated(self, counts: SpeculationCounts) -> None:
+        """What speculative decoding has tried so far."""
+        self.spec_drafts.set(counts.drafts)
+        self.spec_draft_tokens.set(counts.draft_tokens)
+        self.spec_accepted.set(counts.accepted_tokens)
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
         """A request was queued."""

@@ -77,7 +77,7 @@ def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: S
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
         vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
     return Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
-                  group=group, samples=spec.samples, vocabulary=vocabulary)
+                  group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts)
 
 
 def ready_message(spec: StageSpec, stage: StageModel) -> Ready:

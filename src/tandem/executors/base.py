@@ -40,6 +40,8 @@ class StageSpec(Struct, frozen=True, kw_only=True):
     """`head`: from the engine's machine; `model_path` is a directory there."""
     hub: str = ""
     """Repository and commit (org/name@commit) from which the weights that are not here can be downloaded."""
+    drafts: int = 0
+    """Most drafts of a sequence in one step; 0 without speculative decoding."""
     trust_remote_code: bool = False
     """Let the tokenizer, which grammars need, run Python code that comes with the model."""
 

@@ -33,7 +33,9 @@ class Workload:
         if plan.decode:
             for request_id in plan.decode:
                 lengths[request_id] = lengths.get(request_id, 0) + 1
-            work += PASS + len(plan.decode) + sum(lengths[one] for one in plan.decode) / CONTEXT
+            if plan.spec_decode_plan is not None:
+                lengths.update((row.request_id, row.length + 1) for row in plan.spec_decode_plan.rows)
+            work += PASS + len(plan.decode) * plan.width + sum(lengths[one] for one in plan.decode) / CONTEXT
         for op in plan.prefill:
             work += PASS + op.count * (1 + (op.start + op.count / 2) / CONTEXT)
         return work

@@ -140,6 +140,10 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """How prompts are pooled; None where the model asks for something else."""
     generates: bool = True
     """The model has an output projection; without one it only embeds."""
+    draft_tokens: int = 0
+    """Tokens that speculative decoding has tried."""
+    accepted_tokens: int = 0
+    """Those of them that became output."""
 
 
 class MetricsText(Struct, frozen=True, tag=True):

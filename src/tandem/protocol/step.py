@@ -8,7 +8,7 @@ stop condition, never leaves a sequence out by itself and never joins one: it do
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
@@ -59,6 +59,33 @@ class MoveOp(Struct, frozen=True, array_like=True):
     target: int
 
 
+class SpecDecodeRow(Struct, frozen=True, array_like=True):
+    """What one sequence of the lane decodes from, all of it said: nothing is taken from what the rank holds."""
+
+    request_id: str
+    length: int
+    """Positions of its KV that count. What lies behind them came from drafts that were not accepted: ranks cut the
+    row to it before they check the fingerprint."""
+    tokens: list[int] = []
+    """The last token of the sequence, then the drafts that may follow it. Empty for a sequence that is cut only."""
+
+
+class SpecDecodePlan(Struct, frozen=True, array_like=True):
+    """Decode several positions of a sequence at once: a token is sampled after each of its row's tokens."""
+
+    rows: list[SpecDecodeRow]
+    """One for each of `StepPlan.decode`, and any that are only cut, in any order."""
+
+    def positions(self) -> dict[str, int]:
+        """By request id: how many positions are computed."""
+        return {row.request_id: len(row.tokens) for row in self.rows}
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that are tried out."""
+        return sum(max(len(row.tokens) - 1, 0) for row in self.rows)
+
+
 class StepPlan(Struct, frozen=True, array_like=True):
     """One step of one lane. Operations apply in the order of the fields."""
 
@@ -84,16 +111,21 @@ class StepPlan(Struct, frozen=True, array_like=True):
     """64-bit seed of each inserted sequence."""
     fingerprint: str = ""
     """`batch_fingerprint` of the batch that must be there once removes and inserts are done."""
-    spec_decode_plan: None = None
-    """Reserved for speculative decoding."""
+    spec_decode_plan: SpecDecodePlan | None = None
+    """What `decode` computes, where that is more than one token after the one that the rank holds."""
     pause: bool = False
     """The lane's decoding sequences wait in this step, and `decode` is empty."""
     digest: bool = False
     """Report what went into this rank's layers and what came out (`RankStep.digest`); for the canary."""
 
     def sampled(self) -> list[str]:
-        """Ids that get a token in this step, in the order of `StepResult.tokens`."""
-        return [*self.decode, *(op.request_id for op in self.prefill if op.last and op.pooling is None)]
+        """Ids that get a token in this step, in the order of `StepResult.tokens`: one with drafts stands there once
+        for each of its positions."""
+        decode = self.decode
+        if self.spec_decode_plan is not None:
+            positions = self.spec_decode_plan.positions()
+            decode = [one for one in decode for _ in range(positions[one])]
+        return [*decode, *(op.request_id for op in self.prefill if op.last and op.pooling is None)]
 
     def pooled(self) -> list[str]:
         """Ids whose prompts end in this step with a pooled hidden state."""
@@ -101,8 +133,31 @@ class StepPlan(Struct, frozen=True, array_like=True):
 
     def shapes(self) -> list[tuple[int, int]]:
         """(rows, positions) of each forward pass of the step, in order: every stage runs the same ones."""
-        decode = [(len(self.decode), 1)] if self.decode else []
+        decode = [(len(self.decode), self.width)] if self.decode else []
         return decode + [(1, op.count) for op in self.prefill]
+
+    @property
+    def width(self) -> int:
+        """Positions that the decode computes of each sequence; those with fewer tokens are filled up."""
+        if self.spec_decode_plan is None:
+            return 1
+        return max((len(row.tokens) for row in self.spec_decode_plan.rows), default=1)
+
+    @property
+    def hands_out(self) -> bool:
+        """What is sampled goes to whoever feeds on it, so that the lane's next plan need not name tokens.
+
+        Not so with drafts, since which of the tokens count is decided where the result is read.
+        """
+        return self.spec_decode_plan is None or not self.spec_decode_plan.drafts
+
+
+def accepted(tokens: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many of a row's drafts, `tokens[1:]`, are what was sampled in their places. So `sampled[:accepted + 1]` is
+    the sequence's output: what it would have been one token at a time."""
+    drafts = tokens[1:]
+    return next((i for i, (mine, theirs) in enumerate(zip(drafts, sampled, strict=False)) if mine != theirs),
+                min(len(drafts), len(sampled)))
 
 
 class StepResult(Struct, frozen=True, array_like=True):
@@ -112,8 +167,8 @@ class StepResult(Struct, frozen=True, array_like=True):
     lane: int
     tokens: list[int] = []
     """In the order of `StepPlan.sampled()`; a negative one says why there is none."""
-    logprobs: dict[str, TokenLogprob] = {}
-    """Only for sequences that asked."""
+    logprobs: dict[str, list[TokenLogprob]] = {}
+    """Only for sequences that asked: one for each of their tokens."""
     vectors: dict[str, bytes] = {}
     """Pooled hidden states of `StepPlan.pooled()`, float32 in little-endian order; empty for one that is not finite."""
 

@@ -4,8 +4,10 @@ Keys and values are arrays [rows_cap, kv_heads, len_cap, head_dim]. Each is owne
 donates it to the write of the next step; a second live reference would copy the whole arena at every step
 (docs/adr/0002-kv-store.md). Hence: nobody keeps what `update_and_fetch` returned beyond the forward pass.
 
-With a sliding window the row is a ring: the token at position p lies in slot p mod window. Attention does not care
-for the order of keys, whose positions are rotated into them, so that nothing is ever rolled.
+With a sliding window the row is a ring: the token at position p lies in slot p mod ring. Attention does not care for
+the order of keys, whose positions are rotated into them, so that nothing is ever rolled. The ring is as long as the
+window, and longer by the most drafts that a row may have: what drafts overwrite is not needed again when they are not
+accepted. Cutting a row is not the arena's business: what lies beyond a row's length is masked, then overwritten.
 """
 
 from __future__ import annotations
@@ -25,9 +27,10 @@ GROWTH = 256
 class ArenaLayer:
     """Rows of one attention layer; it is itself the cache that mlx-lm's model code sees."""
 
-    def __init__(self, window: int = 0) -> None:
-        """`window`: positions that a sliding-window layer keeps; 0 keeps them all."""
+    def __init__(self, window: int = 0, drafts: int = 0) -> None:
+        """`window`: positions that a sliding-window layer keeps, 0 for all; `drafts`: most drafts in a row."""
         self._window = window
+        self._ring = window + drafts if window else 0
         self._parts: list[mx.array] = []
         """Keys and values; empty while there are no rows."""
         self._rows = 0
@@ -42,43 +45,46 @@ class ArenaLayer:
         return self._now().offset
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Write one token a row, keys and values [rows, kv_heads, 1, head_dim]; return all of them up to the longest.
+        """Write the step's tokens, keys and values [rows, kv_heads, width, head_dim]; return all up to the longest.
 
         Returns [rows, kv_heads, positions, head_dim] views of the arena. Raises RuntimeError outside a step.
         """
         step = self._now()
-        if self._written or keys.shape[0] != self._rows or keys.shape[2] != 1:
-            raise RuntimeError(f"decode step of {self._rows} rows got keys {keys.shape} or a second write")
+        if self._written or keys.shape[0] != self._rows or keys.shape[2] != step.width:
+            raise RuntimeError(f"decode step of {self._rows} x {step.width} got keys {keys.shape} or a second write")
         self._written = True
-        used = self._used(step.longest + 1)
-        self._resize(self._rows_cap, max(self._len_cap, _round_up(used, self._window)))
+        used = self._used(step.longest + step.width)
+        self._resize(self._rows_cap, max(self._len_cap, self._round_up(used)))
+        start = step.longest % self._ring if self._ring else step.longest
+        together = step.aligned and not (self._ring and start + step.width > self._ring)
         for part, new in zip(self._parts, (keys, values), strict=True):
-            if step.aligned:
-                slot = step.longest % self._window if self._window else step.longest
-                part[: self._rows, :, slot : slot + 1] = new
+            if together:
+                part[: self._rows, :, start : start + step.width] = new
+            elif step.width == 1:
+                part[step.rows, :, step.slots(self._ring)[:, 0]] = new[:, :, 0]
             else:
-                part[step.rows, :, step.slots(self._window)] = new[:, :, 0]
+                part[step.rows[:, None], :, step.slots(self._ring)] = new.swapaxes(1, 2)
         all_keys, all_values = (part[: self._rows, :, :used] for part in self._parts)
         return all_keys, all_values
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
-    ) -> mx.array | None:  # the parameters are mlx-lm's
-        """Bool [rows, 1, 1, positions], true where a row may attend; None when every row may attend to everything."""
+    ) -> mx.array | str | None:  # the parameters are mlx-lm's
+        """Bool [rows, 1, width, positions], true where a position may attend; "causal" where that says it, and None
+        when every row may attend to everything."""
         step = self._now()
         span = window_size or self._window
-        used = self._used(step.longest + 1)
-        wrapped = bool(self._window) and min(step.lengths) + 1 >= self._window
-        if (step.aligned or wrapped) and (not span or span >= used):
-            return None
-        slots = mx.arange(used, dtype=mx.int32)[None]
-        age = step.positions[:, None] - slots
-        if self._window:
-            age = age % self._window
-        mask = (age >= 0) & (age <= step.positions[:, None])
+        used = self._used(step.longest + N)
+        wrapped = N == 1 and 0 < self._window == self._ring <= min(step.lengths) + 1
+        if (step.aligned or wrapped) and (not span or span >= used) and (N == 1 or not return_array):
+            return None if N == 1 else "causal"
+        age = step.queries[:, :, None] - mx.arange(used, dtype=mx.int32)
+        if self._ring:
+            age = age % self._ring
+        mask = (age >= 0) & (age <= step.queries[:, :, None])
         if span:
             mask = mask & (age < span)
-        return mask[:, None, None, :]
+        return mask[:, None]
 
     # ---- what the store calls
 
@@ -96,16 +102,17 @@ class ArenaLayer:
         """Append a row: copies one sequence, touches no other row."""
         new = _in_order(cache, self._window)
         held = new[0].shape[2]
-        capacity = max(self._len_cap, _round_up(held + 1, self._window))
+        capacity = max(self._len_cap, self._round_up(self._used(length + 1)))
         if not self._parts:
             self._parts = [mx.zeros((1, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
         self._resize(max(self._rows_cap, self._grown(self._rows + 1)), capacity)
         row, self._rows = self._rows, self._rows + 1
-        start = length % self._window if self._window and held == self._window else 0
+        start = (length - held) % self._ring if self._ring else 0
+        ends = min(held, (self._ring or capacity) - start)  # what fits before the ring begins anew
         for mine, part in zip(self._parts, new, strict=True):
-            mine[row : row + 1, :, start:held] = part[:, :, : held - start]
-            if start:
-                mine[row : row + 1, :, :start] = part[:, :, held - start :]
+            mine[row : row + 1, :, start : start + ends] = part[:, :, :ends]
+            if ends < held:
+                mine[row : row + 1, :, : held - ends] = part[:, :, ends:]
 
     def last_row(self, length: int) -> Sequence[mx.array]:
         """Copies of the last row. A gather and not a slice, which would be a second reference to the arena."""
@@ -125,7 +132,7 @@ class ArenaLayer:
         if not self._rows:
             return
         rows = self._rows_cap if self._rows * 3 > self._rows_cap else self._rows + self._rows // 2
-        want = _round_up(self._used(longest + 1), self._window)
+        want = self._round_up(self._used(longest + 1))
         self._resize(rows, want if want * 2 <= self._len_cap else self._len_cap)
 
     def begin(self, step: RowStep) -> None:
@@ -136,14 +143,15 @@ class ArenaLayer:
 
     def extract(self, row: int, length: int) -> KVCache | RotatingKVCache:
         """A single sequence's cache with a copy of the row (lazy: evaluate before the next step)."""
-        held = self._used(length)
-        keys, values = self._gathered(row, held)
+        keys, values = self._gathered(row, self._used(length))
         if not self._window:
             plain = KVCache()
             plain.state = (keys, values, length)
             return plain
+        held = min(length, self._window)
         if length > held:
-            keys, values = (_rolled(part, length % self._window) for part in (keys, values))
+            order = mx.arange(length - held, length, dtype=mx.int32) % self._ring
+            keys, values = (mx.take(part, order, axis=2) for part in (keys, values))
         ring = RotatingKVCache(max_size=self._window)
         ring.state = (keys, values, length, 0, self._window, held)
         return ring
@@ -165,7 +173,11 @@ class ArenaLayer:
         return self._step
 
     def _used(self, length: int) -> int:
-        return min(length, self._window) if self._window else length
+        return min(length, self._ring) if self._ring else length
+
+    def _round_up(self, length: int) -> int:
+        rounded = -(-length // GROWTH) * GROWTH
+        return min(rounded, self._ring) if self._ring else rounded
 
     @property
     def _rows_cap(self) -> int:
@@ -188,11 +200,6 @@ class ArenaLayer:
         """Lazy copies [1, kv_heads, positions, head_dim] of one row. Whole rows are gathered five times as fast."""
         at = mx.array([row], dtype=mx.int32)
         return [mx.take(part, at, axis=0)[:, :, :positions] for part in self._parts]
-
-
-def _round_up(length: int, window: int) -> int:
-    rounded = -(-length // GROWTH) * GROWTH
-    return min(rounded, window) if window else rounded
 
 
 def _resized(old: mx.array, rows: int, rows_cap: int, len_cap: int) -> mx.array:

@@ -23,7 +23,9 @@ class RowStep:
     """One decode step over all rows: where each row writes. Shared by the layers, so that nothing is built twice."""
 
     lengths: tuple[int, ...]
-    """Tokens in each row's cache before the step, which is also the position of the token that is being written."""
+    """Tokens in each row's cache before the step, which is also the position of the first token that is written."""
+    width: int = 1
+    """Tokens that are written in each row, one behind the other."""
     _slots: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
@@ -51,11 +53,16 @@ class RowStep:
         """Rotary offset, in the cheapest form that the rows allow."""
         return self.lengths[0] if self.aligned else self.positions
 
-    def slots(self, window: int) -> mx.array:
-        """int32 [rows]: where each row writes in a ring of `window` positions (0: no ring)."""
-        if window not in self._slots:
-            self._slots[window] = self.positions % window if window else self.positions
-        return self._slots[window]
+    @cached_property
+    def queries(self) -> mx.array:
+        """int32 [rows, width]: positions of the tokens that are written."""
+        return self.positions[:, None] + mx.arange(self.width, dtype=mx.int32)
+
+    def slots(self, ring: int) -> mx.array:
+        """int32 [rows, width]: where each row writes in a ring of `ring` positions (0: no ring)."""
+        if ring not in self._slots:
+            self._slots[ring] = self.queries % ring if ring else self.queries
+        return self._slots[ring]
 
 
 class LayerStore(Protocol):
@@ -79,7 +86,7 @@ class LayerStore(Protocol):
         """Drop `row`; the last row takes its place."""
 
     def begin(self, step: RowStep) -> None:
-        """The next forward pass writes one token a row, as `step` says."""
+        """The next forward pass writes what `step` says."""
 
     def extract(self, row: int, length: int) -> Any:
         """A single sequence's cache with a copy of the row, as lazy arrays."""

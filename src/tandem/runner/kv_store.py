@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from tandem.errors import UnsupportedModel
 from tandem.runner.kv_arena import ArenaLayer
 from tandem.runner.kv_layers import LayerStore, MergedLayer, RowStep, require_batchable
 
@@ -23,12 +24,14 @@ from tandem.runner.kv_layers import LayerStore, MergedLayer, RowStep, require_ba
 class KVStore:
     """KV of the decoding sequences of one lane, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
 
-    def __init__(self, make_caches: Callable[[], list[Any]]) -> None:
-        """`make_caches` returns fresh single-sequence mlx-lm caches, one a layer (StageModel.make_caches).
+    def __init__(self, make_caches: Callable[[], list[Any]], drafts: int = 0) -> None:
+        """`make_caches` returns fresh single-sequence mlx-lm caches, one a layer (StageModel.make_caches); `drafts` is
+        the most drafts of a sequence in one step.
 
-        Raises UnsupportedModel when a layer's cache kind cannot be batched.
+        Raises UnsupportedModel when a layer's cache kind cannot be batched, or not be cut although there are drafts.
         """
-        self._layers: list[LayerStore] = [_layer_store(cache) for cache in make_caches()]
+        self._layers: list[LayerStore] = [_layer_store(cache, drafts) for cache in make_caches()]
+        self._drafts = drafts
         self._ids: list[str] = []
         self._rows: dict[str, int] = {}
         self._lengths: list[int] = []
@@ -87,18 +90,34 @@ class KVStore:
             if isinstance(layer, ArenaLayer) and self._lengths:
                 layer.fit(max(self._lengths))
 
-    def batch(self) -> list[Any]:
-        """Begin a decode step over all rows and return one cache a layer, for StageModel.forward on [rows, 1].
+    def batch(self, counts: Sequence[int] | None = None) -> list[Any]:
+        """Begin a decode step over all rows and return one cache a layer, for StageModel.forward on [rows, width].
 
-        From here on each row counts one token more. The forward pass must be built before the next call.
+        `counts` says how many tokens each row takes, by default one; the width is the largest of them. Rows with fewer
+        are filled up with tokens that do not count. From here on each row counts its tokens more. The forward pass must
+        be built before the next call. Raises ValueError for counts that do not fit.
         """
         if not self._ids:
             raise ValueError("a decode step over an empty KV store")
-        step = RowStep(tuple(self._lengths))
+        counts = [1] * len(self._ids) if counts is None else counts
+        if len(counts) != len(self._ids) or not 1 <= min(counts) <= max(counts) <= 1 + self._drafts:
+            raise ValueError(f"{list(counts)} tokens for {len(self._ids)} rows with at most {self._drafts} drafts")
+        step = RowStep(tuple(self._lengths), max(counts))
         for layer in self._layers:
             layer.begin(step)
-        self._lengths = [length + 1 for length in self._lengths]
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
         return [layer.cache for layer in self._layers]
+
+    def cut(self, request_id: str, length: int) -> None:
+        """Let only the first `length` tokens of a row count; the others came from the last steps' drafts.
+
+        KeyError if unknown; raises ValueError for more tokens than there are, or for a cut that no drafts explain.
+        """
+        row = self._rows[request_id]
+        if not max(self._lengths[row] - self._drafts, 1) <= length <= self._lengths[row]:
+            raise ValueError(f"a row of {self._lengths[row]} tokens with at most {self._drafts} drafts cannot be cut "
+                             f"to {length}")
+        self._lengths[row] = length
 
     def extract(self, request_id: str) -> list[Any]:
         """Single-sequence caches with evaluated copies of a row, as `join` takes them. KeyError if unknown."""
@@ -117,13 +136,16 @@ class KVStore:
             layer.check(self._lengths)
 
 
-def _layer_store(cache: Any) -> LayerStore:
+def _layer_store(cache: Any, drafts: int) -> LayerStore:
     """The store for a layer whose single-sequence cache is of this kind. Exact types: subclasses may differ."""
     if type(cache) is KVCache:
         return ArenaLayer()
     if type(cache) is RotatingKVCache and not cache.keep:
-        return ArenaLayer(window=cache.max_size)
+        return ArenaLayer(window=cache.max_size, drafts=drafts)
     require_batchable(cache)
+    if drafts:
+        raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "
+                               "accepted: serve this model without speculative decoding")
     return MergedLayer(type(cache).__name__)
 
 

@@ -23,23 +23,39 @@ class Held:
 class LaneBatch:
     """Follows plans to the letter and checks that it ends where the engine thinks it does."""
 
-    def __init__(self, make_caches: Callable[[], list[Any]], prefixes: PrefixStore) -> None:
-        """`prefixes` is shared by all lanes of the rank."""
+    def __init__(self, make_caches: Callable[[], list[Any]], prefixes: PrefixStore, drafts: int = 0) -> None:
+        """`prefixes` is shared by all lanes of the rank; `drafts` is the most drafts of a sequence in one step."""
         self._make_caches = make_caches
         self._prefixes = prefixes
         self.held: dict[str, Held] = {}
-        self.store = KVStore(make_caches)
+        self.store = KVStore(make_caches, drafts)
 
     def apply(self, plan: StepPlan) -> None:
-        """Inserts, restores, then the fingerprint. Raises BatchDesync before anything is computed."""
+        """Inserts, restores, cuts, then the fingerprint. Raises BatchDesync before anything is computed."""
         for insert in plan.inserts:
             self.held[insert.request_id] = Held(insert, self._make_caches())
         for op in plan.restores:
             self.held[op.request_id].caches = self._prefixes.restore(op.key, op.length)
+        if plan.spec_decode_plan is not None:
+            self._cut(plan)
         mine = batch_fingerprint(self.lengths())
         if mine != plan.fingerprint or (not plan.pause and set(self.store.ids) != set(plan.decode)):
             raise BatchDesync(f"BATCH DESYNC DETECTED: Fingerprint mismatch at step {plan.step_id}: local={mine}, "
                               f"plan={plan.fingerprint}, local_requests={list(self.lengths())}, decode={plan.decode}")
+
+    def _cut(self, plan: StepPlan) -> None:
+        """Take back what was computed from drafts that were not accepted."""
+        rows = {} if plan.spec_decode_plan is None else {row.request_id: row for row in plan.spec_decode_plan.rows}
+        for request_id, row in rows.items():
+            if request_id not in self.store:
+                raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to be cut to {row.length} positions in step "
+                                  f"{plan.step_id}, and does not decode here")
+            try:
+                self.store.cut(request_id, row.length)
+            except ValueError as error:
+                raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} in step {plan.step_id}: {error}") from error
+        if any(one not in rows or not rows[one].tokens for one in plan.decode):
+            raise BatchDesync(f"BATCH DESYNC DETECTED: step {plan.step_id} does not say what {plan.decode} decode from")
 
     def remove(self, request_id: str) -> None:
         """Drop a sequence and its KV. Raises BatchDesync if it is not there."""

@@ -14,7 +14,7 @@ from tandem.comm.group import StageGroup
 from tandem.guided.vocabulary import Vocabulary
 from tandem.models.stage import StageModel
 from tandem.protocol.request import TokenLogprob
-from tandem.protocol.step import PrefillOp, StepPlan, StepResult
+from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, Link, TokenInbox
@@ -35,7 +35,7 @@ class PendingStep:
     kv_bytes: int = 0
     prefix_bytes: int = 0
     ids: list[str] = field(default_factory=list)
-    """Sampled sequences, in the order of `parts`."""
+    """Sampled sequences, in the order of `parts`; once for each of their positions."""
     parts: list[Sampled] = field(default_factory=list)
     tokens: list[mx.array] = field(default_factory=list)
     """int32, one array for each part."""
@@ -56,11 +56,13 @@ class PendingStep:
         values: Any = self.outcome.tolist()
         if not self.parts:
             return result
-        chosen: dict[str, int] = dict(zip(self.ids, values, strict=True))
-        logprobs: dict[str, TokenLogprob] = {}
+        chosen: dict[str, list[int]] = {}
+        for request_id, token in zip(self.ids, values, strict=True):
+            chosen.setdefault(request_id, []).append(token)
+        logprobs: dict[str, list[TokenLogprob]] = {}
         for part in self.parts:
             logprobs.update(part.logprobs())
-        order = [chosen[request_id] for request_id in self.plan.sampled()]
+        order = [token for request_id in dict.fromkeys(self.plan.sampled()) for token in chosen[request_id]]
         return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors)
 
     def digest(self) -> tuple[int, int] | None:
@@ -75,15 +77,17 @@ class Runner:
 
     def __init__(self, stage: StageModel, *, lanes: int, vocab_size: int, eos_token_ids: tuple[int, ...],
                  link: Link | None = None, group: StageGroup | None = None, samples: bool = True,
-                 vocabulary: Vocabulary | None = None) -> None:
+                 vocabulary: Vocabulary | None = None, drafts: int = 0) -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
 
         `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
+        `drafts` is the most drafts that a plan may have for a sequence. Raises UnsupportedModel for drafts with a model
+        whose caches cannot be cut.
         """
         self._stage = stage
         self._link = link
         self._prefixes = PrefixStore()
-        self._lanes = [LaneBatch(stage.make_caches, self._prefixes) for _ in range(lanes)]
+        self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts) for _ in range(lanes)]
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()
@@ -140,9 +144,30 @@ class Runner:
 
     def _decode(self, plan: StepPlan, lane: LaneBatch, pending: PendingStep) -> None:
         ids = list(lane.store.ids)
+        if plan.spec_decode_plan is not None:
+            self._verify(plan, plan.spec_decode_plan, lane, pending)
+            return
         tokens = self._feedback(pending, ids)[:, None] if self._stage.is_first else None
         hidden = self._forward(pending, (len(ids), 1), tokens, lane.store.batch())
-        self._sample(pending, hidden, ids)
+        self._sample(pending, hidden[:, -1:], ids)
+
+    def _verify(self, plan: StepPlan, spec: SpecDecodePlan, lane: LaneBatch, pending: PendingStep) -> None:
+        """Decode the tokens that the plan names, and sample after each of them."""
+        ids = list(lane.store.ids)
+        rows = {row.request_id: row for row in spec.rows}
+        fed = [rows[one].tokens for one in ids]
+        tokens = None
+        if self._stage.is_first:
+            tokens = mx.array([row + [0] * (plan.width - len(row)) for row in fed], dtype=mx.int32)
+        hidden = self._forward(pending, (len(ids), plan.width), tokens, lane.store.batch([len(row) for row in fed]))
+        if self._sampler is not None:
+            for one in ids:
+                self._sampler.place(one, rows[one].length + 1)
+        places = [row * plan.width + i for row, given in enumerate(fed) for i in range(len(given))]
+        hidden = hidden.reshape(-1, 1, hidden.shape[-1])
+        if len(places) < hidden.shape[0]:
+            hidden = hidden[mx.array(places, dtype=mx.int32)]
+        self._sample(pending, hidden, [one for one, given in zip(ids, fed, strict=True) for _ in given])
 
     def _prefill(self, plan: StepPlan, lane: LaneBatch, op: PrefillOp, pending: PendingStep) -> None:
         chunk, caches = lane.chunk(op)
@@ -151,12 +176,12 @@ class Runner:
         if op.pooling is not None:
             self._pool(pending, hidden, op)
         elif op.last:
-            self._sample(pending, hidden, [op.request_id])
+            self._sample(pending, hidden[:, -1:], [op.request_id])
         # A chunk that samples nothing is computed for its KV alone.
         mx.async_eval([cache.state for cache in caches])
 
     def _sample(self, pending: PendingStep, hidden: mx.array, ids: list[str]) -> None:
-        """Choose a token for each of `ids` from its last position; all ranks of the last stage take part.
+        """Choose a token for each of `ids` from hidden states [ids, 1, H]; all ranks of the last stage take part.
 
         The head's rows are spread over the ranks, one of them draws, and where the others need the tokens they get
         them inside the graph, as a sum with zeros. Dispatched at once, so that the device starts on it.
@@ -164,7 +189,7 @@ class Runner:
         pending.ids += ids
         if not self._stage.is_last:
             return
-        logits = self._stage.head(hidden[:, -1:])[:, -1]
+        logits = self._stage.head(hidden)[:, -1]
         if self._sampler is not None:
             if self._sampler.guided(ids):
                 mx.async_eval(logits)
@@ -173,7 +198,7 @@ class Runner:
             tokens, arrays = part.tokens, part.arrays
         else:
             tokens, arrays = mx.depends(mx.zeros((len(ids),), dtype=mx.int32), logits), []
-        if self._group is not None and self._link is None:
+        if self._group is not None and self._link is None and pending.plan.hands_out:
             tokens = self._group.sum(tokens)
         pending.tokens.append(tokens)
         mx.async_eval([tokens, *arrays])
@@ -226,12 +251,14 @@ class Runner:
 
     def _hand_out(self, plan: StepPlan, pending: PendingStep) -> None:
         """The sampled tokens: to whoever feeds on them, on the device where that can be."""
-        if self._inbox is not None:
+        if self._inbox is not None and plan.hands_out:
             self._inbox.expect(plan, pending.ids)
         if not pending.tokens:
             return
         pending.outcome = pending.tokens[0] if len(pending.tokens) == 1 else mx.concatenate(pending.tokens)
-        if self._link is None:
+        if not plan.hands_out:
+            pass
+        elif self._link is None:
             self._last.put(pending.ids, pending.outcome)
         elif self._sampler is not None:
             # A copy: on CUDA two threads must not fetch the same buffer to the host at once.

@@ -27,8 +27,10 @@ from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
 from tandem.runner.uniforms import seed_keys, uniform_pairs
 
 Allowed = Mapping[str, npt.NDArray[np.bool_]]
-"""By request id: which tokens may be chosen, bool [V]; others are free."""
+"""By request id: which tokens may be chosen, bool [V], or [positions, V] for one with drafts; others are free."""
 
+PLANS = 64
+"""Batches that are remembered: with drafts there are many of the same sequences."""
 COLDEST = 1e-5
 """Temperatures below it are greedy, as in vLLM: dividing by them would overflow."""
 
@@ -44,17 +46,17 @@ class Sampled:
     _asked: list[tuple[str, int]] = field(default_factory=list)
     _columns: tuple[mx.array, ...] = ()
 
-    def logprobs(self) -> dict[str, TokenLogprob]:
+    def logprobs(self) -> dict[str, list[TokenLogprob]]:
         """Log probabilities of the rows that asked, by request id. Waits for the device; empty if nobody asked."""
         if not self._asked:
             return {}
         columns: list[list[Any]] = [column.tolist() for column in self._columns]  # type: ignore[misc]
         tokens, chosen, *best = columns
-        found = {}
+        found: dict[str, list[TokenLogprob]] = {}
         for row, (request_id, k) in enumerate(self._asked):
             pairs = zip(best[0][row], best[1][row], strict=True) if k else ()
             ranked = sorted(((t, p) for t, p in pairs if p > -np.inf), key=lambda pair: (-pair[1], pair[0]))
-            found[request_id] = TokenLogprob(tokens[row], chosen[row], ranked[:k])
+            found.setdefault(request_id, []).append(TokenLogprob(tokens[row], chosen[row], ranked[:k]))
         return found
 
 
@@ -64,8 +66,14 @@ class _Sequence:
 
     params: SamplingParams
     seed: int
+    prompt_len: int
     produced: int
     """Tokens given out so far: the position of the next random number."""
+
+    @property
+    def follows(self) -> bool:
+        """What it may be given depends on every token before, so that it takes one position at a time."""
+        return self.params.penalised or self.params.structured_outputs is not None
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,8 @@ class _Plan:
     """Device arrays for one batch of ids."""
 
     sequences: list[_Sequence]
+    ahead: list[int]
+    """[n]: how many rows before this one are the same sequence's."""
     bias: TokenEdits | None
     penalties: PenaltyRows | None
     greedy: mx.array | None
@@ -114,7 +124,7 @@ class Sampler:
         """
         if request_id in self._sequences:
             raise ValueError(f"sequence {request_id} is being sampled already")
-        self._sequences[request_id] = _Sequence(params, seed, len(tokens) - prompt_len)
+        self._sequences[request_id] = _Sequence(params, seed, prompt_len, len(tokens) - prompt_len)
         if params.penalised:
             self._history.add(request_id, tokens[:prompt_len], tokens[prompt_len:])
         if params.structured_outputs is not None:
@@ -122,6 +132,14 @@ class Sampler:
                 raise ValueError(f"sequence {request_id} has a grammar, and there is no vocabulary")
             self._guides.add(request_id, params.structured_outputs, tokens[prompt_len:])
         self._plans.clear()
+
+    def place(self, request_id: str, tokens: int) -> None:
+        """The sequence has so many tokens, the prompt's included: the next one to be sampled is the one after them.
+
+        For plans with drafts, of which nobody here knows how many were accepted. KeyError if unknown.
+        """
+        sequence = self._sequences[request_id]
+        sequence.produced = tokens - sequence.prompt_len
 
     def remove(self, request_id: str) -> None:
         """Forget a sequence. KeyError if unknown."""
@@ -140,8 +158,9 @@ class Sampler:
     def sample(self, logits: mx.array, ids: Sequence[str], allowed: Allowed | None = None) -> Sampled:
         """Choose one token for each row of logits [n, V] (any float dtype), row i being ids[i].
 
-        Each id moves on by one position. `allowed` restricts the choice for the ids that it names.
-        Raises ValueError when the shape does not fit, KeyError for an unknown id.
+        Rows of one id stand side by side and are its next positions, one after the other; each id moves on by as many.
+        `allowed` restricts the choice for the ids that it names. Raises ValueError when the shape does not fit or
+        an id with penalties or a grammar has several rows, KeyError for an unknown id.
         """
         if logits.shape != (len(ids), self._vocab_size):
             raise ValueError(f"logits {logits.shape} for {len(ids)} rows of {self._vocab_size} tokens")
@@ -153,7 +172,9 @@ class Sampler:
             edited, given_up = self._constrained(edited, ids)
         if allowed and not allowed.keys().isdisjoint(ids):
             free = np.ones(self._vocab_size, dtype=np.bool_)
-            edited = mx.where(mx.array(np.stack([allowed.get(one, free) for one in ids])), edited, -mx.inf)
+            masks = [np.atleast_2d(allowed.get(one, free)) for one in ids]
+            rows = [mask[min(i, len(mask) - 1)] for mask, i in zip(masks, plan.ahead, strict=True)]
+            edited = mx.where(mx.array(np.stack(rows)), edited, -mx.inf)
         tokens = self._chosen(edited, plan)
         tokens = _marked(tokens, raw, edited)
         for sequence in plan.sequences:
@@ -202,7 +223,8 @@ class Sampler:
         scaled = logits - logits.max(axis=-1, keepdims=True)
         if plan.inverse_temperature is not None:
             scaled = scaled * plan.inverse_temperature
-        positions = np.array([sequence.produced for sequence in plan.sequences], dtype=np.uint64)
+        positions = np.array([one.produced + i for one, i in zip(plan.sequences, plan.ahead, strict=True)],
+                             dtype=np.uint64)
         uniforms = mx.array(uniform_pairs(plan.keys, positions))
         drawn = draw(filtered_weights(scaled, plan.filters, may_wait=self._may_wait), uniforms)
         if plan.greedy is None:
@@ -211,12 +233,17 @@ class Sampler:
 
     def _plan(self, ids: tuple[str, ...]) -> _Plan:
         if ids not in self._plans:
+            if len(self._plans) >= PLANS:
+                self._plans.clear()
             self._plans[ids] = self._build(ids)
         return self._plans[ids]
 
     def _build(self, ids: tuple[str, ...]) -> _Plan:
         sequences = [self._sequences[request_id] for request_id in ids]
         params = [sequence.params for sequence in sequences]
+        ahead = [row - ids.index(one) for row, one in enumerate(ids)]
+        if any(i and one.follows for i, one in zip(ahead, sequences, strict=True)):
+            raise ValueError("a sequence with penalties or a grammar takes one position at a time")
         greedy = [one.temperature < COLDEST for one in params]
         bias = [
             (row, token, value)
@@ -228,6 +255,7 @@ class Sampler:
         asked = [(row, one.logprobs) for row, one in enumerate(params) if one.logprobs is not None]
         return _Plan(
             sequences=sequences,
+            ahead=ahead,
             bias=TokenEdits.build(bias),
             penalties=self._history.rows(ids, params),
             greedy=mx.array(greedy) if any(greedy) else None,
@@ -240,7 +268,8 @@ class Sampler:
 
     def _banned(self, plan: _Plan, ids: tuple[str, ...]) -> TokenEdits | None:
         """Ends that must not be chosen yet; rebuilt when a row passes its min_tokens."""
-        early = tuple(row for row, one in enumerate(plan.sequences) if one.produced < one.params.min_tokens)
+        early = tuple(row for row, (one, i) in enumerate(zip(plan.sequences, plan.ahead, strict=True))
+                      if one.produced + i < one.params.min_tokens)
         if not early:
             return None
         if self._bans[:2] != (early, ids):

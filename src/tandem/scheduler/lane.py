@@ -23,6 +23,10 @@ class Lane:
     outstanding: int = 0
     """Plans sent whose results are not back."""
     last_step: int = -1
+    names_tokens: bool = False
+    """The ranks do not hold the last tokens of its sequences: the next plan names them, so it waits for results."""
+    result_at: float | None = None
+    """When the last result came, if the lane went on decoding at once."""
 
     def drop(self, sequence: Sequence) -> None:
         """Take a member out of the batch; the next plan tells the ranks."""
@@ -34,9 +38,10 @@ class Lane:
         """Members whose prompt is done, in joining order."""
         return [sequence for sequence in self.members.values() if sequence.decoding]
 
-    def positions(self, extra: Iterable[int] = ()) -> int:
-        """KV positions that the lane may occupy after its next step, with rows of `extra` lengths added."""
-        return batch_positions([*(max(s.computed + 1, s.target) for s in self.members.values()), *extra])
+    def positions(self, extra: Iterable[int] = (), drafts: int = 0) -> int:
+        """KV positions that the lane may occupy after its next step, with up to `drafts` drafts a row and with rows of
+        `extra` lengths added."""
+        return batch_positions([*(max(s.computed + 1 + drafts, s.target) for s in self.members.values()), *extra])
 
     def prefill(self, budget: int) -> list[PrefillOp]:
         """Spend up to `budget` positions on prompts: the shortest rest first, but nobody is passed over for long."""

@@ -11,6 +11,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 from tandem.cache.prefix import PrefixIndex
 from tandem.errors import OverloadedError, RequestError
@@ -22,6 +23,8 @@ from tandem.protocol.step import (
     InsertOp,
     PrefillOp,
     SnapshotOp,
+    SpecDecodePlan,
+    SpecDecodeRow,
     StepPlan,
     StepResult,
     batch_fingerprint,
@@ -29,6 +32,7 @@ from tandem.protocol.step import (
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
+from tandem.scheduler.speculation import Speculation, SpeculationLimits
 from tandem.scheduler.suspects import acquit, may_join, strike, suspect
 
 HEADROOM = 64
@@ -61,6 +65,8 @@ class Limits:
     """KV positions, of the `kv_tokens`, that may hold prefixes of past prompts; 0 for no prefix cache."""
     prefix_trimmable: bool = True
     """The model's caches can be cut to any length (no sliding windows)."""
+    speculation: SpeculationLimits | None = None
+    """How to draft tokens; None for no speculative decoding."""
 
 
 class Scheduler:
@@ -75,6 +81,7 @@ class Scheduler:
         self.lanes = [Lane(i) for i in range(limits.lanes)]
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable)
         self.shares = FairShares()
+        self.speculation = Speculation(limits.speculation)
         self.preemptions = 0
         self.admitted_tokens = 0
         """Tokens of all sequences that have left the queue for a batch, ever."""
@@ -88,7 +95,7 @@ class Scheduler:
         """Queue a request. Raises RequestError if it can never run, OverloadedError if the queue is full."""
         self._check(request)
         self._check_queue(request)
-        sequence = Sequence(request, seed)
+        sequence = Sequence(request, seed, proposer=self.speculation.proposer(request))
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
         self.shares.enter(request)
@@ -167,16 +174,22 @@ class Scheduler:
     @property
     def kv_positions(self) -> int:
         """KV positions that batches use, or are about to."""
-        return sum(lane.positions() for lane in self.lanes)
+        return sum(lane.positions(drafts=self.speculation.most) for lane in self.lanes)
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is under way."""
         if len(self._under_way) >= len(self.lanes) + self.limits.depth - 1:
             return None
         for lane in sorted(self.lanes, key=lambda one: (one.outstanding, one.last_step)):
-            if lane.outstanding < self.limits.depth and (plan := self._plan(lane)) is not None:
+            free = lane.outstanding < self.limits.depth and not self._waits(lane)
+            if free and (plan := self._plan(lane)) is not None:
                 return plan
         return None
+
+    def _waits(self, lane: Lane) -> bool:
+        """The lane's next plan names tokens, and so cannot be sent ahead of the results that bring them."""
+        return lane.outstanding > 0 and (
+            lane.names_tokens or self.speculation.drafts(lane.decoding()) is not None)
 
     def _plan(self, lane: Lane) -> StepPlan | None:
         for sequence in lane.decoding():
@@ -185,6 +198,7 @@ class Scheduler:
         self._make_room()
         self._make_way(lane)
         decode = lane.decoding()
+        spec = self._speculate(lane, decode)
         inserts, restores = self._admit(lane)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
         prefill = lane.prefill(self.limits.prefill_chunk)
@@ -195,18 +209,31 @@ class Scheduler:
             step_id=self.next_step, lane=lane.index, removes=lane.removes, inserts=inserts, restores=restores,
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves,
             evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
-            sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts})
+            sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
+            spec_decode_plan=spec)
         self._commit(lane, plan, decode, prefill)
         return plan
 
+    def _speculate(self, lane: Lane, decode: list[Sequence]) -> SpecDecodePlan | None:
+        """What the lane's sequences decode from, if it is not one token after the one that the ranks hold."""
+        drafts = None if lane.outstanding else self.speculation.drafts(decode)
+        if not decode or (drafts is None and not lane.names_tokens):
+            return None
+        return SpecDecodePlan([SpecDecodeRow(one.request_id, one.computed, [one.tokens[-1], *tries])
+                               for one, tries in zip(decode, drafts or repeat(()), strict=False)])
+
     def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for sequence in decode:
-            sequence.computed += 1
             self.shares.charge(sequence.request, 1)
         for op in prefill:
             lane.members[op.request_id].computed += op.count
+            lane.members[op.request_id].read()
         for request_id in (*plan.sampled(), *plan.pooled()):
             lane.members[request_id].inflight += 1
+        for sequence in decode:
+            sequence.computed = len(sequence.tokens) + sequence.inflight - 1
+        self.speculation.sent(plan, ahead=lane.outstanding > 0)
+        lane.names_tokens = not plan.hands_out
         lane.removes = []
         lane.outstanding += 1
         lane.last_step = plan.step_id
@@ -220,6 +247,8 @@ class Scheduler:
             if any(len(other.members) < len(lane.members) for other in self.lanes):
                 break
             sequence = self._first()
+            if any(sequence.request_id in other.removes for other in self.lanes if other is not lane):
+                break  # the ranks have not been told yet that it has left another lane
             if sequence.inflight or not may_join(sequence, self._members()) or not self._fits(lane, sequence):
                 break
             self.waiting.remove(sequence)
@@ -253,8 +282,9 @@ class Scheduler:
             return False
         rest = sequence.request.params.max_tokens - sequence.produced
         length = len(sequence.tokens) + min(rest, HEADROOM)
-        others = sum(other.positions() for other in self.lanes if other is not lane)
-        need = others + lane.positions([length])
+        drafts = self.speculation.most
+        others = sum(other.positions(drafts=drafts) for other in self.lanes if other is not lane)
+        need = others + lane.positions([length + drafts], drafts)
         # What is kept for later gives way to what is there now; a first request always runs.
         self.prefixes.shrink(need + self.prefixes.positions - self.limits.kv_tokens)
         return need <= self.limits.kv_tokens or self.running == 0
@@ -291,37 +321,66 @@ class Scheduler:
 
     # --- results ---
 
-    def update(self, result: StepResult) -> list[EngineMessage]:
-        """Take the tokens and vectors of one step; returns what the clients get to see."""
+    def update(self, result: StepResult, now: float | None = None) -> list[EngineMessage]:
+        """Take the tokens and vectors of one step; returns what the clients get to see.
+
+        `now`, seconds of a monotonic clock, tells what steps cost. Without it speculative decoding never begins.
+        """
         plan = self._under_way.pop(result.step_id)
-        self.lanes[plan.lane].outstanding -= 1
+        lane = self.lanes[plan.lane]
+        lane.outstanding -= 1
         outputs = [message for request_id in plan.pooled() if (message := self._take_vector(request_id, result))]
+        sampled: dict[str, list[int]] = {}
         for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
+            sampled.setdefault(request_id, []).append(token)
+        rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
+        for request_id, tokens in sampled.items():
             sequence = self.sequences[request_id]
-            sequence.inflight -= 1
+            sequence.inflight -= len(tokens)
             if not sequence.finished:
-                outputs.append(self._take(sequence, token, result))
+                output = self.speculation.accept(rows[request_id], tokens) if request_id in rows else tokens
+                outputs.append(self._take(sequence, output, result))
             elif not sequence.inflight:
                 del self.sequences[request_id]
+        self._measure(lane, plan, now)
         return outputs
 
-    def _take(self, sequence: Sequence, token: int, result: StepResult) -> EngineMessage:
-        if token < 0:
+    def _measure(self, lane: Lane, plan: StepPlan, now: float | None) -> None:
+        """How long the step took, if the lane went from the step before straight on to this one."""
+        since, lane.result_at = lane.result_at, now if lane.decoding() else None
+        self.speculation.took(plan, None if now is None or since is None else now - since)
+
+    def _take(self, sequence: Sequence, tokens: list[int], result: StepResult) -> EngineMessage:
+        """Tokens that were produced, until one of them ends the sequence."""
+        if tokens[0] < 0:
             self._finish(sequence)
-            return no_token(sequence.request_id, token)
-        sequence.tokens.append(token)
-        params = sequence.request.params
-        stops = token in params.stop_token_ids or (token in self.limits.eos_token_ids and not params.ignore_eos)
-        stops = stops and sequence.produced > params.min_tokens
-        reason = "stop" if stops else "length" if sequence.produced >= params.max_tokens else None
+            return no_token(sequence.request_id, tokens[0])
+        first = not sequence.produced
+        reason, taken = None, 0
+        while reason is None and taken < len(tokens):
+            sequence.tokens.append(tokens[taken])
+            reason = self._reason(sequence)
+            taken += 1
+        self.shares.charge(sequence.request, taken - 1)
+        if sequence.lane is not None and sequence.decoding:
+            sequence.computed = len(sequence.tokens) + sequence.inflight - 1
+        sequence.read()
         if reason:
             self._finish(sequence)
         elif acquit(sequence) and sequence.lane is not None and any(map(suspect, self.waiting)):
             self.lanes[sequence.lane].drop(sequence)  # the next one's turn, alone too
             self.waiting.appendleft(sequence)
-        logprob = result.logprobs.get(sequence.request_id)
-        cached = sequence.cached if sequence.produced == 1 else 0
-        return Output(sequence.request_id, [token], [logprob] if logprob else [], reason, stops, cached)
+        logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
+        return Output(sequence.request_id, tokens[:taken], logprobs, reason, reason == "stop",
+                      sequence.cached if first else 0)
+
+    def _reason(self, sequence: Sequence) -> str | None:
+        """Why its last token ends a sequence; None when it goes on."""
+        token, params = sequence.tokens[-1], sequence.request.params
+        stops = token in params.stop_token_ids or (token in self.limits.eos_token_ids and not params.ignore_eos)
+        if stops and sequence.produced > params.min_tokens:
+            return "stop"
+        return "length" if sequence.produced >= params.max_tokens else None
 
     def _take_vector(self, request_id: str, result: StepResult) -> EngineMessage | None:
         """None for a sequence that was aborted."""
@@ -357,6 +416,7 @@ class Scheduler:
         working = {request_id for plan in self._under_way.values() for request_id in
                    (*plan.decode, *(op.request_id for op in plan.prefill))}
         self._under_way.clear()
+        self.speculation.forget()
         self.prefixes.clear()
         self.lanes = [Lane(i) for i in range(self.limits.lanes)]
         self.waiting.clear()
@@ -396,7 +456,7 @@ class Scheduler:
                 sequence.request_id in lane.members for lane in self.lanes)
             parked = sequence.finished or sequence.complete
             assert places == 1 or (parked and places == 0 and sequence.inflight > 0), sequence
-            assert sequence.inflight == sum(sequence.request_id in (*p.sampled(), *p.pooled())
+            assert sequence.inflight == sum([*p.sampled(), *p.pooled()].count(sequence.request_id)
                                             for p in self._under_way.values())
             if sequence.lane is not None and sequence.decoding:
                 assert sequence.computed == len(sequence.tokens) + sequence.inflight - 1, sequence

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_CONTINUATION, InsertOp
+from tandem.scheduler.speculation import Proposer
 
 
 @dataclass(eq=False)
@@ -40,6 +41,8 @@ class Sequence:
     """Those of them in a row between which it did not get further (suspects.py)."""
     died_at: int = -1
     """Output tokens that it had when the last of them died."""
+    proposer: Proposer | None = None
+    """Where its drafts come from; None if it gets none."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.produced]
@@ -76,6 +79,17 @@ class Sequence:
         self.lane, self.computed, self.target, self.skipped = lane, cached, len(self.tokens), 0
         self.cached = cached
         return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params)
+
+    def drafts(self, most: int) -> list[int]:
+        """Up to `most` tokens that may come next, if all of its tokens are known; never beyond its limit."""
+        if self.proposer is None:
+            return []
+        return self.proposer.drafts(len(self.tokens), min(most, self.request.params.max_tokens - self.produced - 1))
+
+    def read(self) -> None:
+        """Let its proposer see the tokens that are known by now."""
+        if self.proposer is not None:
+            self.proposer.read(self.tokens)
 
     def leave(self) -> None:
         """Give up its place; its KV is gone with it."""

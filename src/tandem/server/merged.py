@@ -23,7 +23,7 @@ def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
         return sum(getattr(status, name) for status in states)
 
     summed = ("queued", "running", "kv_tokens_used", "kv_tokens_total", "restarts", "prefix_tokens", "prefix_queries",
-              "prefix_hits", "generated_tokens")
+              "prefix_hits", "generated_tokens", "draft_tokens", "accepted_tokens")
     ranks = [msgspec.structs.replace(rank, replica=index) for index, status in parts for rank in status.ranks]
     limits = [status.max_context for status in states if status.max_context > 0]
     waits = [status.ttft_s for status in states if status.ttft_s]

@@ -27,15 +27,16 @@ def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -
     )
 
 
-def _logprobs(scheduled: Sequence[str], found: dict[str, TokenLogprob]) -> LogprobsLists:
+def _logprobs(scheduled: Sequence[str], found: dict[str, list[TokenLogprob]]) -> LogprobsLists:
     """vLLM's columns: the chosen token, then the most likely ones. Rows of requests that did not ask are not read."""
-    width = 1 + max(len(one.top) for one in found.values())
+    width = 1 + max(len(one.top) for entries in found.values() for one in entries)
     ids = np.zeros((len(scheduled), width), dtype=np.int32)
     values = np.full((len(scheduled), width), -np.inf, dtype=np.float32)
     ranks = np.zeros(len(scheduled), dtype=np.int32)
     for row, request_id in enumerate(scheduled):
-        if (one := found.get(request_id)) is None:
+        if (entries := found.get(request_id)) is None:
             continue
+        [one] = entries
         ids[row, 0], values[row, 0] = one.token, one.logprob
         for column, (token, value) in enumerate(one.top, start=1):
             ids[row, column], values[row, column] = token, value

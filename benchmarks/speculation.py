@@ -1,0 +1,88 @@
+"""Speculative decoding against plain decoding: the same server twice, with and without, in turns.
+
+One stream whose text repeats (goal: at least 1.5 times the tokens a second), and streams whose text does not, one and
+eight at once (goal: never below 0.97).
+"""
+
+from __future__ import annotations
+
+import urllib.request
+from typing import Any
+
+import harness
+import load
+
+FACTS = ("The red house stands by the river. The blue house stands by the hill. "
+         "The green house stands by the road. The white house stands by the lake. ")
+REPETITIVE = "Copy the following text again and again.\n\n" + FACTS * 4 + "\n\nThe copy:\n\n" + FACTS
+GOALS = {"repetitive": 1.5, "other": 0.97}
+
+
+def main() -> None:
+    """Command line."""
+    parser = harness.arguments(__doc__, rounds=5)
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens of each answer")
+    parser.add_argument("--num-speculative-tokens", type=int, default=5, help="most drafts of a sequence in one step")
+    parser.add_argument("--layout", default="1,1", help="pipeline stages and tensor-parallel ranks of both servers")
+    args = parser.parse_args()
+    model = harness.prepared(args.model, args.dtype, harness.on_gpu())
+    prompts = load.Prompts(model)
+    stages, ranks = args.layout.split(",")
+    layout = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
+    flags = {"speculative_method": "ngram", "num_speculative_tokens": args.num_speculative_tokens}
+    workloads = {
+        "repetitive, 1 stream": lambda: [load.Job(REPETITIVE, args.max_tokens)],
+        "other, 1 stream": lambda: [load.Job(prompts.make(64), args.max_tokens)],
+        "other, 8 streams": lambda: [load.Job(prompts.make(64), args.max_tokens) for _ in range(8)],
+    }
+    results: dict[str, Any] = {}
+    verdicts = []
+    with (harness.tandem_server(model, args.threads, "plain", **layout) as plain,
+          harness.tandem_server(model, args.threads, "speculating", **layout, **flags) as speculating):
+        for name, make in workloads.items():
+            def play(make: Any = make) -> dict[str, Any]:
+                jobs = make()
+                with speculating.paused():
+                    one = measured(plain, jobs)
+                with plain.paused():
+                    two = measured(speculating, jobs)
+                return {"plain": one, "speculating": two}
+
+            with harness.heading(name):
+                play()  # warms up, and lets it learn what steps cost
+                played = harness.rounds(args, play)
+                rows = [(one["plain"], one["speculating"], others) for one, others in played]
+                harness.table(["round", "plain tok/s", "speculating tok/s", "ratio", "accepted/drafts", "same text",
+                               "others"],
+                              [[i + 1, one["rate"], two["rate"], two["rate"] / one["rate"],
+                                f"{two['accepted']:.0f}/{two['drafts']:.0f}",
+                                "yes" if one["texts"] == two["texts"] else "no", others]
+                               for i, (one, two, others) in enumerate(rows)])
+                ratio = harness.middle([two["rate"] / one["rate"] for one, two, _ in rows])
+                verdicts.append(harness.verdict(f"{name}: tokens/s, median of the rounds' ratios", ratio,
+                                                GOALS[name.partition(",")[0]]))
+                results[name] = rows
+    harness.write_json(args.json, args, {"runs": results, "verdicts": verdicts})
+
+
+def measured(server: harness.Server, jobs: list[load.Job]) -> dict[str, Any]:
+    """Tokens per second of all of `jobs` at once, from the first request to the last token, prompts included."""
+    drafts, accepted = counts(server)
+    started = harness.now()
+    answers = load.closed_loop(server, jobs, len(jobs))
+    rate = sum(one.tokens for one in answers) / (harness.now() - started)
+    after = counts(server)
+    return {"rate": rate, "texts": sorted(one.text for one in answers), "drafts": after[0] - drafts,
+            "accepted": after[1] - accepted}
+
+
+def counts(server: harness.Server) -> tuple[float, float]:
+    """Tokens that were tried and accepted so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
+        lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
+    return tuple(float(lines.get(f"tandem_spec_decode_num_{name}_tokens_total", 0.0))
+                 for name in ("draft", "accepted"))  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    main()

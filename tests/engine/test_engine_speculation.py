@@ -1,0 +1,102 @@
+"""Speculative decoding in real layouts: the outputs are those of plain decoding, and drafts are accepted."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tandem import LLM, SamplingParams
+from tandem.protocol.control import Output
+from tandem.protocol.request import EngineRequest
+from tandem.testing import tiny_model
+
+NGRAM = {"speculative_method": "ngram", "num_speculative_tokens": 4}
+LAYOUTS = {
+    "inline": {},
+    "pp2 tcp": {"pipeline_parallel_size": 2},
+    "pp2 mlx": {"pipeline_parallel_size": 2, "channel": "mlx"},
+    "tp2": {"tensor_parallel_size": 2},
+    "tp2,1": {"parallel": (2, 1)},
+}
+NEW = 150
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=1),
+    "drawn": SamplingParams(max_tokens=NEW, temperature=0.4, seed=3, min_tokens=NEW // 2, logprobs=0),
+    "penalised": SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, frequency_penalty=0.3),
+}
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(3, 500) for _ in range(length)] for length in (3, 40, 18)]
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt_oss"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> dict[str, list[list[int]]]:
+    with LLM(str(model), prefill_chunk=16) as llm:
+        return {name: [one.token_ids for one in llm.generate(prompts(), params)] for name, params in PARAMS.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_gives_the_tokens_of_plain_decoding(
+        model: Path, expected: dict[str, list[list[int]]], layout: str) -> None:
+    with LLM(str(model), prefill_chunk=16, **NGRAM, **LAYOUTS[layout]) as llm:
+        for name, params in PARAMS.items():
+            outputs = llm.generate(prompts(), params)
+            assert [one.token_ids for one in outputs] == expected[name], name
+            if params.logprobs is not None:
+                assert all([e.token for e in one.logprobs] == one.token_ids for one in outputs)
+        status = llm.engine.status()
+        assert 50 < status.accepted_tokens <= status.draft_tokens
+        assert f"tandem_spec_decode_num_accepted_tokens_total {status.accepted_tokens}" in (
+            llm.engine.metrics.text().decode())
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_between_drafts_changes_nothing(model: Path, expected: dict[str, list[list[int]]]) -> None:
+    with LLM(str(model), pipeline_parallel_size=2, **NGRAM) as llm:
+        tokens: dict[str, list[int]] = {}
+        for i, prompt in enumerate(prompts()):
+            llm.engine.submit(EngineRequest(request_id=str(i), prompt=prompt, params=PARAMS["greedy"]))
+        killed = False
+        while not llm.engine.idle:
+            for message in llm.engine.pump(1.0):
+                assert isinstance(message, Output), message
+                tokens.setdefault(message.request_id, []).extend(message.tokens)
+            if not killed and llm.engine.status().accepted_tokens > 40:
+                os.kill(llm.engine.executor.pids[1], signal.SIGKILL)
+                killed = True
+        assert llm.engine.restarts == 1
+        assert [tokens[str(i)] for i in range(3)] == expected["greedy"]
+
+
+def test_a_full_kv_cache_preempts_and_changes_nothing(tmp_path: Path) -> None:
+    directory = str(tiny_model(tmp_path))
+    params = PARAMS["greedy"]
+    with LLM(directory) as llm:
+        alone = [llm.generate([prompt], params)[0].token_ids for prompt in prompts()]
+    with LLM(directory, kv_tokens=450, **NGRAM) as llm:
+        assert [one.token_ids for one in llm.generate(prompts(), params)] == alone
+        llm.engine.scheduler.check()
+        assert llm.engine.scheduler.preemptions > 0
+        assert llm.engine.status().accepted_tokens > 0
+
+
+def test_stop_strings_end_the_output_where_they_do_one_token_at_a_time(tmp_path: Path) -> None:
+    directory = str(tiny_model(tmp_path))
+    with LLM(directory) as plain, LLM(directory, **NGRAM) as speculating:
+        whole = plain.generate([prompts()[0]], PARAMS["greedy"])[0].text
+        params = SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, stop=(whole[-40:-36],))
+        for _ in range(2):
+            one, two = (llm.generate([prompts()[0]], params)[0] for llm in (plain, speculating))
+            assert (one.text, one.token_ids, one.finish_reason) == (two.text, two.token_ids, two.finish_reason)

@@ -1,0 +1,256 @@
+"""Speculative decoding as the scheduler plans it, on ranks whose KV is the tokens themselves: what they sample depends on
+every position that they hold, so that a wrong cut, a stale token or a lost one changes the text."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.protocol.control import Output, Refused
+from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
+from tandem.protocol.step import StepPlan, StepResult, accepted, batch_fingerprint
+from tandem.scheduler.ngram import NgramIndex
+from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.scheduler.speculation import RETRY, SpeculationLimits, StepCosts, best_drafts
+
+EOS, VOCAB, DRAFTS = 0, 9, 4
+
+
+def limits(**changes: object) -> Limits:
+    values: dict[str, object] = {
+        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 16, "kv_tokens": 10_000, "max_context": 512,
+        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([EOS]), "vocab_size": VOCAB,
+        "speculation": SpeculationLimits(drafts=DRAFTS, shortest=2, longest=4), **changes}
+    return Limits(**values)  # type: ignore[arg-type]
+
+
+def next_token(tokens: list[int]) -> int:
+    """A text with cycles in it, which changes with every token before."""
+    if sum(tokens) % 97 == 0:
+        return (tokens[0] + sum(tokens) // 97) % VOCAB
+    return tokens[-3] if len(tokens) > 3 else (sum(tokens) * 7 + len(tokens)) % VOCAB
+
+
+def expected(request: EngineRequest) -> list[int]:
+    """What the request gets one token at a time."""
+    tokens, params = list(request.prompt), request.params
+    while len(tokens) - len(request.prompt) < params.max_tokens:
+        tokens.append(next_token(tokens))
+        if tokens[-1] == EOS and len(tokens) - len(request.prompt) > params.min_tokens:
+            break
+    return tokens[len(request.prompt):]
+
+
+@dataclass
+class FakeRanks:
+    """One lane's worth of each: the rows that a rank holds, by lane, and the token that it would feed on."""
+
+    seconds: Callable[[int, int], float] = lambda rows, width: 1.0
+    """Of a step, by rows and width."""
+    now: float = 0.0
+    prompts: dict[str, list[int]] = field(default_factory=dict)
+    rows: dict[int, dict[str, list[int]]] = field(default_factory=dict)
+    saved: dict[str, list[int]] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    widths: list[int] = field(default_factory=list)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """The result that goes with the plan; asserts that it is one that ranks can follow."""
+        lane = self.rows.setdefault(plan.lane, {})
+        for request_id in plan.removes:
+            next(rows for rows in self.rows.values() if request_id in rows).pop(request_id)
+            self.held.pop(request_id, None)
+        for op in plan.inserts:
+            self.prompts[op.request_id], lane[op.request_id] = op.tokens, []
+        for restore in plan.restores:
+            lane[restore.request_id] = self.saved[restore.key][:restore.length]
+        named = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
+        for request_id, row in named.items():
+            assert 0 <= len(lane[request_id]) - row.length <= DRAFTS
+            del lane[request_id][row.length:]
+        assert plan.fingerprint == batch_fingerprint((name, len(tokens)) for name, tokens in lane.items())
+        sampled: list[tuple[str, int]] = []
+        for request_id in plan.decode:
+            feed = named[request_id].tokens if named else [self.held.pop(request_id)]
+            for token in feed:
+                lane[request_id].append(token)
+                sampled.append((request_id, next_token(lane[request_id])))
+        for op in plan.prefill:
+            lane[op.request_id] += self.prompts[op.request_id][op.start:op.start + op.count]
+            if op.last:
+                sampled.append((op.request_id, next_token(lane[op.request_id])))
+        for save in plan.saves:
+            self.saved[save.key] = lane[save.request_id][:save.length]
+        assert [name for name, _ in sampled] == plan.sampled()
+        self.held = {**self.held, **dict(sampled)} if plan.hands_out else {
+            name: token for name, token in self.held.items() if name not in dict(sampled)}
+        if plan.decode:
+            self.steps += 1
+            self.widths.append(plan.width)
+            self.now += self.seconds(len(plan.decode), plan.width)
+        return StepResult(plan.step_id, plan.lane, [token for _, token in sampled])
+
+
+def events(rng: random.Random, scheduler: Scheduler, ranks: FakeRanks, plans: deque[StepPlan]) -> Iterator[object]:
+    """One move: a plan goes out or a result comes back."""
+    plan = scheduler.next_plan() if rng.random() < 0.8 else None
+    if plan:
+        plans.append(plan)
+    elif plans:
+        plan = plans.popleft()
+        yield from scheduler.update(ranks.execute(plan), ranks.now)
+    scheduler.check()
+
+
+@given(st.integers(0, 10**9))
+def test_outputs_are_those_of_plain_decoding_in_random_histories(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = Scheduler(limits(
+        lanes=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([3, 5, 64]),
+        kv_tokens=rng.choice([150, 400, 100_000]), max_context=140, prefix_tokens=rng.choice([0, 60])))
+    ranks, plans = FakeRanks(), deque[StepPlan]()
+    requests: dict[str, EngineRequest] = {}
+    got: dict[str, list[int]] = {}
+    live: set[str] = set()
+    for _ in range(4000):
+        if len(requests) < 8 and rng.random() < 0.1:
+            name = f"r{len(requests)}"
+            prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40))]
+            most = rng.randint(1, 90)
+            params = SamplingParams(max_tokens=most, min_tokens=rng.choice([0, most // 2]))
+            requests[name], got[name] = EngineRequest(request_id=name, prompt=prompt, params=params), []
+            scheduler.submit(requests[name], seed=1)
+            live.add(name)
+        if live and rng.random() < 0.002:
+            gone = rng.choice(sorted(live))
+            assert scheduler.abort(gone)
+            live.remove(gone)
+        if rng.random() < 0.002:
+            assert not [one for one in scheduler.restart(blame=False) if isinstance(one, Refused)]
+            plans.clear()
+            ranks = FakeRanks()
+        for message in events(rng, scheduler, ranks, plans):
+            assert isinstance(message, Output) and message.request_id in live
+            got[message.request_id] += message.tokens
+            if message.finish_reason:
+                live.remove(message.request_id)
+                assert got[message.request_id] == expected(requests[message.request_id])
+        if len(requests) == 8 and not live and scheduler.idle:
+            return
+    raise AssertionError(f"never done: {live}")
+
+
+def run(ranks: FakeRanks, requests: list[EngineRequest], **changes: object) -> Scheduler:
+    """All requests to their end, in order; each must get what plain decoding gives."""
+    scheduler = Scheduler(limits(**changes))
+    got: dict[str, list[int]] = {}
+    plans: deque[StepPlan] = deque()
+    for request in requests:
+        scheduler.submit(request, seed=1)
+    while not scheduler.idle:
+        while (plan := scheduler.next_plan()) is not None:
+            plans.append(plan)
+        for message in scheduler.update(ranks.execute(plans.popleft()), ranks.now):
+            assert isinstance(message, Output)
+            got.setdefault(message.request_id, []).extend(message.tokens)
+        scheduler.check()
+    assert got == {request.request_id: expected(request) for request in requests}
+    return scheduler
+
+
+def cyclic(name: str = "a", **params: object) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt=[1, 2, 3, 1, 2, 3, 1],
+                         params=SamplingParams(**{"max_tokens": 400, "ignore_eos": True, **params}))  # type: ignore[arg-type]
+
+
+def test_text_that_repeats_takes_fewer_steps() -> None:
+    ranks = FakeRanks()
+    scheduler = run(ranks, [cyclic()])
+    counts = scheduler.speculation.counts
+    assert ranks.steps < 200
+    assert 0.5 < counts.accepted_tokens / counts.draft_tokens <= 1
+    assert counts.drafts * DRAFTS >= counts.draft_tokens
+
+
+@pytest.mark.parametrize("params", [
+    {"repetition_penalty": 1.1}, {"presence_penalty": 0.5},
+    {"structured_outputs": StructuredOutputs(regex="a*"), "ignore_eos": False}])
+def test_what_depends_on_every_token_before_is_not_drafted(params: dict[str, object]) -> None:
+    ranks = FakeRanks()
+    assert run(ranks, [cyclic(**params)]).speculation.counts.drafts == 0
+    assert set(ranks.widths) == {1}
+
+
+def test_steps_that_cost_too_much_are_tried_and_left() -> None:
+    ranks = FakeRanks(seconds=lambda rows, width: 1.0 + 5 * (width - 1))
+    run(ranks, [cyclic()])
+    assert sum(width > 1 for width in ranks.widths) < 12
+
+
+def test_drafts_get_fewer_where_positions_cost_more() -> None:
+    ranks = FakeRanks(seconds=lambda rows, width: 1.0 if rows * width <= 8 else rows * width / 4)
+    run(ranks, [cyclic(name) for name in "abcd"])
+    wide = sum(width > 2 for width in ranks.widths)
+    assert ranks.widths.count(2) > 50 and 0 < wide < 12
+
+
+def test_without_speculation_no_plan_names_tokens() -> None:
+    ranks = FakeRanks()
+    run(ranks, [cyclic()], speculation=None)
+    assert set(ranks.widths) == {1}
+
+
+@given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 9))
+def test_the_index_finds_what_a_search_finds(tokens: list[int], shortest: int, more: int, most: int) -> None:
+    index = NgramIndex(shortest, shortest + more)
+    index.extend(tokens)
+    drafts = index.drafts(most)
+    last = tokens[len(tokens) - shortest:]
+    ends = [end for end in range(shortest, len(tokens)) if tokens[end - shortest:end] == last]
+    assert bool(drafts) == bool(ends)
+    if drafts:
+        assert len(drafts) == most
+        assert any(drafts == [(tokens + drafts)[end + i] for i in range(most)] for end in ends)
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=6, max_size=6))
+def test_accepted_drafts_are_those_before_the_first_that_differs(row: list[int], sampled: list[int]) -> None:
+    count = accepted(row, sampled[:len(row)])
+    assert row[1:count + 1] == sampled[:count]
+    assert count == len(row) - 1 or row[count + 1] != sampled[count]
+
+
+def test_costs_that_are_not_known_are_those_of_the_next_narrower_step_and_old_ones_are_forgotten() -> None:
+    costs = StepCosts()
+    assert costs.ratio(1, 5) is None
+    for width, seconds in ((1, 9.0), (1, 1.0), (5, 9.0), (5, 3.0)):
+        costs.note(1, width, seconds)
+    assert [costs.ratio(1, width) for width in (1, 3, 5, 6)] == [1.0, 1.0, 3.0, 3.0]
+    assert costs.ratio(2, 5) is None
+    for _ in range(RETRY + 1):
+        costs.note(1, 1, 1.0)
+    assert costs.ratio(1, 5) == 1.0
+    costs.note(1, 5, 2.0)
+    for _ in range(RETRY + 1):
+        costs.note(1, 1, 1.0)
+    assert costs.ratio(1, 5) == 2.0, "each trial is remembered for longer"
+
+
+def test_the_number_of_drafts_follows_gain_and_cost() -> None:
+    costs = StepCosts()
+    for width, seconds in ((1, 1.0), (5, 2.0)):
+        costs.note(1, width, seconds)
+        costs.note(1, width, seconds)
+    for _ in range(2):
+        costs.note(1, 3, 1.6)
+        costs.note(1, 2, 1.5)
+    assert best_drafts([([7, 8, 9, 1], 0.95)], costs) == [[7, 8, 9, 1]]
+    assert best_drafts([([7, 8, 9, 1], 0.2)], costs) is None
+    assert best_drafts([([], 0.95)], costs) is None
