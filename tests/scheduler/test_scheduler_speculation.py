@@ -1,5 +1,5 @@
-"""Speculative decoding as the scheduler plans it, on ranks whose KV is the tokens themselves: what they sample depends on
-every position that they hold, so that a wrong cut, a stale token or a lost one changes the text."""
+"""Speculative decoding as the scheduler plans it, on ranks whose KV is the tokens themselves: what they sample depends
+on every position that they hold, so that a wrong cut, a stale token or a lost one changes the text."""
 
 from __future__ import annotations
 
