@@ -22,10 +22,13 @@ LAYOUTS = {
     "tp2": {"tensor_parallel_size": 2},
     "tp2,1": {"parallel": (2, 1)},
 }
+SOME = ("inline", "pp2 tcp")
 NEW = 150
+FEW = {11: 40.0, 12: 40.0, 13: 38.0, 2: 35.0}
+"""Texts of few different tokens, 2 being the end: about half of what stood before comes again."""
 PARAMS = {
-    "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=1),
-    "drawn": SamplingParams(max_tokens=NEW, temperature=0.4, seed=3, min_tokens=NEW // 2, logprobs=0),
+    "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=1, logit_bias=FEW),
+    "drawn": SamplingParams(max_tokens=NEW, temperature=0.7, seed=3, min_tokens=NEW // 2, logprobs=0, logit_bias=FEW),
     "penalised": SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, frequency_penalty=0.3),
 }
 
@@ -37,7 +40,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=["llama", "gpt_oss"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model"), request.param)
+    return tiny_model(tmp_path_factory.mktemp("model") / request.param, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +53,8 @@ def expected(model: Path) -> dict[str, list[list[int]]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_gives_the_tokens_of_plain_decoding(
         model: Path, expected: dict[str, list[list[int]]], layout: str) -> None:
+    if model.name == "gpt_oss" and layout not in SOME:
+        pytest.skip("slow; tests/runner has its windows")
     with LLM(str(model), prefill_chunk=16, **NGRAM, **LAYOUTS[layout]) as llm:
         for name, params in PARAMS.items():
             outputs = llm.generate(prompts(), params)
@@ -64,6 +69,8 @@ def test_every_layout_gives_the_tokens_of_plain_decoding(
 
 @pytest.mark.slow
 def test_a_rank_that_dies_between_drafts_changes_nothing(model: Path, expected: dict[str, list[list[int]]]) -> None:
+    if model.name != "llama":
+        pytest.skip("slow; one family is enough")
     with LLM(str(model), pipeline_parallel_size=2, **NGRAM) as llm:
         tokens: dict[str, list[int]] = {}
         for i, prompt in enumerate(prompts()):

@@ -320,7 +320,7 @@ def test_misuse_is_refused() -> None:
     cache = store.batch()[0]
     with pytest.raises(RuntimeError, match="before the forward pass"):
         store.batch()
-    with pytest.raises(RuntimeError, match="decode step of 1 rows"):
+    with pytest.raises(RuntimeError, match="decode step of 1 x 1"):
         cache.update_and_fetch(mx.zeros((2, 1, 1, 1)), mx.zeros((2, 1, 1, 1)))
 
 

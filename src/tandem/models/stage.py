@@ -75,6 +75,7 @@ class StageModel:
         self._parts = parts
         self._args = args
         self._special: Special = SPECIAL.get(description.family, PLAIN)
+        self._grouped = description.num_heads > description.num_kv_heads
         self._windows: tuple[int | None, ...] = tuple(kinds)
         modules = [*parts.layers, parts.embed or parts.tied, parts.norm, parts.head]
         self.nbytes = sum(a.nbytes for m in modules if m is not None for _, a in tree_flatten(m.parameters()))
@@ -95,9 +96,10 @@ class StageModel:
         masks: dict[int | None, Any] = {}
         for layer, cache, window in zip(self._parts.layers, caches, self._windows, strict=True):
             if window not in masks:
-                masks[window] = create_attention_mask(
-                    h, cache, window_size=window, return_array=self._special.array_mask
-                )
+                mask = create_attention_mask(h, cache, window_size=window, return_array=self._special.array_mask)
+                if self._special.array_mask and self._grouped and mask is not None and mask.ndim == 4:
+                    mask = mask[:, :, None]  # rows' own masks, for scores [rows, kv heads, groups, N, positions]
+                masks[window] = mask
             h = layer(h, masks[window], cache)
         return h
 

@@ -28,7 +28,7 @@ class Special:
     logits: Callable[[mx.array, Any], mx.array] = _same
     """Applied to the head's output [B, L, V]."""
     array_mask: bool = False
-    """The family's layers need the causal mask as an array."""
+    """The family's layers do attention by hand: they need the causal mask as an array that fits their scores."""
 
 
 PLAIN = Special()
