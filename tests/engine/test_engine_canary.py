@@ -131,8 +131,8 @@ def _shifted(by: float) -> Tamper:
         if not _crowded(report):
             return report
         logprobs = dict(report.result.logprobs)
-        old = logprobs["canary-0"]
-        logprobs["canary-0"] = replace(old, logprob=old.logprob - by, top=[(t, p - by) for t, p in old.top])
+        [old] = logprobs["canary-0"]
+        logprobs["canary-0"] = [replace(old, logprob=old.logprob - by, top=[(t, p - by) for t, p in old.top])]
         return replace(report, result=replace(report.result, logprobs=logprobs))
 
     return tamper

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.control import Output, Refused
@@ -109,6 +109,7 @@ def events(rng: random.Random, scheduler: Scheduler, ranks: FakeRanks, plans: de
     scheduler.check()
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**9))
 def test_outputs_are_those_of_plain_decoding_in_random_histories(seed: int) -> None:
     rng = random.Random(seed)
@@ -207,6 +208,7 @@ def test_without_speculation_no_plan_names_tokens() -> None:
     assert set(ranks.widths) == {1}
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(1, 3), st.integers(0, 3), st.integers(1, 9))
 def test_the_index_finds_what_a_search_finds(tokens: list[int], shortest: int, more: int, most: int) -> None:
     index = NgramIndex(shortest, shortest + more)
@@ -220,6 +222,7 @@ def test_the_index_finds_what_a_search_finds(tokens: list[int], shortest: int, m
         assert any(drafts == [(tokens + drafts)[end + i] for i in range(most)] for end in ends)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=6), st.lists(st.integers(0, 2), min_size=6, max_size=6))
 def test_accepted_drafts_are_those_before_the_first_that_differs(row: list[int], sampled: list[int]) -> None:
     count = accepted(row, sampled[:len(row)])
