@@ -12,7 +12,7 @@ from tandem.cli.arguments import Parser, add_command, add_settings, fail
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
 
-SERVE_SECTIONS = ("model", "parallel", "scheduler", "server", "process")
+SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process")
 EXIT_FAILED = 3
 Run = Callable[[argparse.Namespace], int]
 
@@ -74,7 +74,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     for name, text in (("generate", "Complete a prompt in this terminal, without a server."),
                        ("chat", "Talk to a model in this terminal, without a server.")):
         parser = add_command(commands, name, text)
-        add_settings(parser, ("model", "parallel", "scheduler"))
+        add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
         group = parser.add_argument_group("sampling")
         if name == "generate":
             group.add_argument("--prompt", "-p", help="the text to complete; by default standard input.")

@@ -62,7 +62,7 @@ def _open(arguments: argparse.Namespace) -> Iterator[LLM]:
     """The model, loaded under a progress bar."""
     loaded = load_settings(arguments)
     set_up("WARNING")
-    given = loaded.given("model", "parallel", "scheduler")
+    given = loaded.given("model", "parallel", "scheduler", "speculation")
     given.setdefault("log_level", "WARNING")  # of the ranks: their news would stand between the text
     if "model" not in given:
         raise UsageError("no model is given: name a directory, a GGUF file, a hub id or demo", param="model")
