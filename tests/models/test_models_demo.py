@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
@@ -46,3 +47,14 @@ def test_what_is_there_is_not_fetched_again(tmp_path, monkeypatch):
     (demo.demo_path() / "config.json").write_text("{}")
     fake_python(tmp_path, "exit 1", monkeypatch)
     assert demo.fetch_demo() == demo.demo_path()
+    assert (demo.demo_path() / "config.json").read_text() == "{}"
+
+
+def test_what_an_earlier_version_converted_gets_the_class_that_vllm_looks_for(tmp_path, monkeypatch):
+    demo.demo_path().mkdir(parents=True)
+    (demo.demo_path() / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 576}))
+    fake_python(tmp_path, "exit 1", monkeypatch)
+    demo.fetch_demo()
+    config = json.loads((demo.demo_path() / "config.json").read_text())
+    assert config == {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576}
+    assert [file.name for file in demo.demo_path().iterdir()] == ["config.json"]

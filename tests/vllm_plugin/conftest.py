@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,18 +23,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model; links to it, with the architecture's name where an older conversion left it out."""
-    from tandem.models.demo import demo_path
+def demo() -> Path:
+    """The demo model."""
+    from tandem.models.demo import fetch_demo
 
-    source, path = demo_path(), tmp_path_factory.mktemp("demo") / "demo"
-    path.mkdir()
-    for file in source.iterdir():
-        if file.name != "config.json":
-            (path / file.name).symlink_to(file)
-    config = {"architectures": ["LlamaForCausalLM"], **json.loads((source / "config.json").read_text())}
-    (path / "config.json").write_text(json.dumps(config))
-    return path
+    return fetch_demo()
 
 
 @pytest.fixture(scope="session")

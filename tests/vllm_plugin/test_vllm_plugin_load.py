@@ -52,7 +52,8 @@ async def _all(model: Path, prompts: list[list[int]], stops: list[int | None],
         llm.shutdown()
 
 
-@pytest.mark.parametrize("options", [{}, {"pipeline_parallel_size": 2}], ids=["one", "pp2"])
+@pytest.mark.parametrize("options", [
+    {}, {"pipeline_parallel_size": 2, "data_parallel_size": 2}], ids=["one", "dp2 x pp2"])
 def test_two_hundred_requests_with_aborts_and_preemptions(tiny: Path, options: dict[str, Any]) -> None:
     rng = random.Random(7)
     shared = [rng.randrange(40, 400) for _ in range(96)]

@@ -12,7 +12,7 @@ import pytest
 import tandem.vllm_plugin as plugin
 from tandem.errors import ConfigError
 from tandem.executors.base import StageSpec
-from tandem.vllm_plugin.options import Options, read_options
+from tandem.vllm_plugin.options import DEVICES, Options, check_devices, read_options
 from tandem.vllm_plugin.params import check, translate
 from tandem.vllm_plugin.rank import Layout
 from tandem.vllm_plugin.rendezvous import ring_variables
@@ -61,6 +61,21 @@ def test_wrong_values_are_named(monkeypatch: pytest.MonkeyPatch, name: str, valu
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=words):
         read_options()
+
+
+@pytest.mark.parametrize("value", [None, "0", "0,0"])
+def test_the_one_device_may_be_named(monkeypatch: pytest.MonkeyPatch, value: str | None) -> None:
+    monkeypatch.delenv(DEVICES, raising=False)
+    if value is not None:
+        monkeypatch.setenv(DEVICES, value)
+    check_devices()
+
+
+@pytest.mark.parametrize("value", ["1", "0,1", "first"])
+def test_other_devices_are_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(DEVICES, value)
+    with pytest.raises(ConfigError, match=f"VLLM_METAL_VISIBLE_DEVICES={value}: MLX has one device, number 0"):
+        check_devices()
 
 
 def test_the_plugin_applies_by_hardware_and_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -58,9 +59,9 @@ class Cluster:
         text = text.replace("--max-model-len 8192", "").replace("vllm serve", "exec vllm serve --max-model-len 256")
         return text.replace("--resources='{\"mlx\": 1}'", "--resources='{\"mlx\": 1}'" + SMALL)
 
-    def run(self, name: str, text: str) -> None:
-        """Run a block to its end."""
-        self.machines.run(name, self.here(text), timeout=START_S)
+    def run(self, name: str, text: str) -> str:
+        """Run a block to its end; its output."""
+        return self.machines.run(name, self.here(text), timeout=START_S).stdout
 
     @contextmanager
     def serve(self, text: str, log: Path) -> Iterator[subprocess.Popen[str]]:
@@ -131,23 +132,55 @@ def test_one_machine(one_machine: Cluster, wanted: list[int], tmp_path: Path) ->
     *start, serve = block("Ray, one machine", 0).strip().splitlines()
     one_machine.run("h0", "\n".join(start))
     with one_machine.serve(serve, tmp_path / "log"):
+        answer = json.loads(one_machine.run("h0", block("Ray, one machine", 1)))
+        assert answer["usage"]["completion_tokens"] == 16
         assert one_machine.complete()["token_ids"] == wanted
         assert "RayWorkerProc (custom Ray resource mlx)" in (tmp_path / "log").read_text()
+    one_machine.run("h0", block("Ray, one machine", 2))
+    assert not one_machine.machines.processes("h0", "raylet")
 
 
-def test_a_cluster_without_the_resource_is_named_at_once(one_machine: Cluster, tmp_path: Path) -> None:
+ROWS = """
+import json, os, sys, time
+sys.path.insert(0, sys.argv[1])
+from vllm_helpers import PROMPTS, engine, generate
+found = {}
+for name, options in json.loads(sys.argv[3]).items():
+    started = time.monotonic()
+    try:
+        with engine(sys.argv[2], distributed_executor_backend="ray", max_num_seqs=8, **options) as llm:
+            found[name] = generate(llm, PROMPTS, 16)
+    except Exception as error:
+        found[name] = time.monotonic() - started
+print(json.dumps(found))
+"""
+"""Engines in one process, one after the other: their tokens, or the seconds after which they were refused."""
+
+
+def rows(cluster: Cluster, **options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """What ROWS found, and what its processes said."""
+    words = [sys.executable, "-c", ROWS, str(Path(__file__).parent), str(cluster.model), json.dumps(options)]
+    cluster.machines.set_variables("h0", {"RAY_ADDRESS": "auto"})
+    done = cluster.machines.run("h0", words, timeout=START_S)
+    return json.loads(done.stdout.splitlines()[-1]), done.stdout + done.stderr
+
+
+def test_devices_are_counted_once_and_what_is_missing_is_named_at_once(
+        one_machine: Cluster, expected: list[list[int]]) -> None:
     address = one_machine.machines["h0"].address
-    one_machine.run("h0", f"ray start --head --node-ip-address={address} --num-gpus=0 {SMALL}")
-    command = one_machine.here("RAY_ADDRESS=auto vllm serve Qwen/Qwen3-0.6B --distributed-executor-backend ray")
-    process = one_machine.machines.start("h0", ["sh", "-c", command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    said, _ = process.communicate(timeout=START_S)
-    assert process.returncode != 0
-    assert "the layout needs 1 of the Ray resource 'mlx' (or 'GPU'), and the cluster has 0" in said
-    asked = re.search(r"(\d\d):(\d\d):(\d\d) .*Connecting to existing Ray cluster", said)
-    told = re.search(r"ERROR .* (\d\d):(\d\d):(\d\d) .*\n(?:.*\n)*?.*the layout needs 1", said)
-    assert asked and told
-    seconds = [int(h) * 3600 + int(m) * 60 + int(s) for h, m, s in (asked.groups(), told.groups())]
-    assert seconds[1] - seconds[0] <= 10
+    one_machine.run("h0", f"ray start --head --node-ip-address={address} --num-gpus=2 --resources='{{\"mlx\": 4}}'{SMALL}")
+    found, said = rows(one_machine, both={"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+                       many={"pipeline_parallel_size": 5})
+    assert found["both"] == expected
+    assert found["many"] < 10
+    assert "the layout needs 5 of the Ray resource 'mlx' (or, where no node has it, 'GPU'), and the cluster has 4" in said
+    one_machine.run("h0", block("Ray, one machine", 2))
+    one_machine.run("h0", f"ray start --head --node-ip-address={address} --num-gpus=2{SMALL}")
+    one_machine.machines.set_variables("h0", {"VLLM_HOST_IP": address})
+    found, said = rows(one_machine, gpus={"pipeline_parallel_size": 2}, many={"pipeline_parallel_size": 3})
+    assert found["gpus"] == expected
+    assert "RayWorkerProc (custom Ray resource GPU)" in said
+    assert found["many"] < 10 and "the cluster has 2 of 'GPU'" in said
 
 
 def test_replicas_on_two_machines(two_machines: Cluster, wanted: list[int], tmp_path: Path) -> None:

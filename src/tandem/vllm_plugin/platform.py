@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from vllm.platforms.interface import Platform, PlatformEnum
 
 from tandem.vllm_plugin.compat import apply
 from tandem.vllm_plugin.limits import refuse_unsupported
-from tandem.vllm_plugin.options import read_options
+from tandem.vllm_plugin.options import DEVICES, RESOURCE, check_devices, read_options
 from tandem.vllm_plugin.params import check
 
 logger = init_logger("vllm.tandem")
@@ -29,12 +30,20 @@ class TandemPlatform(Platform):
     device_type = "cpu"
     dispatch_key = "CPU"
     dist_backend = "gloo"
-    ray_device_key = "mlx"
-    device_control_env_var = "VLLM_METAL_VISIBLE_DEVICES"
+    device_control_env_var = DEVICES
     simple_compile_backend = "eager"
     additional_env_vars = ["TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION", "TANDEM_BASE_PORT",
                            "VLLM_METAL_RING_BASE_PORT", "TANDEM_DTYPE", "TANDEM_BLAS", "TANDEM_LAYER_SPLIT",
                            "TANDEM_THREADS_PER_RANK"]
+
+    @property
+    def ray_device_key(self) -> str:
+        """The Ray resource that stands for a device: `mlx`, or `GPU` in a cluster that has no `mlx`."""
+        if "ray" not in sys.modules:
+            return RESOURCE
+        from tandem.vllm_plugin.ray_devices import device_key  # Ray need not be installed
+
+        return device_key()
 
     @property
     def supported_dtypes(self) -> list[torch.dtype]:
@@ -98,6 +107,7 @@ class TandemPlatform(Platform):
         apply()
         refuse_unsupported(vllm_config)
         read_options()
+        check_devices()
         parallel, compilation = vllm_config.parallel_config, vllm_config.compilation_config
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "tandem.vllm_plugin.worker.TandemWorker"
