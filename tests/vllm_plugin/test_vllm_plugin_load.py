@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_helpers import expected_tokens
+from vllm_helpers import descendants, expected_tokens, gone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -62,7 +63,9 @@ def test_two_hundred_requests_with_aborts_and_preemptions(tiny: Path, options: d
     prompts = [rng.choice(kinds) for _ in range(REQUESTS)]
     stops = [rng.randint(1, OUTPUT - 2) if rng.random() < 0.25 else None for _ in range(REQUESTS)]
     wanted = dict(zip(map(tuple, kinds), expected_tokens(tiny, kinds, OUTPUT)["served"], strict=True))
+    before = descendants(os.getpid())
     found, preempted = asyncio.run(_all(tiny, prompts, stops, **options))
+    assert gone([pid for pid in descendants(os.getpid()) if pid not in before], 15)
     for prompt, stop, tokens in zip(prompts, stops, found, strict=True):
         assert len(tokens) >= (stop or OUTPUT)
         assert tokens == wanted[tuple(prompt)][:len(tokens)]

@@ -168,15 +168,15 @@ def rows(cluster: Cluster, **options: dict[str, Any]) -> tuple[dict[str, Any], s
 def test_devices_are_counted_once_and_what_is_missing_is_named_at_once(
         one_machine: Cluster, expected: list[list[int]]) -> None:
     address = one_machine.machines["h0"].address
-    one_machine.run("h0", f"ray start --head --node-ip-address={address} --num-gpus=2 --resources='{{\"mlx\": 4}}'{SMALL}")
+    head = f"ray start --head --node-ip-address={address} --num-gpus=2 --include-dashboard=false{SMALL}"
+    one_machine.run("h0", head + " --resources='{\"mlx\":4}'")
     found, said = rows(one_machine, both={"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
                        many={"pipeline_parallel_size": 5})
     assert found["both"] == expected
     assert found["many"] < 10
-    assert "the layout needs 5 of the Ray resource 'mlx' (or, where no node has it, 'GPU'), and the cluster has 4" in said
+    assert "the layout needs 5 of the Ray resource 'mlx'" in said and "the cluster has 4 of 'mlx'" in said
     one_machine.run("h0", block("Ray, one machine", 2))
-    one_machine.run("h0", f"ray start --head --node-ip-address={address} --num-gpus=2{SMALL}")
-    one_machine.machines.set_variables("h0", {"VLLM_HOST_IP": address})
+    one_machine.run("h0", head)
     found, said = rows(one_machine, gpus={"pipeline_parallel_size": 2}, many={"pipeline_parallel_size": 3})
     assert found["gpus"] == expected
     assert "RayWorkerProc (custom Ray resource GPU)" in said
@@ -188,12 +188,15 @@ def test_replicas_on_two_machines(two_machines: Cluster, wanted: list[int], tmp_
         assert all(two_machines.workers(name) for name in ("h0", "h1"))
         for _ in range(4):
             assert two_machines.complete()["token_ids"] == wanted
+    deadline = time.monotonic() + 30
+    while left := two_machines.machines.processes("h0", "VLLM::"):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.2)
 
 
 def test_a_pipeline_over_two_machines_and_the_death_of_a_worker(
         two_machines: Cluster, wanted: list[int], tmp_path: Path) -> None:
     log = tmp_path / "log"
-    before = two_machines.machines.processes("h0", "VLLM::").keys()
     with two_machines.serve(block("Ray, two machines, pipeline parallelism", 2), log) as process:
         assert two_machines.complete()["token_ids"] == wanted
         for stage in ("0/2 (is_first=True, is_last=False)", "1/2 (is_first=False, is_last=True)"):
@@ -208,4 +211,4 @@ def test_a_pipeline_over_two_machines_and_the_death_of_a_worker(
         while two_machines.workers("h0") or two_machines.workers("h1"):
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        assert not two_machines.machines.processes("h0", "VLLM::").keys() - before
+        assert not two_machines.machines.processes("h0", "VLLM::")

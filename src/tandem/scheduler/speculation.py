@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from tandem.cache.ngram import NgramIndex
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
-from tandem.scheduler.ngram import NgramIndex
 
 CREDIT = 0.5
 """Share of right predictions that a new sequence is taken to have."""

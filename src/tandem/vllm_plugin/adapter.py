@@ -12,12 +12,22 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from tandem.cache.prefix import PrefixIndex
 from tandem.errors import BatchDesync
 from tandem.protocol.request import SamplingParams
-from tandem.protocol.step import InsertOp, MoveOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
+from tandem.protocol.step import (
+    InsertOp,
+    MoveOp,
+    PrefillOp,
+    SnapshotOp,
+    SpecDecodePlan,
+    SpecDecodeRow,
+    StepPlan,
+    batch_fingerprint,
+)
 from tandem.vllm_plugin.params import translate
 
 if TYPE_CHECKING:
@@ -38,6 +48,8 @@ class _Sequence:
     computed: int = 0
     """KV positions once all plans so far are done."""
     decoding: bool = False
+    latest: int = 0
+    """With drafts: its last token."""
 
 
 @dataclass
@@ -56,15 +68,18 @@ class _Ops:
 class Adapter:
     """Follows vLLM's scheduler and writes plans."""
 
-    def __init__(self, *, stages: int, kv_tokens: int, chunk: int, prefix_tokens: int, trimmable: bool) -> None:
+    def __init__(self, *, stages: int, kv_tokens: int, chunk: int, prefix_tokens: int, trimmable: bool,
+                 drafts: bool = False) -> None:
         """`kv_tokens`: KV positions that vLLM hands out; `chunk`: most prompt positions in one forward pass.
 
         `prefix_tokens`: positions of snapshots, 0 for none; they give way to what runs. `trimmable`: caches can be cut.
+        `drafts`: vLLM schedules drafts, and `sampled` is told of every step's tokens before the next one is planned.
         """
         self.lanes = stages + 1
         """Lanes that the runner needs: one for each batch in flight, and one for sequences that wait."""
         self._kv_tokens = kv_tokens
         self._chunk = chunk
+        self._drafts = drafts
         self._prefixes = PrefixIndex(prefix_tokens, trimmable=trimmable)
         self._members: list[dict[str, None]] = [{} for _ in range(self.lanes)]
         self._sequences: dict[str, _Sequence] = {}
@@ -78,7 +93,7 @@ class Adapter:
         ops = _Ops()
         self._leave(output, ops)
         fresh = self._arrivals(output, ops)
-        counts: dict[str, int] = output.num_scheduled_tokens
+        tried, counts = self._tried(output)
         decode = [one for one in counts if one not in fresh and self._sequences[one].decoding]
         lane = self._choose(decode)
         self._gather(lane, list(counts), fresh, decode, ops)
@@ -86,6 +101,7 @@ class Adapter:
             self._insert(lane, request_id, computed, ops)
         if not (counts or ops.removes):
             return None
+        spec = self._spec_decode(decode, tried) if self._drafts and decode else None
         fingerprint = batch_fingerprint((one, self._sequences[one].computed) for one in self._members[lane])
         for request_id, count in counts.items():
             self._advance(request_id, fresh.get(request_id, self._sequences[request_id].computed) + count, ops)
@@ -96,10 +112,32 @@ class Adapter:
             step_id=self._step, lane=lane, removes=ops.removes, moves=ops.moves, inserts=ops.inserts,
             restores=ops.restores, decode=decode, prefill=ops.prefill, saves=ops.saves,
             evicts=self._prefixes.take_evicted(), sampling_seeds=ops.seeds, fingerprint=fingerprint,
+            spec_decode_plan=spec,
             pause=not decode and any(one not in ends for one in rows))
         self._step += 1
         self._last_lane = lane
         return plan
+
+    def sampled(self, request_id: str, tokens: list[int]) -> None:
+        """A sequence was given these tokens."""
+        if tokens:
+            self._sequences[request_id].latest = tokens[-1]
+
+    # --- drafts ---
+
+    def _tried(self, output: SchedulerOutput) -> tuple[dict[str, list[int]], dict[str, int]]:
+        """Drafts by request id, and the positions to compute. vLLM fills up with -1 what it has no drafts for."""
+        tried, counts = {}, dict(output.num_scheduled_tokens)
+        for request_id, drafts in output.scheduled_spec_decode_tokens.items():
+            tried[request_id] = list(takewhile(lambda token: token >= 0, drafts))
+            counts[request_id] -= len(drafts) - len(tried[request_id])
+        return tried, counts
+
+    def _spec_decode(self, decode: list[str], tried: dict[str, list[int]]) -> SpecDecodePlan:
+        """Every row's tokens by name: which drafts were accepted, no rank knows."""
+        return SpecDecodePlan([
+            SpecDecodeRow(one, self._sequences[one].computed, [self._sequences[one].latest, *tried.get(one, ())])
+            for one in decode])
 
     # --- who leaves, who joins ---
 
@@ -140,6 +178,8 @@ class Adapter:
             if sequence.lane < 0:
                 sequence.tokens = list(cached.all_token_ids[request_id])
                 fresh[request_id] = computed
+            elif self._drafts and sequence.decoding and computed < sequence.computed:
+                sequence.computed = computed  # drafts that were not accepted
             elif computed != sequence.computed:
                 raise BatchDesync(f"BATCH DESYNC DETECTED: vLLM has {computed} positions of {request_id}, the ranks "
                                   f"have {sequence.computed}")

@@ -9,8 +9,12 @@ Check = tuple[Callable[[Any], bool], str]
 
 _CHECKS: tuple[Check, ...] = (
     (lambda c: c.lora_config is not None, "LoRA adapters are not supported; merge the adapter into the model"),
-    (lambda c: c.speculative_config is not None, "speculative decoding is not supported; leave out "
-     "--speculative-config"),
+    (lambda c: c.speculative_config is not None and c.speculative_config.method != "ngram",
+     "of speculative decoding only the method ngram is supported; change --speculative-config"),
+    (lambda c: c.speculative_config is not None and c.parallel_config.world_size > 1, "speculative decoding is "
+     "supported for one rank (and replicas of it); leave out --speculative-config, or use `tandem serve`"),
+    (lambda c: c.speculative_config is not None and c.scheduler_config.async_scheduling,
+     "drafts cannot be scheduled ahead of the tokens that they follow; leave out --async-scheduling"),
     (lambda c: c.model_config is not None and c.model_config.runner_type != "generate",
      "only text generation is supported; leave out --runner"),
     (lambda c: c.kv_transfer_config is not None, "KV transfer is not supported; leave out --kv-transfer-config"),

@@ -52,8 +52,8 @@ def check_devices() -> None:
     """
     listed = variable(DEVICES)
     if listed is not None and {part.strip() for part in listed.split(",")} != {"0"}:
-        raise ConfigError(f"{DEVICES}={listed}: MLX has one device, number 0, which all workers of a machine share; set "
-                          "it to 0 or leave it out (NVIDIA GPUs are chosen with CUDA_VISIBLE_DEVICES)", param=DEVICES)
+        raise ConfigError(f"{DEVICES}={listed}: MLX has one device, number 0, which all workers of a machine share; "
+                          "set it to 0 or leave it out (NVIDIA GPUs: CUDA_VISIBLE_DEVICES)", param=DEVICES)
 
 
 def _number(*names: str) -> float | None:

@@ -106,8 +106,11 @@ class Loaded:
 
 
 def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None, memory_share: float, lanes: int,
-         group: StageGroup | None, channel: TcpChannel | None) -> Loaded:
-    """Load this rank's slice. `dtype` None is the default of the device. Raises ModelError and OutOfMemory."""
+         group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0) -> Loaded:
+    """Load this rank's slice. `dtype` None is the default of the device; `drafts`: most of a sequence in one step.
+
+    Raises ModelError and OutOfMemory.
+    """
     limit_buffers()
     files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None)
     description = describe(files)
@@ -129,6 +132,6 @@ def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None,
                        tensor_parallel=group)
     link = ChannelLink(channel) if channel is not None else None
     runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
-                    link=link, group=group, samples=layout.samples)
+                    link=link, group=group, samples=layout.samples, drafts=drafts)
     return Loaded(runner=runner, stage=stage, description=description, trimmable=trimmable(stage.make_caches()),
                   memory_bytes=total)

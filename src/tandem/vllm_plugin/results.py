@@ -1,44 +1,102 @@
-"""Our StepResult to vLLM's ModelRunnerOutput."""
+"""Our StepResult to vLLM's ModelRunnerOutput, and what steps took."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
 from tandem.errors import RankFailure
 from tandem.protocol.request import TokenLogprob
-from tandem.protocol.step import StepPlan, StepResult
+from tandem.protocol.step import StepPlan, StepResult, accepted
 
 
 def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -> ModelRunnerOutput:
     """One entry for each scheduled request, empty where its prompt goes on. Raises RankFailure for broken logits."""
-    tokens = dict(zip(plan.sampled(), result.tokens, strict=True))
-    for request_id, token in tokens.items():
-        if token < 0:
+    tokens: dict[str, list[int]] = {one: [] for one in scheduled}
+    for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
+        tokens[request_id].append(token)
+    for row in plan.spec_decode_plan.rows if plan.spec_decode_plan else ():
+        given = tokens[row.request_id]
+        del given[accepted(row.tokens, given) + 1:]
+    for request_id, given in tokens.items():
+        if any(token < 0 for token in given):
             raise RankFailure(f"the model produced logits that are not finite numbers for {request_id}; check its "
                               "weights and dtype", rank=0)
     return ModelRunnerOutput(
         req_ids=list(scheduled),
         req_id_to_index={request_id: i for i, request_id in enumerate(scheduled)},
-        sampled_token_ids=[[tokens[one]] if one in tokens else [] for one in scheduled],
-        logprobs=_logprobs(scheduled, result.logprobs) if result.logprobs else None,
+        sampled_token_ids=list(tokens.values()),
+        logprobs=_logprobs(tokens, result.logprobs) if result.logprobs else None,
     )
 
 
-def _logprobs(scheduled: Sequence[str], found: dict[str, list[TokenLogprob]]) -> LogprobsLists:
-    """vLLM's columns: the chosen token, then the most likely ones. Rows of requests that did not ask are not read."""
+def _logprobs(tokens: dict[str, list[int]], found: dict[str, list[TokenLogprob]]) -> LogprobsLists:
+    """vLLM's columns: the chosen token, then the most likely ones; a row for each token of each request.
+
+    Rows of requests that did not ask are not read.
+    """
     width = 1 + max(len(one.top) for entries in found.values() for one in entries)
-    ids = np.zeros((len(scheduled), width), dtype=np.int32)
-    values = np.full((len(scheduled), width), -np.inf, dtype=np.float32)
-    ranks = np.zeros(len(scheduled), dtype=np.int32)
-    for row, request_id in enumerate(scheduled):
-        if (entries := found.get(request_id)) is None:
-            continue
-        [one] = entries
-        ids[row, 0], values[row, 0] = one.token, one.logprob
-        for column, (token, value) in enumerate(one.top, start=1):
-            ids[row, column], values[row, column] = token, value
-        ranks[row] = 1 + sum(value > one.logprob for _, value in one.top)
-    return LogprobsLists(ids, values, ranks)
+    starts = list(accumulate((len(given) for given in tokens.values()), initial=0))
+    ids = np.zeros((starts[-1], width), dtype=np.int32)
+    values = np.full((starts[-1], width), -np.inf, dtype=np.float32)
+    ranks = np.zeros(starts[-1], dtype=np.int32)
+    for start, (request_id, given) in zip(starts, tokens.items(), strict=False):
+        for row, one in enumerate(found.get(request_id, [])[:len(given)], start=start):
+            ids[row, 0], values[row, 0] = one.token, one.logprob
+            for column, (token, value) in enumerate(one.top, start=1):
+                ids[row, column], values[row, column] = token, value
+            ranks[row] = 1 + sum(value > one.logprob for _, value in one.top)
+    return LogprobsLists(ids, values, ranks, starts)
+
+
+@dataclass
+class Profile:
+    """Seconds by what they went to, over all steps with tokens."""
+
+    steps: int = 0
+    adapter: float = 0.0
+    """From vLLM's output to a plan."""
+    results: float = 0.0
+    """From tokens to vLLM's output."""
+    busy: float = 0.0
+    """At least one step was under way in the runner."""
+    began: float = 0.0
+    ended: float = 0.0
+
+    def summary(self) -> str:
+        """One line, milliseconds per step; what is neither busy nor ours is vLLM's, and waiting for requests."""
+        rest = self.ended - self.began - self.busy
+        parts = {"runner": self.busy, "adapter": self.adapter, "results": self.results, "rest": rest}
+        each = ", ".join(f"{name} {seconds / max(self.steps, 1) * 1e3:.2f} ms" for name, seconds in parts.items())
+        return f"{self.steps} steps: {each}"
+
+
+class Output(AsyncModelRunnerOutput):
+    """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
+
+    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[Any], profile: Profile,
+                 tell: Callable[[ModelRunnerOutput], None]) -> None:
+        self._scheduled, self._plan, self._step, self._profile = scheduled, plan, step, profile
+        self._tell = tell
+        self._started = time.perf_counter()
+
+    def get_output(self) -> Any:
+        """Wait for the tokens. Raises what the step raised."""
+        result = self._step.result().finish()
+        done = time.perf_counter()
+        output = model_output(self._scheduled, self._plan, result)
+        self._tell(output)
+        profile = self._profile
+        profile.busy += done - max(self._started, profile.ended)
+        profile.began = profile.began or self._started
+        profile.ended = done
+        profile.results += time.perf_counter() - done
+        profile.steps += 1
+        return output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import torch
 from vllm.logger import init_logger
 from vllm.utils.network_utils import get_ip
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, AsyncModelRunnerOutput
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, DraftTokenIds, ModelRunnerOutput
 from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from tandem.comm.blas import limit_threads, preload_blas
@@ -23,9 +22,10 @@ from tandem.env import set_variables
 from tandem.protocol.step import StepPlan
 from tandem.transport.channel import TcpChannel
 from tandem.vllm_plugin.adapter import Adapter
+from tandem.vllm_plugin.drafts import Drafter
 from tandem.vllm_plugin.options import read_options
 from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port, machine_id, ring_variables
-from tandem.vllm_plugin.results import model_output
+from tandem.vllm_plugin.results import Output, Profile
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -38,49 +38,6 @@ KV_SHARE = 0.5
 """Share of the memory beside the weights that vLLM may hand out as blocks. Rows are as long as the longest of their
 batch, where blocks are exact, and snapshots of prefixes lie beside the rows."""
 STOP_S = 2.0
-
-
-@dataclass
-class Profile:
-    """Seconds by what they went to, over all steps with tokens."""
-
-    steps: int = 0
-    adapter: float = 0.0
-    """From vLLM's output to a plan."""
-    results: float = 0.0
-    """From tokens to vLLM's output."""
-    busy: float = 0.0
-    """At least one step was under way in the runner."""
-    began: float = 0.0
-    ended: float = 0.0
-
-    def summary(self) -> str:
-        """One line, milliseconds per step; what is neither busy nor ours is vLLM's, and waiting for requests."""
-        rest = self.ended - self.began - self.busy
-        parts = {"runner": self.busy, "adapter": self.adapter, "results": self.results, "rest": rest}
-        each = ", ".join(f"{name} {seconds / max(self.steps, 1) * 1e3:.2f} ms" for name, seconds in parts.items())
-        return f"{self.steps} steps: {each}"
-
-
-class Output(AsyncModelRunnerOutput):
-    """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
-
-    def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[Any], profile: Profile) -> None:
-        self._scheduled, self._plan, self._step, self._profile = scheduled, plan, step, profile
-        self._started = time.perf_counter()
-
-    def get_output(self) -> Any:
-        """Wait for the tokens. Raises what the step raised."""
-        result = self._step.result().finish()
-        done = time.perf_counter()
-        output = model_output(self._scheduled, self._plan, result)
-        profile = self._profile
-        profile.busy += done - max(self._started, profile.ended)
-        profile.began = profile.began or self._started
-        profile.ended = done
-        profile.results += time.perf_counter() - done
-        profile.steps += 1
-        return output
 
 
 class TandemWorker(WorkerBase):
@@ -140,7 +97,13 @@ class TandemWorker(WorkerBase):
         dtype = self._options.dtype or (str(self.model_config.dtype).removeprefix("torch.") if on_gpu() else None)
         return load(self.model_config.model, self.model_config.revision, self._layout, dtype=dtype,
                     memory_share=self._fraction() / self._here, lanes=self._layout.stages + 1, group=group,
-                    channel=channel)
+                    channel=channel, drafts=self._drafts)
+
+    @property
+    def _drafts(self) -> int:
+        """Most drafts of a sequence in one step."""
+        speculation = self.vllm_config.speculative_config
+        return speculation.num_speculative_tokens if speculation else 0
 
     def _fraction(self) -> float:
         return self._options.memory_fraction or self.cache_config.gpu_memory_utilization
@@ -195,7 +158,11 @@ class TandemWorker(WorkerBase):
         tokens = kv_cache_config.num_blocks * self.cache_config.block_size
         prefixes = tokens if self.cache_config.enable_prefix_caching else 0
         self._adapter = Adapter(stages=self._layout.stages, kv_tokens=tokens, prefix_tokens=prefixes,
-                                chunk=self.scheduler_config.max_num_batched_tokens, trimmable=self._loaded.trimmable)
+                                chunk=self.scheduler_config.max_num_batched_tokens, trimmable=self._loaded.trimmable,
+                                drafts=bool(self._drafts))
+        speculation = self.vllm_config.speculative_config
+        self._drafter = Drafter(most=self._drafts, shortest=speculation.prompt_lookup_min,
+                                longest=speculation.prompt_lookup_max) if speculation else None
 
     def compile_or_warm_up_model(self) -> CompilationTimes:
         """Nothing is compiled."""
@@ -215,10 +182,17 @@ class TandemWorker(WorkerBase):
         """Start the step; the rank that samples returns where its tokens will be."""
         output, self._pending = self._pending, None
         assert output is not None
-        plan, step = self._start(output, self._masks(grammar_output))
+        plan, step = self._start(output, self._masks(grammar_output, output))
         if plan is None or step is None or not self._layout.samples:
             return None
-        return Output(list(output.num_scheduled_tokens), plan, step, self._profile)
+        return Output(list(output.num_scheduled_tokens), plan, step, self._profile, self._told)
+
+    def _told(self, output: ModelRunnerOutput) -> None:
+        """A step's tokens are known."""
+        if self._drafter is not None:
+            for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+                self._adapter.sampled(request_id, tokens)
+            self._drafter.read(output)
 
     def _start(self, output: SchedulerOutput,
                masks: dict[str, npt.NDArray[np.bool_]]) -> tuple[StepPlan | None, Future[Any] | None]:
@@ -227,6 +201,8 @@ class TandemWorker(WorkerBase):
         self._profile.adapter += time.perf_counter() - started
         if plan is None:
             return None, None
+        if self._drafter is not None:
+            self._drafter.follow(plan)
         step = self._mlx.submit(partial(self._loaded.runner.execute, plan, masks))
         step.add_done_callback(self._watch)
         return plan, step
@@ -238,15 +214,17 @@ class TandemWorker(WorkerBase):
             logger.error("rank %d cannot go on and ends", self.rank, exc_info=error)
             os._exit(1)
 
-    def _masks(self, grammar: GrammarOutput | None) -> dict[str, npt.NDArray[np.bool_]]:
-        """vLLM's bit masks (32 tokens to an int32) as bool [V]; only the rank that samples needs them."""
+    def _masks(self, grammar: GrammarOutput | None, output: SchedulerOutput) -> dict[str, npt.NDArray[np.bool_]]:
+        """vLLM's bit masks (32 tokens to an int32) as bool [positions, V]; only the rank that samples needs them."""
         if grammar is None or not self._layout.samples:
             return {}
         width = self._loaded.description.vocab_size
         bits = np.unpackbits(grammar.grammar_bitmask.view(np.uint8), axis=1, bitorder="little")[:, :width]
         if bits.shape[1] < width:
             bits = np.pad(bits, [(0, 0), (0, width - bits.shape[1])])
-        return dict(zip(grammar.structured_output_request_ids, bits.astype(np.bool_), strict=True))
+        ids, drafts = grammar.structured_output_request_ids, output.scheduled_spec_decode_tokens
+        ends = np.cumsum([1 + len(drafts.get(one, ())) for one in ids])
+        return dict(zip(ids, np.split(bits.astype(np.bool_), ends[:-1]), strict=True))
 
     # --- the rest of what vLLM calls ---
 
@@ -261,8 +239,9 @@ class TandemWorker(WorkerBase):
         """Rows grow as they must."""
         self.model_config.max_model_len = max_model_len
 
-    def take_draft_token_ids(self) -> None:
-        """No speculation."""
+    def take_draft_token_ids(self) -> DraftTokenIds | None:
+        """What may follow the tokens of the last step."""
+        return None if self._drafter is None else self._drafter.take()
 
     def synchronize_device(self) -> None:
         """Wait for everything that was started."""
