@@ -24,7 +24,7 @@ from tandem.testing import tiny_model
 
 LAYOUTS = {
     "inline": {},
-    "pp2": {"pipeline_parallel_size": 2},
+    "pp2, speculating": {"pipeline_parallel_size": 2, "speculative_method": "ngram"},
     "tp2 uneven": {"tensor_parallel_size": 2},
     "tp1,2": {"parallel": (1, 2), "layer_split": (3, 1)},
 }

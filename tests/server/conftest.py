@@ -193,10 +193,12 @@ class LiveServer:
         self._thread = threading.Thread(target=self.server.run, kwargs={"sockets": [self.listener]}, daemon=True)
         self._thread.start()
         wait_until(lambda: self.server.started)
+        self.clients: list[openai.OpenAI] = []
         self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
 
     def stop(self) -> None:
-        self.http.close()
+        for client in (self.http, *self.clients):
+            client.close()
         self.server.should_exit = True
         self._thread.join(10)
         assert not self._thread.is_alive()
@@ -207,7 +209,8 @@ class LiveServer:
 
     def openai(self, **options) -> openai.OpenAI:
         options.setdefault("api_key", "none")
-        return openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=20, **options)
+        self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=20, **options))
+        return self.clients[-1]
 
     def chat(self, **fields) -> httpx.Response:
         fields.setdefault("messages", [{"role": "user", "content": "hi"}])
