@@ -15,6 +15,8 @@ import pytest
 
 from tandem import LLM, SamplingParams, StructuredOutputs
 from tandem.errors import RequestError
+from tandem.guided.grammar import grammar_of
+from tandem.guided.probe import trouble
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
@@ -27,6 +29,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
     "tp1,2": {"parallel": (1, 2)},
 }
+FORMATS = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
 RECORD = {"type": "object", "required": ["id", "tags", "ok"], "additionalProperties": False, "properties": {
     "id": {"type": "string", "pattern": "^[A-F]{3}-[0-9]{4}$"}, "ok": {"type": "boolean"},
     "tags": {"type": "array", "items": {"enum": ["x", "y"]}, "minItems": 2, "maxItems": 4}}}
@@ -101,17 +104,45 @@ def run(llm: LLM, request: EngineRequest) -> Iterator[Output]:
 
 def test_a_thousand_outputs_validate(model: Path) -> None:
     schemas = json.loads((Path(__file__).parents[1] / "guided" / "schemas.json").read_text())
-    formats = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
     ended = 0
     with LLM(str(model)) as llm:
         for name, schema in schemas.items():
             params = SamplingParams(max_tokens=450, temperature=1.0, structured_outputs=StructuredOutputs(json=schema))
-            validator = jsonschema.Draft202012Validator(schema, format_checker=formats)
+            validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
             for output in llm.generate([[5, 6, 7]] * 25, params):
                 if output.finish_reason == "stop":
                     ended += 1
                     assert not list(validator.iter_errors(json.loads(output.text))), (name, output.text)
     assert ended > 0.97 * 25 * len(schemas) > 970, "few are cut off by max_tokens"
+
+
+def test_outputs_of_the_schemas_of_json_schemas_test_suite_validate(model: Path) -> None:
+    suite = json.loads((Path(__file__).parents[1] / "guided" / "suite" / "draft2020-12.json").read_text())
+    grammars = [(group["schema"], grammar_of(StructuredOutputs(json=group["schema"])))
+                for groups in suite.values() for group in groups]
+    grammars = [(schema, grammar) for schema, grammar in grammars if not trouble(grammar, {})]
+    with LLM(str(model), max_queue=2000) as llm:
+        # Without it a random model seldom ends what may have any length.
+        closing = dict.fromkeys([2, *(llm.tokenizer.encode(text, False)[0] for text in '"}]')], 4.0)
+        tokens: dict[str, list[int]] = {}
+        ended = set()
+        common: Any = {"max_tokens": 150, "temperature": 1.5, "logit_bias": closing}
+        for i in range(8 * len(grammars)):
+            form = StructuredOutputs(grammar=grammars[i // 8][1])
+            params = SamplingParams(**common, seed=i, structured_outputs=form)
+            tokens[str(i)] = []
+            llm.engine.submit(EngineRequest(request_id=str(i), prompt=[5, 6, 7], params=params))
+        while not llm.engine.idle:
+            for message in llm.engine.pump(1.0):
+                assert isinstance(message, Output), message
+                tokens[message.request_id] += message.tokens[:-1] if message.stop_token else message.tokens
+                if message.stop_token:
+                    ended.add(message.request_id)
+        for name in ended:
+            schema, text = grammars[int(name) // 8][0], llm.tokenizer.decode(tokens[name], skip_special_tokens=False)
+            validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
+            assert not list(validator.iter_errors(json.loads(text))), (schema, text)
+    assert len(ended) > 1000
 
 
 def test_the_python_api_takes_every_form_and_refuses_what_cannot_be(model: Path) -> None:
