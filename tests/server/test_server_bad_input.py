@@ -189,3 +189,12 @@ def test_unexpected_exception_is_hidden(server, engine, caplog):
     assert secret not in caplog.text
     del server.api.texts.tokenizer
     assert server.chat().status_code == 200
+
+
+@pytest.mark.parametrize(("query", "param"), [("", "hosts"), ("?hosts=a=8GB&context=0", "context"),
+                                              ("?hosts=a=8GB&goal=speed", "goal")])
+def test_query_parameters_at_fault_are_named_in_openais_shape(shared, query, param):
+    response = shared.http.get(f"/v1/plan{query}")
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert f"'{param}'" in response.json()["error"]["message"]

@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncIterator
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from starlette.middleware.cors import CORSMiddleware
 
 from tandem.config.settings import Settings
@@ -15,6 +16,7 @@ from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
 from tandem.server import chat, completions, embeddings, info, page, plan, requests, tokens
 from tandem.server.anthropic import routes as anthropic
+from tandem.server.body import refuse_query
 from tandem.server.context import Api
 from tandem.server.engines import Engines
 from tandem.server.failures import add_handlers
@@ -53,6 +55,7 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
     for module in (anthropic, chat, completions, embeddings, info, page, plan, requests, responses, tokens):
         app.include_router(module.router)
     add_handlers(app)
+    app.add_exception_handler(RequestValidationError, refuse_query)
     if api.jobs is not None:
         api.jobs.root = app
         app.add_middleware(Keeper, api=api, jobs=api.jobs)

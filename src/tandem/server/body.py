@@ -7,12 +7,14 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from tandem.errors import RequestError, TooLargeError
-from tandem.server.failures import ClientGone
+from tandem.server.failures import ClientGone, error_response
 from tandem.server.texts import off_loop
 
 BODY_TIMEOUT_S = 60.0
@@ -123,6 +125,14 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
         error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
         error.param = name
     return error
+
+
+async def refuse_query(request: Request, error: Exception) -> Response:
+    """Say which query parameter is at fault. FastAPI checks them, and has a shape of its own for what it finds."""
+    assert isinstance(error, RequestValidationError)
+    detail = error.errors()[0]
+    detail["loc"] = detail["loc"][1:]  # without "query"
+    return error_response(_explain(detail), request.url.path)
 
 
 def _without_ignored(
