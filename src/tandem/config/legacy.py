@@ -24,8 +24,8 @@ MAPPED = {
 
 NOT_MAPPED = {
     "MODEL_CACHE_DIR": "the hub's own HF_HUB_CACHE says where models are kept",
-    "WORKER_HOSTS": "ranks on other machines cannot be started yet",
-    "WORKER_SSH": "ranks on other machines cannot be started yet",
+    "WORKER_HOSTS": "--hostfile names the machines of the ranks",
+    "WORKER_SSH": "--hostfile says how machines are reached over ssh",
     "KV_CACHE_RESERVED_MEMORY_MB": "--memory-fraction or --kv-tokens limit the KV cache",
     "MAX_PROMPT_LEN_BYTES": "prompts have no byte limit; --max-context counts tokens",
     "POLL_INTERVAL_SECONDS": "nothing is polled",
