@@ -98,6 +98,21 @@ def test_why_an_answer_ended(server, engine, run):
     assert stopped.content[0].text == "Hello, "
 
 
+@pytest.mark.parametrize("run", [ask, lambda server, **fields: streamed(server, **fields)[0]], ids=["whole", "stream"])
+def test_a_limit_beyond_the_context_ends_where_the_context_does(server, engine, run):
+    engine.reply = engine.tokenizer.encode("a b " * 200)
+    message = run(server, max_tokens=32_000)
+    assert message.stop_reason == "model_context_window_exceeded"
+    assert message.usage.input_tokens + message.usage.output_tokens == 256
+
+
+def test_what_agents_send_without_need_is_taken(shared):
+    edits = [{"type": "clear_thinking_20251015", "keep": "all"}]
+    body = {"model": "tiny", "max_tokens": 5, "messages": ASK, "context_management": {"edits": edits}}
+    assert shared.http.post("/v1/messages?beta=true", json=body).status_code == 200
+    assert shared.http.head("/").status_code == 200
+
+
 def test_sampling_reaches_the_engine(server, engine):
     ask(server, extra_body={"temperature": 0.5, "top_p": 0.8, "top_k": 7}, metadata={"user_id": "u"})
     params = submitted(engine).params
@@ -209,9 +224,10 @@ USER_CALL = {"role": "user", "content": [{"type": "tool_use", "id": "1", "name":
     ({"nonsense": 1}, "Unknown parameter: 'nonsense'"),
     ({"n": 2}, "Unknown parameter: 'n'"),
     ({"mcp_servers": [{"type": "url"}]}, "'mcp_servers' is not supported"),
+    ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "'context_management' is not"),
     ({"temperature": 1.5}, "'temperature'"),
     ({"stop_sequences": ["x"] * 17}, "Invalid 'stop_sequences': at most 16"),
-    ({"max_tokens": 10_000}, "maximum context length is 256"),
+    ({"messages": [{"role": "user", "content": "x" * 600}]}, "maximum context length is 256"),
     ({"messages": [*ASK, {"role": "assistant", "content": "It is"}]}, "last message"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]},
      "'messages[0].content[0]': blocks of type 'image'"),

@@ -117,6 +117,20 @@ def test_calls_whole_and_streamed(family):
     assert "".join(pieces) == first.arguments + second.arguments
 
 
+def test_functions_of_a_namespace_are_called_by_both_names(family, engine):
+    """Codex CLI groups tools so, and sends `client_metadata`."""
+    names = "{% for m in messages %}{% for c in m.tool_calls %}[{{ c.function.name }}]{% endfor %}{% endfor %}"
+    server = family(names + TOOLS, CALL.replace("weather", "europe.weather"))
+    space = {"type": "namespace", "name": "europe", "description": "Of Europe.", "tools": [WEATHER]}
+    fields = {"tools": [WEATHER, space], "extra_body": {"client_metadata": {"turn_id": "1"}}}
+    for response in (streamed(server, **fields)[0], ask(server, **fields)):
+        [call] = response.output
+        assert (call.name, call.namespace) == ("weather", "europe")
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+    ask(server, **fields, input=[{"role": "user", "content": "Weather?"}, call.to_dict(), result])
+    assert prompt_of(engine).startswith("[europe.weather]")
+
+
 def test_reasoning_is_an_item_and_goes_back(family, engine):
     template = ("{# </think> #}{% for m in messages %}[{{ m.role }}|{{ m.content }}|{{ m.reasoning_content }}|"
                 "{{ m.tool_call_id }}|{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}]"

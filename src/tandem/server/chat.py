@@ -59,15 +59,17 @@ async def prepare_chat(api: Api, fields: ChatRequest) -> tuple[ChatPlan, Tokeniz
     return await plan_chat(api, tokenizer, fields, template_kwargs(fields)), tokenizer, status
 
 
-async def start_chat(http: Request, fields: ChatRequest, request_id: str) -> tuple[ChatPlan, Generation, str]:
+async def start_chat(
+    http: Request, fields: ChatRequest, request_id: str, *, clip: bool = False
+) -> tuple[ChatPlan, Generation, str]:
     """Check the request and submit it; the generation is the caller's to close. Also the model's name.
 
-    Raises RequestError.
+    With `clip` an output limit beyond the context is no error. Raises RequestError.
     """
     api = get_api(http)
     plan, tokenizer, status = await prepare_chat(api, fields)
     default = api.settings.server.default_max_tokens
-    max_tokens = room(plan.prompt, asked_tokens(fields), status.max_context, default, param="messages")
+    max_tokens = room(plan.prompt, asked_tokens(fields), status.max_context, default, param="messages", clip=clip)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     params = [
         sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=plan.form)

@@ -52,6 +52,7 @@ def _health(api: Api) -> str:
     return {"ready": "healthy"}.get(status.state, status.state)
 
 
+@router.head("/", include_in_schema=False)  # agents look so whether anybody is there
 @router.get("/")
 async def service(http: Request) -> Response:
     """What this is and where to go."""

@@ -37,8 +37,10 @@ def check_token_ids(tokens: Iterable[int], vocab_size: int, param: str) -> None:
             raise RequestError(message, param=param, code="invalid_value")
 
 
-def room(prompt: Sequence[int], asked: int | None, context: int, default: int | None, *, param: str) -> int:
-    """Most tokens that the output may have.
+def room(
+    prompt: Sequence[int], asked: int | None, context: int, default: int | None, *, param: str, clip: bool = False
+) -> int:
+    """Most tokens that the output may have; with `clip` what is left when more is asked for.
 
     Raises RequestError with OpenAI's words and code when prompt and output do not fit into `context`.
     """
@@ -49,13 +51,13 @@ def room(prompt: Sequence[int], asked: int | None, context: int, default: int | 
     if left < 1:
         message = f"{limit}your {param} resulted in {len(prompt)} tokens. Please reduce the length of the {param}."
         raise RequestError(message, param=param, code="context_length_exceeded")
-    if asked is not None and asked > left:
+    if asked is not None and asked > left and not clip:
         message = (
             f"{limit}you requested {len(prompt) + asked} tokens ({len(prompt)} in the {param}, {asked} in the "
             f"completion). Please reduce the length of the {param} or completion."
         )
         raise RequestError(message, param=param, code="context_length_exceeded")
-    return asked if asked is not None else min(default or left, left)
+    return min(asked or default or left, left)
 
 
 def sampling_params(

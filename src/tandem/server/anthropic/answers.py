@@ -43,10 +43,10 @@ def usage(generation: Generation) -> Json:
     }
 
 
-def ending(reply: Reply, reason: str, stop: str | None) -> Json:
-    """Why the answer ended."""
+def ending(reply: Reply, reason: str, stop: str | None, *, full: bool) -> Json:
+    """Why the answer ended; `full`: short of its limit, so that one ended by length has filled the context."""
     if reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
     if stop is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": stop}
     return {"stop_reason": "tool_use" if reply.called else "end_turn", "stop_sequence": None}
@@ -94,8 +94,9 @@ def _object(text: str) -> Json:
 class MessageWriter(ChunkWriter):
     """Events of a streamed answer, in Anthropic's order: the message opens, its blocks one by one, it closes."""
 
-    def __init__(self, generation: Generation, model: str, reply: Reply) -> None:
+    def __init__(self, generation: Generation, model: str, reply: Reply, max_tokens: int) -> None:
         self._generation = generation
+        self._max_tokens = max_tokens
         self._model = model
         self._reply = reply
         self._index = -1
@@ -113,7 +114,8 @@ class MessageWriter(ChunkWriter):
         written = b"".join(map(self._event, merged(self._reply.read(delta.text, last=ended))))
         if delta.finish_reason is not None:
             written += self._close()
-            self._ending = ending(self._reply, delta.finish_reason, delta.stop)
+            full = _usage(self._generation)["output_tokens"] < self._max_tokens
+            self._ending = ending(self._reply, delta.finish_reason, delta.stop, full=full)
         return written
 
     def usage(self, usage: Json, extras: Json) -> bytes:

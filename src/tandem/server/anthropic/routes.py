@@ -28,16 +28,17 @@ async def messages(http: Request) -> Response:
     api = get_api(http)
     fields = await parse(http, MessagesRequest, api.max_body, ignored=IGNORED)
     try:
-        plan, generation, model = await start_chat(http, chat_request(fields), f"msg_{uuid.uuid4().hex}")
+        plan, generation, model = await start_chat(http, chat_request(fields), f"msg_{uuid.uuid4().hex}", clip=True)
     except RequestError as error:
         raise in_own_words(error) from None
     reply = Reply(plan)
     if fields.stream:
-        writer = MessageWriter(generation, model, reply)
+        writer = MessageWriter(generation, model, reply, fields.max_tokens)
         return await open_stream(generation, writer, include_usage=True, heartbeat_s=api.heartbeat_s)
     [answer] = await collect(generation, 1)
-    body = message(generation, model) | {"content": whole_blocks(reply, answer.text), "usage": usage(generation)}
-    body |= ending(reply, answer.finish_reason, answer.stop)
+    used = usage(generation)
+    body = message(generation, model) | {"content": whole_blocks(reply, answer.text), "usage": used}
+    body |= ending(reply, answer.finish_reason, answer.stop, full=used["output_tokens"] < fields.max_tokens)
     return Response(encode_json(body), headers={"request-id": generation.request_id}, media_type="application/json")
 
 

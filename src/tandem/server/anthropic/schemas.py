@@ -12,6 +12,16 @@ from pydantic_core import PydanticCustomError
 from tandem.server.body import Harmless, anything, only
 from tandem.server.messages import Strict, only_type
 
+KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+"""An edit that removes nothing; agents send it."""
+
+
+def clears_nothing(management: Any) -> bool:
+    """`context_management` that takes nothing out of the conversation."""
+    edits = management.get("edits", []) if isinstance(management, dict) else management
+    return edits is None or (isinstance(edits, list) and all(edit == KEEP_ALL for edit in edits))
+
+
 IGNORED: Mapping[str, Harmless] = {
     # Say nothing about the text.
     "metadata": anything,
@@ -22,7 +32,7 @@ IGNORED: Mapping[str, Harmless] = {
     # Do nothing with these values.
     "speed": only("standard"),
     "container": only(),
-    "context_management": only(),
+    "context_management": clears_nothing,
     "mcp_servers": only([]),
 }
 """Fields that Anthropic knows and this server does not, with the test for a value that is harmless."""

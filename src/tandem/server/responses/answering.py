@@ -76,7 +76,7 @@ class Answering(ChunkWriter):
         thought = self.generation.tokenizer.encode(self._output.reasoning, add_special_tokens=False)
         return {
             "input_tokens": counted["prompt_tokens"],
-            "input_tokens_details": counted["prompt_tokens_details"],
+            "input_tokens_details": {**counted["prompt_tokens_details"], "cache_write_tokens": 0},
             "output_tokens": output,
             "output_tokens_details": {"reasoning_tokens": min(len(thought), output)},
             "total_tokens": counted["total_tokens"],

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from tandem.server.reply import Reply
+from tandem.server.responses.schemas import Function, qualified
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
 
 Json = dict[str, Any]
@@ -15,8 +16,9 @@ Json = dict[str, Any]
 class Output:
     """Items so far. Events are dictionaries without `sequence_number`."""
 
-    def __init__(self, reply: Reply, ids: Callable[[], str] | None = None) -> None:
-        """`ids` makes the ids of items, of 32 hex digits; by default they are random."""
+    def __init__(self, reply: Reply, tools: Iterable[Function] = (), ids: Callable[[], str] | None = None) -> None:
+        """`tools` may be called. `ids` makes the ids of items, of 32 hex digits; by default they are random."""
+        self._spaces = {qualified(tool.namespace, tool.name): tool for tool in tools if tool.namespace}
         self._ids = ids or (lambda: uuid.uuid4().hex)
         self.items: list[Json] = []
         self.reasoning = ""
@@ -69,7 +71,7 @@ class Output:
         if isinstance(event, CallStart):
             self._open = CallArguments
             item = {"type": "function_call", "id": f"fc_{fresh}", "call_id": self._reply.call_id("call"),
-                    "name": event.name, "arguments": ""}
+                    **self._named(event.name), "arguments": ""}
         elif isinstance(event, Reasoning):
             self._open, part = Reasoning, {"type": "reasoning_text", "text": ""}
             item = {"type": "reasoning", "id": f"rs_{fresh}", "summary": [], "content": []}
@@ -82,6 +84,11 @@ class Output:
             self.items[-1]["content"] = [part]
             events.append(self._event("response.content_part.added", part=dict(part)))
         return events
+
+    def _named(self, name: str) -> Json:
+        """The function that the model calls `name`, as its client calls it."""
+        tool = self._spaces.get(name)
+        return {"name": name} if tool is None else {"name": tool.name, "namespace": tool.namespace}
 
     def _item_event(self, kind: str) -> Json:
         item = dict(self.items[-1])

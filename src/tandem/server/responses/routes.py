@@ -59,7 +59,7 @@ async def _start(http: Request, fields: ResponsesRequest, job: Job | None = None
         plan, generation, model = await start_chat(http, chat, response_id)
     except RequestError as error:
         raise in_own_words(error) from None
-    output = Output(Reply(plan, ids), ids)
+    output = Output(Reply(plan, ids), fields.tools or (), ids)
     return Answering(fields, generation, model, output, int(created))
 
 

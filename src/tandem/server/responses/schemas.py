@@ -17,6 +17,7 @@ IGNORED: Mapping[str, Harmless] = {
     # Say nothing about the text.
     "user": anything,
     "safety_identifier": anything,
+    "client_metadata": anything,
     "prompt_cache_key": anything,
     "prompt_cache_retention": anything,
     "prompt_cache_options": anything,
@@ -39,7 +40,11 @@ _NEEDS = {
     "function_call_output": {"call_id", "output"},
     "reasoning": set(),
 }
-_TAKES = {"message": {"phase"}, "reasoning": {"content", "summary", "encrypted_content"}}
+_TAKES = {
+    "message": {"phase"},
+    "function_call": {"namespace"},
+    "reasoning": {"content", "summary", "encrypted_content"},
+}
 _ALWAYS = {"type", "id", "status"}
 NAMED_FORM = {"type": "function", "name": "..."}
 CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
@@ -70,6 +75,7 @@ class Item(Strict):
     content: list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: list[Part] | None = None
     summary: list[Part] | None = None
@@ -104,8 +110,29 @@ class Function(FunctionSpec):
     """A function that the model may call; here without a wrapper."""
 
     type: Literal["function"]
+    namespace: str | None = None
+    """The namespace that it came in."""
 
     _function = model_validator(mode="before")(partial(only_type, "function"))
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """The name by which the model calls a function."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def flattened(tools: Any) -> Any:
+    """Tools with the functions of namespaces among the others, each saying where it came from."""
+    if not isinstance(tools, list):
+        return tools
+    flat: list[Any] = []
+    for tool in tools:
+        inner = tool.get("tools") if isinstance(tool, dict) and tool.get("type") == "namespace" else None
+        if isinstance(inner, list) and all(isinstance(one, dict) for one in inner):
+            flat += [{**one, "namespace": tool.get("name")} for one in inner]
+        else:
+            flat.append(tool)
+    return flat
 
 
 class Form(Strict):
@@ -161,6 +188,8 @@ class ResponsesRequest(Strict):
     """Accepted, as clients always send it: reasoning is not encrypted here."""
     previous_response_id: str | None = None
     background: bool | None = None
+
+    _flat = field_validator("tools", mode="before")(flattened)
 
     @field_validator("input", mode="before")
     @classmethod

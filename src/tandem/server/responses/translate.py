@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.errors import RequestError
 from tandem.server.body import checked, renamed
-from tandem.server.responses.schemas import Form, Function, Item, Part, ResponsesRequest
+from tandem.server.responses.schemas import Form, Function, Item, Part, ResponsesRequest, qualified
 from tandem.server.schemas import ChatRequest
 
 _NAMES = {
@@ -75,7 +75,7 @@ def _take(message: Json, item: Item) -> None:
     elif item.type == "reasoning":
         _add(message, "reasoning_content", _text(item.content), between="\n")
     else:
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": qualified(item.namespace, item.name or ""), "arguments": item.arguments}
         message.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
 
 
@@ -89,7 +89,8 @@ def _text(parts: Iterable[Part] | None) -> str:
 
 
 def _tool(tool: Function) -> Json:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"})}
+    function = tool.model_dump(exclude={"type", "namespace"})
+    return {"type": "function", "function": {**function, "name": qualified(tool.namespace, tool.name)}}
 
 
 def _format(form: Form) -> Json:
