@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
+from tandem.config.options import section_names
 from tandem.config.settings import Settings
 from tandem.config.validation import validate
 from tandem.engine.engine import Engine
@@ -211,11 +212,14 @@ class LLM:
 def _settings(options: dict[str, Any]) -> Settings:
     """Each option in the section that has a field of its name."""
     chosen: dict[str, Any] = {}
-    for section in dataclasses.fields(Settings):
-        default = getattr(Settings(), section.name)
+    for section in section_names():
+        default = getattr(Settings(), section)
         names = {one.name for one in dataclasses.fields(default)}
         mine = {name: options.pop(name) for name in list(options) if name in names}
-        chosen[section.name] = dataclasses.replace(default, **mine)
+        if section == "models" and mine:
+            raise ConfigError(f"{min(mine)}: several models are for `tandem serve`; make an LLM for each",
+                              param=min(mine))
+        chosen[section] = dataclasses.replace(default, **mine)
     if options:
         raise ConfigError(f"unknown option {next(iter(options))!r}; docs/configuration.md lists all",
                           param=next(iter(options)))

@@ -118,7 +118,7 @@ class FakeChild:
 
     started: list[FakeChild]
 
-    def __init__(self, module, payload, *, env, name, arguments):
+    def __init__(self, module, payload, *, env, name, arguments, pass_fds):
         self.name, self.arguments, self.code, self.pid = name, arguments, None, 1
         self.started.append(self)
 

@@ -182,12 +182,12 @@ def test_unexpected_exception_is_hidden(server, engine, caplog):
     async def broken(status):
         raise KeyError(secret)
 
-    server.api.texts.tokenizer = broken
+    server.api.served[0].texts.tokenizer = broken
     message = check(server.chat(), 500, code="internal_error")
     assert secret not in message
     assert "unexpected KeyError in POST /v1/chat/completions" in caplog.text
     assert secret not in caplog.text
-    del server.api.texts.tokenizer
+    del server.api.served[0].texts.tokenizer
     assert server.chat().status_code == 200
 
 
@@ -198,3 +198,11 @@ def test_query_parameters_at_fault_are_named_in_openais_shape(shared, query, par
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert f"'{param}'" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("name", ["adapters", "lora_request"])
+def test_an_adapter_is_asked_for_by_the_name_of_a_model(shared, name):
+    response = shared.chat(**{name: "./sql"})
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == name and "--lora-modules" in error["message"]

@@ -182,9 +182,10 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float = 10.0) -> bytes:
-    """Body of a GET; of /health also when it says 503. Raises UsageError in one line that names the address."""
-    request = urllib.request.Request(base_url + path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None = 10.0, method: str = "GET") -> bytes:
+    """Body of an answer; of /health also when it says 503. Raises UsageError in one line that names the address."""
+    request = urllib.request.Request(base_url + path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+                                     method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=timeout_s) as response:
@@ -195,11 +196,20 @@ def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float = 10.0)
         if error.code == 503 and path == "/health":
             return body
         hint = "; give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY" if error.code == 401 else ""
-        raise UsageError(f"{base_url}{path} answers with status {error.code}{hint}", param="base_url") from None
+        raise UsageError(f"{base_url}{path} answers with status {error.code}{hint or _reason(body)}",
+                         param="base_url") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
         raise UsageError(f"{base_url}{path} cannot be reached: {reason}; is the server up, is --base-url right?",
                          param="base_url") from None
+
+
+def _reason(body: bytes) -> str:
+    """What an error in OpenAI's shape says."""
+    try:
+        return ": " + str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return ""
 
 
 def first_model(base_url: str, api_key: str) -> str:

@@ -13,7 +13,8 @@ from tandem.env import variables
 from tandem.errors import UsageError
 
 TITLES = {"model": "model", "parallel": "layout", "scheduler": "scheduling and memory",
-          "speculation": "speculative decoding", "server": "server", "process": "processes and logs"}
+          "speculation": "speculative decoding", "server": "server", "process": "processes and logs",
+          "models": "several models"}
 _PREFIX = "setting_"
 
 
@@ -49,8 +50,8 @@ def add_settings(parser: argparse.ArgumentParser, sections: Sequence[str], *, mo
         parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=text)
     general = parser.add_argument_group("configuration")
     general.add_argument("--config", metavar="FILE", help="TOML file with tables [model] [parallel] [scheduler] "
-                         "[speculation] [server] [process]. Options win over TANDEM_* variables, and those over "
-                         "the file.")
+                         "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, and those "
+                         "over the file.")
     general.add_argument("--profile", choices=PROFILES, help="also read the environment variables of another system.")
     for section in sections:
         group = parser.add_argument_group(TITLES[section])

@@ -26,7 +26,8 @@ def main() -> int:
     set_up(settings.process.log_level)
 
     def write_down(bound: Settings) -> None:
-        place.write(Record(os.getpid(), bound.server.host, bound.server.port, bound.model.model, time.time(),
+        place.write(Record(os.getpid(), bound.server.host, bound.server.port,
+                           ", ".join(one.name for one in bound.named) or bound.model.model, time.time(),
                            bound.process.drain_timeout))
 
     try:

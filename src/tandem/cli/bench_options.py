@@ -26,7 +26,7 @@ def add_parser(commands: Any) -> Parser:
 def add_top(commands: Any) -> Parser:
     """Add `top`; the caller sets `run`."""
     top = add_command(commands, "top", TOP)
-    _add_server(top)
+    add_server(top)
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks [1]")
     top.add_argument("--once", action="store_true", help="print one picture, of one interval, and end.")
     return top
@@ -37,14 +37,15 @@ def add_batch(commands: Any) -> Parser:
     batch = add_command(commands, "batch", "Send a file of requests, in OpenAI's batch format, to a running server.")
     batch.add_argument("input", metavar="IN", help="a request on each line: custom_id, url and body, as JSON.")
     batch.add_argument("output", metavar="OUT", help="answers as they come; what is answered there is not asked again.")
-    _add_server(batch)
+    add_server(batch)
     batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests at once [32]")
     batch.add_argument("--retries", type=int, default=5, metavar="N", help="more tries for each request [5]")
     batch.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one answer [3600]")
     return batch
 
 
-def _add_server(parser: argparse.ArgumentParser) -> None:
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a server."""
     group = parser.add_argument_group("server")
     group.add_argument("--base-url", default=DEFAULT_URL, metavar="URL", help=f"the server [{DEFAULT_URL}]")
     group.add_argument("--api-key-file", metavar="FILE",
@@ -65,7 +66,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    _add_server(parser)
+    add_server(parser)
     _add_requests(parser)
     mix = parser.add_argument_group("mix")
     mix.add_argument("--dataset-name", default="random", choices=("random", "sharegpt", "prefix_repetition", "long"),
@@ -109,7 +110,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_latency(parser: argparse.ArgumentParser) -> None:
-    _add_server(parser)
+    add_server(parser)
     _add_requests(parser)
     group = parser.add_argument_group("runs")
     for flag, default, text in (

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.cli.probe import StatusProbe
-from tandem.cli.processes import MODULE
+from tandem.cli.processes import LAST_WORDS, MODULE
 from tandem.cli.vigil import Vigil
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
@@ -41,7 +43,10 @@ THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"
 @dataclass
 class _Replica:
     index: int
+    """Its number."""
     settings: Settings
+    place: int
+    """Which of its model's replicas it is."""
     child: ChildProcess | None = None
     draining: bool = False
     drain_until: float = math.inf
@@ -50,6 +55,17 @@ class _Replica:
     restart_at: float = 0.0
     vigil: Vigil | None = None
     asked_at: float = 0.0
+    words: int | None = None
+    """Reading end of the pipe for its last words."""
+
+    def last_words(self) -> str:
+        """Why the process that has ended did so, as far as it said."""
+        if self.words is None:
+            return ""
+        text = os.read(self.words, LAST_WORDS).decode(errors="replace")
+        os.close(self.words)
+        self.words = None
+        return text
 
     def remove_socket(self) -> None:
         """Of a process that has ended: a killed one could not."""
@@ -77,14 +93,16 @@ def gpus_of(settings: Settings, index: int) -> str | None:
     return ",".join(given[start:start + ranks])
 
 
-def replica_settings(settings: Settings, index: int) -> Settings:
+def replica_settings(settings: Settings, index: int, number: int | None = None) -> Settings:
     """Settings of one engine: its own socket, and with several replicas its hosts, or its share of cores and memory.
 
-    A single one keeps the settings as they are. Replicas that are added later get the same shares as the first ones.
+    `index` counts a model's replicas; `number`, by default the same, is unique over all models. A single one keeps the
+    settings as they are. Replicas that are added later get the same shares as the first ones.
     """
+    number = index if number is None else number
     count, parallel = settings.parallel.data_parallel_size, replica_hosts(settings.parallel, index)
     base = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
-    path = base.with_name(f"{base.stem}-{index}{base.suffix}") if count > 1 or index else base
+    path = base.with_name(f"{base.stem}-{number}{base.suffix}") if count > 1 or number else base
     if count > 1:
         parallel = dataclasses.replace(parallel, data_parallel_size=1)
         if chosen_launcher(parallel) == "local":
@@ -103,12 +121,20 @@ class EngineSet:
     """All replicas of one server. A server that never had more than one ends with it when it ends by itself, as its
     engine knows best; one that is killed, or hangs, is replaced."""
 
-    def __init__(self, settings: Settings) -> None:
-        """`settings` with the port that is really bound. Nothing is started."""
+    def __init__(self, settings: Settings, *, model: str = "", numbers: Iterator[int] | None = None) -> None:
+        """`settings` with the port that is really bound. Nothing is started.
+
+        `model` is the one that they serve where there are several, and `numbers` then gives the replicas of all models
+        their numbers.
+        """
         self._settings = settings
+        self._model = model
+        self._numbers = numbers or itertools.count()
         self._several = settings.parallel.data_parallel_size > 1
         self._replicas: dict[int, _Replica] = {}
         self._next = 0
+        self.last_words = ""
+        """Why an engine has ended, if it said so; of several, the last one that did."""
         self._probes: dict[int, StatusProbe] = {}
         self.announced = False
         """All first replicas have been ready; until then a mistake in the settings ends the server."""
@@ -121,7 +147,7 @@ class EngineSet:
     # --- the control socket's requests ---
 
     def add(self) -> int:
-        """Start one more replica and return its number."""
+        """Start one more replica and return its number. Raises UsageError when there are no more machines."""
         self._several = True
         return self._add()
 
@@ -136,18 +162,27 @@ class EngineSet:
         if all(one.draining for one in self._replicas.values() if one is not replica):
             raise UsageError(f"replica {index} is the last one; add another first, or end the server")
         log.info("replica %d drains", index)
+        self._drain(replica)
+        return index
+
+    def drain_all(self) -> None:
+        """Have all replicas finish what they have, and end."""
+        for replica in list(self._replicas.values()):
+            if not replica.draining:
+                self._drain(replica)
+
+    def _drain(self, replica: _Replica) -> None:
         replica.draining = True
         replica.drain_until = time.monotonic() + self._settings.process.drain_timeout + GRACE_S
         if replica.child is None:
             self._remove(replica)
         else:
             replica.child.terminate()  # the engine refuses new work from now on and ends when the old is done
-        return index
 
     def infos(self) -> list[ReplicaInfo]:
         """All replicas."""
         return [ReplicaInfo(one.index, one.endpoint, "draining" if one.draining else "running" if one.child
-                            else "restarting", one.child.pid if one.child else None, one.restarts)
+                            else "restarting", one.child.pid if one.child else None, one.restarts, self._model)
                 for one in self._replicas.values()]
 
     # --- watching ---
@@ -192,6 +227,7 @@ class EngineSet:
     def _ended(self, replica: _Replica, child: ChildProcess, code: int) -> int | None:
         child.wait(0.0)
         replica.remove_socket()
+        self.last_words = replica.last_words() or child.describe_exit()
         if replica.draining:
             log.info("replica %d has ended", replica.index)
             self._remove(replica)
@@ -225,6 +261,7 @@ class EngineSet:
         """All processes have ended: remove what they may have left."""
         for replica in self._replicas.values():
             replica.remove_socket()
+            replica.last_words()
         for probe in self._probes.values():
             probe.close()
         self._probes.clear()
@@ -243,21 +280,29 @@ class EngineSet:
 
     def _add(self) -> int:
         index, self._next = self._next, self._next + 1
-        self._replicas[index] = _Replica(index, replica_settings(self._settings, index))
-        self._launch(self._replicas[index])
-        return index
+        number = next(self._numbers)
+        self._replicas[number] = _Replica(number, replica_settings(self._settings, index, number), index)
+        self._launch(self._replicas[number])
+        return number
 
     def _launch(self, replica: _Replica) -> None:
         replica.restarts += bool(replica.deaths)
-        name = f"engine {replica.index}" if self._several else "engine"
-        arguments = ("engine", str(replica.index)) if self._several else ("engine",)
+        name = f"engine {replica.index}" if self._several or self._model else "engine"
+        arguments = ("engine", str(replica.index)) if self._several or self._model else ("engine",)
+        ends: list[int] = []
+        if self._model:
+            replica.words, end = os.pipe()
+            ends.append(end)
+            arguments = (*arguments, str(end))
         threads = replica.settings.parallel.threads_per_rank if self._several else None
         # An engine of one rank computes in its own process.
         changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
-        if gpus := gpus_of(self._settings, replica.index):
+        if gpus := gpus_of(self._settings, replica.place):
             changes["CUDA_VISIBLE_DEVICES"] = gpus
         replica.child = ChildProcess(MODULE, to_json(replica.settings), env=child_environment(changes), name=name,
-                                     arguments=arguments)
+                                     arguments=arguments, pass_fds=ends)
+        for end in ends:
+            os.close(end)
         replica.vigil = Vigil(replica.child, SILENT_S)
 
     def _remove(self, replica: _Replica) -> None:

@@ -12,7 +12,8 @@ from tandem.cli.arguments import Parser, add_command, add_settings, fail
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
 
-SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process")
+SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
+ENGINE_SECTIONS = SERVE_SECTIONS[:-1]
 EXIT_FAILED = 3
 Run = Callable[[argparse.Namespace], int]
 
@@ -29,7 +30,7 @@ def build_parser() -> Parser:
     add_settings(api, ("model", "server", "process"))
     api.set_defaults(run=_api)
     engine = add_command(commands, "engine", "Load a model and wait for `tandem api` on a Unix socket.")
-    add_settings(engine, SERVE_SECTIONS)
+    add_settings(engine, ENGINE_SECTIONS)
     engine.set_defaults(run=_engine)
     lifecycle_options.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
     _add_rank(commands)
@@ -89,13 +90,18 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 def _add_model(commands: argparse._SubParsersAction[Parser]) -> None:
-    model = add_command(commands, "model", "Fetch models and find them on disk.")
+    model = add_command(commands, "model", "Fetch models and find them on disk; load and unload those of a server.")
     actions = model.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
     for name, text in (("get", "Download a model: `demo`, or a hub id (org/name)."),
                        ("path", "Print the directory of a model that is on this machine."),
-                       ("list", "List the models in Tandem's cache.")):
+                       ("list", "List the models in Tandem's cache."),
+                       ("ps", "List the models of a running server, and which are loaded."),
+                       ("load", "Load a model of a running server that has several."),
+                       ("unload", "Unload one, when it has finished what it has; the next request loads it again.")):
         parser = add_command(actions, name, text)
-        if name != "list":
+        if name in ("ps", "load", "unload"):
+            bench_options.add_server(parser)
+        if name not in ("list", "ps"):
             parser.add_argument("name", metavar="MODEL")
         if name == "get":
             parser.add_argument("--revision", help="branch, tag or commit of a hub model.")

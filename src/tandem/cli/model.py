@@ -1,20 +1,27 @@
-"""`tandem model`: fetch models and find them on disk."""
+"""`tandem model`: fetch models and find them on disk; see, load and unload those of a server."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from urllib.parse import quote
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.table import Table
 
+from tandem.bench.client import get
+from tandem.cli.bench import api_key, base_url
 from tandem.env import cache_dir
 from tandem.models.demo import fetch_demo
 from tandem.models.files import resolve
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of the actions. Raises ModelError."""
+    """One of the actions. Raises UsageError."""
+    if arguments.action in ("ps", "load", "unload"):
+        return _of_server(arguments)
     if arguments.action == "list":
         for config in sorted(cache_dir().glob("*/*/config.json")):
             print(config.parent)
@@ -34,4 +41,19 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             path = resolve(arguments.name, revision=arguments.revision, progress=report).path
     print(path)
+    return 0
+
+
+def _of_server(arguments: argparse.Namespace) -> int:
+    url, key = base_url(arguments.base_url), api_key(arguments)
+    if arguments.action != "ps":
+        path = f"/v1/models/{quote(arguments.name)}/{arguments.action}"
+        answer = json.loads(get(url, path, key, timeout_s=None, method="POST"))
+        print(f"{answer['id']} is {answer['state']}")
+        return 0
+    table = Table("model", "state", "context", box=None, pad_edge=False)
+    for one in json.loads(get(url, "/v1/models", key))["data"]:
+        state, detail = one.get("state", "?"), one.get("detail")
+        table.add_row(one["id"], f"{state}: {detail}" if detail else state, str(one.get("max_model_len") or "-"))
+    Console().print(table)
     return 0

@@ -15,12 +15,15 @@ import sys
 from tandem.cli.arguments import fail, load_settings
 from tandem.cli.control import control_path
 from tandem.config.loading import from_json
-from tandem.config.settings import Settings
+from tandem.config.settings import ModelsSettings, Settings
+from tandem.config.several import alone, settings_of
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.process import receive_payload, watch_lifeline
 from tandem.log import set_up
 
 MODULE = "tandem.cli.processes"
+LAST_WORDS = 4096
+"""Most bytes in which an engine says why it ended."""
 log = logging.getLogger("tandem.cli")
 
 
@@ -39,6 +42,8 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
 
     settings = prepared(arguments)
     count = settings.parallel.data_parallel_size
+    if settings.models != ModelsSettings() or settings.named:
+        raise UsageError("several models ([models], --also) are for `tandem serve`; an engine has one", param="also")
     if count > 1:
         raise UsageError(f"--data-parallel-size {count}: `tandem engine` is one replica; `tandem serve` starts several",
                          param="data_parallel_size")
@@ -51,7 +56,7 @@ def run_api_command(arguments: argparse.Namespace) -> int:
     from tandem.server.replicas import Replicas
     from tandem.server.run import engine_endpoint, run_api
 
-    settings = prepared(arguments)
+    settings = alone(prepared(arguments))
     run_api(settings, engines=Replicas(Router(), {0: engine_endpoint(settings)}))
     return 0
 
@@ -59,18 +64,36 @@ def run_api_command(arguments: argparse.Namespace) -> int:
 def _engine_child(settings: Settings) -> int:
     from tandem.engine.service import run_engine
 
-    return run_engine(settings, lifeline=True)
+    return run_engine(settings, lifeline=True, report=_last_words)
+
+
+def _last_words(message: str) -> None:
+    """Tell a supervisor that wants to know why this engine ends. Its pipe has room for it, so this cannot block."""
+    if sys.argv[1] == "engine" and len(sys.argv) > 3:
+        os.write(int(sys.argv[3]), message.encode()[:LAST_WORDS])
 
 
 def _api_child(settings: Settings, fd: int) -> int:
     from tandem.router.router import Router
     from tandem.server.replicas import Replicas
+    from tandem.server.residents import Residents
     from tandem.server.run import run_api
+    from tandem.server.served import Served
     from tandem.server.supervisor import SupervisorLink
 
     control = control_path(settings.server.port)
-    engines = Replicas(Router(affinity=settings.scheduler.prefix_cache > 0), link=SupervisorLink(control),
-                       patience_s=settings.scheduler.start_timeout)
+
+    def replicas(one: Settings, link: SupervisorLink | None = None) -> Replicas:
+        return Replicas(Router(affinity=one.scheduler.prefix_cache > 0), link=link,
+                        patience_s=one.scheduler.start_timeout)
+
+    engines: Replicas | Residents
+    if settings.named:
+        own = [settings_of(settings, one) for one in settings.named]
+        engines = Residents([Served(one, replicas(one)) for one in own], SupervisorLink(control),
+                            max_loaded=settings.models.max_loaded)
+    else:
+        engines = replicas(settings, SupervisorLink(control))
 
     def orphaned() -> None:
         # A supervisor that was killed could not do this. The port is ours until we end, so no other has the file yet.
@@ -91,8 +114,10 @@ def main() -> int:
     try:
         return _engine_child(settings) if kind == "engine" else _api_child(settings, int(sys.argv[2]))
     except UsageError as error:
+        _last_words(error.message)
         return fail(error.message)
     except RankFailure as error:
+        _last_words(error.message)
         fail(error.message)
         return 3
 

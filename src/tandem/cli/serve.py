@@ -23,6 +23,7 @@ from rich.console import Console
 
 from tandem.cli.control import ControlServer, control_path
 from tandem.cli.engines import EXIT_FAILED, EngineSet
+from tandem.cli.fleet import Fleet, several, with_names
 from tandem.cli.processes import MODULE, prepared
 from tandem.cli.vigil import Vigil
 from tandem.config.loading import to_json
@@ -37,10 +38,13 @@ from tandem.protocol.supervisor import (
     AddReplica,
     DrainReplica,
     ListReplicas,
+    LoadModel,
+    ModelChanged,
     ReplicaChanged,
     ReplicaList,
     SupervisorReply,
     SupervisorRequest,
+    UnloadModel,
 )
 from tandem.server.run import listen
 
@@ -64,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def checked(settings: Settings) -> Settings:
     """The settings, if they are enough to serve. Raises UsageError."""
+    if several(settings):
+        return with_names(settings)
     if not settings.model.model:
         raise UsageError("no model is given: `tandem serve MODEL` takes a directory, a GGUF file, a hub id or demo")
     return settings
@@ -103,7 +109,7 @@ class Supervisor:
     def __init__(self, settings: Settings, listener: socket.socket) -> None:
         self._settings = settings
         self._listener = listener
-        self._engines = EngineSet(settings)
+        self._engines: EngineSet | Fleet = Fleet(settings) if several(settings) else EngineSet(settings)
         self._api: ChildProcess | None = None
         self._signals = 0
         self._api_deaths: list[float] = []
@@ -141,7 +147,15 @@ class Supervisor:
             return ReplicaChanged(self._engines.add())
         if isinstance(request, DrainReplica):
             return ReplicaChanged(self._engines.drain(request.replica))
-        return ReplicaList(self._engines.infos())
+        if isinstance(self._engines, EngineSet):
+            if isinstance(request, LoadModel | UnloadModel):
+                raise UsageError("this server has one model, which stays loaded")
+            return ReplicaList(self._engines.infos())
+        if isinstance(request, LoadModel):
+            return ModelChanged(self._engines.load(request.model))
+        if isinstance(request, UnloadModel):
+            return ModelChanged(self._engines.unload(request.model))
+        return ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget)
 
     @property
     def _children(self) -> list[ChildProcess]:
@@ -176,7 +190,10 @@ class Supervisor:
         address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
         ranks = sum(len(engine.ranks) for engine in engines)
-        replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
+        if isinstance(self._engines, Fleet):
+            replicas = f", the first of {len(self._engines.models())} models"
+        else:
+            replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
         print(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), "
               f"{engines[0].stages} stage(s){replicas})", flush=True)
 

@@ -18,7 +18,7 @@ from tandem.cli.probe import StatusProbe
 from tandem.cli.record import Background, known_names
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
-from tandem.protocol.supervisor import ListReplicas, ReplicaInfo, ReplicaList
+from tandem.protocol.supervisor import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
 
 PROBE_S = 1.0
 """Seconds that an engine gets to say how it is."""
@@ -55,11 +55,13 @@ class Look:
     model: str = ""
     started_at: float | None = None
     replicas: list[Replica] = field(default_factory=list)
+    models: list[ModelInfo] = field(default_factory=list)
+    """Where there are several; any of them can be loaded."""
 
     @property
     def ready(self) -> bool:
         """Every replica takes requests."""
-        return bool(self.replicas) and all(one.state == "ready" for one in self.replicas)
+        return bool(self.replicas or self.models) and all(one.state == "ready" for one in self.replicas)
 
     @property
     def state(self) -> str:
@@ -117,6 +119,7 @@ def look_at(place: Background, interval: float) -> Look:
 def _fill(look: Look, port: int, interval: float) -> None:
     reply = ask(control_path(port), ListReplicas())
     assert isinstance(reply, ReplicaList)
+    look.models = reply.models
     probes = {info.replica: StatusProbe(info.endpoint) for info in reply.replicas if info.pid is not None}
     try:
         statuses = {number: probe.ask(PROBE_S) for number, probe in probes.items()}
@@ -129,7 +132,8 @@ def _fill(look: Look, port: int, interval: float) -> None:
     finally:
         for probe in probes.values():
             probe.close()
-    look.model = next((one.status.model for one in look.replicas if one.status is not None), look.model)
+    if not look.models:
+        look.model = next((one.status.model for one in look.replicas if one.status is not None), look.model)
 
 
 def _rates(probes: dict[int, StatusProbe], interval: float) -> dict[int, float]:
@@ -153,7 +157,8 @@ def _counted(probe: StatusProbe) -> float | None:
 def _as_json(look: Look) -> dict[str, Any]:
     replicas = []
     for one in look.replicas:
-        entry: dict[str, Any] = {"replica": one.info.replica, "state": one.state, "pid": one.info.pid,
+        entry: dict[str, Any] = {"replica": one.info.replica, "model": one.info.model or look.model,
+                                 "state": one.state, "pid": one.info.pid,
                                  "process_restarts": one.info.restarts, "tokens_per_s": one.tokens_per_s}
         if (status := one.status) is not None:
             entry |= {name: getattr(status, name) for name in ("running", "queued", "kv_tokens_used",
@@ -161,8 +166,10 @@ def _as_json(look: Look) -> dict[str, Any]:
             entry["ranks"] = [{name: getattr(rank, name) for name in rank.__struct_fields__ if name != "replica"}
                               for rank in status.ranks]
         replicas.append(entry)
-    facts = {key: value for key, value in asdict(look).items() if key != "replicas"}
-    return {**facts, "state": look.state, "replicas": replicas}
+    facts = {key: value for key, value in asdict(look).items() if key not in ("replicas", "models")}
+    models = [{name: getattr(one, name) for name in ("model", "state", "detail", "needs", "max_context", "keep")}
+              for one in look.models]
+    return {**facts, "state": look.state, "models": models, "replicas": replicas}
 
 
 def _show(look: Look) -> None:
@@ -171,6 +178,8 @@ def _show(look: Look) -> None:
     process = f", process {look.pid}" if look.pid else ""
     where = f" at {look.address} (model {look.model}{process}{since})" if look.runs else ""
     console.print(f"{look.name}: {look.state}{where}", markup=False, style="bold")
+    if look.models:
+        console.print(_models(look))
     if not look.replicas:
         return
     table = Table("replica", "state", "running", "waiting", "KV tokens", "tokens/s", "restarts", box=None)
@@ -190,6 +199,18 @@ def _show(look: Look) -> None:
     console.print(table)
     if ranks.row_count:
         console.print(ranks)
+
+
+def _models(look: Look) -> Table:
+    table = Table("model", "state", "replicas", "memory", "context", box=None)
+    for one in look.models:
+        mine = [replica for replica in look.replicas if replica.info.model == one.model]
+        loaded = all(replica.state == "ready" for replica in mine)
+        state = one.state if one.state != "running" else "loaded" if loaded else "loading"
+        table.add_row(one.model, f"{state}: {one.detail}" if one.detail else state,
+                      ", ".join(str(replica.info.replica) for replica in mine) or "-",
+                      _size(max(one.needs.values())) if one.needs else "-", str(one.max_context))
+    return table
 
 
 def _size(count: int) -> str:

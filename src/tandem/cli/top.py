@@ -26,8 +26,8 @@ TTFT = "tandem_time_to_first_token_seconds"
 PLAIN_WIDTH = 120
 """Columns where there is no terminal."""
 MAX_REQUESTS = 10
-_COLOURS = {"healthy": "green", "ready": "green", "running": "green", "recovering": "yellow", "starting": "yellow",
-            "draining": "yellow"}
+_COLOURS = dict.fromkeys(("healthy", "ready", "running", "loaded"), "green") | dict.fromkeys(
+    ("recovering", "starting", "draining", "loading"), "yellow")
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
 def picture(url: str, before: Look, now: Look) -> RenderableType:
     """Everything on one screen; rates are of the time between the two looks."""
     parts: list[RenderableType] = [_head(url, before, now), _replicas(now), _ranks(now)]
+    if len(now.status.get("models", ())) > 1:
+        parts.insert(1, _models(now))
     if now.status["requests"]:
         parts.append(_requests(now))
     return Group(*parts)
@@ -121,6 +123,15 @@ def _mean(before: Look, now: Look) -> str:
     if since > 0:
         return f"{1000 * (total - before.metrics.get(f'{TTFT}_sum', 0.0)) / since:.0f} ms"
     return f"{1000 * total / count:.0f} ms (all)" if count else "-"
+
+
+def _models(now: Look) -> Table:
+    """Of several."""
+    table = _table("model", "state", "context")
+    for model in now.status["models"]:
+        state = Text(model["state"], _COLOURS.get(model["state"], "") if model["state"] != "failed" else "red")
+        table.add_row(Text(model["id"]), state, str(model["max_model_len"] or "-"))
+    return table
 
 
 def _replicas(now: Look) -> Table:

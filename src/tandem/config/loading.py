@@ -5,17 +5,17 @@ and carry them to child processes as JSON.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from tandem.config.legacy import ring_values
-from tandem.config.options import Option, by_name, options, section_class, section_names
-from tandem.config.settings import Settings
+from tandem.config.options import Option, by_name, nearest, options, section_class, section_names
+from tandem.config.settings import NamedModel, Settings
+from tandem.config.several import check_table, named_models, settings_of
 from tandem.config.validation import validate
 from tandem.env import EXTRA_VARIABLES
 from tandem.errors import ConfigError
@@ -49,6 +49,7 @@ class _Values:
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self.sources: dict[str, str] = {}
+        self.named: tuple[NamedModel, ...] = ()
 
     def put(self, name: str, value: Any, source: str) -> None:
         if name not in self.values:
@@ -90,8 +91,10 @@ def load(
         _add_file(merged, config_file)
     if profile == "ring" and "port" not in merged.values:
         merged.put("port", 8100, "profile ring")
-    settings = build(merged.values)
+    settings = dataclasses.replace(build(merged.values), named=merged.named)
     warnings += validate(settings, merged.label)
+    for one in named_models(settings):
+        warnings += validate(settings_of(settings, one), one.label)
     return Loaded(settings=settings, sources=merged.sources, warnings=tuple(warnings))
 
 
@@ -119,12 +122,6 @@ def from_json(line: bytes) -> Settings:
         return msgspec.json.decode(line, type=Settings)
     except msgspec.MsgspecError as error:
         raise ConfigError(f"settings on standard input are not valid: {error}") from None
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """`; did you mean ...?` with the known name that is most alike, or nothing."""
-    matches = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[str]:
@@ -157,6 +154,10 @@ def _add_file(merged: _Values, path: str) -> None:
         if not isinstance(entries, dict):
             raise ConfigError(f"{path}: {table} must be a table, written [{table}]", param="config")
         known = {option.name: option for option in options() if option.section == table}
+        if table == "models":
+            tables = {key: value for key, value in entries.items() if isinstance(value, dict)}
+            merged.named = tuple(check_table(key, value, f"{path} [models.{key}]") for key, value in tables.items())
+            entries = {key: value for key, value in entries.items() if key not in tables}
         for key, value in entries.items():
             label = f"{path} [{table}] {key}"
             if key not in known:

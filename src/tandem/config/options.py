@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from tandem.config.settings import Settings
@@ -119,14 +120,14 @@ _NAMES = {str: "a text", int: "a whole number", float: "a number", bool: "true o
 def options() -> tuple[Option, ...]:
     """All options, in the order of the fields."""
     found = []
-    for section in dataclasses.fields(Settings):
-        settings_class = section_class(section.name)
+    for section in section_names():
+        settings_class = section_class(section)
         hints = typing.get_type_hints(settings_class)
         texts = field_docs(settings_class)
         for field in dataclasses.fields(settings_class):
             shape = _shape(hints[field.name])
             found.append(
-                Option(section=section.name, name=field.name, help=texts[field.name], default=field.default, **shape)
+                Option(section=section, name=field.name, help=texts[field.name], default=field.default, **shape)
             )
     return tuple(found)
 
@@ -140,9 +141,15 @@ def by_name() -> dict[str, Option]:
     return table
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`; did you mean ...?` with the known name that is most alike, or nothing."""
+    matches = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {matches[0]}?" if matches else ""
+
+
 def section_names() -> tuple[str, ...]:
     """Sections in the order of `Settings`."""
-    return tuple(field.name for field in dataclasses.fields(Settings))
+    return tuple(field.name for field in dataclasses.fields(Settings) if field.name != "named")
 
 
 def section_class(section: str) -> Any:

@@ -5,7 +5,7 @@ from these fields: their names, types, defaults and the docstring under each.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,9 @@ class ModelSettings:
     weights_from: Literal["local", "head"] = "local"
     """Where ranks get their weights. local: from their own machine's copy, or each downloads its part from the hub;
     head: from the engine's machine, each its part, into its cache directory."""
+    adapter_path: str | None = None
+    """Directory of a LoRA adapter to apply (mlx-lm's or PEFT's format); ranks on other machines need a copy at the same
+    path."""
     trust_remote_code: bool = False
     """Let the tokenizer run Python code that comes with the model."""
 
@@ -207,6 +210,41 @@ class ProcessSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelsSettings:
+    """Several models behind one address, each loaded when it is asked for (docs/models.md). A table [models.NAME] of
+    the TOML file adds one with settings of its own: any of [model], [parallel], [scheduler] and [speculation], the
+    parsers and default_max_tokens of [server], `keep` (true) and `unload_after`.
+    """
+
+    also: tuple[str, ...] = ()
+    """Further models, each as NAME=MODEL, where NAME is what clients ask for."""
+    lora_modules: tuple[str, ...] = ()
+    """LoRA adapters for MODEL, each as NAME=DIRECTORY: served as models of their own, with MODEL's settings."""
+    keep: tuple[str, ...] = ()
+    """Names of models that are loaded at the start and never unloaded."""
+    unload_after: float | None = None
+    """Seconds without a request after which a model is unloaded; by default only to make room for another."""
+    max_loaded: int | None = None
+    """Most models in memory at once; by default as many as fit. With 1, each has all the memory for itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedModel:
+    """One further model, as `also` or a table [models.NAME] describes it."""
+
+    name: str
+    """What clients ask for."""
+    values: dict[str, Any]
+    """What differs from the other settings: by field name, `keep` and `unload_after` among them, typed as in TOML."""
+    source: str
+    """Where it stands, as messages name it."""
+
+    def label(self, field: str) -> str:
+        """A field as messages name it."""
+        return f"{self.source} {field}"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """All settings together, as `tandem serve` takes them."""
 
@@ -216,3 +254,6 @@ class Settings:
     speculation: SpeculationSettings = field(default_factory=SpeculationSettings)
     server: ServerSettings = field(default_factory=ServerSettings)
     process: ProcessSettings = field(default_factory=ProcessSettings)
+    models: ModelsSettings = field(default_factory=ModelsSettings)
+    named: tuple[NamedModel, ...] = ()
+    """The tables [models.NAME]; no section."""

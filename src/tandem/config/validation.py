@@ -57,9 +57,11 @@ _RANGES: dict[str, tuple[float, float]] = {
     "tokens_per_minute": (1, MOST),
     "journal_keep_hours": _POSITIVE,
     "drain_timeout": (0.0, math.inf),
+    "unload_after": _POSITIVE,
+    "max_loaded": _AT_LEAST_ONE,
 }
 _NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "journal", "engine_socket",
-              "hostfile", "remote_python", "head_address", "token_file", "ray_address")
+              "hostfile", "remote_python", "head_address", "token_file", "ray_address", "adapter_path")
 
 
 def default_label(name: str) -> str:

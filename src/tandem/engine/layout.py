@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from msgspec import structs
 
-from tandem.config.settings import ParallelSettings, Settings
+from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, told_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
 from tandem.executors.base import Executor, StageSpec
 from tandem.launchers.base import Place
+from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.files import ModelFiles, resolve
 from tandem.models.partition import split_layers
@@ -60,6 +62,7 @@ def plan_layout(settings: Settings) -> Layout:
     for size in set(sizes) - {1}:
         # Refuses what cannot be shared out. Only the ranks know whether `auto` expands; they refuse the rest.
         plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no")
+    _check_adapter(model, description)
     lanes = parallel.lanes or len(ranges)
     if not 1 <= lanes <= MAX_LANES:
         raise LayoutError(f"--lanes {lanes}: must be 1 to {MAX_LANES}", param="lanes")
@@ -79,9 +82,20 @@ def plan_layout(settings: Settings) -> Layout:
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
             backend=parallel.backend, blas=parallel.blas, log_level=settings.process.log_level,
-            weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts)
+            weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts,
+            adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "")
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
     return Layout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling))
+
+
+def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
+    """Raises UsageError for a LoRA adapter that is none, or not one for this model."""
+    if model.adapter_path is None:
+        return
+    if model.weights_from == "head":
+        raise ConfigError("--adapter-path with --weights-from head: adapters do not travel; copy model and adapter to "
+                          "every machine, and leave out --weights-from head", param="adapter_path")
+    read_adapter(model.adapter_path, description)
 
 
 def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -58,8 +59,11 @@ class EngineService:
         self._stopping.set()
         return drain
 
-    def run(self) -> int:
-        """Load, serve, end. Returns the exit code; raises UsageError for what the user must mend."""
+    def run(self, report: Callable[[str], None]) -> int:
+        """Load, serve, end. Returns the exit code; raises UsageError for what the user must mend.
+
+        `report` hears why it ended, if ranks failed.
+        """
         try:
             self._engine.start(_ProgressLog())
             log.info("engine ready: %s, %d rank(s), %d lane(s), KV cache of %d tokens", self._engine.layout.served_name,
@@ -74,6 +78,7 @@ class EngineService:
             os._exit(EXIT_STUCK)
         except RankFailure as failure:
             log.error("%s", failure.message)
+            report(failure.message)
             self._deliver(self._engine.failures(failure))
             return EXIT_FAILED
         finally:
@@ -173,10 +178,11 @@ class _ProgressLog:
             log.info("rank %d: %s %d%% of %.0f MiB", rank, phase, 10 * tenth, total / 2**20)
 
 
-def run_engine(settings: Settings, *, lifeline: bool = False) -> int:
+def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[str], None] = lambda _: None) -> int:
     """Serve until SIGTERM or SIGINT; with `lifeline` also until standard input closes. Returns the exit code.
 
-    Call from the main thread. Raises UsageError before anything is left running.
+    `report` hears why it ended, if ranks failed. Call from the main thread. Raises UsageError before anything is left
+    running.
     """
     service = EngineService(settings)
 
@@ -189,7 +195,7 @@ def run_engine(settings: Settings, *, lifeline: bool = False) -> int:
     if lifeline:
         watch_lifeline(lambda: os.kill(os.getpid(), signal.SIGTERM))
     try:
-        return service.run()
+        return service.run(report)
     except KeyboardInterrupt:
         log.warning("stopped at once")
         return 128 + signal.SIGTERM

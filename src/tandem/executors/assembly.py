@@ -13,9 +13,11 @@ from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
 from tandem.executors.base import StageSpec
 from tandem.guided.vocabulary import Vocabulary
+from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.files import ModelFiles
-from tandem.models.memory import limit_buffers, memory_bytes, on_gpu, peak_bytes, slice_bytes
+from tandem.models.footprint import slice_bytes
+from tandem.models.memory import limit_buffers, memory_bytes, on_gpu, peak_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.models.stage import StageModel, load_stage
 from tandem.models.tokenizer import load_tokenizer
@@ -38,7 +40,8 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     require_memory(spec, files)
     log.info("Loading sharded model: %s (%s)", spec.model_name, spec.label)
     stage = load_stage(files, description, range(*spec.layers), dtype=spec.dtype, dequantize=dequantize,
-                       progress=progress, shard=shard, tensor_parallel=group)
+                       progress=progress, shard=shard, tensor_parallel=group,
+                       adapter=read_adapter(spec.adapter_path, description) if spec.adapter_path else None)
     log.info("Sharded model loaded successfully")
     return stage
 
@@ -51,7 +54,7 @@ def require_memory(spec: StageSpec, files: ModelFiles) -> None:
     """Refuse a slice that is too large for this machine; headers are enough. Raises OutOfMemory."""
     description, dequantize = describe(files), _dequantizes(spec)
     share = 1 / spec.tp_size if spec.tensor_split is None else spec.tensor_split[spec.tp_rank] / sum(spec.tensor_split)
-    need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, share)
+    need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, share, gpu=on_gpu())
     allowed = int(memory_bytes() * spec.memory_share)
     if need > allowed:
         raise OutOfMemory(

@@ -44,6 +44,8 @@ class StageSpec(Struct, frozen=True, kw_only=True):
     """Most drafts of a sequence in one step; 0 without speculative decoding."""
     trust_remote_code: bool = False
     """Let the tokenizer, which grammars need, run Python code that comes with the model."""
+    adapter_path: str = ""
+    """Directory, on the rank's machine, of a LoRA adapter to apply."""
 
     @property
     def stages(self) -> int:

@@ -63,6 +63,14 @@ def resolve(
     raise ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name)", param="model")
 
 
+def name_of(model: str) -> str:
+    """What people call a model, before it is made available: `ModelFiles.name` of what `resolve` will give."""
+    path = Path(model).expanduser()
+    if model == "demo" or not path.exists():
+        return DEMO_NAME if model == "demo" else model
+    return path.stem if path.is_file() else path.name or path.resolve().name
+
+
 def _demo() -> ModelFiles:
     path = demo_path()
     if not (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""Memory of the machine or device that MLX computes on, and what a part of a model needs of it (mlx)."""
+"""Memory of the machine or device that MLX computes on (mlx)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ import sys
 from pathlib import Path
 
 import mlx.core as mx
-
-from tandem.models.description import ModelDescription
 
 CPU_CACHE_BYTES = 64 * 1024 * 1024
 GPU_CACHE_BYTES = 2 * 1024 * 1024 * 1024
@@ -23,22 +21,6 @@ def limit_buffers() -> None:
 def on_gpu() -> bool:
     """True when MLX computes on a GPU here."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
-
-
-def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float) -> int:
-    """Bytes in memory, estimated, of a rank's `share` of `layers`, with embedding and head at the ends.
-
-    The embedding is not divided.
-    """
-    stored = sum(description.layer_bytes[i] for i in layers) * share
-    stored += description.embed_bytes if layers.start == 0 else 0
-    stored += description.head_bytes * share if layers.stop == description.num_layers else 0
-    kind = dtype if dtype != "auto" else description.dtype if on_gpu() else "float32"
-    item = 4 if kind == "float32" else 2
-    if description.quantization:
-        bits = description.quantization["bits"] + 32 / description.quantization["group_size"]
-        return int(stored * (item * 8 / bits if dequantize else 1))
-    return int(stored * item / (4 if description.dtype == "float32" else 2))
 
 
 def memory_bytes() -> int:

@@ -18,6 +18,8 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tandem.errors import BrokenModel, LayoutError, UsageError
+from tandem.models.adapter_files import Adapter
+from tandem.models.adapters import AdapterLoader
 from tandem.models.description import ModelDescription, read_config
 from tandem.models.families.special import PLAIN, SPECIAL, Special
 from tandem.models.families.table import FAMILIES, Family
@@ -139,15 +141,16 @@ def load_stage(
     progress: Callable[[int, int], None] | None = None,
     shard: Shard | None = None,
     tensor_parallel: TensorParallel | None = None,
+    adapter: Adapter | None = None,
 ) -> StageModel:
     """Load layers `layers` of a model, evaluated; with layer 0 the embedding, with the last layer norm and head.
 
     `dtype` is the type of computation: float32, bfloat16, float16, or auto (as stored on a GPU, float32 on a CPU).
     With `dequantize` packed weights are expanded. `progress` gets stored bytes done and in all. With `shard` (of
     `plan_shards`) only that part of each layer is kept, and computes together with the other ranks' parts through
-    `tensor_parallel`. Peak memory is this stage's (or shard's) weights plus about one tensor. Raises `BrokenModel`
-    for weights that do not fit, `LayoutError` for a range that is not the model's or a shard that cannot be cut,
-    `UsageError` for an unknown dtype.
+    `tensor_parallel`. What `adapter` adds to these layers is loaded too. Peak memory is this stage's (or shard's)
+    weights plus about one tensor. Raises `BrokenModel` for weights that do not fit, `LayoutError` for a range that is
+    not the model's or a shard that cannot be cut, `UsageError` for an unknown dtype.
     """
     if shard is not None and shard.size == 1:
         shard = None
@@ -169,6 +172,10 @@ def load_stage(
         loaded=_counter(progress, total),
     )
     modules = _load_parts(model, family, owned, loader, _cutters(family, description, layers, shard))
+    if adapter is not None:
+        adapters = AdapterLoader(adapter, family.layers, description, shard)
+        for i in layers:
+            adapters.apply(i, modules[i])
     if shard is not None and tensor_parallel is not None:
         for i in layers:
             divide_layer(modules[i], shard, description, tensor_parallel)

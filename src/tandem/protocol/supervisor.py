@@ -24,7 +24,20 @@ class DrainReplica(Struct, frozen=True, tag=True):
     replica: int
 
 
-SupervisorRequest = ListReplicas | AddReplica | DrainReplica
+class LoadModel(Struct, frozen=True, tag=True):
+    """Start the engines of a model; answered by `ModelChanged` before they have loaded. Whether it fits beside the
+    others is for the api to know, which decides alone."""
+
+    model: str
+
+
+class UnloadModel(Struct, frozen=True, tag=True):
+    """End the engines of a model when they have nothing left to do; answered by `ModelChanged`."""
+
+    model: str
+
+
+SupervisorRequest = ListReplicas | AddReplica | DrainReplica | LoadModel | UnloadModel
 
 
 class ReplicaInfo(Struct, frozen=True):
@@ -40,12 +53,38 @@ class ReplicaInfo(Struct, frozen=True):
     """Of its engine process."""
     restarts: int
     """Times that its process was replaced."""
+    model: str = ""
+    """Which of several models it serves; empty where there is one."""
+
+
+class ModelInfo(Struct, frozen=True):
+    """One of several models as the supervisor sees it."""
+
+    model: str
+    """Served name."""
+    state: str
+    """`unloaded`, `running` (its engines are: they load, or have loaded), `unloading`, or `failed`."""
+    detail: str
+    """Why it failed."""
+    needs: dict[str, int]
+    """Bytes that it takes on each machine by the memory plan; empty where there is no plan."""
+    max_context: int
+    keep: bool
+    """It is never unloaded."""
+    unload_after: float | None
+    """Seconds without a request after which it is unloaded; None for never."""
+    commands: int
+    """Times that it was told to load or to unload."""
 
 
 class ReplicaList(Struct, frozen=True, tag=True):
     """All replicas, in the order of their numbers."""
 
     replicas: list[ReplicaInfo]
+    models: list[ModelInfo] = []
+    """Where there are several: all of them, the first is the one called `default`."""
+    budget: dict[str, int] = {}
+    """Bytes that models may take together on each machine."""
 
 
 class ReplicaChanged(Struct, frozen=True, tag=True):
@@ -54,10 +93,16 @@ class ReplicaChanged(Struct, frozen=True, tag=True):
     replica: int
 
 
+class ModelChanged(Struct, frozen=True, tag=True):
+    """Done, or begun."""
+
+    model: str
+
+
 class ControlRefused(Struct, frozen=True, tag=True):
     """It cannot be done; `message` says why, in one line."""
 
     message: str
 
 
-SupervisorReply = ReplicaList | ReplicaChanged | ControlRefused
+SupervisorReply = ReplicaList | ReplicaChanged | ModelChanged | ControlRefused

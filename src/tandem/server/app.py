@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
-from tandem.server import chat, completions, embeddings, info, page, plan, requests, tokens
+from tandem.server import chat, completions, embeddings, info, models, page, plan, requests, tokens
 from tandem.server.anthropic import routes as anthropic
 from tandem.server.body import refuse_query
 from tandem.server.context import Api
@@ -25,6 +25,7 @@ from tandem.server.jobs import Jobs
 from tandem.server.keeper import Keeper
 from tandem.server.openapi import TandemApp
 from tandem.server.quotas import RATE_HEADERS
+from tandem.server.residents import Residents
 from tandem.server.responses import routes as responses
 from tandem.version import __version__
 
@@ -36,8 +37,8 @@ _PRELOAD_FIRST_S = 0.05
 """The same before there has been any."""
 
 
-def create_app(settings: Settings, client: Engines) -> FastAPI:
-    """The application over one engine. Its lifespan starts and closes `client`.
+def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
+    """The application over the engines of one model, or over several models. Its lifespan starts and closes `client`.
 
     Raises ConfigError when the file with API keys cannot be read, or the journal cannot be used.
     """
@@ -52,7 +53,7 @@ def create_app(settings: Settings, client: Engines) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.api = api
-    for module in (anthropic, chat, completions, embeddings, info, page, plan, requests, responses, tokens):
+    for module in (anthropic, chat, completions, embeddings, info, models, page, plan, requests, responses, tokens):
         app.include_router(module.router)
     add_handlers(app)
     app.add_exception_handler(RequestValidationError, refuse_query)
@@ -77,13 +78,15 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     await api.client.start()
     if api.jobs is not None:
         await api.jobs.start()
-    preload = asyncio.create_task(_preload(api), name="tokenizer-preload")
+    # Where there are several models, each gets its tokenizer when it is loaded.
+    preload = [asyncio.create_task(_preload(api), name="tokenizer-preload")] if api.residents is None else []
     try:
         yield
     finally:
         api.draining = True
-        preload.cancel()
-        await asyncio.gather(preload, return_exceptions=True)
+        for task in preload:
+            task.cancel()
+        await asyncio.gather(*preload, return_exceptions=True)
         api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
         if api.jobs is not None:
             await api.jobs.close()
@@ -92,12 +95,13 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 async def _preload(api: Api) -> None:
     """Keep the tokenizer that fits the engine's model in memory."""
+    [served] = api.served
     failed_source: str | None = None
     while True:
-        status = api.client.status
-        if status is not None and status.source not in ("", failed_source) and not api.texts.ready(status):
+        status = served.client.status
+        if status is not None and status.source != failed_source:
             try:
-                await api.texts.tokenizer(status)
+                await served.load_texts()
             except UnavailableError:
                 failed_source = status.source  # said in the log; requests try again and tell their clients
         await asyncio.sleep(_PRELOAD_FIRST_S if status is None else _PRELOAD_S)

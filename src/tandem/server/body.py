@@ -61,6 +61,9 @@ IGNORED: Mapping[str, Harmless] = {
 }
 """Fields that OpenAI or vLLM know and this server does not support, with the test for a value that is harmless."""
 
+ADAPTERS = frozenset({"adapter", "adapters", "adapter_path", "lora", "lora_name", "lora_path", "lora_request"})
+"""Fields by which other servers are asked for a LoRA adapter."""
+
 Model = TypeVar("Model", bound=BaseModel)
 
 
@@ -143,6 +146,10 @@ def _without_ignored(
         harmless = ignored.get(name) if name not in model.model_fields else None
         if name == "best_of":  # the best of n candidates when it is larger than n
             harmless = only(1, data.get("n"))
+        if name in ADAPTERS:
+            message = (f"'{name}' is not supported: an adapter is asked for by its name as 'model', which the server "
+                       "gets with --lora-modules NAME=DIRECTORY (GET /v1/models lists them).")
+            raise RequestError(message, param=name, code="unsupported_parameter")
         if harmless is None:
             kept[name] = value
         elif not harmless(value):

@@ -16,13 +16,15 @@ from tandem.protocol.request import TokenLogprob
 from tandem.server.answer import Answer, collect, engine_requests, new_id
 from tandem.server.body import parse
 from tandem.server.chat_plan import ChatPlan, plan_chat
-from tandem.server.context import Api, get_api, get_group
+from tandem.server.context import get_api, get_group
 from tandem.server.generate import Delta, Generation
-from tandem.server.limits import check_choices, check_model, room, sampling_params
+from tandem.server.late import answered_by
+from tandem.server.limits import check_choices, room, sampling_params
 from tandem.server.logprobs import chat_logprobs
 from tandem.server.openapi import documented
 from tandem.server.reply import Reply
 from tandem.server.schemas import ChatRequest
+from tandem.server.served import Served
 from tandem.server.sse import ChunkWriter, Envelope, encode_json, open_stream
 from tandem.version import __version__
 
@@ -37,9 +39,13 @@ _RESERVED = frozenset(
 @router.post("/v1/chat/completions", openapi_extra=documented(ChatRequest, streams=True))
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation, in one piece or as a stream."""
+    fields = await parse(http, ChatRequest, get_api(http).max_body)
+    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream)
+
+
+async def _answer(http: Request, served: Served, fields: ChatRequest) -> Response:
     api = get_api(http)
-    fields = await parse(http, ChatRequest, api.max_body)
-    plan, generation, model = await start_chat(http, fields, new_id("chatcmpl"))
+    plan, generation, model = await start_chat(http, served, fields, new_id("chatcmpl"))
     n = fields.n or 1
     conversation_id = fields.conversation_id or str(uuid.uuid4())
     if fields.stream:
@@ -50,25 +56,23 @@ async def chat_completions(http: Request) -> Response:
     return _whole(plan, generation, answers, conversation_id, bool(fields.logprobs), model)
 
 
-async def prepare_chat(api: Api, fields: ChatRequest) -> tuple[ChatPlan, Tokenizer, EngineStatus]:
-    """What the request comes to, for the model that is there. Raises RequestError."""
-    status = api.status()
-    check_model(api, fields.model)
-    check_choices(api, fields.n or 1)
-    tokenizer = await api.texts.tokenizer(status)
-    return await plan_chat(api, tokenizer, fields, template_kwargs(fields)), tokenizer, status
+async def prepare_chat(served: Served, fields: ChatRequest) -> tuple[ChatPlan, Tokenizer, EngineStatus]:
+    """What the request comes to, for a model that is loaded. Raises RequestError."""
+    status = served.status()
+    check_choices(served, fields.n or 1)
+    tokenizer = await served.texts.tokenizer(status)
+    return await plan_chat(served, tokenizer, fields, template_kwargs(fields)), tokenizer, status
 
 
 async def start_chat(
-    http: Request, fields: ChatRequest, request_id: str, *, clip: bool = False
+    http: Request, served: Served, fields: ChatRequest, request_id: str, *, clip: bool = False
 ) -> tuple[ChatPlan, Generation, str]:
     """Check the request and submit it; the generation is the caller's to close. Also the model's name.
 
     With `clip` an output limit beyond the context is no error. Raises RequestError.
     """
-    api = get_api(http)
-    plan, tokenizer, status = await prepare_chat(api, fields)
-    default = api.settings.server.default_max_tokens
+    plan, tokenizer, status = await prepare_chat(served, fields)
+    default = served.settings.server.default_max_tokens
     max_tokens = room(plan.prompt, asked_tokens(fields), status.max_context, default, param="messages", clip=clip)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     params = [
@@ -77,8 +81,9 @@ async def start_chat(
     ]
     work = [(plan.prompt, one) for one in params]
     generation = Generation(
-        api,
+        get_api(http),
         http,
+        served,
         engine_requests(request_id, get_group(http), work),
         tokenizer,
         request_id=request_id,

@@ -11,10 +11,10 @@ from tandem.guided.check import GrammarCheck
 from tandem.guided.grammar import grammar_of
 from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.context import Api
 from tandem.server.forms import accepted, asked_form
 from tandem.server.messages import ToolChoice
 from tandem.server.schemas import ChatRequest
+from tandem.server.served import Served
 from tandem.server.texts import render_chat
 from tandem.server.tools.choose import Dialect, Writing, dialect, opens_reasoning, reasoning_format, tool_format
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
@@ -43,9 +43,9 @@ class ChatPlan:
     """Ids of calls have nine characters, as Mistral's templates demand."""
 
 
-async def plan_chat(api: Api, tokenizer: Tokenizer, fields: ChatRequest, variables: dict[str, Any]) -> ChatPlan:
+async def plan_chat(served: Served, tokenizer: Tokenizer, fields: ChatRequest, variables: dict[str, Any]) -> ChatPlan:
     """Render the prompt and settle the rest; `variables` are those of the template. Raises RequestError."""
-    template, settings = tokenizer.chat_template, api.settings.server
+    template, settings = tokenizer.chat_template, served.settings.server
     choice = fields.tool_choice or ToolChoice(mode="auto")
     tools = callable_tools(fields, choice)
     if tools is not None and settings.tool_parser == "none":
@@ -68,7 +68,7 @@ async def plan_chat(api: Api, tokenizer: Tokenizer, fields: ChatRequest, variabl
     how = dialect(writing)
     return ChatPlan(
         prompt=prompt,
-        form=await _form(api.texts.grammars(tokenizer), writing, asked) if forced or asked is not None else None,
+        form=await _form(served.texts.grammars(tokenizer), writing, asked) if forced or asked is not None else None,
         dialect=how,
         shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
         calls_finish="stop" if choice.mode == "named" else "tool_calls",

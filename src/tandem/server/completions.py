@@ -18,10 +18,12 @@ from tandem.server.chat import FINGERPRINT
 from tandem.server.context import get_api, get_group
 from tandem.server.forms import form_of
 from tandem.server.generate import Delta, Generation
-from tandem.server.limits import check_choices, check_model, check_token_ids, room, sampling_params
+from tandem.server.late import answered_by
+from tandem.server.limits import check_choices, check_token_ids, room, sampling_params
 from tandem.server.logprobs import CompletionLogprobs
 from tandem.server.openapi import documented
 from tandem.server.schemas import CompletionRequest
+from tandem.server.served import Served
 from tandem.server.sse import ChunkWriter, Envelope, encode_json, open_stream
 from tandem.server.texts import decode, encode
 
@@ -31,24 +33,27 @@ router = APIRouter()
 @router.post("/v1/completions", openapi_extra=documented(CompletionRequest, streams=True))
 async def completions(http: Request) -> Response:
     """Continue prompts, in one piece or as a stream. Choices are numbered prompt by prompt."""
-    api = get_api(http)
-    fields = await parse(http, CompletionRequest, api.max_body)
-    status = api.status()
-    check_model(api, fields.model)
+    fields = await parse(http, CompletionRequest, get_api(http).max_body)
+    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream)
+
+
+async def _answer(http: Request, served: Served, fields: CompletionRequest) -> Response:
+    api, status = get_api(http), served.status()
     n = fields.n or 1
-    check_choices(api, n, len(fields.prompt))
+    check_choices(served, n, len(fields.prompt))
     if fields.echo and fields.logprobs is not None:
         raise RequestError("'echo' together with 'logprobs' is not supported.", param="echo", code="unsupported_value")
-    tokenizer = await api.texts.tokenizer(status)
+    tokenizer = await served.texts.tokenizer(status)
     prompts = await _encode_all(tokenizer, fields.prompt, status)
-    form = await form_of(api, tokenizer, fields)
+    form = await form_of(served.texts, tokenizer, fields)
     request_id = new_id("cmpl")
-    work = _work(fields, prompts, status, n, api.settings.server.default_max_tokens, form)
+    work = _work(fields, prompts, status, n, served.settings.server.default_max_tokens, form)
     requests = engine_requests(request_id, get_group(http), work)
     echoes = await _echoes(tokenizer, fields, n)
     generation = Generation(
         api,
         http,
+        served,
         requests,
         tokenizer,
         request_id=request_id,

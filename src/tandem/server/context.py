@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from fastapi import Request
+from starlette.types import Scope
 
 from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
-from tandem.errors import RequestError, UnavailableError
-from tandem.protocol.control import EngineStatus
-from tandem.server.engines import Engines
+from tandem.errors import NotFoundError, RequestError, TimeoutExceeded, UnavailableError
+from tandem.server.engines import Engines, Overview
+from tandem.server.failures import ClientGone
 from tandem.server.metrics import ApiMetrics
 from tandem.server.quotas import Quotas
+from tandem.server.residents import Residents
+from tandem.server.served import Served
 from tandem.server.subscription import Subscription
-from tandem.server.texts import Texts
 
 if TYPE_CHECKING:
     from tandem.server.jobs import Jobs
@@ -30,6 +33,7 @@ class LiveRequest:
     """One generating HTTP request, as /v1/status shows it and as cancelling finds it."""
 
     request_id: str
+    model: str
     route: str
     group: str
     stream: bool
@@ -41,14 +45,18 @@ class LiveRequest:
 
 
 class Api:
-    """Settings, engine client, tokenizer, live requests and metrics."""
+    """Settings, models, live requests and metrics."""
 
-    def __init__(self, settings: Settings, client: Engines, keys: Mapping[str, ClientLimits]) -> None:
+    def __init__(self, settings: Settings, client: Engines | Residents, keys: Mapping[str, ClientLimits]) -> None:
         self.settings = settings
-        self.client = client
+        self.client: Overview = client
+        """The engines of all models together."""
+        self.residents = client if isinstance(client, Residents) else None
+        """Where there are several models: which of them are loaded."""
+        self.served = client.served if isinstance(client, Residents) else [Served(settings, client)]
+        """All models; the first is the one called `default`."""
         self.keys = tuple(keys)
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
-        self.texts = Texts(settings.model)
         self.metrics = ApiMetrics()
         self.live: dict[str, LiveRequest] = {}
         self.jobs: Jobs | None = None
@@ -63,26 +71,54 @@ class Api:
         """Largest request body, in bytes."""
         return int(self.settings.server.max_body_mb * 2**20)
 
-    def status(self) -> EngineStatus:
-        """The status of an engine that takes requests. Raises UnavailableError when there is none."""
+    def check(self) -> None:
+        """Raises UnavailableError when requests cannot be taken now."""
         if self.draining:
             raise UnavailableError("The server is shutting down.", retry_after=10.0, code="shutting_down")
-        status = self.client.check()
-        if status.max_context < 1:
-            raise UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
-        return status
+        if self.residents is None:
+            self.served[0].status()
 
     def ready(self) -> bool:
-        """True when a request sent now would be worked on at once."""
-        status = self.client.status
-        up = status is not None and self.client.alive and not self.draining
-        return up and status is not None and status.state == "ready" and self.texts.ready(status)
+        """True when a request sent now would be worked on at once, or as soon as its model is loaded."""
+        return not self.draining and (self.residents.alive if self.residents is not None else self.served[0].ready())
 
-    def names(self) -> Iterator[str]:
-        """Every name under which the model may be asked for, the served one first."""
-        if self.client.status is not None:
-            yield self.client.status.model
-        yield from filter(None, (self.settings.model.served_name, self.settings.model.model, "default"))
+    def find(self, name: str | None) -> Served:
+        """The model of that name. Raises NotFoundError, which names those that there are."""
+        if name is None or name == "default":
+            return self.served[0]
+        for among in (lambda one: [one.settings.model.served_name], lambda one: one.names()):
+            for one in self.served:
+                if name in among(one):
+                    return one
+        names = ", ".join(one.name for one in self.served)
+        raise NotFoundError(f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model",
+                            code="model_not_found")
+
+    async def engage(self, http: Request, name: str | None) -> Served:
+        """The model that a request names, loaded; it stays so until the request ends. Raises RequestError."""
+        self.check()
+        served = self.find(name)
+        if self.residents is not None:
+            if self.residents.available(served):
+                await self.residents.enter(served)
+            else:
+                await self._wait(http, self.residents.enter(served))
+            http.scope["tandem.entered"] = served
+        return served
+
+    async def _wait(self, http: Request, entering: Coroutine[Any, Any, None]) -> None:
+        limit = self.settings.server.request_timeout
+        try:
+            async with asyncio.timeout(limit):
+                await unless_gone(http, entering)
+        except TimeoutError:
+            raise TimeoutExceeded(f"The model was not loaded within {limit:g}s.", code="request_timeout") from None
+
+    def release(self, scope: Scope) -> None:
+        """The request of that scope is over."""
+        served = scope.pop("tandem.entered", None)
+        if served is not None and self.residents is not None:
+            self.residents.leave(served)
 
     def find_live(self, request_id: str, group: str) -> LiveRequest | None:
         """A live request of this client (of anyone, when there are no API keys)."""
@@ -94,8 +130,29 @@ class Api:
         for live in list(self.live.values()):
             live.subscription.close()
             live.subscription.fail(error)
+        if self.residents is not None:
+            self.residents.fail_waiting(error)
         if self.jobs is not None:
             self.jobs.release(error)
+
+
+async def unless_gone(http: Request, waiting: Coroutine[Any, Any, None]) -> None:
+    """Wait for something, but no longer than the client does. Raises ClientGone, and what `waiting` raises."""
+    task, gone = asyncio.create_task(waiting), asyncio.create_task(_gone(http))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone("The client left.")
+        task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(http: Request) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass
 
 
 def key_digest(key: str) -> bytes:

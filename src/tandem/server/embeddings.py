@@ -18,11 +18,12 @@ from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.answer import new_id
 from tandem.server.body import parse
 from tandem.server.context import Api, get_api, get_group
-from tandem.server.limits import check_model, check_token_ids
+from tandem.server.limits import check_token_ids
 from tandem.server.messages import Strict
 from tandem.server.openapi import documented
 from tandem.server.running import Running
 from tandem.server.schemas import normalise_prompt
+from tandem.server.served import Served
 from tandem.server.sse import encode_json
 from tandem.server.texts import LARGE, off_loop
 
@@ -56,12 +57,12 @@ async def embeddings(http: Request) -> Response:
     """One vector of length 1 for each input."""
     api = get_api(http)
     fields = await parse(http, EmbeddingRequest, api.max_body)
-    status = api.status()
-    check_model(api, fields.model)
+    served = await api.engage(http, fields.model)
+    status = served.status()
     _check(fields, status)
-    tokenizer = await api.texts.tokenizer(status)
+    tokenizer = await served.texts.tokenizer(status)
     inputs = await _encode_all(tokenizer, fields.input, status)
-    vectors = await Embedding(api, http, inputs, status, timeout=fields.timeout).vectors()
+    vectors = await Embedding(api, http, served, inputs, status, timeout=fields.timeout).vectors()
     return Response(await off_loop(len(vectors) > 16, lambda: _body(fields, vectors, inputs, status.model)),
                     media_type="application/json")
 
@@ -113,7 +114,7 @@ def _body(fields: EmbeddingRequest, vectors: list[bytes], inputs: list[list[int]
 class Embedding(Running):
     """Inputs on their way to vectors: not all at once, so that a long list does not fill the engine's queue."""
 
-    def __init__(self, api: Api, http: Request, inputs: Sequence[list[int]], status: EngineStatus, *,
+    def __init__(self, api: Api, http: Request, served: Served, inputs: Sequence[list[int]], status: EngineStatus, *,
                  timeout: float | None) -> None:
         """Submit the first. Raises UnavailableError, OverloadedError."""
         request_id, group = new_id("embd"), get_group(http)
@@ -123,7 +124,7 @@ class Embedding(Running):
         self._window = self._sent = api.settings.server.max_choices
         self._requests = requests
         self._vectors: dict[str, bytes] = {}
-        super().__init__(api, http, requests[:self._window], request_id=request_id, choices=len(requests),
+        super().__init__(api, http, served, requests[:self._window], request_id=request_id, choices=len(requests),
                          prompt_tokens=sum(map(len, inputs)), stream=False, timeout=timeout)
 
     @property

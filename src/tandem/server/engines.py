@@ -52,8 +52,8 @@ class ReplicaState(Struct, frozen=True):
     restarts: int
 
 
-class Engines(Protocol):
-    """One engine (`EngineClient`) or several (`Replicas`). Belongs to the event loop that called `start`."""
+class Overview(Protocol):
+    """All engines of a server, of one model or several. Belongs to the event loop that called `start`."""
 
     @property
     def status(self) -> EngineStatus | None:
@@ -69,15 +69,6 @@ class Engines(Protocol):
     async def close(self) -> None:
         """Tell the engines that this api is going. All subscriptions fail."""
 
-    def open(self, requests: Sequence[EngineRequest]) -> Subscription:
-        """Start requests that belong together; whoever opened must `release`. Raises UnavailableError."""
-
-    def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
-        """Abort what still runs of a subscription and forget it."""
-
-    def abort(self, request_id: str) -> None:
-        """Stop one request; its subscription hears no more of it."""
-
     def check(self) -> EngineStatus:
         """The status of what takes requests. Raises UnavailableError when nothing does."""
 
@@ -86,6 +77,19 @@ class Engines(Protocol):
 
     def replicas(self) -> list[ReplicaState]:
         """Each engine by itself."""
+
+
+class Engines(Overview, Protocol):
+    """One engine (`EngineClient`), or several of one model (`Replicas`)."""
+
+    def open(self, requests: Sequence[EngineRequest]) -> Subscription:
+        """Start requests that belong together; whoever opened must `release`. Raises UnavailableError."""
+
+    def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
+        """Abort what still runs of a subscription and forget it."""
+
+    def abort(self, request_id: str) -> None:
+        """Stop one request; its subscription hears no more of it."""
 
 
 async def outputs_of(engines: Engines, request: EngineRequest) -> AsyncIterator[Output]:

@@ -8,8 +8,8 @@ from tandem.errors import RequestError
 from tandem.guided.check import GrammarCheck
 from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.context import Api
 from tandem.server.schemas import ResponseFormat, SamplingFields
+from tandem.server.texts import Texts
 
 _GUIDED = ("json", "regex", "choice", "grammar")
 
@@ -44,10 +44,10 @@ def _response_format(asked: ResponseFormat) -> tuple[str, StructuredOutputs]:
     return "response_format.json_schema.schema", StructuredOutputs(json=asked.json_schema.schema_)
 
 
-async def form_of(api: Api, tokenizer: Tokenizer, fields: SamplingFields) -> StructuredOutputs | None:
+async def form_of(texts: Texts, tokenizer: Tokenizer, fields: SamplingFields) -> StructuredOutputs | None:
     """What the output of a request must look like, as a checked grammar. Raises RequestError."""
     asked = asked_form(fields)
-    return None if asked is None else await accepted(api.texts.grammars(tokenizer), *asked)
+    return None if asked is None else await accepted(texts.grammars(tokenizer), *asked)
 
 
 async def accepted(grammars: GrammarCheck, param: str, form: StructuredOutputs) -> StructuredOutputs:

@@ -58,6 +58,7 @@ class Gate:
                 raise ConnectionAbortedError("response broken off after an internal error") from None
             await error_response(failure, scope["path"])(scope, receive, watched)
         finally:
+            self._api.release(scope)
             self._api.metrics.in_flight.dec()
             self._account(scope, status, time.monotonic() - started)
 

@@ -14,6 +14,7 @@ from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, TokenLogprob
 from tandem.server.context import Api
 from tandem.server.running import Running
+from tandem.server.served import Served
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class Generation(Running):
         self,
         api: Api,
         http: Request,
+        served: Served,
         requests: Sequence[EngineRequest],
         tokenizer: Tokenizer,
         *,
@@ -96,6 +98,7 @@ class Generation(Running):
         super().__init__(
             api,
             http,
+            served,
             requests,
             request_id=request_id,
             prompt_tokens=prompt_tokens,

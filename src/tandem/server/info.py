@@ -1,4 +1,4 @@
-"""Routes that say how the server is: service, health, models, status, metrics; and cancelling."""
+"""Routes that say how the server is: service, health, status, metrics; and cancelling."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.context import Api, LiveRequest, get_api, get_group
+from tandem.server.models import model_object
 from tandem.server.sse import encode_json
 from tandem.version import __version__
 
@@ -40,13 +41,15 @@ def _json(body: dict[str, Any], status: int = 200) -> Response:
 
 
 def _model_name(api: Api) -> str:
-    return next(api.names())
+    return api.served[0].name
 
 
 def _health(api: Api) -> str:
     status = api.client.status
     if api.draining:
         return "draining"
+    if api.residents is not None:
+        return api.residents.health
     if status is None or not api.client.alive:
         return "unreachable"
     return {"ready": "healthy"}.get(status.state, status.state)
@@ -92,7 +95,8 @@ async def health(http: Request) -> Response:
         "detail": status.detail if status else "",
         "model_loaded": bool(reachable and status and status.state in ("ready", "draining")),
         "model_name": _model_name(api),
-        "available_models": [_model_name(api)],
+        "available_models": [one.name for one in api.served],
+        "models": [model_object(api, one) for one in api.served],
         "model_type": "llm",
         "engine_type": "batched",
         "mcp": None,
@@ -114,45 +118,20 @@ def _port(http: Request) -> int | None:
 
 @router.get("/model/info")
 async def model_info(http: Request) -> Response:
-    """The model and how it is spread."""
+    """The model (of several, the default one) and how it is spread."""
     api = get_api(http)
-    status = api.client.check()
+    served = api.served[0]
+    status = served.client.check()
     facts: dict[str, Any] = {
         "id": status.model,
-        "model": api.settings.model.model or status.model,
+        "model": served.settings.model.model or status.model,
         "max_context_length": status.max_context,
-        "max_tokens": min(api.settings.server.default_max_tokens or status.max_context, status.max_context),
+        "max_tokens": min(served.settings.server.default_max_tokens or status.max_context, status.max_context),
         "backend": "tandem",
         "num_devices": len(status.ranks),
     }
     more = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
     return _json({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})
-
-
-def _model_object(api: Api) -> dict[str, Any]:
-    status = api.client.status
-    return {
-        "id": _model_name(api),
-        "object": "model",
-        "created": int(api.started),
-        "owned_by": "tandem",
-        "max_model_len": status.max_context if status else None,
-    }
-
-
-@router.get("/v1/models")
-async def models(http: Request) -> Response:
-    """The one model that is served."""
-    return _json({"object": "list", "data": [_model_object(get_api(http))]})
-
-
-@router.get("/v1/models/{model_id:path}")
-async def model(http: Request, model_id: str) -> Response:
-    """The model under any of its names."""
-    api = get_api(http)
-    if model_id not in set(api.names()):
-        raise NotFoundError(f"The model '{model_id[:200]}' does not exist", param="model", code="model_not_found")
-    return _json(_model_object(api))
 
 
 @router.get("/v1/status")
@@ -172,7 +151,8 @@ async def status_route(http: Request) -> Response:
         "model": _model_name(api),
         "uptime_seconds": round(time.time() - api.started, 1),
         "num_running": status.running if engine and status else 0,
-        "num_waiting": status.queued if engine and status else 0,
+        "num_waiting": (status.queued if engine and status else 0) + (api.residents.waiting if api.residents else 0),
+        "models": [model_object(api, one) for one in api.served],
         "engine": engine,
         "replicas": msgspec.to_builtins(api.client.replicas()),
         "requests": [_live(request) for request in mine],
@@ -183,6 +163,7 @@ async def status_route(http: Request) -> Response:
 def _live(request: LiveRequest) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
+        "model": request.model,
         "route": request.route,
         "stream": request.stream,
         "created": int(request.created),

@@ -118,7 +118,7 @@ class Jobs:
 
         Raises UnavailableError (no engine, disk full), OverloadedError.
         """
-        self._api.status()
+        self._api.check()
         if len(self._jobs) >= MOST_OPEN:
             raise OverloadedError(f"{len(self._jobs)} journalled requests are not answered yet; try again later.")
         record = Accepted(new_id("req"), group, key, request_digest(route, body), route, body, time.time(), background)
@@ -253,12 +253,15 @@ class Jobs:
         async def send(message: Message) -> None:
             response.append(message)
 
+        scope = self._scope(record, job)
         try:
-            await self.app(self._scope(record, job), receive, send)
+            await self.app(scope, receive, send)
         except RequestError as error:
             return reply_of(error)
         except Exception as error:  # noqa: BLE001 - an edge as in the gate: nothing may take the server down
             return reply_of(internal_error(error, record.route))
+        finally:
+            self._api.release(scope)
         body = b"".join(message.get("body", b"") for message in response)
         return Reply(response[0]["status"], body, tuple(response[0]["headers"]))
 

@@ -1,27 +1,21 @@
-"""Checks that need the model: names, context length, token ids; and the sampling parameters that come of a request."""
+"""Checks that need the model: context length, token ids; and the sampling parameters that come of a request."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from tandem.errors import NotFoundError, RequestError
+from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import SamplingParams, StructuredOutputs
-from tandem.server.context import Api
 from tandem.server.schemas import SamplingFields
+from tandem.server.served import Served
 
 _SEED_MASK = 2**64 - 1
 
 
-def check_model(api: Api, name: str | None) -> None:
-    """Raises NotFoundError unless `name` is absent or one of the model's names."""
-    if name is not None and name not in set(api.names()):
-        raise NotFoundError(f"The model '{name[:200]}' does not exist", param="model", code="model_not_found")
-
-
-def check_choices(api: Api, n: int, prompts: int = 1) -> None:
+def check_choices(served: Served, n: int, prompts: int = 1) -> None:
     """Raises RequestError when one request would run more sequences than the server allows."""
-    limit = api.settings.server.max_choices
+    limit = served.settings.server.max_choices
     if prompts > limit:
         raise RequestError(f"At most {limit} prompts in one request, not {prompts}.", param="prompt")
     if n * prompts > limit:

@@ -32,11 +32,11 @@ def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
                                    **{name: total(name) for name in summed})
 
 
-def merged_metrics(texts: Mapping[int, bytes]) -> bytes:
-    """One text in Prometheus' format: each sample gets the label `replica`, each family stands in one piece."""
+def merged_metrics(texts: Mapping[int, bytes] | Mapping[str, bytes], label: str = "replica") -> bytes:
+    """One text in Prometheus' format: each sample gets its text's name as `label`, each family stands in one piece."""
     headers: dict[bytes, list[bytes]] = {}
     samples: dict[bytes, list[bytes]] = {}
-    for replica, text in texts.items():
+    for name, text in texts.items():
         family = b""
         for line in text.splitlines():
             if line.startswith(b"#"):
@@ -48,16 +48,16 @@ def merged_metrics(texts: Mapping[int, bytes]) -> bytes:
                 if line not in known:
                     known.append(line)
             elif line:
-                samples.setdefault(family, []).append(_labelled(line, replica))
+                samples.setdefault(family, []).append(_labelled(line, label, str(name)))
     lines = [line for family in {**headers, **samples} for line in (*headers.get(family, ()), *samples.get(family, ()))]
     return b"".join(line + b"\n" for line in lines)
 
 
-def _labelled(sample: bytes, replica: int) -> bytes:
-    """`name{a="b"} 1` with a first label `replica`."""
+def _labelled(sample: bytes, name: str, value: str) -> bytes:
+    """`metric{a="b"} 1` with a first label `name`, whose value needs no escapes."""
     found = _SAMPLE.match(sample)
     if found is None:
         return sample
-    label = b'%b{replica="%d"' % (found[1], replica)
+    label = b'%b{%b="%b"' % (found[1], name.encode(), value.encode())
     rest = sample[found.end():]
     return label + (b"," + rest if found[2] and not rest.startswith(b"}") else rest if found[2] else b"}" + rest)

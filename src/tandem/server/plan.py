@@ -34,20 +34,21 @@ async def plan_route(
     context: Annotated[int | None, Query(ge=1)] = None,
     streams: Annotated[int, Query(ge=1, le=4096)] = 1,
     goal: Goal | None = None,
+    model: Annotated[str | None, Query(description="which of several models")] = None,
 ) -> Response:
-    """Compare the ways to spread the served model over machines; nothing is loaded."""
-    api = get_api(http)
-    status = api.status()
+    """Compare the ways to spread a served model over machines."""
+    served = await get_api(http).engage(http, model)
+    status = served.status()
     if len(hosts) > MAX_HOSTS:
         raise RequestError(f"hosts: {len(hosts)} machines; name at most {MAX_HOSTS}", param="hosts")
     if context is not None and context > status.max_context:
         raise RequestError(f"context: {context} is more than the {status.max_context} tokens that are served",
                            param="context")
     wanted = PlanRequest(context=context or min(8192, status.max_context), streams=streams, goal=goal)
-    model = api.settings.model
+    wished = served.settings.model
     try:
         files = await to_thread.run_sync(
-            lambda: resolve(model.model or status.source, revision=model.revision, weights=False))
+            lambda: resolve(wished.model or status.source, revision=wished.revision, weights=False))
         body = await to_thread.run_sync(_compare, files, hosts, link or [], wanted)
     except UsageError as error:
         raise RequestError(error.message, param=error.param) from error

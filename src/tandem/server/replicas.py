@@ -98,7 +98,7 @@ class Replicas:
         for index, endpoint in self._endpoints.items():
             await self._join(index, endpoint)
         if self._link is not None:
-            await self._link.start(self.update, self._reached)
+            await self._link.start(lambda latest: self.update(latest.replicas), self.reached)
 
     async def close(self) -> None:
         """Leave all engines. All subscriptions fail."""
@@ -133,7 +133,8 @@ class Replicas:
         logger.info("replica %d has left", index)
         await member.client.close()
 
-    def _reached(self) -> int:
+    def reached(self) -> int:
+        """Replicas that are connected and take requests at once."""
         return sum(self._state(member) == "ready" for member in self._members.values())
 
     def _refresh(self) -> None:
@@ -159,8 +160,7 @@ class Replicas:
     @property
     def status(self) -> EngineStatus | None:
         """The engines that answer as one; the last that was known when none does; None before any has answered."""
-        known = [(index, one.client.status, one.client.alive) for index, one in self._members.items()]
-        parts = [(index, status) for index, status, alive in known if status is not None and alive]
+        parts = self.parts()
         before, merged = self._merged
         if not parts:
             return merged
@@ -168,6 +168,11 @@ class Replicas:
                                             for new, old in zip(parts, before, strict=True)):
             self._merged = (parts, merged_status(parts))
         return self._merged[1]
+
+    def parts(self) -> list[tuple[int, EngineStatus]]:
+        """Number and status of each engine that answers."""
+        known = [(index, one.client.status, one.client.alive) for index, one in self._members.items()]
+        return [(index, status) for index, status, alive in known if status is not None and alive]
 
     def check(self) -> EngineStatus:
         """The status of the whole. Raises UnavailableError when no engine takes requests."""

@@ -18,6 +18,7 @@ from tandem.server.app import create_app
 from tandem.server.client import EngineClient
 from tandem.server.context import Api
 from tandem.server.engines import Engines
+from tandem.server.residents import Residents
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,7 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
     return ApiServer(config, app.state.api, drain_timeout)
 
 
-def run_api(settings: Settings, *, fd: int | None = None, engines: Engines | None = None) -> None:
+def run_api(settings: Settings, *, fd: int | None = None, engines: Engines | Residents | None = None) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 
     `engines` is what works on the requests; by default the one engine that the settings name. Returns after the drain.

@@ -14,6 +14,7 @@ from tandem.errors import TimeoutExceeded
 from tandem.protocol.request import EngineRequest
 from tandem.server.context import Api, LiveRequest, get_group
 from tandem.server.failures import ClientGone
+from tandem.server.served import Served
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Running(ABC):
         self,
         api: Api,
         http: Request,
+        served: Served,
         requests: Sequence[EngineRequest],
         *,
         request_id: str,
@@ -42,6 +44,7 @@ class Running(ABC):
         self.request_id = request_id
         self.started_at = time.monotonic()
         self._api = api
+        self._served = served
         self._group = get_group(http)
         http.scope["tandem.metered"] = True
         self._lease = api.quotas.admit(self._group, prompt_tokens)
@@ -52,6 +55,7 @@ class Running(ABC):
             raise
         self._live = LiveRequest(
             request_id=request_id,
+            model=served.name,
             route=http.url.path,
             group=self._group,
             stream=stream,
@@ -70,11 +74,11 @@ class Running(ABC):
 
     def _open(self, requests: Sequence[EngineRequest]) -> None:
         self._ids = [request.request_id for request in requests]
-        self.subscription = self._api.client.open(self._api.quotas.weighted(self._group, requests))
+        self.subscription = self._served.client.open(self._api.quotas.weighted(self._group, requests))
 
     def go_on(self, requests: Sequence[EngineRequest]) -> None:
         """Submit more, once those before are answered. Raises UnavailableError, OverloadedError."""
-        self._api.client.release(self.subscription, self._ids)
+        self._served.client.release(self.subscription, self._ids)
         self._open(requests)
         self._live.subscription = self.subscription
 
@@ -86,7 +90,7 @@ class Running(ABC):
         self._watcher.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._api.client.release(self.subscription, self._ids)
+        self._served.client.release(self.subscription, self._ids)
         if self._api.settings.server.log_requests:
             how = "finished" if self.done else "ended early"
             seconds = time.monotonic() - self.started_at

@@ -18,7 +18,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 REFUSAL_GRACE_S = 0.5
 """Seconds that a stream waits before its status line, so that a refusal by the engine gets its own HTTP status."""
 
-_HEADERS = [
+HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
@@ -45,7 +45,12 @@ class ChunkWriter(Protocol):
 
     def error(self, error: RequestError) -> bytes:
         """What ends a stream that failed."""
-        return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
+        return failed_stream(error)
+
+
+def failed_stream(error: RequestError) -> bytes:
+    """The events that end a stream in OpenAI's form that failed."""
+    return b"data: " + encode_json(envelope(error)) + b"\n\n" + DONE
 
 
 def named_event(data: dict[str, Any]) -> bytes:
@@ -113,7 +118,7 @@ class EventStream(Response):
         self._sent_at = self._loop.time()
         self._timer = self._loop.call_later(self._heartbeat_s, self._tick)
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
             await self._run(send)
         except ClientGone:
             pass

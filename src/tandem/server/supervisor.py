@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,15 @@ import zmq
 
 from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
-from tandem.protocol.supervisor import ListReplicas, ReplicaInfo, ReplicaList, SupervisorReply
+from tandem.protocol.supervisor import (
+    ControlRefused,
+    ListReplicas,
+    LoadModel,
+    ReplicaList,
+    SupervisorReply,
+    SupervisorRequest,
+    UnloadModel,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +31,7 @@ INTERVAL_S, BEGIN_S = 1.0, 0.1
 ANSWER_S = 0.05
 """Seconds after a question at which the answer is looked for."""
 
-OnReplicas = Callable[[list[ReplicaInfo]], Awaitable[None]]
+OnReplicas = Callable[[ReplicaList], Awaitable[None]]
 Reached = Callable[[], int]
 """Says how many engines are connected and take requests."""
 
@@ -33,6 +42,7 @@ class SupervisorLink:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._task: asyncio.Task[None] | None = None
+        self._awake = asyncio.Event()
 
     async def start(self, on_replicas: OnReplicas, reached: Reached = lambda: 0) -> None:
         """Call `on_replicas` with the list, now and whenever it was asked for; tell the supervisor what `reached` says.
@@ -57,28 +67,36 @@ class SupervisorLink:
         self._context.term()
         self._task = None
 
-    async def _run(self, on_replicas: OnReplicas, reached: Reached) -> None:
-        known = 0
-        while True:
-            self._ask(reached())
-            await asyncio.sleep(ANSWER_S)
-            replicas = self._answer()
-            if replicas is not None:
-                known = len(replicas)
-                await on_replicas(replicas)
-            if known:
-                await asyncio.sleep((INTERVAL_S if reached() >= known else BEGIN_S) - ANSWER_S)
+    def tell(self, request: LoadModel | UnloadModel) -> None:
+        """Send a command; the next list shows what came of it."""
+        self._send(request)
+        self._awake.set()
 
-    def _ask(self, reached: int) -> None:
+    async def _run(self, on_replicas: OnReplicas, reached: Reached) -> None:
+        known: int | None = None
+        while True:
+            self._awake.clear()
+            self._send(ListReplicas(os.getpid(), reached()))
+            await asyncio.sleep(ANSWER_S)
+            latest = self._answer()
+            if latest is not None:
+                known = len(latest.replicas)
+                await on_replicas(latest)
+            if known is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._awake.wait(),
+                                           (INTERVAL_S if reached() >= known else BEGIN_S) - ANSWER_S)
+
+    def _send(self, request: SupervisorRequest) -> None:
         try:
             # The empty frame is what a REP socket expects before the message.
-            self._socket.send_multipart([b"", msgspec.msgpack.encode(ListReplicas(os.getpid(), reached))], zmq.NOBLOCK)
+            self._socket.send_multipart([b"", msgspec.msgpack.encode(request)], zmq.NOBLOCK)
         except zmq.Again:
             return
 
-    def _answer(self) -> list[ReplicaInfo] | None:
+    def _answer(self) -> ReplicaList | None:
         """The latest list that is here."""
-        latest: list[ReplicaInfo] | None = None
+        latest: ReplicaList | None = None
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -90,4 +108,6 @@ class SupervisorLink:
                 logger.error("unreadable message from the supervisor: %s", error)
                 continue
             if isinstance(message, ReplicaList):
-                latest = message.replicas
+                latest = message
+            elif isinstance(message, ControlRefused):
+                logger.error("the supervisor refuses: %s", message.message)

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from tandem.server.body import parse
 from tandem.server.chat import checked_template_kwargs
 from tandem.server.context import get_api
-from tandem.server.limits import check_model, check_token_ids
+from tandem.server.limits import check_token_ids
 from tandem.server.openapi import documented
 from tandem.server.schemas import DetokenizeRequest, TokenizeRequest
 from tandem.server.sse import encode_json
@@ -22,9 +22,9 @@ async def tokenize(http: Request) -> Response:
     """Token ids of a prompt, or of a conversation in the chat template."""
     api = get_api(http)
     fields = await parse(http, TokenizeRequest, api.max_body)
-    status = api.status()
-    check_model(api, fields.model)
-    tokenizer = await api.texts.tokenizer(status)
+    served = await api.engage(http, fields.model)
+    status = served.status()
+    tokenizer = await served.texts.tokenizer(status)
     if fields.messages is not None:
         messages = [message.as_template_input() for message in fields.messages]
         kwargs = checked_template_kwargs(fields.chat_template_kwargs)
@@ -42,8 +42,8 @@ async def detokenize(http: Request) -> Response:
     """Text of token ids, special tokens included."""
     api = get_api(http)
     fields = await parse(http, DetokenizeRequest, api.max_body)
-    status = api.status()
-    check_model(api, fields.model)
+    served = await api.engage(http, fields.model)
+    status = served.status()
     check_token_ids(fields.tokens, status.vocab_size, "tokens")
-    tokenizer = await api.texts.tokenizer(status)
+    tokenizer = await served.texts.tokenizer(status)
     return Response(encode_json({"prompt": await decode(tokenizer, fields.tokens)}), media_type="application/json")

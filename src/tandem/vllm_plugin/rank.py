@@ -14,7 +14,8 @@ from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
 from tandem.models.description import ModelDescription, describe
 from tandem.models.files import resolve
-from tandem.models.memory import limit_buffers, memory_bytes, on_gpu, slice_bytes
+from tandem.models.footprint import slice_bytes
+from tandem.models.memory import limit_buffers, memory_bytes, on_gpu
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.models.stage import StageModel, load_stage
@@ -118,7 +119,7 @@ def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None,
                           explicit=layout.layer_split)[layout.stage]
     dequantize = not on_gpu()
     kind = dtype or "auto"
-    need = slice_bytes(description, layers, kind, dequantize, 1 / layout.tp_size)
+    need = slice_bytes(description, layers, kind, dequantize, 1 / layout.tp_size, gpu=on_gpu())
     total = memory_bytes()
     if need > total * memory_share:
         raise OutOfMemory(f"layers {layers.start}-{layers.stop - 1} need {need / 2**20:.0f} MiB for their weights, and "

@@ -91,6 +91,11 @@ def _object(text: str) -> Json:
     return value if isinstance(value, dict) else {}
 
 
+def failed_message(error: RequestError) -> bytes:
+    """The event that ends a stream that failed."""
+    return named_event(anthropic_envelope(error))
+
+
 class MessageWriter(ChunkWriter):
     """Events of a streamed answer, in Anthropic's order: the message opens, its blocks one by one, it closes."""
 
@@ -129,7 +134,7 @@ class MessageWriter(ChunkWriter):
 
     def error(self, error: RequestError) -> bytes:
         """The stream fails."""
-        return named_event(anthropic_envelope(error))
+        return failed_message(error)
 
     def _event(self, event: Event) -> bytes:
         opening = b""

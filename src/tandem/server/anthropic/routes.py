@@ -9,14 +9,16 @@ from starlette.responses import Response
 
 from tandem.errors import RequestError
 from tandem.server.answer import collect
-from tandem.server.anthropic.answers import MessageWriter, ending, message, usage, whole_blocks
+from tandem.server.anthropic.answers import MessageWriter, ending, failed_message, message, usage, whole_blocks
 from tandem.server.anthropic.schemas import IGNORED, CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import chat_request, in_own_words
 from tandem.server.body import parse
 from tandem.server.chat import prepare_chat, start_chat
 from tandem.server.context import get_api
+from tandem.server.late import answered_by
 from tandem.server.openapi import documented
 from tandem.server.reply import Reply
+from tandem.server.served import Served
 from tandem.server.sse import encode_json, open_stream
 
 router = APIRouter()
@@ -25,10 +27,16 @@ router = APIRouter()
 @router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))
 async def messages(http: Request) -> Response:
     """Answer a conversation as Anthropic's API does, in one piece or as a stream."""
+    fields = await parse(http, MessagesRequest, get_api(http).max_body, ignored=IGNORED)
+    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream,
+                             error=failed_message)
+
+
+async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Response:
     api = get_api(http)
-    fields = await parse(http, MessagesRequest, api.max_body, ignored=IGNORED)
     try:
-        plan, generation, model = await start_chat(http, chat_request(fields), f"msg_{uuid.uuid4().hex}", clip=True)
+        plan, generation, model = await start_chat(http, served, chat_request(fields), f"msg_{uuid.uuid4().hex}",
+                                                   clip=True)
     except RequestError as error:
         raise in_own_words(error) from None
     reply = Reply(plan)
@@ -47,8 +55,9 @@ async def count_tokens(http: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     api = get_api(http)
     fields = await parse(http, CountRequest, api.max_body, ignored=IGNORED)
+    served = await api.engage(http, fields.model)
     try:
-        plan, _, _ = await prepare_chat(api, chat_request(fields))
+        plan, _, _ = await prepare_chat(served, chat_request(fields))
     except RequestError as error:
         raise in_own_words(error) from None
     return Response(encode_json({"input_tokens": len(plan.prompt)}), media_type="application/json")

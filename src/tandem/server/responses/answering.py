@@ -14,6 +14,12 @@ from tandem.server.responses.shape import Json, empty_response
 from tandem.server.sse import ChunkWriter, named_event
 
 
+def error_event(error: RequestError) -> Json:
+    """The event that ends a stream that failed, but for its number."""
+    fields = envelope(error)["error"]
+    return {"type": "error", **{name: fields[name] for name in ("code", "message", "param")}}
+
+
 class Answering(ChunkWriter):
     """Turns what a generation yields into the events of one response."""
 
@@ -54,8 +60,7 @@ class Answering(ChunkWriter):
 
     def error(self, error: RequestError) -> bytes:
         """The stream fails."""
-        fields = envelope(error)["error"]
-        return self._events([{"type": "error", **{name: fields[name] for name in ("code", "message", "param")}}])
+        return self._events([error_event(error)])
 
     def response(self) -> Json:
         """The response object as it is now."""

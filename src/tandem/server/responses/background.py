@@ -20,7 +20,6 @@ from tandem.server.body import parse_bytes
 from tandem.server.context import Api, get_api, get_group
 from tandem.server.jobs import CANCELLED, Job, Jobs, Reply
 from tandem.server.journal import Entry
-from tandem.server.limits import check_model
 from tandem.server.responses.answering import Answering
 from tandem.server.responses.schemas import IGNORED, ResponsesRequest
 from tandem.server.responses.shape import Json, empty_response
@@ -58,7 +57,7 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
                            "leave it out and wait for the answer or stream it.", param="background",
                            code="unsupported_parameter")
     chat_request(fields)
-    check_model(api, fields.model)
+    api.find(fields.model)
     http.scope["tandem.metered"] = True
     job = api.jobs.start_job(get_group(http), ROUTE, raw, background=True)
     await asyncio.shield(job.accepted)
@@ -134,7 +133,7 @@ class Stored:
         return self._empty("failed") | {"error": {"code": code, "message": error["message"]}}
 
     def _empty(self, status: str) -> Json:
-        model = self.fields.model or next(self.api.names())
+        model = self.fields.model or self.api.served[0].name
         return empty_response(self.fields, response_id(self.entry), model, int(self.entry.created), status)
 
     def _reply(self) -> Reply | None:

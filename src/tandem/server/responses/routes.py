@@ -15,15 +15,17 @@ from tandem.server.chat import start_chat
 from tandem.server.context import get_api
 from tandem.server.generate import Delta
 from tandem.server.jobs import Job
+from tandem.server.late import answered_by
 from tandem.server.openapi import documented
 from tandem.server.reply import Reply
 from tandem.server.responses import background
-from tandem.server.responses.answering import Answering
+from tandem.server.responses.answering import Answering, error_event
 from tandem.server.responses.output import Output
 from tandem.server.responses.schemas import IGNORED, ResponsesRequest
 from tandem.server.responses.shape import Json
 from tandem.server.responses.translate import chat_request, in_own_words
-from tandem.server.sse import encode_json, open_stream
+from tandem.server.served import Served
+from tandem.server.sse import encode_json, named_event, open_stream
 from tandem.server.texts import off_loop
 
 router = APIRouter()
@@ -33,30 +35,36 @@ _STREAMS = {"responses": {"200": {"content": {"text/event-stream": {"schema": {"
 @router.post("/v1/responses", openapi_extra=documented(ResponsesRequest, streams=True))
 async def responses(http: Request) -> Response:
     """Answer as OpenAI's Responses API does: in one piece, as a stream, or in the background."""
-    api = get_api(http)
-    raw = await read_body(http, api.max_body)
+    raw = await read_body(http, get_api(http).max_body)
     fields = await off_loop(len(raw) > LARGE_BODY, lambda: parse_bytes(raw, ResponsesRequest, IGNORED))
     job: Job | None = http.scope.get("tandem.job")
-    if job is not None:
-        return await background.work(job, await _start(http, fields, job))
-    if fields.background:
+    if job is None and fields.background:
         return await background.accept(http, fields, raw)
-    answer = await _start(http, fields)
+    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields, job),
+                             stream=fields.stream and job is None,
+                             error=lambda error: named_event({**error_event(error), "sequence_number": 0}))
+
+
+async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Response:
+    answer = await _start(http, served, fields, job)
+    if job is not None:
+        return await background.work(job, answer)
     if fields.stream:
-        return await open_stream(answer.generation, answer, include_usage=True, heartbeat_s=api.heartbeat_s)
+        heartbeat_s = get_api(http).heartbeat_s
+        return await open_stream(answer.generation, answer, include_usage=True, heartbeat_s=heartbeat_s)
     [whole] = await collect(answer.generation, 1)
     answer.take(Delta(0, whole.text, whole.logprobs, whole.finish_reason))
     return _json(answer.response())
 
 
-async def _start(http: Request, fields: ResponsesRequest, job: Job | None = None) -> Answering:
+async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
     """Submit the request; what a job has begun before is begun again alike. Raises RequestError."""
     ids = background.Ids(job.entry.id) if job is not None else None
     response_id = background.response_id(job.entry) if job is not None else f"resp_{uuid.uuid4().hex}"
     created = time.time() if job is None else job.entry.created
     try:
         chat = chat_request(fields, seed=ids.seed if ids is not None else None)
-        plan, generation, model = await start_chat(http, chat, response_id)
+        plan, generation, model = await start_chat(http, served, chat, response_id)
     except RequestError as error:
         raise in_own_words(error) from None
     output = Output(Reply(plan, ids), fields.tools or (), ids)

@@ -24,6 +24,16 @@ export function start() {
   });
 }
 
+// The models that there are, in a list where there are several.
+export function offer(models) {
+  const list = byId("chat-model");
+  const names = models.map((one) => one.id);
+  list.parentElement.hidden = names.length < 2;
+  if ([...list.options].map((one) => one.value).join("\n") !== names.join("\n")) {
+    list.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
+  }
+}
+
 async function ask() {
   const question = byId("question").value.trim();
   if (!question || running) return;
@@ -53,7 +63,7 @@ function body() {
   const system = byId("system").value.trim();
   const seed = byId("seed").value;
   return {
-    model: "default",
+    model: byId("chat-model").value || "default",
     messages: [...(system ? [{ role: "system", content: system }] : []), ...history],
     temperature: Number(byId("temperature").value),
     top_p: Number(byId("top_p").value),

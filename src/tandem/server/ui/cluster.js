@@ -1,4 +1,5 @@
 // The state of the cluster, asked for once a second while the page is seen.
+import { offer } from "/ui/chat.js";
 import { element, request } from "/ui/http.js";
 
 const PERIOD_MS = 1000;
@@ -29,8 +30,13 @@ async function tick() {
 
 function draw(status) {
   const engine = status.engine;
-  byId("model").textContent = status.model;
-  document.title = "Tandem: " + status.model;
+  const loaded = status.models.filter((one) => one.loaded).map((one) => one.id);
+  const several = status.models.length > 1;
+  const name = several ? `${loaded.join(", ") || "no model"} (${loaded.length} of ${status.models.length} models loaded)`
+    : status.model;
+  byId("model").textContent = name;
+  document.title = "Tandem: " + name;
+  offer(status.models);
   byId("state").textContent = status.status;
   byId("state").className = "badge " + status.status;
   byId("detail").textContent = engine?.detail ?? "";

@@ -1,0 +1,96 @@
+"""Which of several models are in memory: what to load, and what must go for it. Pure: no clock, no sockets.
+
+Models that are asked for are loaded in the order in which they were, so that none waits for ever. Room is made by the
+model that was used least recently; one with requests under way goes only when nobody else can, and then takes no new
+requests until it is back, so that a busy model cannot keep the others out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+PATIENCE_S = 1.0
+"""Seconds that a model must have been waited for before a busy one is made to finish and go."""
+
+
+@dataclass
+class Seat:
+    """One model as the policy sees it."""
+
+    name: str
+    needs: Mapping[str, int]
+    """Bytes on each machine; empty where there is no memory plan."""
+    state: str = "out"
+    """`out`, `loading`, `in` or `leaving`."""
+    keep: bool = False
+    unload_after: float | None = None
+    """Seconds of idleness after which it goes."""
+    users: int = 0
+    """Requests that it works on."""
+    used_at: float = 0.0
+    """When it last began one."""
+    idle_at: float = 0.0
+    """When it last ended one, or was loaded."""
+    wanted_at: float | None = None
+    """Since when requests wait for it; None when none does."""
+
+
+@dataclass
+class Decision:
+    """What to do now."""
+
+    load: list[Seat] = field(default_factory=list)
+    unload: list[Seat] = field(default_factory=list)
+    close: list[Seat] = field(default_factory=list)
+    """Busy models that have to finish and go."""
+
+
+def decide(seats: Sequence[Seat], budget: Mapping[str, int], max_loaded: int | None, now: float) -> Decision:
+    """What follows from the seats as they are. Asked again whenever one has changed, and as time goes by."""
+    decision = Decision()
+    resident = [seat for seat in seats if seat.state != "out"]
+    waiting = [seat for seat in seats if seat.state == "out" and seat.wanted_at is not None]
+    for wanted in sorted(waiting, key=lambda seat: seat.wanted_at or 0.0):
+        if _fits([*resident, wanted], budget, max_loaded):
+            decision.load.append(wanted)
+            resident.append(wanted)
+            continue
+        victims = _victims(wanted, resident, budget, max_loaded)
+        decision.unload += [seat for seat in victims if not seat.users]
+        if now - (wanted.wanted_at or now) >= PATIENCE_S:
+            decision.close += [seat for seat in victims if seat.users]
+        break  # the next ones wait behind it, or they would take the room that is being made
+    decision.unload += [seat for seat in resident if seat not in decision.unload and _idle_for_long(seat, now)]
+    return decision
+
+
+def _victims(wanted: Seat, resident: list[Seat], budget: Mapping[str, int], max_loaded: int | None) -> list[Seat]:
+    """Who goes for `wanted`: idle ones before busy ones, the least recently used first, no more than needed.
+
+    Nobody, as long as it would not fit then either: what is being loaded cannot go before it is there.
+    """
+    staying = [seat for seat in resident if seat.state != "leaving"]
+
+    def fits_without(gone: list[Seat]) -> bool:
+        return _fits([*(seat for seat in staying if seat not in gone), wanted], budget, max_loaded)
+
+    order = sorted((seat for seat in staying if seat.state == "in" and not seat.keep),
+                   key=lambda seat: (seat.users > 0, seat.used_at))
+    count = next((n for n in range(len(order) + 1) if fits_without(order[:n])), 0)
+    victims = order[:count]
+    for seat in reversed(order[:count]):
+        if fits_without([one for one in victims if one is not seat]):
+            victims = [one for one in victims if one is not seat]
+    return victims
+
+
+def _idle_for_long(seat: Seat, now: float) -> bool:
+    return (seat.state == "in" and not seat.keep and not seat.users and seat.wanted_at is None
+            and seat.unload_after is not None and now - seat.idle_at >= seat.unload_after)
+
+
+def _fits(seats: Sequence[Seat], budget: Mapping[str, int], max_loaded: int | None) -> bool:
+    if max_loaded is not None and len(seats) > max_loaded:
+        return False
+    return all(sum(seat.needs.get(machine, 0) for seat in seats) <= size for machine, size in budget.items())

@@ -1,0 +1,149 @@
+"""What each of several models takes of each machine's memory, and what they may take together."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from tandem.cli.engines import replica_settings
+from tandem.config.settings import Settings
+from tandem.engine.layout import Layout, plan_layout
+from tandem.engine.machines import chosen_launcher, hosts_for, told_memory
+from tandem.env import child_environment
+from tandem.errors import OutOfMemory, UsageError
+from tandem.executors.base import StageSpec
+from tandem.models.adapter_files import read_adapter
+from tandem.models.footprint import kv_bytes_per_token, slice_bytes
+
+HERE = "this machine"
+MARGIN = 1.03
+"""Weights in memory, as a multiple of what headers tell."""
+KV_PART = 4
+"""The KV cache of a model that says nothing of `kv_tokens` has room for its longest context, or takes the budget's
+fourth part if that is less."""
+LEAST_TOKENS = 512
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Memory of the machines that ranks may run on."""
+
+    memory: dict[str, int]
+    """Bytes by machine; empty when it is not known."""
+    gpu: bool
+    """Ranks compute on GPUs, as far as this machine can tell."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """One model's part in the plan."""
+
+    weights: dict[str, int]
+    """Bytes on each machine."""
+    needs: dict[str, int]
+    """Bytes on each machine with the KV cache."""
+    kv_tokens: int
+    max_context: int
+
+
+def look_at_machines(settings: Settings) -> Machines:
+    """This machine, or those of the hostfile if it tells their memory. Raises UsageError where there can be no plan."""
+    parallel, kind = settings.parallel, chosen_launcher(settings.parallel)
+    if kind == "manual":
+        raise UsageError("--launcher manual: ranks that join by hand stay with one model; several models need ranks "
+                         "that Tandem starts (local, ssh, ray)", param="launcher")
+    done = subprocess.run([sys.executable, "-m", "tandem.cli.device"], capture_output=True, text=True, check=False,
+                          env=child_environment())
+    if done.returncode:
+        raise UsageError(f"MLX does not start on this machine: {done.stderr.strip().splitlines()[-1]}")
+    here = json.loads(done.stdout)
+    memory: dict[str, int] = {HERE: here["memory_bytes"]}
+    if kind == "ssh":
+        told = told_memory(parallel)
+        memory = dict(zip((host.ssh for host in hosts_for(parallel)), told, strict=True)) if told else {}
+    if (kind == "ray" or not memory) and settings.models.max_loaded is None:
+        raise UsageError("several models on other machines need to know how many fit: give each host its `memory` in "
+                         "the hostfile, or say --max-loaded 1 (or more)", param="max_loaded")
+    return Machines({} if kind == "ray" else memory, here["gpu"])
+
+
+def budget_of(settings: Settings, machines: Machines) -> dict[str, int]:
+    """Bytes that models may take together on each machine."""
+    return {name: int(size * settings.scheduler.memory_fraction) for name, size in machines.memory.items()}
+
+
+def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) -> Footprint:
+    """What the model of these settings takes. Finds and checks it and its layout. Raises UsageError."""
+    weights: dict[str, int] = {}
+    per_token: dict[str, int] = {}
+    context = 0
+    for index in range(settings.parallel.data_parallel_size):
+        mine = replica_settings(settings, index)
+        layout = plan_layout(mine)
+        context = layout.max_context
+        hosts = [host.ssh for host in hosts_for(mine.parallel)]
+        names = [hosts[spec.rank] if hosts else HERE for spec in layout.ranks]
+        for name in set(names):
+            specs = [spec for spec, host in zip(layout.ranks, names, strict=True) if host == name]
+            sizes = [_weights(layout, spec, machines.gpu) for spec in specs]
+            # The ranks of a machine get equal parts of it.
+            weights[name] = weights.get(name, 0) + int(MARGIN * max(sum(sizes), max(sizes) * len(sizes)))
+            per_token[name] = per_token.get(name, 0) + sum(_kv(layout, spec, machines.gpu) for spec in specs)
+    if not machines.memory:
+        return Footprint(weights, {}, 0, context)
+    room = min(budget[name] // KV_PART // max(per_token[name], 1) for name in weights)
+    tokens = settings.scheduler.kv_tokens or max(min(context, room), LEAST_TOKENS)
+    needs = {name: weights[name] + tokens * per_token[name] for name in weights}
+    return Footprint(weights, needs, tokens, context)
+
+
+def granted(settings: Settings, needs: dict[str, int], machines: Machines) -> Settings:
+    """Settings with which the engine keeps to its part."""
+    if not needs:
+        return settings
+    share = max(bytes_ / machines.memory[name] for name, bytes_ in needs.items())
+    # Rounded up a little: a share is a float, and a token too few would be an error.
+    scheduler = dataclasses.replace(settings.scheduler, memory_fraction=min(share * 1.0001, 1.0))
+    return dataclasses.replace(settings, scheduler=scheduler)
+
+
+def check_fit(name: str, found: Footprint, budget: dict[str, int], kept: dict[str, dict[str, int]]) -> None:
+    """Raises OutOfMemory, with the figures, if the model cannot be loaded even beside nothing but the `kept` ones."""
+    others = {one: needs for one, needs in kept.items() if one != name}
+    for machine, need in found.needs.items():
+        beside = sum(needs.get(machine, 0) for needs in others.values())
+        if need + beside > budget[machine]:
+            with_others = f", and {', '.join(others)} (--keep) {_mib(beside)}" if beside else ""
+            raise OutOfMemory(
+                f"model {name} can never be loaded: it needs {_mib(need)} on {machine} ({_mib(found.weights[machine])} "
+                f"of weights, the rest for a KV cache of {found.kv_tokens} tokens){with_others}, and models may use "
+                f"{_mib(budget[machine])} there; use a smaller or quantised one, lower its kv_tokens, spread it over "
+                "more machines, or raise --memory-fraction", param="memory_fraction")
+
+
+def _weights(layout: Layout, spec: StageSpec, gpu: bool) -> int:
+    dequantize = spec.dequantize == "yes" or (spec.dequantize == "auto" and not gpu)
+    adapter = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
+    return adapter + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, _share(spec), gpu=gpu)
+
+
+def _kv(layout: Layout, spec: StageSpec, gpu: bool) -> int:
+    """Bytes of a position on one rank; of uneven shares, the larger one."""
+    count = len(range(*spec.layers))
+    heads = layout.description.num_kv_heads
+    whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu)
+    return whole * -(-int(heads * _share(spec) * 1000) // 1000) // heads
+
+
+def _share(spec: StageSpec) -> float:
+    if spec.tensor_split is None:
+        return 1 / spec.tp_size
+    return spec.tensor_split[spec.tp_rank] / sum(spec.tensor_split)
+
+
+def _mib(count: int) -> str:
+    return f"{count / _MIB:.1f} MiB"

@@ -1,0 +1,97 @@
+"""Several models in one configuration: which there are, and the settings of each."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import Any
+
+from tandem.config.options import Option, by_name, nearest
+from tandem.config.settings import ModelsSettings, NamedModel, Settings
+from tandem.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:/@+-]{0,127}")
+_SECTIONS = ("model", "parallel", "scheduler", "speculation")
+_SERVER = ("default_max_tokens", "tool_parser", "reasoning_parser")
+_NOT_OWN = ("served_name",)
+"""The table's own name says that."""
+_LAYOUT = ("pipeline_parallel_size", "tensor_parallel_size", "parallel", "tensor_split", "layer_split", "lanes")
+"""A model that says one of these has a layout of its own."""
+
+
+def check_table(name: str, values: dict[str, Any], source: str) -> NamedModel:
+    """A table [models.NAME]. Raises ConfigError naming the key."""
+    known = {option.name: option for option in _allowed()}
+    for key, value in values.items():
+        label = f"{source} {key}"
+        if key == "keep":
+            if not isinstance(value, bool):
+                raise ConfigError(f"{label}: {value!r} is not true or false", param=key)
+        elif key not in known:
+            hint = "; that is for all models alike" if key in by_name() else nearest(key, [*known, "keep"])
+            raise ConfigError(f"{label}: a model has no such setting{hint}", param=key)
+        else:
+            known[key].convert(value, label=label)
+    return NamedModel(name=name, values=values, source=source)
+
+
+def named_models(settings: Settings) -> tuple[NamedModel, ...]:
+    """The models beside that of `settings.model`, in order. Raises ConfigError for a name that cannot be, or twice."""
+    found = [_pair(text, "--also", "model", "small=org/small-model") for text in settings.models.also]
+    found += [_pair(text, "--lora-modules", "adapter_path", "sql=./adapters") for text in settings.models.lora_modules]
+    found += settings.named
+    names = [settings.model.served_name, *(one.name for one in found)]
+    for one in found:
+        if not _NAME.fullmatch(one.name) or one.name == "default":
+            raise ConfigError(f"{one.source}: {one.name!r} cannot be a model's name; use letters, digits and _.:/@+-, "
+                              "and not `default`, which means the first", param="also")
+        if names.count(one.name) > 1:
+            raise ConfigError(f"{one.source}: there are two models of the name {one.name}", param="also")
+        if not (one.values.get("model") or settings.model.model):
+            raise ConfigError(f"{one.source}: needs `model`: a directory, a GGUF file, a hub id or demo", param="model")
+    return tuple(found)
+
+
+def _pair(text: str, flag: str, field: str, example: str) -> NamedModel:
+    name, equals, value = text.partition("=")
+    if not (equals and value):
+        raise ConfigError(f"{flag} {text}: must be NAME={field.upper()}, such as {example}",
+                          param=flag[2:].replace("-", "_"))
+    return NamedModel(name=name, values={field: value}, source=f"{flag} {name}")
+
+
+def settings_of(settings: Settings, one: NamedModel) -> Settings:
+    """All settings of one further model, as if it were served alone under its name. Raises ConfigError."""
+    sections: dict[str, dict[str, Any]] = {section: {} for section in (*_SECTIONS, "server")}
+    for option in _allowed():
+        if option.name in one.values and option.section in sections:
+            sections[option.section][option.name] = option.convert(one.values[option.name],
+                                                                   label=one.label(option.name))
+    if "model" in one.values:  # another model than the main one: nothing that belongs to that
+        base = dataclasses.replace(settings.model, revision=None, chat_template=None, max_context=None,
+                                   adapter_path=None)
+        settings = dataclasses.replace(settings, model=base)
+        settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, layer_split=None))
+    if one.values.keys() & set(_LAYOUT):
+        plain = {name: by_name()[name].default for name in _LAYOUT}
+        settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, **plain))
+    sections["model"]["served_name"] = one.name
+    replaced = {name: dataclasses.replace(getattr(settings, name), **fields) for name, fields in sections.items()}
+    return alone(dataclasses.replace(settings, **replaced))
+
+
+def alone(settings: Settings) -> Settings:
+    """Without the other models."""
+    return dataclasses.replace(settings, models=ModelsSettings(), named=())
+
+
+def unload_after(settings: Settings, one: NamedModel) -> float | None:
+    """Seconds of idleness after which a model goes; None for never."""
+    value = one.values.get("unload_after", settings.models.unload_after)
+    return None if value is None else float(value)
+
+
+def _allowed() -> list[Option]:
+    """What a table [models.NAME] may say, beside `keep`."""
+    return [option for option in by_name().values() if option.name not in _NOT_OWN and (
+        option.section in _SECTIONS or option.name in (*_SERVER, "unload_after"))]

@@ -1,0 +1,137 @@
+"""LoRA adapters as files: mlx-lm's `adapters.safetensors` and PEFT's `adapter_model.safetensors`. No mlx."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
+from tandem.models.description import ModelDescription
+from tandem.models.families.table import FAMILIES
+from tandem.models.safetensors import TensorInfo, read_header
+
+_PEFT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
+_MLX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """What is added to a model's linear layers: `scale` times input times A times B."""
+
+    path: Path
+    """The file with the weights."""
+    scale: float
+    modules: Mapping[str, tuple[str, str]]
+    """Path of each adapted module in the model, and the names of its A and B in the file."""
+    transposed: bool
+    """The file has A as [rank, inputs] and B as [outputs, rank] (PEFT), rather than [inputs, rank], [rank, outputs]."""
+    nbytes: int
+
+
+def read_adapter(directory: str, description: ModelDescription) -> Adapter:
+    """Read config and header of an adapter and check them against the model.
+
+    Raises `ModelNotFound`, `BrokenModel` for files that contradict themselves or the model, and `UnsupportedModel`
+    for anything but plain LoRA on linear layers.
+    """
+    path = Path(directory).expanduser()
+    if not (path / "adapter_config.json").is_file():
+        raise ModelNotFound(f"--adapter-path {directory}: has no adapter_config.json, so it is not the directory of a "
+                            "LoRA adapter (one on a hub must be downloaded first)", param="adapter_path")
+    config = _read_config(path / "adapter_config.json")
+    peft = "peft_type" in config
+    weights = path / ("adapter_model.safetensors" if peft else "adapters.safetensors")
+    if not weights.is_file():
+        raise ModelNotFound(f"--adapter-path {directory}: has no {weights.name}", param="adapter_path")
+    scale = _peft_scale(config, directory) if peft else _mlx_scale(config, directory)
+    tensors = read_header(weights)
+    modules = _modules(tensors, _PEFT if peft else _MLX, directory)
+    _check_modules(modules, tensors, description, directory, transposed=peft)
+    return Adapter(weights, scale, modules, peft, sum(info.nbytes for info in tensors.values()))
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BrokenModel(f"{path}: cannot be read: {error}", param="adapter_path") from error
+    if not isinstance(config, dict):
+        raise BrokenModel(f"{path}: must be a JSON object", param="adapter_path")
+    return config
+
+
+def _mlx_scale(config: dict[str, Any], directory: str) -> float:
+    kind = config.get("fine_tune_type", "lora")
+    if kind != "lora":
+        raise _unsupported(directory, f"fine_tune_type {kind!r}")
+    parameters = config.get("lora_parameters")
+    scale = parameters.get("scale") if isinstance(parameters, dict) else None
+    return _number(scale, "lora_parameters.scale", directory)
+
+
+def _peft_scale(config: dict[str, Any], directory: str) -> float:
+    if config["peft_type"] != "LORA":
+        raise _unsupported(directory, f"peft_type {config['peft_type']!r}")
+    for name in ("use_dora", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "lora_bias",
+                 "layer_replication", "trainable_token_indices"):
+        if config.get(name):
+            raise _unsupported(directory, f"{name} {config[name]!r}")
+    if config.get("bias", "none") != "none":
+        raise _unsupported(directory, f"bias {config['bias']!r}")
+    rank, alpha = (_number(config.get(name), name, directory) for name in ("r", "lora_alpha"))
+    if rank <= 0:
+        raise BrokenModel(f"--adapter-path {directory}: r must be above 0, is {rank:g}", param="adapter_path")
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _number(value: object, name: str, directory: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise BrokenModel(f"--adapter-path {directory}: {name} in adapter_config.json must be a number, is {value!r}",
+                          param="adapter_path")
+    return float(value)
+
+
+def _modules(tensors: Mapping[str, TensorInfo], pattern: re.Pattern[str], directory: str) -> dict[str, tuple[str, str]]:
+    found: dict[str, dict[str, str]] = {}
+    for name in tensors:
+        match = pattern.fullmatch(name)
+        if match is None:
+            raise _unsupported(directory, f"tensor {name[:200]}")
+        found.setdefault(match["module"], {})[match["side"].lower()] = name
+    for module, sides in found.items():
+        if len(sides) != 2:
+            raise BrokenModel(f"--adapter-path {directory}: {module[:200]} has lora_{min(sides)} alone",
+                              param="adapter_path")
+    if not found:
+        raise BrokenModel(f"--adapter-path {directory}: has no LoRA weights", param="adapter_path")
+    return {module: (sides["a"], sides["b"]) for module, sides in found.items()}
+
+
+def _check_modules(modules: Mapping[str, tuple[str, str]], tensors: Mapping[str, TensorInfo],
+                   description: ModelDescription, directory: str, *, transposed: bool) -> None:
+    layers = FAMILIES[description.family].layers
+    inside = re.compile(rf"{re.escape(layers)}\.(\d+)\..+")
+    for module, names in modules.items():
+        match = inside.fullmatch(module)
+        if match is None:
+            raise _unsupported(directory, f"module {module[:200]}, which is in no decoder layer")
+        if int(match[1]) >= description.num_layers:
+            raise BrokenModel(f"--adapter-path {directory}: {module[:200]}: the model has {description.num_layers} "
+                              "layers; is this an adapter for another model?", param="adapter_path")
+        a, b = (tensors[name].shape for name in names)
+        if len(a) != 2 or len(b) != 2:
+            raise _unsupported(directory, f"{module[:200]} with weights of shapes {a} and {b} (experts)")
+        if (a[0] if transposed else a[1]) != (b[1] if transposed else b[0]):
+            raise BrokenModel(f"--adapter-path {directory}: {module[:200]}: shapes {a} and {b} have no common rank",
+                              param="adapter_path")
+
+
+def _unsupported(directory: str, what: str) -> UnsupportedModel:
+    return UnsupportedModel(f"--adapter-path {directory}: {what} is not supported, only plain LoRA on linear layers "
+                            "within decoder layers; fuse the adapter into the model instead (mlx_lm.fuse, or PEFT's "
+                            "merge_and_unload)", param="adapter_path")

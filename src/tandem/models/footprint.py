@@ -1,0 +1,32 @@
+"""What a model, or a part of it, needs of a machine's memory: estimates from headers alone. No mlx."""
+
+from __future__ import annotations
+
+from tandem.models.description import ModelDescription
+
+
+def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float, *,
+                gpu: bool) -> int:
+    """Bytes in memory, estimated, of a rank's `share` of `layers`, with embedding and head at the ends.
+
+    The embedding is not divided.
+    """
+    stored = sum(description.layer_bytes[i] for i in layers) * share
+    stored += description.embed_bytes if layers.start == 0 else 0
+    stored += description.head_bytes * share if layers.stop == description.num_layers else 0
+    item = compute_item(description, dtype, gpu=gpu)
+    if description.quantization:
+        bits = description.quantization["bits"] + 32 / description.quantization["group_size"]
+        return int(stored * (item * 8 / bits if dequantize else 1))
+    return int(stored * item / (4 if description.dtype == "float32" else 2))
+
+
+def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:
+    """Bytes of keys and values of one position in so many layers, over all ranks of the stage."""
+    return 2 * description.num_kv_heads * description.head_dim * layers * compute_item(description, dtype, gpu=gpu)
+
+
+def compute_item(description: ModelDescription, dtype: str, *, gpu: bool) -> int:
+    """Bytes of a number in the type of computation."""
+    kind = dtype if dtype != "auto" else description.dtype if gpu else "float32"
+    return 4 if kind == "float32" else 2

@@ -1,0 +1,266 @@
+"""Several models behind one address, as a user runs them: loaded when asked for, unloaded to make room."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tandem.testing import tiny_model
+
+pytestmark = pytest.mark.slow
+MIB = 2**20
+READY = re.compile(r"Tandem is ready: (\S+)")
+PROMPT = "Once upon a time"
+LONG = {"max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+class Server:
+    """A running `tandem serve`."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.url = process, url
+        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=30).json()
+
+    def loaded(self) -> set[str]:
+        """Names of the models that /v1/models calls loaded."""
+        return {one["id"] for one in self.get("/v1/models")["data"] if one["loaded"]}
+
+    def serving_processes(self) -> set[str]:
+        """Names of the models whose engines run, by the supervisor's word."""
+        return {one["model"] for one in self.status()["replicas"]}
+
+    def status(self) -> Any:
+        return json.loads(self.command("status", "--port", self.url.rsplit(":", 1)[1], "--json", "--interval", "0")
+                          .stdout)[0]
+
+    def complete(self, model: str, **options: Any) -> str:
+        reply = self.client.completions.create(model=model, prompt=PROMPT, **{**LONG, "max_tokens": 12, **options})
+        assert reply.model == ("alpha" if model == "default" else model)
+        return reply.choices[0].text
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=120,
+                              check=False)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """alpha and beta (two stages) fit together; gamma (two tensor-parallel ranks) fits alone, its weights are alpha's.
+
+    A position of a tiny model's KV cache takes 1 KiB, so that the caches decide.
+    """
+    path = tmp_path_factory.mktemp("models")
+    for name, seed in (("alpha", 0), ("beta", 1), ("delta", 0)):
+        tiny_model(path / name, seed=seed)
+    budget = 54 * MIB / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    file = path / "tandem.toml"
+    file.write_text(f"""
+[model]
+model = "{path / 'alpha'}"
+[scheduler]
+memory_fraction = {budget!r}
+kv_tokens = 16384
+canary = false
+[models.beta]
+model = "{path / 'beta'}"
+pipeline_parallel_size = 2
+[models.gamma]
+model = "{path / 'alpha'}"
+tensor_parallel_size = 2
+kv_tokens = 40000
+[models.delta]
+model = "{path / 'delta'}"
+unload_after = 2.0
+""")
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(config: Path) -> Iterator[Server]:
+    process = subprocess.Popen([sys.executable, "-m", "tandem", "serve", "--config", str(config), "--port", "0"],
+                               text=True, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    family: list[psutil.Process] = []
+    try:
+        readable, _, _ = select.select([process.stdout], [], [], 120)
+        ready = READY.search(process.stdout.readline() if readable else "")
+        assert ready, "not ready"
+        yield Server(process, ready[1])
+        family = psutil.Process(process.pid).children(recursive=True)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.communicate(timeout=40)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+    assert process.returncode == 0
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive, "a child outlived the server"
+
+
+def test_models_come_and_go_with_requests(server: Server) -> None:
+    listed = server.get("/v1/models")["data"]
+    assert [one["id"] for one in listed] == ["alpha", "beta", "gamma", "delta"]
+    assert server.loaded() == {"alpha"} and {one["max_model_len"] for one in listed} == {512}
+    alpha = server.complete("alpha")
+    assert server.complete("default") == alpha, "`default` is the first"
+    beta = server.complete("beta")
+    assert beta != alpha and server.loaded() == {"alpha", "beta"}, "both fit"
+    assert server.complete("gamma") == alpha, "the same weights under another layout"
+    assert server.loaded() == server.serving_processes() == {"gamma"}, "it fits alone"
+    for _ in range(2):
+        assert server.complete("alpha") == alpha and server.loaded() == {"alpha"}
+        assert server.complete("gamma") == alpha and server.loaded() == {"gamma"}
+    assert server.complete("beta") == beta and server.loaded() == {"beta"}
+    metrics = httpx.get(f"{server.url}/metrics", timeout=30).text
+    assert 'tandem_model_loads_total{model="gamma"} 3.0' in metrics
+    assert re.search(r'^tandem_generation_tokens_total{model="beta",replica="\d+"} 12.0$', metrics, re.M)
+    assert not re.search(r'^tandem_generation_tokens_total{model="gamma"', metrics, re.M)
+
+
+def test_everybody_is_served_whatever_they_ask_for(server: Server) -> None:
+    """Requests to models that exclude one another, all at once: each is answered by its own model, in its turn."""
+    expected = {name: server.complete(name) for name in ("alpha", "beta", "gamma")}
+    answers: list[tuple[str, str]] = []
+    threads = [threading.Thread(target=lambda name=name: answers.append((name, server.complete(name))))
+               for name in ("alpha", "gamma", "beta") * 3]
+    for thread in threads:
+        thread.start()
+    seen: set[frozenset[str]] = set()
+    while any(thread.is_alive() for thread in threads):
+        seen.add(frozenset(server.loaded()))
+        time.sleep(0.05)
+    assert len(answers) == 9 and all(text == expected[name] for name, text in answers)
+    assert all(not ({"gamma"} < one) for one in seen), f"more than fits at once: {seen}"
+
+
+def test_a_rank_that_dies_disturbs_no_other_model(server: Server) -> None:
+    alpha, beta = (server.complete(name, max_tokens=200) for name in ("alpha", "beta"))
+    assert server.loaded() == {"alpha", "beta"}
+    pieces: list[str] = []
+    again: list[str] = []
+
+    def follow() -> None:
+        pieces.extend(chunk.choices[0].text for chunk in server.client.completions.create(
+            model="beta", prompt=PROMPT, stream=True, **LONG))
+
+    streaming = threading.Thread(target=follow)
+    streaming.start()
+    wait_until(lambda: bool(server.get("/v1/status")["requests"]))
+    [victim] = {rank["pid"] for rank in server.get("/health")["ranks"] if rank["stage"] == 1}
+    other = threading.Thread(target=lambda: again.append(server.complete("alpha", max_tokens=200)))
+    other.start()
+    psutil.Process(victim).kill()
+    other.join()
+    streaming.join()
+    assert again == [alpha] and "".join(pieces) == beta
+    health = server.get("/health")
+    assert health["status"] == "healthy" and server.loaded() == {"alpha", "beta"}
+    assert sum(one["restarts"] for one in health["replicas"]) == 1
+
+
+def test_a_stream_is_kept_awake_while_its_model_is_loaded(server: Server) -> None:
+    server.complete("gamma")
+    body = {"model": "alpha", "prompt": PROMPT, "max_tokens": 3, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert response.status_code == 200
+    assert lines[0].startswith(":") and lines[-1] == "data: [DONE]"
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    assert events and {event["model"] for event in events} == {"alpha"}
+
+
+def test_loading_and_unloading_on_command(server: Server) -> None:
+    assert server.command("model", "load", "beta", "--base-url", server.url).stdout == "beta is loaded\n"
+    assert "beta" in server.loaded()
+    unloaded = httpx.post(f"{server.url}/v1/models/beta/unload", timeout=60).json()
+    assert unloaded["state"] == "unloaded" and "beta" not in server.loaded() | server.serving_processes()
+    listed = server.command("model", "ps", "--base-url", server.url).stdout.splitlines()
+    assert [line.split()[1] for line in listed[1:]] == ["loaded", "unloaded", "unloaded", "unloaded"]
+    refused = server.command("model", "load", "nobody", "--base-url", server.url)
+    assert refused.returncode == 2 and "nobody" in refused.stderr and "alpha, beta" in refused.stderr
+
+
+def test_an_idle_model_goes_by_itself(server: Server) -> None:
+    server.complete("delta")
+    assert "delta" in server.loaded()
+    wait_until(lambda: "delta" not in server.loaded() | server.serving_processes(), 20)
+
+
+def test_unknown_models_are_404_with_the_names_that_there_are(server: Server) -> None:
+    with pytest.raises(openai.NotFoundError, match="alpha, beta, gamma, delta"):
+        server.complete("epsilon")
+
+
+def test_what_cannot_be_loaded_is_503_and_the_rest_goes_on(server: Server, config: Path) -> None:
+    server.complete("alpha")
+    weights = config.parent / "delta" / "model.safetensors"
+    weights.rename(weights.with_suffix(".gone"))
+    try:
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError if not stream else openai.APIError, match="delta"):
+                list(server.client.completions.create(model="delta", prompt=PROMPT, stream=stream))  # type: ignore[call-overload]
+        [delta] = [one for one in server.get("/v1/models")["data"] if one["id"] == "delta"]
+        assert delta["state"] == "failed" and "safetensors" in delta["detail"] and not delta["loaded"]
+        assert server.get("/health")["status"] == "healthy"
+        assert server.complete("alpha")
+    finally:
+        weights.with_suffix(".gone").rename(weights)
+
+
+def test_the_api_can_die_alone(server: Server) -> None:
+    text = server.complete("alpha")
+    [api] = [one for one in psutil.Process(server.process.pid).children() if one.cmdline()[-2] == "api"]
+    engines = {one.pid for one in psutil.Process(server.process.pid).children()} - {api.pid}
+    api.kill()
+
+    def answers() -> bool:
+        try:
+            return "alpha" in server.loaded()
+        except httpx.HTTPError:
+            return False
+
+    wait_until(answers)
+    assert engines <= {one.pid for one in psutil.Process(server.process.pid).children()}
+    assert server.complete("alpha") == text
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("--also", "big={path}/beta", "--kv-tokens", "99999999"), ("alpha can never be loaded", "MiB", "kv_tokens")),
+    (("--also", "gone={path}/gone"), ("model gone", "no such directory")),
+    (("--also", "beta={path}/beta", "--keep", "gamma"), ("--keep gamma", "alpha, beta")),
+])
+def test_what_can_never_work_is_refused_at_the_start(config: Path, arguments: tuple[str, ...],
+                                                     words: tuple[str, ...]) -> None:
+    path = str(config.parent)
+    done = subprocess.run([sys.executable, "-m", "tandem", "serve", f"{path}/alpha", "--port", "0",
+                           *(one.format(path=path) for one in arguments)], capture_output=True, text=True, timeout=60,
+                          check=False)
+    assert done.returncode == 2 and all(word in done.stderr for word in words), done.stderr
+    assert "Traceback" not in done.stderr
