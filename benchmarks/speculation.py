@@ -6,7 +6,6 @@ eight at once (goal: never below 0.97).
 
 from __future__ import annotations
 
-import urllib.request
 from typing import Any
 
 import harness
@@ -78,10 +77,9 @@ def measured(server: harness.Server, jobs: list[load.Job]) -> dict[str, Any]:
 
 def counts(server: harness.Server) -> tuple[float, float]:
     """Tokens that were tried and accepted so far."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
-        lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if not line.startswith("#"))
-    return tuple(float(lines.get(f"tandem_spec_decode_num_{name}_tokens_total", 0.0))
-                 for name in ("draft", "accepted"))  # type: ignore[return-value]
+    draft, accepted = (sum(harness.metric(server, f"tandem_spec_decode_num_{name}_tokens_total").values())
+                       for name in ("draft", "accepted"))
+    return draft, accepted
 
 
 if __name__ == "__main__":

@@ -105,9 +105,12 @@ def test_random_joins_leaves_and_steps_agree_with_single_sequences(model: Any, s
         }
 
 
+@pytest.mark.parametrize("cuda", [False, True], ids=["", "as on CUDA"])
 @pytest.mark.parametrize("together", [True, False], ids=["one length", "ragged"])
-def test_drafts_that_are_cut_off_again_leave_no_trace(model: Any, together: bool) -> None:
+def test_drafts_that_are_cut_off_again_leave_no_trace(model: Any, together: bool, cuda: bool,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows take up to 4 tokens a step, of which the first few count: their logits are those of one token at a time."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
     rng = random.Random(4)
     store, reference = KVStore(model.make_cache, drafts=3), Reference(model)
     for name, length in zip("abc", (5, 5, 5) if together else (WINDOW - 2, 1, WINDOW + 3), strict=True):

@@ -31,6 +31,9 @@ class ArenaLayer:
         """`window`: positions that a sliding-window layer keeps, 0 for all; `drafts`: most drafts in a row."""
         self._window = window
         self._ring = window + drafts if window else 0
+        self._steady = mx.cuda.is_available()
+        """With several positions a row attention reads all that the arena can hold, masked. There it is cuDNN's, which
+        plans anew for every length: tens of milliseconds a step if that were another one each time."""
         self._parts: list[mx.array] = []
         """Keys and values; empty while there are no rows."""
         self._rows = 0
@@ -53,7 +56,7 @@ class ArenaLayer:
         if self._written or keys.shape[0] != self._rows or keys.shape[2] != step.width:
             raise RuntimeError(f"decode step of {self._rows} x {step.width} got keys {keys.shape} or a second write")
         self._written = True
-        used = self._used(step.longest + step.width)
+        used = self._span(step.width)
         self._resize(self._rows_cap, max(self._len_cap, self._round_up(used)))
         start = step.longest % self._ring if self._ring else step.longest
         together = step.aligned and not (self._ring and start + step.width > self._ring)
@@ -74,9 +77,9 @@ class ArenaLayer:
         when every row may attend to everything."""
         step = self._now()
         span = window_size or self._window
-        used = self._used(step.longest + N)
+        used = self._span(N)
         wrapped = N == 1 and 0 < self._window == self._ring <= min(step.lengths) + 1
-        if (step.aligned or wrapped) and (not span or span >= used) and (N == 1 or not return_array):
+        if (step.aligned or wrapped) and (not span or span >= used) and (N == 1 or not (return_array or self._steady)):
             return None if N == 1 else "causal"
         age = step.queries[:, :, None] - mx.arange(used, dtype=mx.int32)
         if self._ring:
@@ -171,6 +174,11 @@ class ArenaLayer:
         if self._step is None:
             raise RuntimeError("no decode step has begun")
         return self._step
+
+    def _span(self, width: int) -> int:
+        """Positions that attention reads in a step of `width` tokens a row."""
+        used = self._used(self._now().longest + width)
+        return max(self._len_cap, self._round_up(used)) if self._steady and width > 1 else used
 
     def _used(self, length: int) -> int:
         return min(length, self._ring) if self._ring else length
