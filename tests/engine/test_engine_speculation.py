@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem import LLM, SamplingParams
+from tandem.errors import ConfigError
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
@@ -27,6 +28,7 @@ NEW = 150
 FEW = {11: 40.0, 12: 40.0, 13: 38.0, 2: 35.0}
 """Texts of few different tokens, 2 being the end: about half of what stood before comes again."""
 PARAMS = {
+    "free": SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True),
     "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=1, logit_bias=FEW),
     "drawn": SamplingParams(max_tokens=NEW, temperature=0.7, seed=3, min_tokens=NEW // 2, logprobs=0, logit_bias=FEW),
     "penalised": SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, frequency_penalty=0.3),
@@ -107,3 +109,33 @@ def test_stop_strings_end_the_output_where_they_do_one_token_at_a_time(tmp_path:
         for _ in range(2):
             one, two = (llm.generate([prompts()[0]], params)[0] for llm in (plain, speculating))
             assert (one.text, one.token_ids, one.finish_reason) == (two.text, two.token_ids, two.finish_reason)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}],
+                         ids=["inline", "pp2", "tp2"])
+def test_a_draft_model_changes_nothing_and_is_right_where_it_is_the_model_itself(
+        model: Path, expected: dict[str, list[list[int]]], layout: dict[str, int]) -> None:
+    with LLM(str(model), draft_model=str(model), num_speculative_tokens=4, prefill_chunk=16, **layout) as llm:
+        for name, params in PARAMS.items():
+            assert [one.token_ids for one in llm.generate(prompts(), params)] == expected[name], name
+            if name == "free":
+                status = llm.engine.status()
+                assert 60 < 0.95 * status.draft_tokens < status.accepted_tokens
+
+
+def test_a_draft_model_that_knows_nothing_is_given_up(tmp_path: Path) -> None:
+    directory, other = str(tiny_model(tmp_path / "a")), str(tiny_model(tmp_path / "b", "qwen3", layers=2, seed=9))
+    params = SamplingParams(max_tokens=NEW, temperature=0.9, seed=5, ignore_eos=True)
+    with LLM(directory) as llm:
+        plain = [one.token_ids for one in llm.generate(prompts(), params)]
+    with LLM(directory, draft_model=other) as llm:
+        assert [one.token_ids for one in llm.generate(prompts(), params)] == plain
+        status = llm.engine.status()
+        assert 0 < status.draft_tokens < 400 and status.accepted_tokens < 0.3 * status.draft_tokens
+        assert llm.engine.status().ranks[0].weight_bytes > 0
+
+
+def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="another tokenizer"):
+        LLM(str(tiny_model(tmp_path / "a")), draft_model=str(tiny_model(tmp_path / "b", vocab=400)))

@@ -12,7 +12,7 @@ from tandem.executors.pace import LEARNT, Pace, Workload
 from tandem.executors.watchdog import FLOOR_S, Watchdog
 from tandem.protocol.control import Pong, Stepped
 from tandem.protocol.request import SamplingParams
-from tandem.protocol.step import InsertOp, PrefillOp, RankStep, StepPlan
+from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SpecDecodePlan, SpecDecodeRow, StepPlan
 
 TICK = 0.1
 
@@ -233,6 +233,21 @@ def test_work_counts_tokens_passes_and_context() -> None:
     far = load.count(StepPlan(2, 0, prefill=[PrefillOp("b", 8192, 100, False)]))
     assert far > 2 * first
     assert load.count(StepPlan(3, 0, removes=["a"])) == 1
+
+
+def test_work_counts_drafts_and_what_a_draft_model_reads() -> None:
+    load = Workload()
+    insert = InsertOp("a", [1] * 100, 100, SamplingParams())
+    load.count(StepPlan(0, 0, inserts=[insert], prefill=[PrefillOp("a", 0, 100, True)]))
+    one = load.count(StepPlan(1, 0, decode=["a"]))
+
+    def named(step: int, length: int, drafts: int, ask: int) -> StepPlan:
+        return StepPlan(step, 0, decode=["a"], spec_decode_plan=SpecDecodePlan(
+            [SpecDecodeRow("a", length, [7] * (1 + drafts))], ask))
+
+    assert load.count(named(2, 101, 4, 0)) == pytest.approx(one + 4, abs=0.1)
+    first, second = load.count(named(3, 103, 0, 4)), load.count(named(4, 104, 4, 4))
+    assert first > second + 90 > one + 90
 
 
 def test_pace_remembers_the_slowest_and_the_usual() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tandem.cache.ngram import NgramIndex
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
-from tandem.protocol.step import StepPlan, StepResult, accepted, batch_fingerprint
+from tandem.protocol.step import SpecDecodeRow, StepPlan, StepResult, accepted, batch_fingerprint
 from tandem.scheduler.scheduler import Limits, Scheduler
 from tandem.scheduler.speculation import RETRY, SpeculationLimits, StepCosts, best_drafts
 
@@ -58,6 +58,10 @@ class FakeRanks:
     rows: dict[int, dict[str, list[int]]] = field(default_factory=dict)
     saved: dict[str, list[int]] = field(default_factory=dict)
     held: dict[str, int] = field(default_factory=dict)
+    model: random.Random | None = None
+    """Where the mistakes of a draft model come from; None without one."""
+    known: dict[str, list[int]] = field(default_factory=dict)
+    """What the draft model knows of each sequence."""
     steps: int = 0
     widths: list[int] = field(default_factory=list)
 
@@ -69,12 +73,14 @@ class FakeRanks:
             self.held.pop(request_id, None)
         for op in plan.inserts:
             self.prompts[op.request_id], lane[op.request_id] = op.tokens, []
+            self.known[op.request_id] = list(op.tokens)
         for restore in plan.restores:
             lane[restore.request_id] = self.saved[restore.key][:restore.length]
         named = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         for request_id, row in named.items():
             assert 0 <= len(lane[request_id]) - row.length <= DRAFTS
             del lane[request_id][row.length:]
+            self._name(row, lane[request_id])
         assert plan.fingerprint == batch_fingerprint((name, len(tokens)) for name, tokens in lane.items())
         sampled: list[tuple[str, int]] = []
         for request_id in plan.decode:
@@ -95,7 +101,32 @@ class FakeRanks:
             self.steps += 1
             self.widths.append(plan.width)
             self.now += self.seconds(len(plan.decode), plan.width)
-        return StepResult(plan.step_id, plan.lane, [token for _, token in sampled])
+        return StepResult(plan.step_id, plan.lane, [token for _, token in sampled], drafts=self._drafts(plan, sampled))
+
+    def _name(self, row: SpecDecodeRow, kept: list[int]) -> None:
+        """As runner/drafter.py learns what the plan knows."""
+        if self.model is not None:
+            known = self.known[row.request_id]
+            missing = row.length + 1 - len(known)
+            known[row.length + 1:] = [*row.past, *row.tokens[:1]][-missing:] if missing > 0 else []
+            assert known == [*kept, row.tokens[0]]
+
+    def _drafts(self, plan: StepPlan, sampled: list[tuple[str, int]]) -> dict[str, list[int]]:
+        spec = plan.spec_decode_plan
+        if spec is None or not spec.ask:
+            return {}
+        assert self.model is not None and not plan.hands_out
+        rows = {row.request_id: row.tokens for row in spec.rows}
+        drafts = {}
+        for name in dict.fromkeys(plan.sampled()):
+            tokens = [token for one, token in sampled if one == name]
+            known = self.known[name]
+            known += tokens[:accepted(rows.get(name, [0]), tokens) + 1]
+            text = list(known)
+            for _ in range(spec.ask):
+                text.append(next_token(text) if self.model.random() < 0.8 else self.model.randrange(VOCAB))
+            drafts[name] = text[len(known):]
+        return drafts
 
 
 def events(rng: random.Random, scheduler: Scheduler, ranks: FakeRanks, plans: deque[StepPlan]) -> Iterator[object]:
@@ -116,7 +147,9 @@ def test_outputs_are_those_of_plain_decoding_in_random_histories(seed: int) -> N
     scheduler = Scheduler(limits(
         lanes=rng.choice([1, 2, 3]), max_batch_size=rng.choice([1, 4, 8]), prefill_chunk=rng.choice([3, 5, 64]),
         kv_tokens=rng.choice([150, 400, 100_000]), max_context=140, prefix_tokens=rng.choice([0, 60])))
-    ranks, plans = FakeRanks(), deque[StepPlan]()
+    if model := rng.random() < 0.5:
+        scheduler = Scheduler(replace(scheduler.limits, speculation=SpeculationLimits(drafts=DRAFTS, model=True)))
+    ranks, plans = FakeRanks(model=rng if model else None), deque[StepPlan]()
     requests: dict[str, EngineRequest] = {}
     got: dict[str, list[int]] = {}
     live: set[str] = set()
@@ -136,7 +169,7 @@ def test_outputs_are_those_of_plain_decoding_in_random_histories(seed: int) -> N
         if rng.random() < 0.002:
             assert not [one for one in scheduler.restart(blame=False) if isinstance(one, Refused)]
             plans.clear()
-            ranks = FakeRanks()
+            ranks = FakeRanks(model=rng if model else None)
         for message in events(rng, scheduler, ranks, plans):
             assert isinstance(message, Output) and message.request_id in live
             got[message.request_id] += message.tokens
@@ -187,6 +220,16 @@ def test_what_depends_on_every_token_before_is_not_drafted(params: dict[str, obj
     ranks = FakeRanks()
     assert run(ranks, [cyclic(**params)]).speculation.counts.drafts == 0
     assert set(ranks.widths) == {1}
+
+
+def test_a_draft_model_that_is_right_takes_fewer_steps_and_is_asked_no_more_where_it_costs_too_much() -> None:
+    limits = SpeculationLimits(drafts=DRAFTS, model=True)
+    cheap = FakeRanks(model=random.Random(1))
+    counts = run(cheap, [cyclic()], speculation=limits).speculation.counts
+    assert cheap.steps < 200 and counts.accepted_tokens > 0.5 * counts.draft_tokens
+    dear = FakeRanks(model=random.Random(1), seconds=lambda rows, width: 1.0 if width == 1 else 6.0)
+    run(dear, [cyclic()], speculation=limits)
+    assert 0 < sum(width > 1 for width in dear.widths) < 20
 
 
 def test_steps_that_cost_too_much_are_tried_and_left() -> None:

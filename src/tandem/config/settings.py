@@ -133,9 +133,13 @@ class SchedulerSettings:
 class SpeculationSettings:
     """Speculative decoding: several tokens of a sequence in one step, where they could be guessed."""
 
-    speculative_method: Literal["none", "ngram"] = "none"
-    """How tokens are guessed. ngram: what followed earlier in the same prompt and answer. Answers stay what they are
-    without it, and where it does not pay it stops by itself (docs/speculation.md)."""
+    speculative_method: Literal["auto", "none", "ngram", "draft_model"] = "auto"
+    """How tokens are guessed. ngram: what followed earlier in the same prompt and answer; draft_model: by a small
+    model. Answers stay what they are without it, and where it does not pay it stops by itself (docs/speculation.md).
+    auto: draft_model if one is named, else none."""
+    draft_model: str | None = None
+    """Directory, GGUF file or hub id of a small model with the same tokenizer; the rank that samples loads all of
+    it."""
     num_speculative_tokens: int = 5
     """Most tokens that are guessed for a sequence at once."""
     prompt_lookup_max: int = 5

@@ -13,15 +13,18 @@ from tandem.errors import ConfigError
 MOST_DRAFTS = 32
 """Positions more than that cost more than any guess is worth, and sliding windows keep room for them all."""
 MOST_LOOKUP = 64
-_NAMES = {"method": "speculative_method", "num_speculative_tokens": "num_speculative_tokens",
+_NAMES = {"method": "speculative_method", "model": "draft_model", "num_speculative_tokens": "num_speculative_tokens",
           "prompt_lookup_max": "prompt_lookup_max", "prompt_lookup_min": "prompt_lookup_min"}
 """vLLM's key -> our field."""
 
 
 def with_speculative_config(settings: SpeculationSettings, label: str = "--speculative-config") -> SpeculationSettings:
-    """`settings` with what its JSON text says. Raises ConfigError naming `label`, the key and what is allowed."""
+    """`settings` with what its JSON text says, and a definite method.
+
+    Raises ConfigError naming `label`, the key and what is allowed.
+    """
     if settings.speculative_config is None:
-        return settings
+        return _resolved(settings)
     try:
         entries = json.loads(settings.speculative_config)
     except (ValueError, RecursionError) as error:
@@ -36,4 +39,18 @@ def with_speculative_config(settings: SpeculationSettings, label: str = "--specu
                               param="speculative_config")
         option = by_name()[_NAMES[key]]
         values[option.name] = option.convert(value, label=f"{label} {key}")
-    return replace(settings, speculative_config=None, **values)
+    return _resolved(replace(settings, speculative_config=None, **values))
+
+
+def _resolved(settings: SpeculationSettings) -> SpeculationSettings:
+    """`auto` replaced by what it stands for. Raises ConfigError where method and model contradict one another."""
+    method, model = settings.speculative_method, settings.draft_model
+    if method == "auto":
+        method = "draft_model" if model else "none"
+    if method == "draft_model" and not model:
+        raise ConfigError("--speculative-method draft_model: needs --draft-model MODEL, a small model with the same "
+                          "tokenizer", param="draft_model")
+    if model and method != "draft_model":
+        raise ConfigError(f"--draft-model {model}: is not used by --speculative-method {method}; leave one out",
+                          param="draft_model")
+    return replace(settings, speculative_method=method)

@@ -61,7 +61,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_loaded": _AT_LEAST_ONE,
 }
 _NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "journal", "engine_socket",
-              "hostfile", "remote_python", "head_address", "token_file", "ray_address", "adapter_path")
+              "hostfile", "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path")
 
 
 def default_label(name: str) -> str:

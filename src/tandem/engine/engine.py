@@ -144,7 +144,7 @@ class Engine:
         if chosen.speculative_method == "none":
             return None
         return SpeculationLimits(drafts=chosen.num_speculative_tokens, shortest=chosen.prompt_lookup_min,
-                                 longest=chosen.prompt_lookup_max)
+                                 longest=chosen.prompt_lookup_max, model=chosen.speculative_method == "draft_model")
 
     def _kv_tokens(self) -> int:
         """What the tightest host has room for, or what the settings say if that is less."""

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.speculation import with_speculative_config
+from tandem.engine.draft import find_draft_model
 from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, told_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
 from tandem.executors.base import Executor, StageSpec
@@ -74,6 +75,7 @@ def plan_layout(settings: Settings) -> Layout:
         context = model.max_context
     speculation = with_speculative_config(settings.speculation)
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
+    draft = find_draft_model(settings, files, description)
     specs = [
         StageSpec(
             model_path=str(files.path), model_name=model.served_name or files.name, rank=sum(sizes[:stage]) + part,
@@ -83,7 +85,8 @@ def plan_layout(settings: Settings) -> Layout:
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
             backend=parallel.backend, blas=parallel.blas, log_level=settings.process.log_level,
             weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts,
-            adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "")
+            adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
+            draft_path=str(draft.path) if draft else "")
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
     return Layout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling))
 

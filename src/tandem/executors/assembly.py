@@ -22,6 +22,7 @@ from tandem.models.shard import Shard, plan_shards
 from tandem.models.stage import StageModel, load_stage
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.control import Ready
+from tandem.runner.drafter import Drafter
 from tandem.runner.links import Link
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.runner import Runner
@@ -55,6 +56,9 @@ def require_memory(spec: StageSpec, files: ModelFiles) -> None:
     description, dequantize = describe(files), _dequantizes(spec)
     share = 1 / spec.tp_size if spec.tensor_split is None else spec.tensor_split[spec.tp_rank] / sum(spec.tensor_split)
     need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, share, gpu=on_gpu())
+    if spec.samples and spec.draft_path:
+        draft = describe(_draft_files(spec))
+        need += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=on_gpu())
     allowed = int(memory_bytes() * spec.memory_share)
     if need > allowed:
         raise OutOfMemory(
@@ -71,6 +75,21 @@ def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -
     return shards[spec.tp_rank]
 
 
+def _draft_files(spec: StageSpec) -> ModelFiles:
+    return ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name)
+
+
+def load_drafter(spec: StageSpec) -> Drafter | None:
+    """The whole draft model, on the rank that samples; None if there is none. Raises ModelError."""
+    if not (spec.samples and spec.draft_path):
+        return None
+    files = _draft_files(spec)
+    description = describe(files)
+    stage = load_stage(files, description, range(description.num_layers), dtype=spec.dtype,
+                       dequantize=_dequantizes(spec))
+    log.info("Draft model loaded: %s", files.name)
+    return Drafter(stage, lanes=spec.lanes, drafts=spec.drafts, vocab_size=spec.vocab_size)
+
 
 def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: StageGroup | None = None,
                  files: ModelFiles | None = None) -> Runner:
@@ -80,12 +99,15 @@ def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: S
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
         vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
     return Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
-                  group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts)
+                  group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
+                  drafter=load_drafter(spec))
 
 
-def ready_message(spec: StageSpec, stage: StageModel) -> Ready:
+def ready_message(spec: StageSpec, runner: Runner) -> Ready:
     """What the engine must know of this rank's memory."""
-    per_token = 2 * stage.kv_width * len(stage.layers) * stage.dtype.size
-    return Ready(rank=spec.rank, weight_bytes=stage.nbytes, kv_bytes_per_token=per_token, memory_bytes=memory_bytes(),
+    stages = [runner.stage, *([runner.drafter.stage] if runner.drafter else [])]
+    per_token = sum(2 * stage.kv_width * len(stage.layers) * stage.dtype.size for stage in stages)
+    return Ready(rank=spec.rank, weight_bytes=sum(stage.nbytes for stage in stages),
+                 kv_bytes_per_token=per_token, memory_bytes=memory_bytes(),
                  peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
-                 trimmable=trimmable(stage.make_caches()))
+                 trimmable=trimmable(runner.stage.make_caches()))

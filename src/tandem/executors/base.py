@@ -42,6 +42,8 @@ class StageSpec(Struct, frozen=True, kw_only=True):
     """Repository and commit (org/name@commit) from which the weights that are not here can be downloaded."""
     drafts: int = 0
     """Most drafts of a sequence in one step; 0 without speculative decoding."""
+    draft_path: str = ""
+    """Directory of the draft model, for the rank that samples."""
     trust_remote_code: bool = False
     """Let the tokenizer, which grammars need, run Python code that comes with the model."""
     adapter_path: str = ""

@@ -49,7 +49,8 @@ class InlineExecutor(Executor):
         files = obtain_files(self._spec, None, partial(progress, "fetch"),
                              accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
-        return build_runner(self._spec, stage, None, files=files), ready_message(self._spec, stage)
+        runner = build_runner(self._spec, stage, None, files=files)
+        return runner, ready_message(self._spec, runner)
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step for the thread that owns the device."""

@@ -21,12 +21,15 @@ class Workload:
 
     def __init__(self) -> None:
         self._lengths: dict[str, int] = {}
+        self._read: dict[str, int] = {}
+        """Tokens that a draft model has been shown of each sequence."""
 
     def count(self, plan: StepPlan) -> float:
         """Units in the next plan, at least 1."""
         lengths = self._lengths
         for request_id in plan.removes:
             lengths.pop(request_id, None)
+            self._read.pop(request_id, None)
         for insert in plan.inserts:
             lengths[insert.request_id] = len(insert.tokens)
         work = 1.0
@@ -38,7 +41,18 @@ class Workload:
             work += PASS + len(plan.decode) * plan.width + sum(lengths[one] for one in plan.decode) / CONTEXT
         for op in plan.prefill:
             work += PASS + op.count * (1 + (op.start + op.count / 2) / CONTEXT)
+        if plan.spec_decode_plan is not None and plan.spec_decode_plan.ask:
+            work += self._guesses(plan, plan.spec_decode_plan.ask)
         return work
+
+    def _guesses(self, plan: StepPlan, ask: int) -> float:
+        """Of a draft model, as if it were as large as the model itself: what it has not read, then its guesses."""
+        work = 0.0
+        for request_id in set(plan.sampled()):
+            length = self._lengths.get(request_id, 0)
+            work += max(length - self._read.get(request_id, 0), 0) + ask
+            self._read[request_id] = length
+        return work + PASS * (1 + ask)
 
 
 class Pace:

@@ -106,7 +106,7 @@ class Worker:
         log.info("Post-load barrier passed")
         runner = build_runner(self._spec, stage, link, group, files)
         log.info("BatchGenerator created, entering StepPlan loop")
-        return runner, ready_message(self._spec, stage)
+        return runner, ready_message(self._spec, runner)
 
     def _greet(self, channel: TcpChannel | None) -> object:
         hello = Hello(rank=self._spec.rank, token=self._payload.generation, pid=os.getpid(), host=socket.gethostname(),

@@ -49,7 +49,7 @@ class MemberExecutor(Executor):
         group = StageGroup(spec.backend, spec.tp_size) if spec.tp_size > 1 else None
         stage = recording(load_slice(spec, None, group), self._path, keeps=spec.samples)
         self._runner = build_runner(spec, stage, self.link, group)
-        return [ready_message(spec, stage)]
+        return [ready_message(spec, self._runner)]
 
     def submit(self, plan: StepPlan) -> None:
         """Compute a step, as far as it can be without waiting for it."""

@@ -68,6 +68,8 @@ class SpecDecodeRow(Struct, frozen=True, array_like=True):
     row to it before they check the fingerprint."""
     tokens: list[int] = []
     """The last token of the sequence, then the drafts that may follow it. Empty for a sequence that is cut only."""
+    past: list[int] = []
+    """For the draft model: tokens before these that it has not been told."""
 
 
 class SpecDecodePlan(Struct, frozen=True, array_like=True):
@@ -75,6 +77,8 @@ class SpecDecodePlan(Struct, frozen=True, array_like=True):
 
     rows: list[SpecDecodeRow]
     """One for each of `StepPlan.decode`, and any that are only cut, in any order."""
+    ask: int = 0
+    """So many tokens the draft model shall guess for each sequence that is sampled in this step, after those."""
 
     def positions(self) -> dict[str, int]:
         """By request id: how many positions are computed."""
@@ -147,9 +151,10 @@ class StepPlan(Struct, frozen=True, array_like=True):
     def hands_out(self) -> bool:
         """What is sampled goes to whoever feeds on it, so that the lane's next plan need not name tokens.
 
-        Not so with drafts, since which of the tokens count is decided where the result is read.
+        Not so with drafts, since which of the tokens count is decided where the result is read; nor when drafts are
+        asked for, which the next plan will name.
         """
-        return self.spec_decode_plan is None or not self.spec_decode_plan.drafts
+        return self.spec_decode_plan is None or not (self.spec_decode_plan.drafts or self.spec_decode_plan.ask)
 
 
 def accepted(tokens: Sequence[int], sampled: Sequence[int]) -> int:
@@ -171,6 +176,8 @@ class StepResult(Struct, frozen=True, array_like=True):
     """Only for sequences that asked: one for each of their tokens."""
     vectors: dict[str, bytes] = {}
     """Pooled hidden states of `StepPlan.pooled()`, float32 in little-endian order; empty for one that is not finite."""
+    drafts: dict[str, list[int]] = {}
+    """What the draft model guesses after the tokens that count, where the plan asked."""
 
 
 class RankStep(Struct, frozen=True, array_like=True):

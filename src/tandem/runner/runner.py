@@ -16,6 +16,7 @@ from tandem.models.stage import StageModel
 from tandem.protocol.request import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
+from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, Link, TokenInbox
 from tandem.runner.pooler import Pooler, vector_bytes
@@ -44,6 +45,7 @@ class PendingStep:
     allowed: Allowed = field(default_factory=dict)
     vectors: list[tuple[str, mx.array]] = field(default_factory=list)
     """Pooled hidden states, float32 [H], on the last stage."""
+    drafted: Drafted | None = None
     digests: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """uint32 digests of each forward pass's input and output, where the plan asked for them."""
 
@@ -63,7 +65,8 @@ class PendingStep:
         for part in self.parts:
             logprobs.update(part.logprobs())
         order = [token for request_id in dict.fromkeys(self.plan.sampled()) for token in chosen[request_id]]
-        return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors)
+        drafts = self.drafted.values() if self.drafted is not None else {}
+        return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors, drafts)
 
     def digest(self) -> tuple[int, int] | None:
         """Of all that went through the stage's layers in this step; waits for it. None if the plan did not ask."""
@@ -77,20 +80,24 @@ class Runner:
 
     def __init__(self, stage: StageModel, *, lanes: int, vocab_size: int, eos_token_ids: tuple[int, ...],
                  link: Link | None = None, group: StageGroup | None = None, samples: bool = True,
-                 vocabulary: Vocabulary | None = None, drafts: int = 0) -> None:
+                 vocabulary: Vocabulary | None = None, drafts: int = 0,
+                 drafter: Drafter | None = None) -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
 
         `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
-        `drafts` is the most drafts that a plan may have for a sequence. Raises UnsupportedModel for drafts with a model
-        whose caches cannot be cut.
+        `drafts` is the most drafts that a plan may have for a sequence; `drafter` guesses some where plans ask, on the
+        rank that samples. Raises UnsupportedModel for drafts with a model whose caches cannot be cut.
         """
-        self._stage = stage
+        self.stage = stage
+        """This rank's part of the model."""
         self._link = link
         self._prefixes = PrefixStore()
         self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts) for _ in range(lanes)]
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()
+        self.drafter = drafter
+        """On the rank that samples, if there is a draft model."""
         self._last = LastTokens()
         self._inbox = TokenInbox(link, lanes + 1, self._last) if link is not None and stage.is_first else None
         self.waiting = False
@@ -124,7 +131,9 @@ class Runner:
         for key in plan.evicts:
             self._prefixes.evict(key)
         self._hand_out(plan, pending)
-        pending.kv_bytes = sum(one.nbytes for one in self._lanes)
+        if self.drafter is not None and plan.spec_decode_plan is not None and plan.spec_decode_plan.ask:
+            pending.drafted = self._draft(self.drafter, plan, plan.spec_decode_plan.ask, pending)
+        pending.kv_bytes = sum(one.nbytes for one in self._lanes) + (self.drafter.nbytes if self.drafter else 0)
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
 
@@ -141,13 +150,15 @@ class Runner:
             for op in plan.inserts:
                 self._sampler.add(op.request_id, op.params, plan.sampling_seeds[op.request_id], op.tokens,
                                   op.prompt_len)
+        if self.drafter is not None:
+            self.drafter.follow(plan)
 
     def _decode(self, plan: StepPlan, lane: LaneBatch, pending: PendingStep) -> None:
         ids = list(lane.store.ids)
         if plan.spec_decode_plan is not None:
             self._verify(plan, plan.spec_decode_plan, lane, pending)
             return
-        tokens = self._feedback(pending, ids)[:, None] if self._stage.is_first else None
+        tokens = self._feedback(pending, ids)[:, None] if self.stage.is_first else None
         hidden = self._forward(pending, (len(ids), 1), tokens, lane.store.batch())
         self._sample(pending, hidden[:, -1:], ids)
 
@@ -157,7 +168,7 @@ class Runner:
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens for one in ids]
         tokens = None
-        if self._stage.is_first:
+        if self.stage.is_first:
             tokens = mx.array([row + [0] * (plan.width - len(row)) for row in fed], dtype=mx.int32)
         hidden = self._forward(pending, (len(ids), plan.width), tokens, lane.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
@@ -169,9 +180,20 @@ class Runner:
             hidden = hidden[mx.array(places, dtype=mx.int32)]
         self._sample(pending, hidden, [one for one, given in zip(ids, fed, strict=True) for _ in given])
 
+    def _draft(self, drafter: Drafter, plan: StepPlan, count: int, pending: PendingStep) -> Drafted | None:
+        """What may come after the step's tokens; waits for those."""
+        if pending.outcome is None or not pending.ids:
+            return None
+        # A copy: on CUDA two threads must not fetch the same buffer at once.
+        values: Any = (pending.outcome + 0).tolist()
+        sampled: dict[str, list[int]] = {}
+        for request_id, token in zip(pending.ids, values, strict=True):
+            sampled.setdefault(request_id, []).append(token)
+        return drafter.draft(plan, sampled, count)
+
     def _prefill(self, plan: StepPlan, lane: LaneBatch, op: PrefillOp, pending: PendingStep) -> None:
         chunk, caches = lane.chunk(op)
-        tokens = mx.array([chunk], dtype=mx.int32) if self._stage.is_first else None
+        tokens = mx.array([chunk], dtype=mx.int32) if self.stage.is_first else None
         hidden = self._forward(pending, (1, op.count), tokens, caches)
         if op.pooling is not None:
             self._pool(pending, hidden, op)
@@ -187,9 +209,9 @@ class Runner:
         them inside the graph, as a sum with zeros. Dispatched at once, so that the device starts on it.
         """
         pending.ids += ids
-        if not self._stage.is_last:
+        if not self.stage.is_last:
             return
-        logits = self._stage.head(hidden)[:, -1]
+        logits = self.stage.head(hidden)[:, -1]
         if self._sampler is not None:
             if self._sampler.guided(ids):
                 mx.async_eval(logits)
@@ -205,8 +227,8 @@ class Runner:
 
     def _pool(self, pending: PendingStep, hidden: mx.array, op: PrefillOp) -> None:
         """Take a chunk of a prompt that is pooled: all of its positions where they count, else its very last one."""
-        if self._stage.is_last and (op.last or op.pooling == "mean"):
-            states = self._stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
+        if self.stage.is_last and (op.last or op.pooling == "mean"):
+            states = self.stage.final(hidden if op.pooling == "mean" else hidden[:, -1:])
             if (vector := self._pooler.take(op, states)) is not None:
                 pending.vectors.append((op.request_id, vector))
 
@@ -215,14 +237,14 @@ class Runner:
         """One pass of [rows, positions]: from tokens or the stage before, to the stage after or the sampler."""
         step_id = pending.plan.step_id
         if tokens is not None:
-            hidden = self._stage.embed(tokens)
+            hidden = self.stage.embed(tokens)
         else:
-            hidden = self._receive(pending, (*rows, self._stage.hidden_size))
-        before, hidden = hidden, self._stage.forward(hidden, caches)
+            hidden = self._receive(pending, (*rows, self.stage.hidden_size))
+        before, hidden = hidden, self.stage.forward(hidden, caches)
         if pending.plan.digest:
             pending.digests.append((digest(before), digest(hidden)))
             mx.async_eval(*pending.digests[-1])
-        if self._link is not None and not self._stage.is_last:
+        if self._link is not None and not self.stage.is_last:
             pending.outcome = hidden.reshape(-1)[:1].astype(mx.float32)
             # Before the send, whose thread then has the buffer to itself.
             mx.async_eval(pending.outcome)
@@ -232,7 +254,7 @@ class Runner:
     def _receive(self, pending: PendingStep, shape: tuple[int, ...]) -> mx.array:
         assert self._link is not None
         with self._waiting(pending):
-            return self._link.receive(shape, self._stage.dtype, pending.plan.step_id)
+            return self._link.receive(shape, self.stage.dtype, pending.plan.step_id)
 
     @contextmanager
     def _waiting(self, pending: PendingStep) -> Iterator[None]:

@@ -189,7 +189,8 @@ class Scheduler:
     def _waits(self, lane: Lane) -> bool:
         """The lane's next plan names tokens, and so cannot be sent ahead of the results that bring them."""
         return lane.outstanding > 0 and (
-            lane.names_tokens or self.speculation.drafts(lane.decoding()) is not None)
+            lane.names_tokens or self.speculation.drafts(lane.decoding()) is not None
+            or self.speculation.ask(lane.decoding()) > 0)
 
     def _plan(self, lane: Lane) -> StepPlan | None:
         for sequence in lane.decoding():
@@ -217,14 +218,19 @@ class Scheduler:
     def _speculate(self, lane: Lane, decode: list[Sequence]) -> SpecDecodePlan | None:
         """What the lane's sequences decode from, if it is not one token after the one that the ranks hold."""
         drafts = None if lane.outstanding else self.speculation.drafts(decode)
-        if not decode or (drafts is None and not lane.names_tokens):
+        ask = 0 if lane.outstanding else self.speculation.ask(decode)
+        if not decode or (drafts is None and not ask and not lane.names_tokens):
             return None
-        return SpecDecodePlan([SpecDecodeRow(one.request_id, one.computed, [one.tokens[-1], *tries])
-                               for one, tries in zip(decode, drafts or repeat(()), strict=False)])
+        return SpecDecodePlan(
+            [SpecDecodeRow(one.request_id, one.computed, [one.tokens[-1], *tries],
+                           one.untold() if self.speculation.model else [])
+             for one, tries in zip(decode, drafts or repeat(()), strict=False)], ask)
 
     def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for sequence in decode:
             self.shares.charge(sequence.request, 1)
+            if plan.spec_decode_plan is not None:
+                sequence.told = len(sequence.tokens)
         for op in prefill:
             lane.members[op.request_id].computed += op.count
             lane.members[op.request_id].read()
@@ -338,8 +344,9 @@ class Scheduler:
             sequence = self.sequences[request_id]
             sequence.inflight -= len(tokens)
             if not sequence.finished:
-                output = self.speculation.accept(rows[request_id], tokens) if request_id in rows else tokens
+                output = self.speculation.accept(sequence, rows[request_id], tokens) if request_id in rows else tokens
                 outputs.append(self._take(sequence, output, result))
+                sequence.hear(result)
             elif not sequence.inflight:
                 del self.sequences[request_id]
         self._measure(lane, plan, now)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.step import NO_CONTINUATION, InsertOp
+from tandem.protocol.step import NO_CONTINUATION, InsertOp, StepResult
 from tandem.scheduler.speculation import Proposer
 
 
@@ -43,6 +43,8 @@ class Sequence:
     """Output tokens that it had when the last of them died."""
     proposer: Proposer | None = None
     """Where its drafts come from; None if it gets none."""
+    told: int = 0
+    """Tokens that a draft model knows, from its insertion and from plans that name tokens."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.produced]
@@ -78,13 +80,30 @@ class Sequence:
         """Start (again) in `lane`, with the first `cached` positions from the prefix cache."""
         self.lane, self.computed, self.target, self.skipped = lane, cached, len(self.tokens), 0
         self.cached = cached
+        self.told = len(self.tokens)
         return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params)
 
     def drafts(self, most: int) -> list[int]:
         """Up to `most` tokens that may come next, if all of its tokens are known; never beyond its limit."""
         if self.proposer is None:
             return []
-        return self.proposer.drafts(len(self.tokens), min(most, self.request.params.max_tokens - self.produced - 1))
+        return self.proposer.drafts(len(self.tokens), min(most, self.room))
+
+    @property
+    def room(self) -> int:
+        """Most drafts that its next step can use; 0 for one that gets none."""
+        return self.request.params.max_tokens - self.produced - 1 if self.proposer else 0
+
+    def untold(self) -> list[int]:
+        """Tokens before the last one that a draft model has not been told."""
+        return self.tokens[self.told:-1]
+
+    def hear(self, result: StepResult) -> None:
+        """If a draft model has guessed what comes after its tokens, it knows them."""
+        if self.request_id in result.drafts:
+            self.told = len(self.tokens)
+            if self.proposer is not None:
+                self.proposer.guessed(len(self.tokens), result.drafts[self.request_id])
 
     def read(self) -> None:
         """Let its proposer see the tokens that are known by now."""

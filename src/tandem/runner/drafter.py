@@ -1,0 +1,169 @@
+"""A draft model beside the sampler: small, whole on the one rank that samples, it guesses what comes next (mlx).
+
+It is told nothing that plans do not say, and works out for itself how many of its guesses were accepted. Its rows keep
+the KV of all tokens that it was right about; what it has not seen, a prompt at first, is fed before it guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+
+from tandem.errors import BatchDesync
+from tandem.models.stage import StageModel
+from tandem.protocol.step import InsertOp, SpecDecodeRow, StepPlan, accepted
+from tandem.runner.kv_store import KVStore
+
+CHUNK = 512
+"""Most tokens of a text that is fed at once."""
+
+
+@dataclass
+class _Known:
+    tokens: list[int]
+    """All tokens of the sequence that plans have named."""
+    held: int = 0
+    """How many of them the draft model has the KV of."""
+    tried: int = 0
+    """Drafts behind them whose KV is in the row too."""
+
+
+@dataclass
+class Drafted:
+    """Guesses of one step; lazy until evaluated."""
+
+    ids: list[str]
+    tokens: mx.array
+    """int32 [ids, drafts]"""
+
+    def values(self) -> dict[str, list[int]]:
+        """By request id; waits for the device."""
+        found: list[list[int]] = self.tokens.tolist()  # type: ignore[assignment]
+        return dict(zip(self.ids, found, strict=True))
+
+
+class Drafter:
+    """Follows the lanes of one runner. Not thread-safe: MLX's thread owns it."""
+
+    def __init__(self, stage: StageModel, *, lanes: int, drafts: int, vocab_size: int) -> None:
+        """`stage` is the whole draft model, `vocab_size` the target's; `drafts` is the most that are asked for."""
+        self.stage = stage
+        """The draft model."""
+        self._drafts = drafts
+        self._vocab = min(vocab_size, stage.vocab_size)
+        self._stores = [KVStore(stage.make_caches, drafts) for _ in range(lanes)]
+        self._known: dict[str, _Known] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of KV."""
+        return sum(store.nbytes for store in self._stores)
+
+    def follow(self, plan: StepPlan) -> None:
+        """What leaves, joins and is named. Raises BatchDesync for tokens that leave a gap."""
+        for request_id in plan.removes:
+            self._known.pop(request_id, None)
+            self._drop(request_id)
+        for move in plan.moves:
+            self._drop(move.request_id)
+            self._known[move.request_id].held = self._known[move.request_id].tried = 0
+        for insert in plan.inserts:
+            self._insert(insert)
+        for row in plan.spec_decode_plan.rows if plan.spec_decode_plan else ():
+            self._name(row)
+            if plan.spec_decode_plan is None or not plan.spec_decode_plan.ask:
+                self._known[row.request_id].tried = 0  # nobody will tell how many were accepted
+
+    def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted:
+        """Guess `count` tokens for each sequence that was given tokens in this step: `sampled` by request id."""
+        rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
+        store = self._stores[plan.lane]
+        for request_id, tokens in sampled.items():
+            known = self._known[request_id]
+            taken = accepted(rows[request_id].tokens, tokens) if request_id in rows else 0
+            known.held += min(known.tried, taken)
+            known.tried = 0
+            known.tokens += [max(token, 0) for token in tokens[:taken + 1]]
+        for request_id in store.ids:
+            if request_id not in sampled:
+                self._forget(request_id, store)
+        for request_id in sampled:
+            self._catch_up(request_id, store)
+        return self._guess(store, count)
+
+    # ---- inside
+
+    def _insert(self, op: InsertOp) -> None:
+        self._known[op.request_id] = _Known(list(op.tokens))
+
+    def _name(self, row: SpecDecodeRow) -> None:
+        """The plan knows the sequence up to the row's first token."""
+        known = self._known[row.request_id]
+        missing = row.length + 1 - len(known.tokens)
+        if missing > len(row.past) + 1:
+            raise BatchDesync(f"BATCH DESYNC DETECTED: the draft model knows {len(known.tokens)} tokens of "
+                              f"{row.request_id}, and {len(row.past)} before position {row.length} are named")
+        if missing > 0:
+            known.tokens += [*row.past, *row.tokens[:1]][-missing:]
+        else:
+            del known.tokens[row.length + 1:]
+        known.held = min(known.held, len(known.tokens))
+
+    def _drop(self, request_id: str) -> None:
+        for store in self._stores:
+            if request_id in store:
+                store.leave(request_id)
+
+    def _forget(self, request_id: str, store: KVStore) -> None:
+        store.leave(request_id)
+        self._known[request_id].held = self._known[request_id].tried = 0
+
+    def _catch_up(self, request_id: str, store: KVStore) -> None:
+        """Bring the row to where a step of the batch can do the rest."""
+        known = self._known[request_id]
+        caches: list[Any] | None = None
+        if request_id not in store:
+            caches, known.held = self.stage.make_caches(), 0
+        else:
+            store.cut(request_id, known.held)
+            if len(known.tokens) - known.held > 1 + self._drafts:
+                caches = store.extract(request_id)
+                store.leave(request_id)
+        if caches is None:
+            return
+        while (rest := len(known.tokens) - 1 - known.held) > 0:
+            chunk = known.tokens[known.held:known.held + min(rest, CHUNK)]
+            self.stage.forward(self.stage.embed(mx.array([chunk], dtype=mx.int32)), caches)
+            mx.eval([cache.state for cache in caches])
+            known.held += len(chunk)
+        store.join(request_id, caches)
+
+    def _guess(self, store: KVStore, count: int) -> Drafted:
+        ids = store.ids
+        fed = [self._known[one].tokens[self._known[one].held:] for one in ids]
+        width = max(map(len, fed))
+        tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+        hidden = self._forward(tokens, store.batch([len(row) for row in fed]))
+        last = mx.array([len(row) - 1 for row in fed], dtype=mx.int32)[:, None, None]
+        hidden = mx.take_along_axis(hidden, last, axis=1)
+        for one in ids:
+            known = self._known[one]
+            known.held, known.tried = len(known.tokens), count - 1
+        guesses = [self._likeliest(hidden)]
+        while len(guesses) < count:
+            mx.async_eval(guesses[-1])
+            guesses.append(self._likeliest(self._forward(guesses[-1][:, None], store.batch())))
+        found = mx.stack(guesses, axis=1)
+        mx.async_eval(found)
+        return Drafted(ids, found)
+
+    def _forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        # Ids beyond the draft model's own stand for no text: they fill up the target's vocabulary.
+        return self.stage.forward(self.stage.embed(mx.minimum(tokens, self.stage.vocab_size - 1)), caches)
+
+    def _likeliest(self, hidden: mx.array) -> mx.array:
+        """int32 [rows] from hidden states [rows, 1, H]."""
+        return mx.argmax(self.stage.head(hidden)[:, -1, :self._vocab], axis=-1).astype(mx.int32)
