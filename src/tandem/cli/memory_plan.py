@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from tandem.cli.engines import replica_settings
 from tandem.config.settings import Settings
@@ -16,6 +17,8 @@ from tandem.env import child_environment
 from tandem.errors import OutOfMemory, UsageError
 from tandem.executors.base import StageSpec
 from tandem.models.adapter_files import read_adapter
+from tandem.models.description import ModelDescription, describe
+from tandem.models.files import ModelFiles
 from tandem.models.footprint import kv_bytes_per_token, slice_bytes
 
 HERE = "this machine"
@@ -127,8 +130,10 @@ def check_fit(name: str, found: Footprint, budget: dict[str, int], kept: dict[st
 
 def _weights(layout: Layout, spec: StageSpec, gpu: bool) -> int:
     dequantize = spec.dequantize == "yes" or (spec.dequantize == "auto" and not gpu)
-    adapter = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
-    return adapter + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, _share(spec), gpu=gpu)
+    more = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
+    if (draft := _draft(spec)) is not None:
+        more += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=gpu)
+    return more + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, _share(spec), gpu=gpu)
 
 
 def _kv(layout: Layout, spec: StageSpec, gpu: bool) -> int:
@@ -136,7 +141,16 @@ def _kv(layout: Layout, spec: StageSpec, gpu: bool) -> int:
     count = len(range(*spec.layers))
     heads = layout.description.num_kv_heads
     whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu)
-    return whole * -(-int(heads * _share(spec) * 1000) // 1000) // heads
+    draft = _draft(spec)
+    more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
+    return more + whole * -(-int(heads * _share(spec) * 1000) // 1000) // heads
+
+
+def _draft(spec: StageSpec) -> ModelDescription | None:
+    """The draft model that a rank holds."""
+    if not (spec.samples and spec.draft_path):
+        return None
+    return describe(ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name))
 
 
 def _share(spec: StageSpec) -> float:
