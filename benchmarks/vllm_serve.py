@@ -70,18 +70,22 @@ class VllmServer(Server):
 def bench(server: Server, model: Path, concurrency: int, args: argparse.Namespace) -> dict[str, Any]:
     """One run of `vllm bench serve`; its JSON result."""
     program = Path(sys.executable).parent / "vllm"
+    prompts = max(args.prompts, 2 * concurrency)
     with tempfile.TemporaryDirectory() as directory:
         command = [str(program), "bench", "serve", "--base-url", f"http://127.0.0.1:{server.port}", "--model",
                    server.model, "--tokenizer", str(model), "--dataset-name", "random", "--random-input-len",
                    str(args.prompt), "--random-output-len", str(args.output), "--num-prompts",
-                   str(max(args.prompts, 2 * concurrency)), "--max-concurrency", str(concurrency), "--ignore-eos",
-                   "--temperature", "0", "--num-warmups", "1", "--save-result", "--result-dir", directory,
-                   "--result-filename", "result.json"]
+                   str(prompts), "--max-concurrency", str(concurrency), "--ignore-eos",
+                   "--temperature", "0", "--num-warmups", "1", "--save-result", "--save-detailed",
+                   "--result-dir", directory, "--result-filename", "result.json"]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         if run.returncode:
             raise SystemExit(f"{server.name}: vllm bench serve failed\n{run.stderr[-3000:]}")
         result: dict[str, Any] = json.loads((Path(directory) / "result.json").read_text())
-    return result
+    if result["completed"] < prompts:
+        raise SystemExit(f"{server.name}: {result['completed']} of {prompts} requests were answered: "
+                         f"{' '.join(filter(None, result['errors']))[-2000:]}\n{server.log()}")
+    return {name: value for name, value in result.items() if not isinstance(value, list)}
 
 
 def servers(model: Path, args: argparse.Namespace) -> list[Server]:

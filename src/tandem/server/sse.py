@@ -132,7 +132,8 @@ class EventStream(Response):
 
     async def _run(self, send: Send) -> None:
         body = self._writer.head()
-        deltas = self._first
+        # No comment before the first silence: `vllm bench serve` loses whatever follows one.
+        deltas: list[Delta] | None = self._first or []
         while not self._generation.done:
             if deltas:
                 body += self._write(deltas)
