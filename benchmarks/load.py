@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from harness import Server
 
@@ -22,13 +23,14 @@ def one(server: Server, job: Job) -> Answer:
     return answer
 
 
-def closed_loop(server: Server, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
-    """Work through `jobs` with `concurrency` clients, each sending its next one when its last is answered."""
-    return _checked(server, generator.closed_loop(_target(server), jobs, concurrency))
+def closed_loop(server: Server, jobs: Sequence[Job], concurrency: int, **body: Any) -> list[Answer]:
+    """Work through `jobs` with `concurrency` clients, each sending its next one when its last is answered. `body` are
+    more fields of the requests, which are greedy otherwise."""
+    return _checked(server, generator.closed_loop(_target(server, **body), jobs, concurrency))
 
 
-def _target(server: Server) -> Target:
-    return Target(base_url=f"http://127.0.0.1:{server.port}", model=server.model, body={"temperature": 0.0})
+def _target(server: Server, **body: Any) -> Target:
+    return Target(base_url=f"http://127.0.0.1:{server.port}", model=server.model, body={"temperature": 0.0, **body})
 
 
 def _checked(server: Server, answers: list[Answer]) -> list[Answer]:

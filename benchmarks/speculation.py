@@ -1,7 +1,7 @@
 """Speculative decoding against plain decoding: the same server twice, with and without, in turns.
 
-One stream whose text repeats (goal: at least 1.5 times the tokens a second), and streams whose text does not, one and
-eight at once (goal: never below 0.97). With `--draft-model` a small model guesses instead of n-grams.
+One greedy stream whose text repeats (goal: at least 1.5 times the tokens a second), and streams whose text does not, as
+it is sampled, one and eight at once (goal: never below 0.97). With `--draft-model` a small model guesses instead of n-grams.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ FACTS = ("The red house stands by the river. The blue house stands by the hill. 
          "The green house stands by the road. The white house stands by the lake. ")
 REPETITIVE = "Copy the following text again and again.\n\n" + FACTS * 4 + "\n\nThe copy:\n\n" + FACTS
 GOALS = {"repetitive": 1.5, "other": 0.97}
+SAMPLED = {"temperature": 1.0, "seed": 1}
+"""Small models begin to repeat themselves when they are greedy."""
 
 
 def main() -> None:
@@ -41,12 +43,14 @@ def main() -> None:
     with (harness.tandem_server(model, args.threads, "plain", **layout) as plain,
           harness.tandem_server(model, args.threads, "speculating", **layout, **flags) as speculating):
         for name, make in workloads.items():
-            def play(make: Any = make) -> dict[str, Any]:
+            body = SAMPLED if name.startswith("other") else {}
+
+            def play(make: Any = make, body: dict[str, float] = body) -> dict[str, Any]:
                 jobs = make()
                 with speculating.paused():
-                    one = measured(plain, jobs)
+                    one = measured(plain, jobs, body)
                 with plain.paused():
-                    two = measured(speculating, jobs)
+                    two = measured(speculating, jobs, body)
                 return {"plain": one, "speculating": two}
 
             with harness.heading(name):
@@ -66,11 +70,11 @@ def main() -> None:
     harness.write_json(args.json, args, {"runs": results, "verdicts": verdicts})
 
 
-def measured(server: harness.Server, jobs: list[load.Job]) -> dict[str, Any]:
+def measured(server: harness.Server, jobs: list[load.Job], body: dict[str, float]) -> dict[str, Any]:
     """Tokens per second of all of `jobs` at once, from the first request to the last token, prompts included."""
     drafts, accepted = counts(server)
     started = harness.now()
-    answers = load.closed_loop(server, jobs, len(jobs))
+    answers = load.closed_loop(server, jobs, len(jobs), **body)
     rate = sum(one.tokens for one in answers) / (harness.now() - started)
     after = counts(server)
     return {"rate": rate, "texts": sorted(one.text for one in answers), "drafts": after[0] - drafts,
