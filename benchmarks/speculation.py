@@ -1,7 +1,8 @@
 """Speculative decoding against plain decoding: the same server twice, with and without, in turns.
 
 One greedy stream whose text repeats (goal: at least 1.5 times the tokens a second), and streams whose text does not, as
-it is sampled, one and eight at once (goal: never below 0.97). With `--draft-model` a small model guesses instead of n-grams.
+it is sampled, one and eight at once (goal: never below 0.97). With `--draft-model` a small model guesses instead of
+n-grams.
 """
 
 from __future__ import annotations
