@@ -20,7 +20,8 @@ import openai
 import psutil
 import pytest
 
-from tandem.testing import tiny_model
+from tandem import LLM, SamplingParams
+from tandem.testing import tiny_adapter, tiny_model
 
 pytestmark = pytest.mark.slow
 MIB = 2**20
@@ -77,6 +78,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
     for name, seed in (("alpha", 0), ("beta", 1), ("delta", 0)):
         tiny_model(path / name, seed=seed)
+    tiny_adapter(path / "alpha", path / "adapter")
     budget = 54 * MIB / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     file = path / "tandem.toml"
     file.write_text(f"""
@@ -96,6 +98,10 @@ kv_tokens = 40000
 [models.delta]
 model = "{path / 'delta'}"
 unload_after = 2.0
+[models."alpha:sql"]
+model = "{path / 'alpha'}"
+adapter_path = "{path / 'adapter'}"
+parallel = [2, 1]
 """)
     return file
 
@@ -126,7 +132,7 @@ def server(config: Path) -> Iterator[Server]:
 
 def test_models_come_and_go_with_requests(server: Server) -> None:
     listed = server.get("/v1/models")["data"]
-    assert [one["id"] for one in listed] == ["alpha", "beta", "gamma", "delta"]
+    assert [one["id"] for one in listed] == ["alpha", "beta", "gamma", "delta", "alpha:sql"]
     assert server.loaded() == {"alpha"} and {one["max_model_len"] for one in listed} == {512}
     alpha = server.complete("alpha")
     assert server.complete("default") == alpha, "`default` is the first"
@@ -197,14 +203,24 @@ def test_a_stream_is_kept_awake_while_its_model_is_loaded(server: Server) -> Non
 
 
 def test_loading_and_unloading_on_command(server: Server) -> None:
+    server.complete("alpha")
     assert server.command("model", "load", "beta", "--base-url", server.url).stdout == "beta is loaded\n"
     assert "beta" in server.loaded()
     unloaded = httpx.post(f"{server.url}/v1/models/beta/unload", timeout=60).json()
     assert unloaded["state"] == "unloaded" and "beta" not in server.loaded() | server.serving_processes()
     listed = server.command("model", "ps", "--base-url", server.url).stdout.splitlines()
-    assert [line.split()[1] for line in listed[1:]] == ["loaded", "unloaded", "unloaded", "unloaded"]
+    assert [line.split()[1] for line in listed[1:]] == ["loaded"] + 4 * ["unloaded"]
     refused = server.command("model", "load", "nobody", "--base-url", server.url)
     assert refused.returncode == 2 and "nobody" in refused.stderr and "alpha, beta" in refused.stderr
+
+
+def test_an_adapter_is_a_model_by_its_name(server: Server, config: Path) -> None:
+    """Divided over two ranks of one stage and one of the next; `test_models_adapters.py` compares with mlx-lm."""
+    path = config.parent
+    with LLM(str(path / "alpha"), adapter_path=str(path / "adapter"), kv_tokens=512) as llm:
+        expected = llm.generate(PROMPT, SamplingParams(max_tokens=12, temperature=0, ignore_eos=True))[0].text
+    assert server.complete("alpha:sql") == expected != server.complete("alpha")
+    assert {"alpha", "alpha:sql"} <= server.loaded()
 
 
 def test_an_idle_model_goes_by_itself(server: Server) -> None:
@@ -214,7 +230,7 @@ def test_an_idle_model_goes_by_itself(server: Server) -> None:
 
 
 def test_unknown_models_are_404_with_the_names_that_there_are(server: Server) -> None:
-    with pytest.raises(openai.NotFoundError, match="alpha, beta, gamma, delta"):
+    with pytest.raises(openai.NotFoundError, match="alpha, beta, gamma, delta, alpha:sql"):
         server.complete("epsilon")
 
 

@@ -8,9 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.tuner.utils import linear_to_lora_layers
+from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
@@ -19,27 +18,10 @@ from tandem.models.description import describe
 from tandem.models.files import resolve
 from tandem.models.shard import plan_shards
 from tandem.models.stage import load_stage
-from tandem.testing import ThreadGroup, tiny_model
+from tandem.testing import ThreadGroup, tiny_adapter, tiny_model
 
 PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(21)]
-KEYS = ["self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"]
 RANK, SCALE = 4, 2.5
-
-
-def mlx_adapter(model_path: Path, path: Path, *, keys: list[str] = KEYS, layers: int = 2) -> Path:
-    """An adapter with random weights in both factors, as mlx-lm's training leaves it."""
-    path.mkdir()
-    parameters = {"rank": RANK, "scale": SCALE, "dropout": 0.0, "keys": keys}
-    model, _ = load_model(model_path)
-    linear_to_lora_layers(model, layers, parameters)
-    rng = np.random.default_rng(5)
-    arrays = {name: mx.array(rng.standard_normal(array.shape, dtype=np.float32) / 4)
-              for name, array in tree_flatten(model.parameters()) if name.endswith(("lora_a", "lora_b"))}
-    assert len(arrays) == 2 * layers * len(keys)
-    mx.save_safetensors(str(path / "adapters.safetensors"), arrays)
-    (path / "adapter_config.json").write_text(json.dumps(
-        {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}))
-    return path
 
 
 def peft_adapter(mlx: Path, path: Path, **config: object) -> Path:
@@ -57,8 +39,6 @@ def peft_adapter(mlx: Path, path: Path, **config: object) -> Path:
 
 def want(model_path: Path, adapter: Path | None) -> np.ndarray:
     """Logits of the prompt by mlx-lm, in float32."""
-    from mlx_lm.tuner.utils import load_adapters
-
     model, _ = load_model(model_path)
     if adapter is not None:
         model = load_adapters(model, str(adapter))
@@ -80,7 +60,7 @@ def tiny(tmp_path_factory):
     path = tmp_path_factory.mktemp("adapters")
     tiny_model(path / "model", config={"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3,
                                        "head_dim": 16, "intermediate_size": 192}, dtype="float32")
-    mlx_adapter(path / "model", path / "mlx")
+    tiny_adapter(path / "model", path / "mlx", layers=2, rank=RANK, scale=SCALE)
     peft_adapter(path / "mlx", path / "peft")
     return path
 
@@ -113,7 +93,7 @@ def test_ranks_share_an_adapter(tiny, size, shares):
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_a_quantised_model_keeps_its_weights_and_its_adapter(tmp_path, dequantize):
     tiny_model(tmp_path / "model", quantized=True, dtype="float32")
-    mlx_adapter(tmp_path / "model", tmp_path / "mlx", keys=["self_attn.q_proj", "mlp.down_proj"])
+    tiny_adapter(tmp_path / "model", tmp_path / "mlx", keys=("self_attn.q_proj", "mlp.down_proj"))
     files = resolve(str(tmp_path / "model"))
     description = describe(files)
     adapter = read_adapter(str(tmp_path / "mlx"), description)
