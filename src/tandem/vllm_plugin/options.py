@@ -48,7 +48,7 @@ def read_options() -> Options:
 def check_devices() -> None:
     """Raise ConfigError where VLLM_METAL_VISIBLE_DEVICES names a device that is not there.
 
-    Only for the process that is configured: in those that it starts vLLM numbers replicas with this variable.
+    A list of zeros is right: vLLM takes an entry for each worker of the replicas on one machine.
     """
     listed = variable(DEVICES)
     if listed is not None and {part.strip() for part in listed.split(",")} != {"0"}:
