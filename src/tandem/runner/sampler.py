@@ -241,7 +241,8 @@ class Sampler:
     def _build(self, ids: tuple[str, ...]) -> _Plan:
         sequences = [self._sequences[request_id] for request_id in ids]
         params = [sequence.params for sequence in sequences]
-        ahead = [row - ids.index(one) for row, one in enumerate(ids)]
+        first = {one: row for row, one in reversed(list(enumerate(ids)))}
+        ahead = [row - first[one] for row, one in enumerate(ids)]
         if any(i and one.follows for i, one in zip(ahead, sequences, strict=True)):
             raise ValueError("a sequence with penalties or a grammar takes one position at a time")
         greedy = [one.temperature < COLDEST for one in params]
