@@ -28,7 +28,8 @@ NEW = 150
 FEW = {11: 40.0, 12: 40.0, 13: 38.0, 2: 35.0}
 """Texts of few different tokens, 2 being the end: about half of what stood before comes again."""
 PARAMS = {
-    "free": SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True),
+    # Not longer: in the 64th token of one answer of gpt_oss two experts lie 4e-6 apart, which any order of sums tips.
+    "free": SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True),
     "greedy": SamplingParams(max_tokens=NEW, temperature=0.0, ignore_eos=True, logprobs=1, logit_bias=FEW),
     "drawn": SamplingParams(max_tokens=NEW, temperature=0.7, seed=3, min_tokens=NEW // 2, logprobs=0, logit_bias=FEW),
     "penalised": SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, frequency_penalty=0.3),
@@ -121,7 +122,7 @@ def test_a_draft_model_changes_nothing_and_is_right_where_it_is_the_model_itself
             assert [one.token_ids for one in llm.generate(prompts(), params)] == expected[name], name
             if name == "free":
                 status = llm.engine.status()
-                assert 60 < 0.95 * status.draft_tokens < status.accepted_tokens
+                assert 20 < 0.95 * status.draft_tokens < status.accepted_tokens
 
 
 def test_a_draft_model_that_knows_nothing_is_given_up(tmp_path: Path) -> None:
