@@ -21,7 +21,8 @@ from tandem import LLM, SamplingParams
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-LAYOUTS = {"pp 2": ("--pipeline-parallel-size", "2"), "tp 2": ("--tensor-parallel-size", "2")}
+LAYOUTS = {"pp 2": ("--pipeline-parallel-size", "2"), "tp 2": ("--tensor-parallel-size", "2"),
+           "dp 2": ("--data-parallel-size", "2")}
 FEW = {11: 40.0, 12: 40.0, 13: 38.0}
 """Texts of three tokens: about half of what stood before comes again."""
 TOKENS = 120
@@ -79,8 +80,8 @@ def test_streams_and_whole_answers_are_those_of_plain_decoding(url: str, expecte
                 for stream in (False, True):
                     assert list(pool.map(partial(ask, sampling=sampling, stream=stream), prompts())) == texts
     metrics = httpx.get(f"{url}/metrics", timeout=30).text
-    accepted, drafts = (float(re.findall(rf"^tandem_spec_decode_num_{name}_tokens_total\S* (\S+)$", metrics, re.M)[0])
-                        for name in ("accepted", "draft"))
+    accepted, drafts = (sum(map(float, re.findall(rf"^tandem_spec_decode_num_{name}_tokens_total\S* (\S+)$", metrics,
+                                                  re.M))) for name in ("accepted", "draft"))
     assert 50 < accepted <= drafts
     engine = httpx.get(f"{url}/v1/status", timeout=30).json()["engine"]
     assert 0 < engine["accepted_tokens"] < engine["draft_tokens"] <= drafts, "as the engine last published it"
