@@ -133,8 +133,8 @@ def test_dimensions_and_what_cannot_be(model: Path) -> None:
             llm.embed([[1], []])
         with pytest.raises(RequestError, match="maximum context length"):
             llm.embed([1] * 1000)
-        assert llm.engine.idle
         assert len(llm.embed([[1] * llm.engine.layout.max_context])) == 1, "no room for output is needed"
+        assert llm.engine.idle, "what was queued beside a refused prompt is gone"
         text = llm.engine.metrics.text().decode()
         assert "tandem_embeddings_total 3.0" in text and "tandem_generation_tokens_total 0.0" in text
 
