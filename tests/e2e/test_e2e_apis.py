@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +12,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
+from served import served
 from tandem.testing import tiny_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.demo]
@@ -39,20 +35,8 @@ class Place(BaseModel):
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("server")
     model = "demo" if request.param == "pp 2" else str(tiny_model(directory / "model", config=LONG))
-    command = [sys.executable, "-m", "tandem", "serve", model, *LAYOUTS[request.param], "--port", "0",
-               "--journal", str(directory / "journal")]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                               env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
-    try:
-        assert process.stdout is not None
-        readable, _, _ = select.select([process.stdout], [], [], 300)
-        line = process.stdout.readline() if readable else ""
-        ready = re.search(r"Tandem is ready: (\S+)", line)
-        assert ready, f"not ready: {line!r}"
-        yield ready[1]
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    with served(model, *LAYOUTS[request.param], "--journal", str(directory / "journal"), start_s=300) as address:
+        yield address
 
 
 @pytest.fixture

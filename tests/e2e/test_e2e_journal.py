@@ -29,28 +29,20 @@ BODY = {"prompt": "go on", "max_tokens": 400, "temperature": 0, "ignore_eos": Tr
 
 
 @contextmanager
-def serving(model: Path, journal: Path) -> Iterator[tuple[str, Callable[[], None]]]:
-    """A server's address, and what kills all of its processes at once."""
+def serving(model: Path, journal: Path) -> Iterator[tuple[str, psutil.Process]]:
+    """A server's address and the process that started the others."""
     options = ["-pp", "2", "--journal", str(journal), "--port", "0"]
     command = [sys.executable, "-m", "tandem", "serve", str(model), *options]
     process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert process.stdout is not None
     family: list[psutil.Process] = []
-
-    def kill() -> None:
-        everybody = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-        for one in everybody:
-            one.send_signal(signal.SIGSTOP)  # so that none sees another go
-        for one in everybody:
-            one.kill()
-        psutil.wait_procs(everybody, timeout=20)
-
     try:
         readable, _, _ = select.select([process.stdout], [], [], 120)
         ready = READY.search(process.stdout.readline() if readable else "")
         assert ready, "not ready"
-        family = psutil.Process(process.pid).children(recursive=True)
-        yield ready[1], kill
+        server = psutil.Process(process.pid)
+        family = server.children(recursive=True)
+        yield ready[1], server
     finally:
         process.send_signal(signal.SIGTERM)
         try:
@@ -60,6 +52,16 @@ def serving(model: Path, journal: Path) -> Iterator[tuple[str, Callable[[], None
             process.communicate()
         _, alive = psutil.wait_procs(family, timeout=10)
         assert not alive, "a child outlived the server"
+
+
+def kill(server: psutil.Process) -> None:
+    """End all of its processes at once."""
+    everybody = [*server.children(recursive=True), server]
+    for one in everybody:
+        one.send_signal(signal.SIGSTOP)  # so that none sees another go
+    for one in everybody:
+        one.kill()
+    psutil.wait_procs(everybody, timeout=20)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
@@ -76,7 +78,7 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
     def post(url: str, **headers: str) -> httpx.Response:
         return httpx.post(f"{url}/v1/completions", json=BODY, headers=headers, timeout=60)
 
-    with serving(model, journal) as (url, kill):
+    with serving(model, journal) as (url, server):
         undisturbed = post(url, **{"idempotency-key": "before"})
         waiting = threading.Thread(target=lambda: _lost(lambda: post(url, **{"idempotency-key": "waiting"})))
         waiting.start()
@@ -84,7 +86,7 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
         wait_until(lambda: httpx.get(f"{url}/v1/status", timeout=10).json()["num_running"] == 2)
         with asking(url) as client, client.responses.create(input="hi", background=True, stream=True) as stream:
             begun = [event.model_dump() for event in itertools.islice(stream, 6)]
-        kill()
+        kill(server)
         waiting.join(60)
     with open(journal / "journal", "ab") as file:
         file.write(os.urandom(100))
@@ -107,10 +109,10 @@ def asking(url: str) -> OpenAI:
 
 
 def test_the_death_of_the_api_alone_costs_a_pause(tmp_path: Path) -> None:
-    with serving(tiny_model(tmp_path / "model"), tmp_path / "journal") as (url, _):
+    with serving(tiny_model(tmp_path / "model"), tmp_path / "journal") as (url, server):
         accepted = httpx.post(f"{url}/v1/completions", json=BODY, headers={"prefer": "respond-async"}, timeout=60)
         name = accepted.json()["id"]
-        [api] = [one for one in psutil.Process().children(recursive=True) if one.cmdline()[-2:-1] == ["api"]]
+        [api] = [one for one in server.children(recursive=True) if one.cmdline()[-2:-1] == ["api"]]
         api.kill()
         wait_until(lambda: _status(url, name) == "completed")
         assert not api.is_running()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,6 +13,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from served import served
 from tandem import LLM, SamplingParams
 from tandem.testing import tiny_model
 
@@ -43,20 +40,9 @@ def expected(model: Path) -> list[list[str]]:
 
 @pytest.fixture(params=LAYOUTS)
 def url(request: pytest.FixtureRequest, model: Path) -> Iterator[str]:
-    command = [sys.executable, "-m", "tandem", "serve", str(model), *LAYOUTS[request.param], "--port", "0",
-               "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}']
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                               env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
-    try:
-        assert process.stdout is not None
-        readable, _, _ = select.select([process.stdout], [], [], 300)
-        line = process.stdout.readline() if readable else ""
-        ready = re.search(r"Tandem is ready: (\S+)", line)
-        assert ready, f"not ready: {line!r}"
-        yield ready[1]
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    config = '{"method": "ngram", "num_speculative_tokens": 4}'
+    with served(str(model), *LAYOUTS[request.param], "--speculative-config", config, start_s=300) as address:
+        yield address
 
 
 def prompts() -> list[list[int]]:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import select
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +13,7 @@ import pytest
 from openai import OpenAI, pydantic_function_tool
 from pydantic import BaseModel, ConfigDict, Field
 
+from served import served
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -50,20 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def client(request: pytest.FixtureRequest, model: Path) -> Iterator[OpenAI]:
-    command = [sys.executable, "-m", "tandem", "serve", str(model), *LAYOUTS[request.param], "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                               env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
-    try:
-        assert process.stdout is not None
-        readable, _, _ = select.select([process.stdout], [], [], 120)
-        line = process.stdout.readline() if readable else ""
-        ready = re.search(r"Tandem is ready: (\S+)", line)
-        assert ready, f"not ready: {line!r}"
-        with OpenAI(base_url=f"{ready[1]}/v1", api_key="none", max_retries=0, timeout=120) as one:
-            yield one
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
+    with (served(str(model), *LAYOUTS[request.param]) as address,
+          OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120) as one):
+        yield one
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "Weather"}}])

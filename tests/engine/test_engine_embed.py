@@ -131,10 +131,10 @@ def test_dimensions_and_what_cannot_be(model: Path) -> None:
                 llm.embed("hi", dimensions=bad)
         with pytest.raises(RequestError, match="no tokens"):
             llm.embed([[1], []])
+        assert not llm.engine.scheduler.sequences, "what was queued beside a refused prompt is gone"
         with pytest.raises(RequestError, match="maximum context length"):
             llm.embed([1] * 1000)
         assert len(llm.embed([[1] * llm.engine.layout.max_context])) == 1, "no room for output is needed"
-        assert llm.engine.idle, "what was queued beside a refused prompt is gone"
         text = llm.engine.metrics.text().decode()
         assert "tandem_embeddings_total 3.0" in text and "tandem_generation_tokens_total 0.0" in text
 
