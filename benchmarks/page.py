@@ -124,7 +124,7 @@ def throughput(args: argparse.Namespace, server: harness.Server, asked: dict[str
     prompts = load.Prompts()
 
     def side() -> float:
-        jobs = [load.Job(prompts.make(64), 64) for _ in range(4 * args.concurrency)]
+        jobs = [load.Job(prompts.make(64), 32) for _ in range(2 * args.concurrency)]
         return load.rate(load.closed_loop(server, jobs, args.concurrency))
 
     def play() -> list[float]:

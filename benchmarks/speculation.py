@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--num-speculative-tokens", type=int, default=5, help="most drafts of a sequence in one step")
     parser.add_argument("--draft-model", help="directory of a small model that guesses, in place of n-grams")
     parser.add_argument("--layout", default="1,1", help="pipeline stages and tensor-parallel ranks of both servers")
+    parser.add_argument("--parts", default="repetitive-1,other-1,other-8", help="kinds of text and streams at once")
     args = parser.parse_args()
     model = harness.prepared(args.model, args.dtype, harness.on_gpu())
     prompts = load.Prompts(model)
@@ -34,23 +35,20 @@ def main() -> None:
     layout = {"pipeline_parallel_size": stages, "tensor_parallel_size": ranks}
     method = {"draft_model": args.draft_model} if args.draft_model else {"speculative_method": "ngram"}
     flags = {**method, "num_speculative_tokens": args.num_speculative_tokens}
-    workloads = {
-        "repetitive, 1 stream": lambda: [load.Job(REPETITIVE, args.max_tokens)],
-        "other, 1 stream": lambda: [load.Job(prompts.make(64), args.max_tokens)],
-        "other, 8 streams": lambda: [load.Job(prompts.make(64), args.max_tokens) for _ in range(8)],
-    }
+    texts = {"repetitive": lambda: REPETITIVE, "other": lambda: prompts.make(64)}
     results: dict[str, Any] = {}
     verdicts = []
     with (harness.tandem_server(model, args.threads, "plain", **layout) as plain,
           harness.tandem_server(model, args.threads, "speculating", **layout, **flags) as speculating):
-        for name, make in workloads.items():
-            body = SAMPLED if name.startswith("other") else {}
+        for name in args.parts.split(","):
+            kind, streams = name.split("-")
+            body = SAMPLED if kind == "other" else {}
 
-            def play(make: Any = make, body: dict[str, float] = body) -> dict[str, Any]:
-                jobs = make()
+            def play(kind: str = kind, streams: str = streams, body: dict[str, float] = body) -> dict[str, Any]:
+                jobs = [load.Job(texts[kind](), args.max_tokens) for _ in range(int(streams))]
                 return {"plain": measured(plain, jobs, body), "speculating": measured(speculating, jobs, body)}
 
-            with harness.heading(name):
+            with harness.heading(f"{kind} text, {streams} stream(s)"):
                 play()  # warms up, and lets it learn what steps cost
                 played = harness.rounds(args, play)
                 rows = [(one["plain"], one["speculating"], others) for one, others in played]
@@ -62,7 +60,7 @@ def main() -> None:
                                for i, (one, two, others) in enumerate(rows)])
                 ratio = harness.middle([two["rate"] / one["rate"] for one, two, _ in rows])
                 verdicts.append(harness.verdict(f"{name}: tokens/s, median of the rounds' ratios", ratio,
-                                                GOALS[name.partition(",")[0]]))
+                                                GOALS[kind]))
                 results[name] = rows
     harness.write_json(args.json, args, {"runs": results, "verdicts": verdicts})
 
