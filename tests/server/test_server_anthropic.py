@@ -281,3 +281,13 @@ def test_an_error_within_a_stream_is_an_event(server, engine):
 
 def test_the_page_of_routes_names_them(shared):
     assert shared.http.get("/").json()["endpoints"]["messages"] == "/v1/messages"
+
+
+def test_models_are_listed_and_found(server):
+    with client_of(server) as client:
+        [one] = client.models.list()
+        assert (one.type, one.id, one.display_name, one.lifecycle) == ("model", "tiny", "tiny", "active")
+        assert one.max_input_tokens == server.http.get("/v1/models/tiny").json()["max_model_len"]
+        assert client.models.retrieve("tiny") == one
+        with pytest.raises(anthropic.NotFoundError):
+            client.models.retrieve("gpt-4")

@@ -1,7 +1,8 @@
-"""The models that there are: /v1/models; and loading and unloading them where there are several."""
+"""The models that there are: /v1/models. Where there are several: loading and unloading them."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -38,15 +39,37 @@ def model_object(api: Api, served: Served) -> dict[str, Any]:
     }
 
 
-def _answer(api: Api, served: Served, status: int = 200) -> Response:
-    return Response(encode_json(model_object(api, served)), status, media_type="application/json")
+def model_info(api: Api, served: Served) -> dict[str, Any]:
+    """A model in Anthropic's shape."""
+    known = model_object(api, served)
+    return {
+        "type": "model",
+        "id": known["id"],
+        "display_name": known["id"],
+        "created_at": datetime.fromtimestamp(known["created"], UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": known["max_model_len"],
+        "max_tokens": known["max_model_len"],
+    }
+
+
+def _for_anthropic(http: Request) -> bool:
+    return "anthropic-version" in http.headers
+
+
+def _answer(api: Api, served: Served) -> Response:
+    return Response(encode_json(model_object(api, served)), media_type="application/json")
 
 
 @router.get("/v1/models")
 async def models(http: Request) -> Response:
-    """All models, the default one first."""
+    """All models, the default one first; in Anthropic's shape where the header `anthropic-version` asks for it."""
     api = get_api(http)
-    body = {"object": "list", "data": [model_object(api, one) for one in api.served]}
+    if _for_anthropic(http):
+        page = [model_info(api, one) for one in api.served]
+        body = {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
+    else:
+        body = {"object": "list", "data": [model_object(api, one) for one in api.served]}
     return Response(encode_json(body), media_type="application/json")
 
 
@@ -54,7 +77,10 @@ async def models(http: Request) -> Response:
 async def model(http: Request, model_id: str) -> Response:
     """One model under any of its names."""
     api = get_api(http)
-    return _answer(api, api.find(model_id))
+    served = api.find(model_id)
+    if _for_anthropic(http):
+        return Response(encode_json(model_info(api, served)), media_type="application/json")
+    return _answer(api, served)
 
 
 @router.post("/v1/models/{model_id:path}/load")
