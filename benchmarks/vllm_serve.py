@@ -127,7 +127,9 @@ def main() -> None:
                     results.append({"side": server.name, **found})
             if isinstance(server, VllmServer) and server.profile:
                 steps.append([server.name, *server.profile])
-        table(["side", "concurrency", "output tokens/s", "TTFT ms", "TPOT ms"], rows)
+        ours = {row[1]: row[2] for row in rows if row[0] == "tandem serve"}
+        table(["side", "concurrency", "output tokens/s", "of tandem serve's", "TTFT ms", "TPOT ms"],
+              [[*row[:3], row[2] / ours[row[1]], *row[3:]] for row in rows])
     if steps:
         with heading("A step of the sampling worker, ms"):
             table(["side", "steps", "runner", "adapter", "results", "vLLM and waiting"], steps)
