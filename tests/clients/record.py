@@ -24,7 +24,8 @@ from tandem.config.settings import ModelSettings, ProcessSettings, Settings
 from tandem.protocol.control import Submit
 from tandem.server.app import create_app
 from tandem.server.client import EngineClient
-from tandem.server.run import listen, make_server
+from tandem.server.listener import listen
+from tandem.server.run import make_server
 from tandem.testing import write_tokenizer
 
 HEADERS = ("content-type", "accept", "user-agent", "anthropic-version", "anthropic-beta", "openai-beta")

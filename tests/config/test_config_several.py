@@ -62,6 +62,7 @@ def test_children_get_it_as_it_is(tmp_path):
     ('[models.a]\nmodel = "x"\nkeep = "yes"', ("[models.a] keep", "true or false")),
     ('[models.a]\nmodel = "x"\nport = 3', ("[models.a] port", "all models alike")),
     ('[models.a]\nmodel = "x"\nmax_context = 0', ("[models.a] max_context", "1 or more")),
+    ('[models.a]\nmodel = "x"\nunload_after = -5', ("[models.a] unload_after", "above 0")),
     ('[models.a]\nkeep = true', ("[models.a]", "needs `model`")),
     ('[models]\nmax_loaded = 0', ("max_loaded", "1 or more")),
     ('[models.default]\nmodel = "x"', ("'default' cannot be",)),

@@ -214,6 +214,15 @@ def test_loading_and_unloading_on_command(server: Server) -> None:
     assert refused.returncode == 2 and "nobody" in refused.stderr and "alpha, beta" in refused.stderr
 
 
+def test_a_model_that_is_still_loading_can_be_unloaded(server: Server) -> None:
+    server.complete("alpha")
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{server.url}/v1/models/gamma/load", timeout=1.0)
+    wait_until(lambda: "gamma" in server.serving_processes())
+    unloaded = httpx.post(f"{server.url}/v1/models/gamma/unload", timeout=60).json()
+    assert unloaded["state"] == "unloaded" and "gamma" not in server.loaded() | server.serving_processes()
+
+
 def test_an_adapter_is_a_model_by_its_name(server: Server, config: Path) -> None:
     """Divided over two ranks of one stage and one of the next; `test_models_adapters.py` compares with mlx-lm."""
     path = config.parent

@@ -165,6 +165,23 @@ def test_an_engine_whose_ranks_keep_dying_gives_up_and_says_so(model: Path) -> N
         engine.close()
 
 
+def test_an_engine_that_loses_a_rank_while_it_drains_goes_on_draining(model: Path) -> None:
+    chosen = settings(model)
+    engine = Engine(chosen, plan_layout(chosen))
+    engine.start()
+    try:
+        engine.submit(EngineRequest(request_id="a", prompt=[5], params=SamplingParams(max_tokens=30)))
+        engine.drain()
+        os.kill(engine.executor.pids[0], signal.SIGKILL)
+        while not engine.idle:
+            engine.pump(1.0)
+        assert (engine.state, engine.restarts) == ("draining", 1)
+        with pytest.raises(UnavailableError, match="draining"):
+            engine.submit(EngineRequest(request_id="b", prompt=[5], params=SamplingParams()))
+    finally:
+        engine.close()
+
+
 @pytest.mark.parametrize(("changes", "kind"), [
     ({"memory_fraction": 1e-7}, OutOfMemory),
     ({"kv_tokens": 10**12}, OutOfMemory),

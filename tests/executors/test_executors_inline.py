@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
 
-from tandem.errors import EngineStuck
+from tandem.errors import EngineStuck, RankFailure
 from tandem.executors.base import StageSpec
 from tandem.executors.inline import InlineExecutor
 from tandem.protocol.control import Ready
@@ -46,3 +48,20 @@ def test_it_is_noticed_and_only_another_process_can_go_on(monkeypatch: pytest.Mo
         executor.collect(0.1)
     over.set()
     executor.close()
+
+
+def test_a_model_that_failed_is_not_held_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one is loaded while the error is handled."""
+    over = threading.Event()
+    over.set()
+    runners = [StuckRunner(over)]
+    runner = weakref.ref(runners[0])
+    executor = InlineExecutor(SPEC, step_timeout_s=60)
+    monkeypatch.setattr(executor, "_build", lambda progress: (runners.pop(), READY))
+    executor.start()
+    executor.submit(StepPlan(0, 0, decode=["a"]))
+    with pytest.raises(RankFailure, match="rank 0: RuntimeError: over") as failure:
+        executor.collect(60.0)
+    executor.close()
+    gc.collect()
+    assert runner() is None and failure.value.__cause__ is not None

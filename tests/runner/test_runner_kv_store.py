@@ -123,12 +123,19 @@ def test_drafts_that_are_cut_off_again_leave_no_trace(model: Any, together: bool
         tokens = [[rng.randrange(VOCAB) for _ in range(width)] for _ in store.ids]
         before = [store.length(one) for one in store.ids]
         logits = reference.model(mx.array(tokens), cache=store.batch(counts))
+        lengths: dict[str, int] = {}
         for row, (name, count) in enumerate(zip(store.ids, counts, strict=True)):
             assert store.length(name) == before[row] + count
             count = kept or rng.randint(1, count)
             expected = [reference.step([name], [token])[0] for token in tokens[row][:count]]
             np.testing.assert_allclose(np.array(logits[row, :count]), np.stack(expected), rtol=2e-4, atol=2e-5)
-            store.cut(name, before[row] + count)
+            lengths[name] = before[row] + count
+        if step in (16, 19):  # a row that moves before it is cut
+            caches = store.extract("c")
+            store.leave("c")
+            store.join("c", caches)
+        for name, length in lengths.items():
+            store.cut(name, length)
         store.check()
         if step == 8 and not together:
             store.leave("a")
@@ -190,6 +197,28 @@ def test_extracted_rows_go_on_alone_and_join_again(model: Any) -> None:
 
 def store_copy(caches: list[Any]) -> list[Any]:
     return [type(c).from_state(tuple(p[...] if isinstance(p, mx.array) else p for p in c.state)) for c in caches]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["the last row takes its place", "a new row takes its place"])
+def test_what_is_not_finite_goes_with_its_row(model: Any, first: bool) -> None:
+    rng = random.Random(3)
+    store, reference = KVStore(model.make_cache), Reference(model)
+    for name, length in (("poison", 40), ("a", 3)) if first else (("a", 3), ("poison", 40)):
+        prompt = [rng.randrange(VOCAB) for _ in range(length)]
+        caches = prefilled(model, prompt)
+        if name == "poison":
+            for cache in caches:
+                cache.keys, cache.values = cache.keys * float("nan"), cache.values * float("nan")
+        else:
+            reference.caches[name] = prefilled(model, prompt)
+        store.join(name, caches)
+    store.leave("poison")
+    for name, length in (("b", 2), ("c", 50)):
+        prompt = [rng.randrange(VOCAB) for _ in range(length)]
+        store.join(name, prefilled(model, prompt))
+        reference.caches[name] = prefilled(model, prompt)
+    for _ in range(3):
+        step_both(store, reference, rng)
 
 
 def numbers(length: int, start: float, make: Callable[[], Any] = KVCache) -> list[Any]:

@@ -37,7 +37,8 @@ from tandem.protocol.control import (
 from tandem.protocol.request import EngineRequest, TokenLogprob
 from tandem.server.app import create_app
 from tandem.server.client import EngineClient
-from tandem.server.run import listen, make_server
+from tandem.server.listener import listen
+from tandem.server.run import make_server
 from tandem.testing import write_tokenizer
 
 EOS = 2

@@ -13,7 +13,8 @@ import pytest
 from tandem import env
 from tandem.config.settings import ProcessSettings, ServerSettings, Settings
 from tandem.errors import ConfigError
-from tandem.server.run import engine_endpoint, listen
+from tandem.server.listener import listen
+from tandem.server.run import engine_endpoint
 
 CHILD = """
 import sys

@@ -146,6 +146,7 @@ sys.path.insert(0, sys.argv[1])
 from vllm_helpers import PROMPTS, engine, generate
 found = {}
 for name, options in json.loads(sys.argv[3]).items():
+    os.environ |= options.pop("environment", {})
     started = time.monotonic()
     try:
         with engine(sys.argv[2], distributed_executor_backend="ray", max_num_seqs=8, **options) as llm:
@@ -177,10 +178,12 @@ def test_devices_are_counted_once_and_what_is_missing_is_named_at_once(
     assert "the layout needs 5 of the Ray resource 'mlx'" in said and "the cluster has 4 of 'mlx'" in said
     one_machine.run("h0", block("Ray, one machine", 2))
     one_machine.run("h0", head)
-    found, said = rows(one_machine, gpus={"pipeline_parallel_size": 2}, many={"pipeline_parallel_size": 3})
+    found, said = rows(one_machine, gpus={"pipeline_parallel_size": 2}, many={"pipeline_parallel_size": 3},
+                       lost={"environment": {"VLLM_HOST_IP": "203.0.113.9"}})
     assert found["gpus"] == expected
     assert "RayWorkerProc (custom Ray resource GPU)" in said
     assert found["many"] < 10 and "the cluster has 2 of 'GPU'" in said
+    assert found["lost"] < 10 and f"vLLM resolves this machine to 203.0.113.9, and Ray knows {address}" in said
 
 
 def test_replicas_on_two_machines(two_machines: Cluster, wanted: list[int], tmp_path: Path) -> None:

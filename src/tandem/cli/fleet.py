@@ -97,8 +97,8 @@ class Fleet:
         if models.max_loaded == 1:
             found = dataclasses.replace(found, needs=dict(self.budget) if found.needs else {})
         keep = one.name in models.keep or one.values.get("keep") is True
-        return _Model(one.name, granted(settings, found.needs, self._machines), found, keep,
-                      unload_after(self._settings, one))
+        return _Model(one.name, granted(settings, found.needs, self._machines, models.max_loaded),
+                      found, keep, unload_after(self._settings, one))
 
     def start(self) -> None:
         """Start the first model and those that are kept, as far as they fit together."""
@@ -176,7 +176,7 @@ class Fleet:
             if one.unloading:
                 one.unloading = False
                 log.info("model %s is unloaded", one.name)
-            elif not self.announced:
+            elif not self.announced and not one.commands:  # one that the configuration loads, not a request
                 log.error("model %s cannot be loaded", one.name)
                 return code
             else:

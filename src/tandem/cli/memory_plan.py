@@ -56,13 +56,12 @@ class Footprint:
 def look_at_machines(settings: Settings) -> Machines:
     """This machine, or those of the hostfile if it tells their memory. Raises UsageError where there can be no plan."""
     parallel, kind = settings.parallel, chosen_launcher(settings.parallel)
-    if kind == "manual":
-        raise UsageError("--launcher manual: ranks that join by hand stay with one model; several models need ranks "
-                         "that Tandem starts (local, ssh, ray)", param="launcher")
+    _refuse_manual(settings)
     done = subprocess.run([sys.executable, "-m", "tandem.cli.device"], capture_output=True, text=True, check=False,
                           env=child_environment())
     if done.returncode:
-        raise UsageError(f"MLX does not start on this machine: {done.stderr.strip().splitlines()[-1]}")
+        words = done.stderr.strip() or f"exit code {done.returncode}"
+        raise UsageError(f"MLX does not start on this machine: {words.splitlines()[-1]}")
     here = json.loads(done.stdout)
     memory: dict[str, int] = {HERE: here["memory_bytes"]}
     if kind == "ssh":
@@ -81,6 +80,7 @@ def budget_of(settings: Settings, machines: Machines) -> dict[str, int]:
 
 def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) -> Footprint:
     """What the model of these settings takes. Finds and checks it and its layout. Raises UsageError."""
+    _refuse_manual(settings)
     weights: dict[str, int] = {}
     per_token: dict[str, int] = {}
     context = 0
@@ -98,16 +98,22 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
             per_token[name] = per_token.get(name, 0) + sum(_kv(layout, spec, machines.gpu) for spec in specs)
     if not machines.memory:
         return Footprint(weights, {}, 0, context)
+    if unknown := weights.keys() - budget.keys():
+        raise UsageError(f"the memory of {', '.join(sorted(unknown))} is not known: a model's hosts must be among "
+                         "those of [parallel], with their `memory`", param="hostfile")
     room = min(budget[name] // KV_PART // max(per_token[name], 1) for name in weights)
     tokens = settings.scheduler.kv_tokens or max(min(context, room), LEAST_TOKENS)
     needs = {name: weights[name] + tokens * per_token[name] for name in weights}
     return Footprint(weights, needs, tokens, context)
 
 
-def granted(settings: Settings, needs: dict[str, int], machines: Machines) -> Settings:
-    """Settings with which the engine keeps to its part."""
+def granted(settings: Settings, needs: dict[str, int], machines: Machines, at_once: int | None) -> Settings:
+    """Settings with which the engine keeps to its part: that of one of `at_once` models, where needs are not known."""
     if not needs:
-        return settings
+        # Ray gives each rank a device of its own.
+        count = 1 if chosen_launcher(settings.parallel) == "ray" else at_once or 1
+        part = settings.scheduler.memory_fraction / count
+        return dataclasses.replace(settings, scheduler=dataclasses.replace(settings.scheduler, memory_fraction=part))
     share = max(bytes_ / machines.memory[name] for name, bytes_ in needs.items())
     # Rounded up a little: a share is a float, and a token too few would be an error.
     scheduler = dataclasses.replace(settings.scheduler, memory_fraction=min(share * 1.0001, 1.0))
@@ -126,6 +132,12 @@ def check_fit(name: str, found: Footprint, budget: dict[str, int], kept: dict[st
                 f"of weights, the rest for a KV cache of {found.kv_tokens} tokens){with_others}, and models may use "
                 f"{_mib(budget[machine])} there; use a smaller or quantised one, lower its kv_tokens, spread it over "
                 "more machines, or raise --memory-fraction", param="memory_fraction")
+
+
+def _refuse_manual(settings: Settings) -> None:
+    if chosen_launcher(settings.parallel) == "manual":
+        raise UsageError("--launcher manual: ranks that join by hand stay with one model; several models need ranks "
+                         "that Tandem starts (local, ssh, ray)", param="launcher")
 
 
 def _weights(layout: Layout, spec: StageSpec, gpu: bool) -> int:

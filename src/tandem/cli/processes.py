@@ -20,6 +20,7 @@ from tandem.config.several import alone, settings_of
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.process import receive_payload, watch_lifeline
 from tandem.log import set_up
+from tandem.models.mlx_lm_models import import_models_only
 
 MODULE = "tandem.cli.processes"
 LAST_WORDS = 4096
@@ -47,6 +48,7 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
     if count > 1:
         raise UsageError(f"--data-parallel-size {count}: `tandem engine` is one replica; `tandem serve` starts several",
                          param="data_parallel_size")
+    import_models_only()
     return run_engine(settings)
 
 
@@ -64,6 +66,7 @@ def run_api_command(arguments: argparse.Namespace) -> int:
 def _engine_child(settings: Settings) -> int:
     from tandem.engine.service import run_engine
 
+    import_models_only()
     return run_engine(settings, lifeline=True, report=_last_words)
 
 

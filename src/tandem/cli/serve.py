@@ -46,7 +46,7 @@ from tandem.protocol.supervisor import (
     SupervisorRequest,
     UnloadModel,
 )
-from tandem.server.run import listen
+from tandem.server.listener import listen
 
 log = logging.getLogger("tandem.cli")
 

@@ -14,8 +14,8 @@ import msgspec
 
 from tandem.config.legacy import ring_values
 from tandem.config.options import Option, by_name, nearest, options, section_class, section_names
-from tandem.config.settings import NamedModel, Settings
-from tandem.config.several import check_table, named_models, settings_of
+from tandem.config.settings import ModelsSettings, NamedModel, Settings
+from tandem.config.several import check_table, named_models, settings_of, unload_after
 from tandem.config.validation import validate
 from tandem.env import EXTRA_VARIABLES
 from tandem.errors import ConfigError
@@ -94,7 +94,8 @@ def load(
     settings = dataclasses.replace(build(merged.values), named=merged.named)
     warnings += validate(settings, merged.label)
     for one in named_models(settings):
-        warnings += validate(settings_of(settings, one), one.label)
+        own = ModelsSettings(unload_after=unload_after(settings, one))
+        warnings += validate(dataclasses.replace(settings_of(settings, one), models=own), one.label)
     return Loaded(settings=settings, sources=merged.sources, warnings=tuple(warnings))
 
 

@@ -63,18 +63,15 @@ def _pair(text: str, flag: str, field: str, example: str) -> NamedModel:
 def settings_of(settings: Settings, one: NamedModel) -> Settings:
     """All settings of one further model, as if it were served alone under its name. Raises ConfigError."""
     sections: dict[str, dict[str, Any]] = {section: {} for section in (*_SECTIONS, "server")}
+    if "model" in one.values:  # another model than the main one: nothing that belongs to that
+        sections["model"] |= dict.fromkeys(("revision", "chat_template", "max_context", "adapter_path"))
+        sections["parallel"]["layer_split"] = None
+    if one.values.keys() & set(_LAYOUT):
+        sections["parallel"] |= {name: by_name()[name].default for name in _LAYOUT}
     for option in _allowed():
         if option.name in one.values and option.section in sections:
             sections[option.section][option.name] = option.convert(one.values[option.name],
                                                                    label=one.label(option.name))
-    if "model" in one.values:  # another model than the main one: nothing that belongs to that
-        base = dataclasses.replace(settings.model, revision=None, chat_template=None, max_context=None,
-                                   adapter_path=None)
-        settings = dataclasses.replace(settings, model=base)
-        settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, layer_split=None))
-    if one.values.keys() & set(_LAYOUT):
-        plain = {name: by_name()[name].default for name in _LAYOUT}
-        settings = dataclasses.replace(settings, parallel=dataclasses.replace(settings.parallel, **plain))
     sections["model"]["served_name"] = one.name
     replaced = {name: dataclasses.replace(getattr(settings, name), **fields) for name, fields in sections.items()}
     return alone(dataclasses.replace(settings, **replaced))

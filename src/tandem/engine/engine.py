@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tandem.cache.budget import kv_capacity
@@ -116,7 +116,8 @@ class Engine:
         self.metrics.load_seconds.set(self._load_s)
 
     def _stand(self) -> None:
-        self.state, self.detail = "ready", ""
+        if self.state != "draining":
+            self.state, self.detail = "ready", ""
         self._ready_at = time.monotonic()
 
     def _canary(self, limits: Limits, first_step: int) -> int:
@@ -237,13 +238,16 @@ class Engine:
         self.metrics.speculated(self._scheduler.speculation.counts)
         if messages:
             self._failures_in_a_row = 0
+        self._count(messages)
+        return messages
+
+    def _count(self, messages: Sequence[EngineMessage]) -> None:
         for message in messages:
             if isinstance(message, Output):
                 self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason)
             elif isinstance(message, Refused):
                 self.metrics.refused.labels(str(message.status)).inc()
                 self.metrics.forget(message.request_id)
-        return messages
 
     def _recover(self, failure: RankFailure | None) -> list[EngineMessage]:
         """A new gang, and every request queued again with the tokens it has.
@@ -285,6 +289,7 @@ class Engine:
             except RankFailure as again:
                 failure = again
         self._stand()
+        self._count(messages)
         self.metrics.recovery_seconds.observe(self._ready_at - noticed)
         log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
                  len(self._scheduler.sequences))
@@ -331,7 +336,8 @@ class Engine:
         self._announce("recovering", f"replacing the ranks after: {failure.message}")
 
     def _announce(self, state: str, detail: str) -> None:
-        self.state, self.detail = state, detail
+        if self.state != "draining":
+            self.state, self.detail = state, detail
         if self.on_wait is not None:
             self.on_wait()
 

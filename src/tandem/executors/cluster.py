@@ -43,6 +43,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 """Seconds between looks at whether the rank processes live."""
 STOP_GRACE_S = 2.0
+DEATH_S = 0.3
+"""Seconds that the end of a process may take longer than the loss of its connections, which other ranks report."""
 """Seconds that ranks get to end by themselves."""
 FAILED = 1
 """Exit code of a rank that has reported why it ends."""
@@ -275,11 +277,14 @@ class ClusterExecutor(Executor):
         if isinstance(kind, type) and issubclass(kind, UsageError):
             return kind(f"rank {failure.rank}: {failure.message}")
         log.debug("%s", failure.traceback)
-        for rank, process in enumerate(self._processes):
-            if rank != failure.rank and process.poll() not in (None, 0, FAILED):
-                # What this rank reports is what it saw of the other's death.
-                return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank,
-                                   cause="died")
+        deadline = time.monotonic() + DEATH_S
+        while time.monotonic() < deadline:
+            for rank, process in enumerate(self._processes):
+                if rank != failure.rank and process.poll() not in (None, 0, FAILED):
+                    # What this rank reports is what it saw of the other's death.
+                    return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank,
+                                       cause="died")
+            time.sleep(DEATH_S / 10)
         return RankFailure(f"rank {failure.rank}: {failure.kind}: {failure.message}", rank=failure.rank,
                            details=failure.traceback)
 

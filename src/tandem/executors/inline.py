@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import select
 import time
+import traceback
 from functools import partial
 
 from tandem.errors import EngineStuck, RankFailure, UsageError
@@ -15,6 +17,8 @@ from tandem.executors.weights import obtain_files
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 STOP_S = 10.0
@@ -82,10 +86,16 @@ class InlineExecutor(Executor):
         select.select([self._mailbox.socket], [], [], timeout_s)
         events = self._mailbox.take()
         for event in events:
-            if isinstance(event, RankFailure | UsageError):
+            if not isinstance(event, Exception):
+                continue
+            known = isinstance(event, RankFailure | UsageError)
+            if not known:
+                log.error("rank 0 failed\n%s", "".join(traceback.format_exception(event)))
+            # Its frames hold the model; another may be loaded while the error is handled.
+            event.__traceback__ = event.__context__ = event.__cause__ = None
+            if known:
                 raise event
-            if isinstance(event, Exception):
-                raise RankFailure(f"rank 0: {type(event).__name__}: {event}", rank=0) from event
+            raise RankFailure(f"rank 0: {type(event).__name__}: {event}", rank=0) from event
         return events
 
     @property

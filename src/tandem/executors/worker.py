@@ -25,6 +25,7 @@ from tandem.executors.base import StageSpec
 from tandem.executors.weights import Head, obtain_files
 from tandem.launchers.process import receive_payload, watch_lifeline
 from tandem.log import set_up
+from tandem.models.mlx_lm_models import import_models_only
 from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.transport.bus import RankBus
 from tandem.transport.channel import TcpChannel
@@ -161,6 +162,7 @@ def main() -> None:
 
 def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
     """The rest of `main`, for entry points that are given more than a rank's payload. Ends the process."""
+    import_models_only()
     watch_lifeline()
     # Ctrl-C goes to every process of a terminal; the engine ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -12,7 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.utils import infer_quant_config
 
 from tandem.errors import BrokenModel
 from tandem.models.description import read_headers, stored_bare, weight_files
@@ -23,6 +22,8 @@ from tandem.models.shard_modules import Cutter, Slice, take, whole_groups
 
 Weights = dict[str, mx.array]
 
+_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+"""Formats whose scales are bytes, by bits and group size."""
 _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store this buffer; every family computes it
 
 
@@ -164,7 +165,7 @@ class PartLoader:
             elif named is True:
                 found[path] = {key: settings[key] for key in ("group_size", "bits", "mode") if key in settings}
             else:
-                found[path] = infer_quant_config(path, module, prefixed)
+                found[path] = _found_quantization(path, module, prefixed)
                 if f"{path}.global_scale" in prefixed:
                     found[path]["global_scale"] = True
         return found
@@ -250,6 +251,19 @@ def _check_shapes(root: str, holder: nn.Module, weights: Weights) -> None:
 def _companions(settings: dict[str, Any]) -> tuple[str, ...]:
     names = ("scales", "biases") if settings.get("mode", "affine") == "affine" else ("scales",)
     return (*names, "global_scale") if settings.get("global_scale") else names
+
+
+def _found_quantization(path: str, module: nn.Module, weights: Weights) -> dict[str, Any]:
+    """Bits, group size and mode of a weight of which the configuration says nothing, from its shapes.
+
+    As mlx_lm.utils.infer_quant_config, which comes with all of transformers. Raises BrokenModel.
+    """
+    scales, columns = weights[f"{path}.scales"], module.weight.shape[-1]
+    size, bits = columns // scales.shape[-1], weights[f"{path}.weight"].shape[-1] * 32 // columns
+    mode = "affine" if scales.dtype != mx.uint8 else _MODES.get((bits, size))
+    if mode is None:
+        raise BrokenModel(f"{path}: no quantisation has {bits} bits and groups of {size}", param="model")
+    return {"group_size": size, "bits": bits, "mode": mode}
 
 
 def _join(base: str, name: str) -> str:

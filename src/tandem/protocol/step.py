@@ -135,11 +135,6 @@ class StepPlan(Struct, frozen=True, array_like=True):
         """Ids whose prompts end in this step with a pooled hidden state."""
         return [op.request_id for op in self.prefill if op.last and op.pooling is not None]
 
-    def shapes(self) -> list[tuple[int, int]]:
-        """(rows, positions) of each forward pass of the step, in order: every stage runs the same ones."""
-        decode = [(len(self.decode), self.width)] if self.decode else []
-        return decode + [(1, op.count) for op in self.prefill]
-
     @property
     def width(self) -> int:
         """Positions that the decode computes of each sequence; those with fewer tokens are filled up."""

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from tandem.errors import BatchDesync
 from tandem.models.stage import StageModel
-from tandem.protocol.step import InsertOp, SpecDecodeRow, StepPlan, accepted
+from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
 from tandem.runner.kv_store import KVStore
 
 CHUNK = 512
@@ -67,14 +67,13 @@ class Drafter:
         for request_id in plan.removes:
             self._known.pop(request_id, None)
             self._drop(request_id)
-        for move in plan.moves:
-            self._drop(move.request_id)
-            self._known[move.request_id].held = self._known[move.request_id].tried = 0
         for insert in plan.inserts:
-            self._insert(insert)
-        for row in plan.spec_decode_plan.rows if plan.spec_decode_plan else ():
+            self._known[insert.request_id] = _Known(list(insert.tokens))
+        if (spec := plan.spec_decode_plan) is None:
+            return
+        for row in spec.rows:
             self._name(row)
-            if plan.spec_decode_plan is None or not plan.spec_decode_plan.ask:
+            if not spec.ask:
                 self._known[row.request_id].tried = 0  # nobody will tell how many were accepted
 
     def draft(self, plan: StepPlan, sampled: Mapping[str, Sequence[int]], count: int) -> Drafted:
@@ -95,9 +94,6 @@ class Drafter:
         return self._guess(store, count)
 
     # ---- inside
-
-    def _insert(self, op: InsertOp) -> None:
-        self._known[op.request_id] = _Known(list(op.tokens))
 
     def _name(self, row: SpecDecodeRow) -> None:
         """The plan knows the sequence up to the row's first token."""

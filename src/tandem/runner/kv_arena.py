@@ -113,6 +113,7 @@ class ArenaLayer:
         start = (length - held) % self._ring if self._ring else 0
         ends = min(held, (self._ring or capacity) - start)  # what fits before the ring begins anew
         for mine, part in zip(self._parts, new, strict=True):
+            mine[row : row + 1] = 0  # masked positions weigh nothing, but 0 times a NaN that a row left is NaN
             mine[row : row + 1, :, start : start + ends] = part[:, :, :ends]
             if ends < held:
                 mine[row : row + 1, :, : held - ends] = part[:, :, ends:]
@@ -129,6 +130,7 @@ class ArenaLayer:
         elif row < self._rows:
             for part, moved in zip(self._parts, last, strict=True):
                 part[row : row + 1, :, : moved.shape[2]] = moved
+                part[row : row + 1, :, moved.shape[2] :] = 0  # as in `join`
 
     def fit(self, longest: int) -> None:
         """Give memory back where it is mostly idle: a third of the rows, or half of the positions, would do."""
@@ -151,12 +153,12 @@ class ArenaLayer:
             plain = KVCache()
             plain.state = (keys, values, length)
             return plain
-        held = min(length, self._window)
+        held = min(length, self._ring)  # more than the window: drafts may still be taken back
         if length > held:
             order = mx.arange(length - held, length, dtype=mx.int32) % self._ring
             keys, values = (mx.take(part, order, axis=2) for part in (keys, values))
-        ring = RotatingKVCache(max_size=self._window)
-        ring.state = (keys, values, length, 0, self._window, held)
+        ring = RotatingKVCache(max_size=self._ring)
+        ring.state = (keys, values, length, 0, self._ring, held)
         return ring
 
     def check(self, lengths: Sequence[int]) -> None:
@@ -222,8 +224,8 @@ def _in_order(cache: KVCache | RotatingKVCache, window: int) -> tuple[mx.array, 
     if not window:
         keys, values, length = cache.state
         return keys[:, :, :length], values[:, :, :length]
-    keys, values, length, _, _, index = cache.state
-    held = min(length, window)
+    keys, values, length, _, size, index = cache.state
+    held = min(length, size)
 
     def ordered(part: mx.array) -> mx.array:
         if index < part.shape[2]:

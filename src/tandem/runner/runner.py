@@ -164,17 +164,17 @@ class Runner:
 
     def _verify(self, plan: StepPlan, spec: SpecDecodePlan, lane: LaneBatch, pending: PendingStep) -> None:
         """Decode the tokens that the plan names, and sample after each of them."""
-        ids = list(lane.store.ids)
+        ids, width = list(lane.store.ids), plan.width
         rows = {row.request_id: row for row in spec.rows}
         fed = [rows[one].tokens for one in ids]
         tokens = None
         if self.stage.is_first:
-            tokens = mx.array([row + [0] * (plan.width - len(row)) for row in fed], dtype=mx.int32)
-        hidden = self._forward(pending, (len(ids), plan.width), tokens, lane.store.batch([len(row) for row in fed]))
+            tokens = mx.array([row + [0] * (width - len(row)) for row in fed], dtype=mx.int32)
+        hidden = self._forward(pending, (len(ids), width), tokens, lane.store.batch([len(row) for row in fed]))
         if self._sampler is not None:
             for one in ids:
                 self._sampler.place(one, rows[one].length + 1)
-        places = [row * plan.width + i for row, given in enumerate(fed) for i in range(len(given))]
+        places = [row * width + i for row, given in enumerate(fed) for i in range(len(given))]
         hidden = hidden.reshape(-1, 1, hidden.shape[-1])
         if len(places) < hidden.shape[0]:
             hidden = hidden[mx.array(places, dtype=mx.int32)]

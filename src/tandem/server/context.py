@@ -99,20 +99,24 @@ class Api:
         self.check()
         served = self.find(name)
         if self.residents is not None:
-            if self.residents.available(served):
-                await self.residents.enter(served)
-            else:
-                await self._wait(http, self.residents.enter(served))
-            http.scope["tandem.entered"] = served
+            entering = self._enter(http.scope, served, self.residents)
+            await (entering if self.residents.available(served) else self._wait(http, entering))
         return served
 
+    @staticmethod
+    async def _enter(scope: Scope, served: Served, residents: Residents) -> None:
+        await residents.enter(served)
+        scope["tandem.entered"] = served  # at once: a wait that is cancelled meanwhile must still be left
+
     async def _wait(self, http: Request, entering: Coroutine[Any, Any, None]) -> None:
-        limit = self.settings.server.request_timeout
+        limit, lease = self.settings.server.request_timeout, self.quotas.wait(get_group(http))
         try:
             async with asyncio.timeout(limit):
                 await unless_gone(http, entering)
         except TimeoutError:
             raise TimeoutExceeded(f"The model was not loaded within {limit:g}s.", code="request_timeout") from None
+        finally:
+            lease.end()
 
     def release(self, scope: Scope) -> None:
         """The request of that scope is over."""

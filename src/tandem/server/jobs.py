@@ -24,6 +24,7 @@ from tandem.server.context import Api
 from tandem.server.event_log import EventLog
 from tandem.server.failures import error_response, internal_error
 from tandem.server.journal import Accepted, Answered, Dropped, Entry, Journal, JournalError
+from tandem.server.residents import LOAD_FAILED
 
 logger = logging.getLogger(__name__)
 
@@ -212,7 +213,8 @@ class Jobs:
             reply = reply_of(_cancelled()) if job.cancelled.is_set() else await self._call(job)
             if job.cancelled.is_set():
                 return reply_of(_cancelled())
-            if job.waited_for or reply.status not in _TRANSIENT or self._api.draining:
+            final = reply.status not in _TRANSIENT or LOAD_FAILED.encode() in reply.body
+            if job.waited_for or final or self._api.draining:
                 return reply
             pause = dict(reply.headers).get(b"retry-after", b"1")
             with contextlib.suppress(TimeoutError):

@@ -59,11 +59,8 @@ class LateStream(Response):
             response = await self._answer(self._entering.result())
         except ClientGone:
             return
-        except RequestError as error:
-            await self._fail(send, error)
-            return
         except Exception as error:  # noqa: BLE001 - the status line is out: the client can only be told in the stream
-            await self._fail(send, internal_error(error, "a stream"))
+            await self._fail(send, error if isinstance(error, RequestError) else internal_error(error, "a stream"))
             return
         finally:
             self._entering.cancel()

@@ -27,13 +27,6 @@ def only_type(kind: str, data: Any) -> Any:
     return data
 
 
-class TextPart(Strict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: str
-
-
 class CalledFunction(Strict):
     """Name and arguments of a tool call."""
 

@@ -94,11 +94,7 @@ class Quotas:
         """Count a request. Raises OverloadedError, naming limit and remedy, when the group has used up what it may."""
         now = self._clock()
         client = self._client(group, now)
-        limits = client.limits
-        if limits.max_concurrent_requests is not None and client.running >= limits.max_concurrent_requests:
-            raise OverloadedError(f"Rate limit reached: {client.running} requests are running, the limit is "
-                                  f"{limits.max_concurrent_requests} at once (max_concurrent_requests).",
-                                  retry_after=BUSY_RETRY_S, code=_CODE)
+        self._check_running(client)
         self._check(client.requests, 1, "requests", "requests_per_minute", now)
         self._check(client.tokens, prompt_tokens, "tokens", "tokens_per_minute", now)
         if client.requests is not None:
@@ -107,6 +103,20 @@ class Quotas:
         lease = Lease(client, self._clock)
         lease.spend(prompt_tokens)
         return lease
+
+    def wait(self, group: str) -> Lease:
+        """Count a request that waits before it can be admitted. Raises OverloadedError when too many run."""
+        client = self._client(group, self._clock())
+        self._check_running(client)
+        client.running += 1
+        return Lease(client, self._clock)
+
+    @staticmethod
+    def _check_running(client: _Client) -> None:
+        limit = client.limits.max_concurrent_requests
+        if limit is not None and client.running >= limit:
+            raise OverloadedError(f"Rate limit reached: {client.running} requests are running, the limit is {limit} at "
+                                  "once (max_concurrent_requests).", retry_after=BUSY_RETRY_S, code=_CODE)
 
     @staticmethod
     def _check(bucket: Bucket | None, amount: int, what: str, name: str, now: float) -> None:

@@ -20,6 +20,7 @@ from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import LoadModel, ModelInfo, ReplicaList, UnloadModel
 from tandem.server.engines import ReplicaState
+from tandem.server.failures import internal_error
 from tandem.server.merged import merged_metrics, merged_status
 from tandem.server.replicas import Replicas
 from tandem.server.served import Served
@@ -33,6 +34,8 @@ ASK_AGAIN_S = 2.0
 """Seconds until a command is given again that shows no effect."""
 FAILED_S = 10.0
 """Seconds for which a model that could not be loaded is not tried again."""
+LOAD_FAILED = "model_load_failed"
+"""Code of the error that its requests end with."""
 
 
 @dataclass(eq=False)
@@ -184,8 +187,8 @@ class Residents:
         place.seat.used_at = _now()
 
     def _refuse(self, place: _Place, error: RequestError) -> None:
-        for future in place.waiting:
-            if not future.done():
+        while place.waiting:
+            if not (future := place.waiting.popleft()).done():
                 future.set_exception(error)
 
     # --- commands ---
@@ -230,7 +233,7 @@ class Residents:
                                  code="model_kept")
             error.status = 409
             raise error
-        place.pressed = place.seat.state == "in"
+        place.pressed = place.seat.state in ("in", "loading")
         while place.pressed or place.seat.state == "leaving":
             self._changed.set()
             await asyncio.sleep(LOOK_S)
@@ -263,7 +266,9 @@ class Residents:
             seat.idle_at = seat.used_at = _now()
             self._loads.labels(seat.name).inc()
         if seat.state != "in":
-            place.closed = place.pressed = False
+            place.closed = False
+        if seat.state in ("out", "leaving"):
+            place.pressed = False
         while place.waiting and self._open(place):
             future = place.waiting.popleft()
             if not future.done():
@@ -279,8 +284,8 @@ class Residents:
     async def _read_texts(self, place: _Place) -> None:
         try:
             await place.served.load_texts()
-        except UnavailableError as error:
-            self._refuse(place, error)
+        except Exception as error:  # noqa: BLE001 - whatever it is, requests must not wait for it
+            self._refuse(place, error if isinstance(error, RequestError) else internal_error(error, "a tokenizer"))
             await asyncio.sleep(FAILED_S)
         finally:
             place.reading = None
@@ -294,7 +299,8 @@ class Residents:
         closing = {seat.name for seat in decision.close}
         for place in self._places.values():
             place.closed = place.seat.name in closing
-            if place.pressed and not place.seat.users and place.seat not in decision.unload:
+            free = place.seat.state == "in" and not place.seat.users
+            if place.pressed and free and place.seat not in decision.unload:
                 decision.unload.append(place.seat)
         for seat in decision.unload:
             self._tell(seat, UnloadModel(seat.name), "leaving")
@@ -347,7 +353,7 @@ def _state(seat: Seat, info: ModelInfo, there: bool) -> str:
 
 def _failure(info: ModelInfo) -> UnavailableError:
     return UnavailableError(f"The model '{info.model}' cannot be loaded: {info.detail}", retry_after=FAILED_S,
-                            code="model_load_failed")
+                            code=LOAD_FAILED)
 
 
 def _now() -> float:

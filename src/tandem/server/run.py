@@ -13,11 +13,12 @@ from fastapi import FastAPI
 
 from tandem.config.settings import Settings
 from tandem.env import runtime_dir
-from tandem.errors import ConfigError, UnavailableError
+from tandem.errors import UnavailableError
 from tandem.server.app import create_app
 from tandem.server.client import EngineClient
 from tandem.server.context import Api
 from tandem.server.engines import Engines
+from tandem.server.listener import listen
 from tandem.server.residents import Residents
 
 logger = logging.getLogger(__name__)
@@ -76,27 +77,6 @@ def engine_endpoint(settings: Settings) -> str:
     """zmq address of the engine: the configured socket, or the one in the runtime directory that the port names."""
     path = settings.process.engine_socket or str(runtime_dir() / f"engine-{settings.server.port}.sock")
     return path if "://" in path else f"ipc://{path}"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError when the address cannot be had."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(2048)
-        except BaseException:
-            listener.close()
-            raise
-    except OSError as error:
-        reason = error.strerror or str(error)
-        message = f"--host {host} --port {port}: cannot listen there ({reason}); choose another port or host"
-        raise ConfigError(message, param="port") from None
-    return listener
 
 
 def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:

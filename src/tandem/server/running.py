@@ -77,7 +77,9 @@ class Running(ABC):
         self.subscription = self._served.client.open(self._api.quotas.weighted(self._group, requests))
 
     def go_on(self, requests: Sequence[EngineRequest]) -> None:
-        """Submit more, once those before are answered. Raises UnavailableError, OverloadedError."""
+        """Submit more, once those before are answered. Raises RequestError, also what has ended it meanwhile."""
+        if self.subscription.error is not None:
+            raise self.subscription.error
         self._served.client.release(self.subscription, self._ids)
         self._open(requests)
         self._live.subscription = self.subscription

@@ -25,9 +25,9 @@ class Subscription:
         self._waiter: asyncio.Future[None] | None = None
 
     @property
-    def open_ids(self) -> frozenset[str]:
-        """Requests that the engine may still be working on."""
-        return frozenset(self._open)
+    def error(self) -> RequestError | None:
+        """What ended it."""
+        return self._error
 
     def push(self, output: Output) -> None:
         """Take one output; called by the client's reader."""

@@ -41,10 +41,7 @@ def chat_request(fields: CountRequest) -> ChatRequest:
     if isinstance(fields, MessagesRequest):
         same = {name: getattr(fields, name) for name in ("max_tokens", "stream", "temperature", "top_p")}
         data |= same | {"top_k": fields.top_k or None, "stop": fields.stop_sequences}
-    try:
-        return checked(data, ChatRequest)
-    except RequestError as error:
-        raise in_own_words(error) from None
+    return checked(data, ChatRequest)
 
 
 def in_own_words(error: RequestError) -> RequestError:

@@ -163,7 +163,9 @@ class Stored:
                                "sequence_number": sent})
             return
         if reply is not None and reply.status == 200:
-            yield b"".join(event + b"\n\n" for event in reply.body.split(b"\n\n")[sent:-1])
+            events = reply.body.split(b"\n\n")[:-1]
+            # After a restart there may be fewer than a client has seen, as more tokens came at once; the last is sent.
+            yield b"".join(event + b"\n\n" for event in events[sent if sent <= len(events) else -1:])
         else:
             yield named_event({"type": "response.failed", "response": final, "sequence_number": sent})
 

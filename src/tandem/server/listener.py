@@ -1,0 +1,28 @@
+"""The socket that the server listens on; opened by the supervisor, which needs nothing else of the server."""
+
+from __future__ import annotations
+
+import socket
+
+from tandem.errors import ConfigError
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises ConfigError when the address cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(2048)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or str(error)
+        message = f"--host {host} --port {port}: cannot listen there ({reason}); choose another port or host"
+        raise ConfigError(message, param="port") from None
+    return listener
