@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 """Seconds between looks at whether the rank processes live."""
 STOP_GRACE_S = 2.0
+"""Seconds that ranks get to end by themselves."""
 DEATH_S = 0.3
 """Seconds that the end of a process may take longer than the loss of its connections, which other ranks report."""
-"""Seconds that ranks get to end by themselves."""
 FAILED = 1
 """Exit code of a rank that has reported why it ends."""
 
