@@ -8,6 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -204,4 +205,7 @@ def test_mixes_have_the_lengths_that_were_asked_for(dataset: str, tmp_path_facto
         assert len({job.prompt[:60] for job in jobs}) == 4 and len({job.prompt for job in jobs}) == 40
     else:
         assert sum(length > 150 for length in lengths) == 10
+        for share, long in ((0.75, 30), (0.4, 16), (0.0, 0), (1.0, 40)):
+            jobs = replace(mix, long_share=share).jobs(Prompts(directory, 3))
+            assert sum(len(count(job.prompt).ids) > 150 for job in jobs) == long
     assert all(job.prompt for job in mix.jobs(Prompts(None, 3)))

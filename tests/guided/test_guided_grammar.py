@@ -89,6 +89,8 @@ def test_an_answer_may_follow_something_else(check: GrammarCheck, walk: Any) -> 
     (StructuredOutputs(grammar="start: nowhere"), "nowhere"),
     (StructuredOutputs(grammar="not a grammar"), ""),
     (StructuredOutputs(grammar='{"grammars": []}'), "grammars"),
+    (StructuredOutputs(grammar='{"grammars": [5]}'), "of objects"),
+    (StructuredOutputs(grammar='{"a":' * 5000), "deep"),
     (StructuredOutputs(grammar="start: <|no such token|>"), "token"),
 ], ids=lambda value: str(value)[:60])
 def test_what_cannot_be_followed_is_refused_with_the_reason(

@@ -102,10 +102,17 @@ WELL_FORMED: list[Case] = [
     ("llama3", '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}',
      "", "", BOTH),
     ("llama3", ' {"type": "function", "name": "weather", "parameters": {"city": "Paris"}}', "", "", PARIS),
+    ("hermes", '<tool_call>{"name": "weather", "arguments": {"city": "Paris"}, "id": "a1", "n": 3}</tool_call>', "", "",
+     PARIS),
+    ("hermes", '<tool_call>{"arguments": {"city": "\\ud83d"}, "name": "weather"}</tool_call>', "", "",
+     [("weather", {"city": "?"})]),
+    ("llama3", '{"name": "Ann", "age": 3}', '{"name": "Ann", "age": 3}', "", []),
     ("llama3", "It is {sunny}.", "It is {sunny}.", "", []),
     ("llama3", '{"temperature": 5, "name": "x"}', '{"temperature": 5, "name": "x"}', "", []),
     ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]',
      "", "", BOTH),
+    ("mistral", '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}, "id": "abcdefghi"}, '
+                '{"name": "now", "arguments": {}, "id": "b"}]', "", "", BOTH),
     ("mistral", '[TOOL_CALLS]weather[ARGS]{"city": "Paris"}[TOOL_CALLS]now[ARGS]{}', "", "", BOTH),
     ("mistral", 'Well. [TOOL_CALLS]weather[CALL_ID]a1b2[ARGS]{"city": "Paris"}', "Well.", "", PARIS),
     ("mistral", '[TOOL_CALLS]weather{"city": "Paris"}', "", "", PARIS),
@@ -119,6 +126,7 @@ WELL_FORMED: list[Case] = [
     ("harmony", "<|channel|>commentary<|message|>First.<|end|><|start|>assistant to=functions.weather<|channel|>"
                 'commentary json<|message|>{"city": "Paris"}<|end|><|start|>assistant<|channel|>commentary '
                 "to=functions.now<|message|>{}", "First.", "", BOTH),
+    ("harmony", "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Hi.", "Hi.", "Hm.", []),
     ("harmony", "no channels at all", "no channels at all", "", []),
     ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>", "", "", PARIS),
     ("glm", "Hm.<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value><arg_key>where</arg_key><arg_value>"
@@ -134,6 +142,7 @@ WELL_FORMED: list[Case] = [
               "<start_function_call>call:now{}<end_function_call>", "Hm.", "", BOTH),
     ("generic", '[{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "now", "arguments": {}}]', "", "",
      BOTH),
+    ("generic", '[{"name": "Ann", "age": 3}]', '[{"name": "Ann", "age": 3}]', "", []),
     ("think", "<think>\nWell, 2 < 3.\n</think>\n\nYes.", "Yes.", "Well, 2 < 3.\n", []),
     ("think", "  No thought.", "  No thought.", "", []),
     ("think", "Then <think> is text.", "Then <think> is text.", "", []),
@@ -146,6 +155,8 @@ WELL_FORMED: list[Case] = [
 MALFORMED = [
     ("hermes", "<tool_call>not JSON</tool_call> and more"), ("hermes", "<tool_call>"), ("hermes", "</tool_call>"),
     ("hermes", '<tool_call>{"name": 5, "arguments": {}}</tool_call>'), ("hermes", "<tool_call>[1, 2]</tool_call>"),
+    ("hermes", '<tool_call>{"arguments": {"x": NaN}, "name": "x"}</tool_call>'),
+    ("gemma", "<|tool_call>call:x{a:1e999}<tool_call|>"),
     ("hermes", '<tool_call>{"name": "x", "arguments": [1]}</tool_call>'), ("hermes", '<tool_call>{"name": "x"'),
     ("hermes", "<tool_call>" + "[" * 3000 + "</tool_call>"), ("hermes", "a <tool_cal"),
     ("llama3", '{"name": 5}'), ("llama3", '{"name": "x", "parameters": 7}'), ("llama3", "{"), ("llama3", '{"na'),

@@ -41,8 +41,4 @@ async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, 
 
 def closed_loop(target: Target, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
     """Work through `jobs` with `concurrency` clients, each sending its next one when its last is answered."""
-
-    async def run() -> list[Answer]:
-        return await offer(target, jobs, concurrency=concurrency)
-
-    return asyncio.run(run())
+    return asyncio.run(offer(target, jobs, concurrency=concurrency))

@@ -4,6 +4,7 @@ downloaded: mixes are drawn from distributions.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,8 +86,8 @@ class Mix:
             return [Job(f"{prefixes[i % self.num_prefixes]} {prompts.make(self.suffix_len)}", self.output_len)
                     for i in range(self.count)]
         if self.dataset == "long":
-            every = max(round(1 / self.long_share), 1) if self.long_share > 0 else self.count + 1
-            return [Job(prompts.make(self.long_len if i % every == 0 else self.input_len), self.output_len)
+            due = [math.ceil(i * self.long_share - 1e-9) for i in range(self.count + 1)]
+            return [Job(prompts.make(self.long_len if due[i + 1] > due[i] else self.input_len), self.output_len)
                     for i in range(self.count)]
         return [Job(prompts.make(self._around(prompts, self.input_len)), self._around(prompts, self.output_len))
                 for _ in range(self.count)]

@@ -23,7 +23,10 @@ r"""In regular expressions \d, \w and \s stand for ASCII characters alone."""
 
 def grammar_of(form: StructuredOutputs) -> str:
     """llguidance's description of `form`. Raises ValueError, saying why, for what cannot be one."""
-    grammar = json.dumps(_described(form), ensure_ascii=False)
+    try:
+        grammar = json.dumps(_described(form), ensure_ascii=False)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if len(grammar) > MAX_CHARS:
         raise ValueError(f"it is {len(grammar)} characters long; at most {MAX_CHARS} are allowed")
     return grammar
@@ -76,6 +79,7 @@ def _context_free(text: str) -> dict[str, Any]:
         except Exception as error:  # a parser in Python, which raises whatever comes
             raise ValueError(f"it is neither Lark nor GBNF: {error}") from error
     given = json.loads(text)
-    if not isinstance(given, dict) or not isinstance(given.get("grammars"), list) or not given["grammars"]:
-        raise ValueError("a grammar in JSON must have a list 'grammars'")
+    found = given.get("grammars") if isinstance(given, dict) else None
+    if not isinstance(found, list) or not found or not all(isinstance(one, dict) for one in found):
+        raise ValueError("a grammar in JSON must have a list 'grammars' of objects")
     return given

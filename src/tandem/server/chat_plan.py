@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,9 @@ async def _form(
     """The checked grammar of the whole answer. Raises RequestError naming the field at fault and the reason."""
     param = "tools" if asked is None else asked[0]
     try:
-        answer = None if asked is None else grammar_of(asked[1])
+        # In a thread: a long one takes a second.
+        answer = None if asked is None else await asyncio.get_running_loop().run_in_executor(
+            grammars.threads, grammar_of, asked[1])
         grammar = answer_grammar(writing, literal_of(grammars.special), answer)
     except ValueError as error:
         raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error

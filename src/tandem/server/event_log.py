@@ -12,7 +12,7 @@ class EventLog:
         self.events: list[bytes] = []
         self._change = asyncio.Event()
 
-    def restart(self, events: bytes = b"") -> None:
+    def restart(self, events: bytes) -> None:
         """The job begins (again)."""
         self.events.clear()
         self.add(events)

@@ -149,8 +149,10 @@ class Jobs:
         return record
 
     def answer(self, entry: Entry) -> Reply:
-        """The answer of a request that has one. Raises JournalError when it is damaged."""
-        assert entry.answer is not None
+        """The answer of a request that has one. Raises UnavailableError if not, JournalError when it is damaged."""
+        if entry.answer is None:
+            raise UnavailableError("The request is left for the next start of the server.", retry_after=10.0,
+                                   code="shutting_down")
         record = self._journal.load(entry.answer)
         assert isinstance(record, Answered)
         return Reply(record.status, record.body)

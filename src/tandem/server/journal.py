@@ -218,8 +218,7 @@ class Journal:
 
     def append(self, record: Record) -> None:
         """Add a record. Raises JournalError, with the file as it was before, when there is no room for it."""
-        payload = self._encode(record)
-        data = _HEAD.pack(MAGIC, len(payload), self._checksum(payload)) + payload
+        data = self._framed(record)
         try:
             _write(self._fd, data, self.end)
         except OSError as error:
@@ -231,6 +230,10 @@ class Journal:
         span = (self.end, len(data))
         self.end += len(data)
         self._apply(record, span)
+
+    def _framed(self, record: Record) -> bytes:
+        payload = self._encode(record)
+        return _HEAD.pack(MAGIC, len(payload), self._checksum(payload)) + payload
 
     def sync_file(self) -> int:
         """Have the disk hold all that was appended before the call, up to the offset that is returned. For any thread.
@@ -272,6 +275,8 @@ class Journal:
     def replace(self, compaction: Compaction) -> None:
         """Go on with the new file. Raises OSError, with the old one in use as before."""
         compaction.copy(self.spans())  # what has come since
+        for gone in compaction.ids - self.entries.keys():
+            compaction.add(self._framed(Dropped(gone)))
         os.fsync(compaction.fd)
         os.rename(compaction.path, self.path)
         os.close(self._fd)
@@ -287,7 +292,7 @@ class Journal:
 
     def compaction(self) -> Compaction:
         """A new file to copy what is needed into. Raises OSError."""
-        return Compaction(self._fd, self.path.with_name("journal.new"), FORMAT + self._salt)
+        return Compaction(self._fd, self.path.with_name("journal.new"), FORMAT + self._salt, set(self.entries))
 
     def close(self) -> None:
         """Sync and close it."""
@@ -300,8 +305,10 @@ class Journal:
 class Compaction:
     """The new file of a journal that is being rewritten."""
 
-    def __init__(self, source: int, path: Path, head: bytes) -> None:
+    def __init__(self, source: int, path: Path, head: bytes, ids: set[str]) -> None:
         self.path = path
+        self.ids = ids
+        """Requests whose records may be copied."""
         self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         self.moved: dict[int, int] = {}
         """New offset of each record by its old one."""
@@ -309,18 +316,19 @@ class Compaction:
         self._source = source
         self._head = head
 
-    def _add(self, data: bytes) -> None:
+    def add(self, data: bytes) -> None:
+        """Append a record, or the head of the file. Raises OSError."""
         _write(self.fd, data, self.end)
         self.end += len(data)
 
     def copy(self, spans: Iterable[Span]) -> None:
         """Copy records that are not here yet, and sync. For any thread. Raises OSError."""
         if not self.end:
-            self._add(self._head)
+            self.add(self._head)
         for offset, length in spans:
             if offset not in self.moved:
                 self.moved[offset] = self.end
-                self._add(os.pread(self._source, length, offset))
+                self.add(os.pread(self._source, length, offset))
         os.fdatasync(self.fd)
 
     def abandon(self) -> None:

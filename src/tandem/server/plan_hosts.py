@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.env import machine_memory
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.hostfile import memory_size
 from tandem.models.planner_hardware import CHIPS, GIB, Link, Machine, link, machine
@@ -68,7 +68,7 @@ def this_machine() -> Hosts:
 
     name = socket.gethostname().split(".")[0] or "this machine"
     info = mx.device_info() if mx.default_device().type == mx.DeviceType.gpu else {}
-    installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    installed = machine_memory()
     device = str(info.get("device_name", "CPU"))
     chip = device.lower().removeprefix("apple ").replace(" ", "-") if info else "cpu"
     known = chip if chip in CHIPS else "h200" if "h200" in chip else None

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from tandem.server.tools.events import CallArguments, CallStart, Content
-from tandem.server.tools.scan import Feed, Steps, held, passed_on
+from tandem.server.tools.scan import Feed, Steps, dumped, held, passed_on
 
 TAGS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 """Opening and closing token of Gemma 4, and of FunctionGemma."""
@@ -25,14 +25,15 @@ def gemma(feed: Feed) -> Steps[None]:
         body, closing = yield from held(feed, (TAGS[opening],))
         call = _CALL.fullmatch(body)
         try:
-            arguments, rest = _value(call[2] if call else "", 0)
+            value, rest = _value(call[2] if call else "", 0)
+            arguments = dumped(value)
         except (ValueError, IndexError):
             call = None
         if call is None or rest.strip():
             yield Content(opening + body + closing)
             continue
         yield CallStart(index, call[1])
-        yield CallArguments(index, json.dumps(arguments, ensure_ascii=False))
+        yield CallArguments(index, arguments)
         index += 1
 
 

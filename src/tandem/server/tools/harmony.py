@@ -23,7 +23,7 @@ def harmony(feed: Feed) -> Steps[None]:
             return
         before, _, channel = header.rpartition(CHANNEL)
         text = before.split(START)[0]
-        if text.strip() and not _RECIPIENT.search(text):
+        if text.strip() not in ("", "assistant") and not _RECIPIENT.search(text):
             yield Content(text)
         if recipient := _RECIPIENT.search(header):
             yield CallStart(index, recipient[1])

@@ -18,6 +18,7 @@ Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's arguments, by the tool's name."""
 SPACE = " \t\r\n"
 _JSON_OUTSIDE_STRINGS = frozenset("0123456789+-.eE,: \t\r\ntrufalsn")
+_MEMBER = re.compile(r'\s*,\s*"[^"\\}]*"\s*:\s*(?:"[^"\\}]*"|[^\s"{}\[\],]+)(?=\s*[,}])')
 _HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
@@ -108,7 +109,7 @@ def passed_on(feed: Feed, markers: Sequence[str], kind: type[Content] | type[Rea
         if place:
             yield kind(feed.take(place))
         if marker or feed.ended:
-            return feed.take(len(marker)) if marker else ""
+            return feed.take(len(marker))
         yield None
 
 
@@ -186,6 +187,7 @@ def named_call(feed: Feed, index: int, opening: str, closing: str) -> Steps[int]
             feed.take(head.end())
             yield CallStart(index, head[1])
             yield from json_object(feed, index)
+            yield from _members(feed)
             if (yield from next_visible(feed, SPACE + "}")) and closing:
                 yield from followed(feed, closing)
             return index + 1
@@ -203,6 +205,22 @@ def named_call(feed: Feed, index: int, opening: str, closing: str) -> Steps[int]
         yield None
 
 
+def _members(feed: Feed) -> Steps[None]:
+    """Take what stands in a call after its arguments, such as an "id"."""
+    while True:
+        if member := _MEMBER.match(feed.text):
+            feed.take(member.end())
+        elif feed.ended or "}" in feed.text or feed.text.lstrip()[:1] not in ("", ","):
+            return
+        else:
+            yield None
+
+
+def dumped(value: Any) -> str:
+    """A value that a model wrote as JSON that can be sent. Raises ValueError for numbers that are not finite."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode()
+
+
 def whole_calls(text: str) -> list[tuple[str, str]]:
     """Names and arguments of a complete JSON text: a call, or a list of them; none if it is anything else."""
     try:
@@ -215,6 +233,8 @@ def whole_calls(text: str) -> list[tuple[str, str]]:
             return []
         inner = call.get("function")
         call = inner if isinstance(inner, dict) else call
+        if not ({"arguments", "parameters"} & call.keys() or call.keys() <= {"name", "id", "type"}):
+            return []  # an answer in JSON that has a name
         name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             try:
@@ -223,5 +243,8 @@ def whole_calls(text: str) -> list[tuple[str, str]]:
                 return []
         if not isinstance(name, str) or not isinstance(arguments, dict | None):
             return []
-        calls.append((name, json.dumps(arguments or {}, ensure_ascii=False)))
+        try:
+            calls.append((name.encode("utf-8", "replace").decode(), dumped(arguments or {})))
+        except ValueError:
+            return []
     return calls

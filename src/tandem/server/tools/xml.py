@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.server.tools.events import CallArguments, CallStart, Content
-from tandem.server.tools.scan import Feed, Steps, Tools, followed, held, next_visible, passed_on
+from tandem.server.tools.scan import Feed, Steps, Tools, dumped, followed, held, next_visible, passed_on
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
@@ -76,7 +76,7 @@ class _Call:
     def argument(self, key: str, value: str) -> CallArguments:
         """One more argument."""
         typed = typed_value(value, self._types.get(key))
-        text = f"{self._text}{json.dumps(key, ensure_ascii=False)}: {typed}"
+        text = f"{self._text}{dumped(key)}: {typed}"
         self._text = ", "
         return CallArguments(self._index, text)
 
@@ -93,7 +93,7 @@ def typed_value(text: str, schema: Any) -> str:
         try:
             value = json.loads(text.strip())
             if not (isinstance(value, str) or ("string" in kinds and not isinstance(value, dict | list | None))):
-                return json.dumps(value, ensure_ascii=False)
+                return dumped(value)
         except (ValueError, RecursionError):
             pass
-    return json.dumps(text, ensure_ascii=False)
+    return dumped(text)

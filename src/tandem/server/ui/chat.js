@@ -38,7 +38,8 @@ async function ask() {
   const question = byId("question").value.trim();
   if (!question || running) return;
   byId("question").value = "";
-  history.push({ role: "user", content: question });
+  const asked = { role: "user", content: question };
+  history.push(asked);
   byId("messages").append(element("div", { class: "message user" }, question));
   const place = element("div", { class: "message assistant" });
   byId("messages").append(place);
@@ -51,7 +52,10 @@ async function ask() {
   } catch (error) {
     if (error.name !== "AbortError") place.append(element("p", { class: "error" }, error.message));
   } finally {
-    if (answer.content) history.push(answer);
+    if (history.at(-1) === asked) {
+      if (answer.content) history.push(answer);
+      else history.pop();
+    }
     running = null;
     byId("send").hidden = false;
     byId("stop").hidden = true;
@@ -108,6 +112,7 @@ async function* events(stream) {
 
 function render(place, text) {
   const atEnd = window.innerHeight + window.scrollY >= document.body.offsetHeight - 40;
-  place.innerHTML = DOMPurify.sanitize(marked.parse(text));
+  // An element with an id or a name of ours would stand in for it.
+  place.innerHTML = DOMPurify.sanitize(marked.parse(text), { FORBID_ATTR: ["id", "name"], FORBID_TAGS: ["form"] });
   if (atEnd) window.scrollTo(0, document.body.scrollHeight);
 }

@@ -52,7 +52,7 @@ function note(engine) {
   const total = engine?.generated_tokens ?? 0;
   if (last && engine && total >= last.total) rates.push((total - last.total) / ((now - last.at) / 1000));
   if (rates.length > KEPT) rates.shift();
-  last = { total, at: now };
+  last = engine ? { total, at: now } : null;
   const top = Math.max(1, ...rates);
   const points = rates.map((rate, i) => `${i + KEPT - rates.length},${29 - (28 * rate) / top}`).join(" ");
   byId("spark").innerHTML = `<polyline points="${points}"/>`;
