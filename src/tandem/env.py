@@ -9,6 +9,7 @@ import os
 import stat
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 SECRET_VARIABLES = ("TANDEM_API_KEY",)
@@ -20,6 +21,19 @@ EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RU
 
 _LONGEST_RUNTIME_DIR = 64
 """Bytes. macOS allows 103 bytes for the path of a Unix socket; the socket's own name must fit behind this."""
+
+
+_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""A container's limit of memory: control groups of version 2, and of version 1."""
+
+
+def machine_memory() -> int:
+    """Bytes of this machine's memory, or of a container's part of it."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for file in _LIMITS:
+        with suppress(OSError, ValueError):  # "max": there is no limit
+            total = min(total, int(Path(file).read_text()))
+    return total
 
 
 def variables() -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import select
 import signal
@@ -21,6 +20,7 @@ import psutil
 import pytest
 
 from tandem import LLM, SamplingParams
+from tandem.env import machine_memory
 from tandem.testing import tiny_adapter, tiny_model
 
 pytestmark = pytest.mark.slow
@@ -79,7 +79,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("alpha", 0), ("beta", 1), ("delta", 0)):
         tiny_model(path / name, seed=seed)
     tiny_adapter(path / "alpha", path / "adapter")
-    budget = 54 * MIB / (os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    budget = 54 * MIB / machine_memory()
     file = path / "tandem.toml"
     file.write_text(f"""
 [model]

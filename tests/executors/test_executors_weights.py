@@ -13,12 +13,15 @@ from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSet
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
 from tandem.errors import ModelError, OutOfMemory, RankFailure
+from tandem.executors import assembly
 from tandem.executors.assembly import require_memory
 from tandem.executors.cluster import ClusterExecutor
 from tandem.executors.weights import Head, obtain_files, serve_model
 from tandem.executors.worker import WorkerPayload
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.process import ChildProcess
+from tandem.models.files import ModelFiles
+from tandem.models.footprint import slice_bytes
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
@@ -134,6 +137,20 @@ def test_a_slice_that_does_not_fit_never_travels(tmp_path: Path, monkeypatch: py
     finally:
         server.close()
     assert not list((tmp_path / "cache").rglob("parts/*"))
+
+
+def test_a_rank_with_a_gpu_of_its_own_may_use_all_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = plan_layout(settings_of(tiny_model(tmp_path / "m"), pipeline_parallel_size=2))
+    files = ModelFiles(path=Path(layout.ranks[0].model_path), name="m")
+    spec = msgspec.structs.replace(layout.ranks[0], memory_share=0.4, gpu_share=0.8)
+    need = slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize=False, share=1.0, gpu=True)
+    monkeypatch.setattr(assembly, "memory_bytes", lambda: int(need / 0.6))
+    with pytest.raises(OutOfMemory):
+        require_memory(spec, files)
+    monkeypatch.setattr(assembly, "on_gpu", lambda: True)
+    require_memory(spec, files)
+    with pytest.raises(OutOfMemory):
+        require_memory(msgspec.structs.replace(spec, gpu_share=None), files)
 
 
 def test_a_head_that_is_gone_or_has_changed_is_a_failed_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

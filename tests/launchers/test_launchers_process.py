@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from tandem.env import child_environment
 from tandem.errors import LayoutError
+from tandem.launchers.local import LocalLauncher
 from tandem.launchers.process import ChildProcess
 from tandem.launchers.worlds import free_ports, make_world, visible_gpus
 
@@ -104,6 +106,28 @@ def test_nccl_ranks_take_the_gpus_in_order(monkeypatch: pytest.MonkeyPatch) -> N
     assert [world.variables(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["5", "6"]
     with pytest.raises(LayoutError, match="needs 4 GPUs"):
         make_world("nccl", 3, 1)
+
+
+def test_ranks_have_gpus_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, count, own in (("0,1", 2, True), ("0,1", 3, False), ("0,1", 1, False), ("", 2, False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        assert [place.own_gpu for place in LocalLauncher(1).recruit(count, 0.0)] == [own] * count
+    assert visible_gpus() == []
+
+
+def test_a_child_outlives_the_thread_that_started_it(tmp_path: Path, module: dict[str, str]) -> None:
+    children: list[ChildProcess] = []
+
+    def start() -> None:
+        children.append(ChildProcess("a_child", b"x", env=module, name="child", arguments=[str(tmp_path / "got")]))
+        wait_for(tmp_path / "got")
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert not children[0].wait(0.5)
+    children[0].kill()
+    assert children[0].wait(10.0)
 
 
 def test_backends_that_need_a_host_file_say_so() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tandem.errors import BrokenModel, LayoutError, ModelNotFound, UnsupportedModel, UsageError
 from tandem.models.description import describe
 from tandem.models.files import ModelFiles, resolve
+from tandem.models.footprint import slice_bytes
 from tandem.models.stage import load_stage
 from tandem.testing import tiny_model
 
@@ -107,6 +108,9 @@ def test_no_weights_at_all(tmp_path):
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, UnsupportedModel, "'gptq' is not supported"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, UnsupportedModel, "'bitsandbytes'"),
         ({"quantization": {"bits": "x"}}, UnsupportedModel, "are not MLX's"),
+        ({"quantization": {"bits": 4, "group_size": 0}}, UnsupportedModel, "are not MLX's"),
+        ({"quantization": {"bits": 4, "group_size": 64, "model.x": {"group_size": "x"}}}, UnsupportedModel,
+         "are not MLX's"),
         ({"hidden_size": None}, BrokenModel, "hidden_size must be a positive whole number, is None"),
         ({"num_hidden_layers": -1}, BrokenModel, "num_hidden_layers"),
         ({"num_hidden_layers": 9}, BrokenModel, "no weights of layer 4 of 9"),
@@ -219,3 +223,20 @@ def test_peak_memory_is_the_slice_and_one_tensor(quantized, dtype, expand, tmp_p
     peak, owned, stored = map(int, done.stdout.split())
     tensor = 512 * 2048 * 4
     assert peak < owned + 4 * tensor + 8e6, (peak, owned, stored)
+
+
+def test_the_last_stage_of_a_tied_model_has_the_embedding_too(tmp_path):
+    d = describe(resolve(str(tiny_model(tmp_path / "m", config={"tie_word_embeddings": True}))))
+    assert d.tied_head
+    whole, *stages = (slice_bytes(d, layers, "auto", False, 1.0, gpu=True)
+                      for layers in (range(4), range(2), range(2, 4)))
+    assert sum(stages) == whole + d.embed_bytes
+
+
+def test_null_ties_nothing(tmp_path):
+    """As mlx-lm reads it."""
+    path = tiny_model(tmp_path / "m", "llama")
+    config = json.loads((path / "config.json").read_text())
+    for given, tied in ((None, False), (True, True), (False, False)):
+        (path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": given}))
+        assert describe(resolve(str(path))).tied_head is tied

@@ -281,6 +281,14 @@ def test_a_large_and_a_small_mac():
     assert shared.fits
 
 
+def test_heads_that_groups_of_weights_cut_unevenly_are_not_shared():
+    """SmolLM2-360M in groups of 128: two heads of 64 to a group, and 5 kv heads."""
+    model = replace(dense(32, 960, 15, 5, 64, 2560, 49152, bits=4, tied=True),
+                    quantization={"group_size": 128, "bits": 4, "mode": "affine"})
+    answer = plan(model, macs(("a", 16, "m4-max"), ("b", 16, "m4-max")), RDMA, Request())
+    assert answer.chosen.fits and "impossible" in row(answer, "TP 2").reason
+
+
 def test_a_rack_of_four():
     model, experts = QWEN_235B, QWEN_235B_EXPERTS
     machines = macs(*((f"s{i}", 128, "m4-max") for i in range(4)))

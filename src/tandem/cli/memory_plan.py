@@ -145,7 +145,7 @@ def _weights(layout: Layout, spec: StageSpec, gpu: bool) -> int:
     more = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
     if (draft := _draft(spec)) is not None:
         more += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=gpu)
-    return more + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, _share(spec), gpu=gpu)
+    return more + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=gpu)
 
 
 def _kv(layout: Layout, spec: StageSpec, gpu: bool) -> int:
@@ -155,7 +155,7 @@ def _kv(layout: Layout, spec: StageSpec, gpu: bool) -> int:
     whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu)
     draft = _draft(spec)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
-    return more + whole * -(-int(heads * _share(spec) * 1000) // 1000) // heads
+    return more + whole * -(-int(heads * spec.share * 1000) // 1000) // heads
 
 
 def _draft(spec: StageSpec) -> ModelDescription | None:
@@ -163,12 +163,6 @@ def _draft(spec: StageSpec) -> ModelDescription | None:
     if not (spec.samples and spec.draft_path):
         return None
     return describe(ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name))
-
-
-def _share(spec: StageSpec) -> float:
-    if spec.tensor_split is None:
-        return 1 / spec.tp_size
-    return spec.tensor_split[spec.tp_rank] / sum(spec.tensor_split)
 
 
 def _mib(count: int) -> str:

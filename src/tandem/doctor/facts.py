@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tandem.doctor.messages import Facts, GatherFacts
 from tandem.doctor.model_files import look_at
+from tandem.env import machine_memory
 from tandem.version import __version__
 
 COMMAND_S = 10.0
@@ -55,7 +56,7 @@ def gather(request: GatherFacts) -> Facts:
     system = platform.system()
     outputs = {name: text for name, words in COMMANDS.get(system, {}).items() if (text := output_of(words)) is not None}
     hostname = socket.gethostname()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_memory()
     available = memory
     if system == "Linux":
         memory, available = _meminfo(memory)

@@ -148,13 +148,13 @@ class Engine:
                                  longest=chosen.prompt_lookup_max, model=chosen.speculative_method == "draft_model")
 
     def _kv_tokens(self) -> int:
-        """What the tightest host has room for, or what the settings say if that is less."""
-        chosen, hosts = self.settings.scheduler, {ready.host for ready in self._ready}
-        room = []
-        for host in hosts:
-            ranks = [ready for ready in self._ready if ready.host == host]
-            room.append(kv_capacity(ranks[0].memory_bytes, chosen.memory_fraction,
-                                    [(ready.weight_bytes, ready.kv_bytes_per_token) for ready in ranks]))
+        """What the tightest memory has room for, or what the settings say if that is less."""
+        chosen, pools = self.settings.scheduler, dict[tuple[str, int], list[Ready]]()
+        for ready in self._ready:
+            pools.setdefault((ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
+        room = [kv_capacity(ranks[0].memory_bytes, chosen.memory_fraction,
+                            [(ready.weight_bytes, ready.kv_bytes_per_token) for ready in ranks])
+                for ranks in pools.values()]
         useful = self.layout.max_context * chosen.max_batch_size
         tokens = min(*room, useful) if chosen.kv_tokens is None else chosen.kv_tokens
         if self.degraded:

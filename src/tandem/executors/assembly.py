@@ -54,12 +54,11 @@ def _dequantizes(spec: StageSpec) -> bool:
 def require_memory(spec: StageSpec, files: ModelFiles) -> None:
     """Refuse a slice that is too large for this machine; headers are enough. Raises OutOfMemory."""
     description, dequantize = describe(files), _dequantizes(spec)
-    share = 1 / spec.tp_size if spec.tensor_split is None else spec.tensor_split[spec.tp_rank] / sum(spec.tensor_split)
-    need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, share, gpu=on_gpu())
+    need = slice_bytes(description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=on_gpu())
     if spec.samples and spec.draft_path:
         draft = describe(_draft_files(spec))
         need += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=on_gpu())
-    allowed = int(memory_bytes() * spec.memory_share)
+    allowed = int(memory_bytes() * (spec.gpu_share if spec.gpu_share and on_gpu() else spec.memory_share))
     if need > allowed:
         raise OutOfMemory(
             f"{spec.label} of {spec.model_name} needs {need / 2**20:.0f} MiB for its weights, and may use "
@@ -110,4 +109,4 @@ def ready_message(spec: StageSpec, runner: Runner) -> Ready:
     return Ready(rank=spec.rank, weight_bytes=sum(stage.nbytes for stage in stages),
                  kv_bytes_per_token=per_token, memory_bytes=memory_bytes(),
                  peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
-                 trimmable=trimmable(runner.stage.make_caches()))
+                 own_memory=on_gpu() and spec.gpu_share is not None, trimmable=trimmable(runner.stage.make_caches()))

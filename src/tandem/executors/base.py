@@ -30,12 +30,14 @@ class StageSpec(Struct, frozen=True, kw_only=True):
     dequantize: str
     vocab_size: int
     memory_share: float
-    """Share of its machine's memory that this rank may use."""
+    """Share of its machine's memory, or of the GPU there, that this rank may use."""
     eos_token_ids: tuple[int, ...]
     channel: str
     backend: str
     blas: str
     log_level: str
+    gpu_share: float | None = None
+    """The same of a GPU that this rank alone has, of several; None if it has none, or computes without."""
     weights_from: str = "local"
     """`head`: from the engine's machine; `model_path` is a directory there."""
     hub: str = ""
@@ -63,6 +65,12 @@ class StageSpec(Struct, frozen=True, kw_only=True):
     def tp_rank(self) -> int:
         """Number within the stage; 0 leads it."""
         return self.rank - sum(self.stage_sizes[:self.stage])
+
+    @property
+    def share(self) -> float:
+        """Its part of the stage's heads and widths."""
+        weights = self.tensor_split or (1.0,) * self.tp_size
+        return weights[self.tp_rank] / sum(weights)
 
     @property
     def samples(self) -> bool:

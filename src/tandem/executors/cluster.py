@@ -78,6 +78,7 @@ class ClusterExecutor(Executor):
         self._connected = False
         """All ranks have said hello and may be pinged."""
         self._failed = False
+        self._looked_at = 0.0
 
     # --- start ---
 
@@ -129,9 +130,10 @@ class ClusterExecutor(Executor):
         worlds = self._make_worlds()
         machines = Counter(place.host for place in places)
         for spec, place, world in zip(self._specs, places, worlds, strict=True):
-            share = spec.memory_share * len(self._specs) / machines[place.host]
+            whole = spec.memory_share * len(self._specs)
             variables = {} if world is None else world[0].variables(world[1])
-            spec = replace(spec, memory_share=share, backend=world[0].backend if world else spec.backend)
+            spec = replace(spec, memory_share=whole / machines[place.host], gpu_share=whole if place.own_gpu else None,
+                           backend=world[0].backend if world else spec.backend)
             payload = WorkerPayload(
                 spec=spec, keys=keys, bus_endpoint=seen_from(place, self._bus.endpoint), channel_host=place.address,
                 generation=self._generation,
@@ -192,11 +194,14 @@ class ClusterExecutor(Executor):
     def _next_before(self, deadline: float, what: str, missing: set[int]) -> RankMessage:
         while True:
             message = self._receive(POLL_S)
+            # Also while messages come without a pause, as the progress of loading does.
+            if message is None or time.monotonic() - self._looked_at >= POLL_S:
+                self._look()
+                if self.on_wait is not None:
+                    self.on_wait()
+                self._looked_at = time.monotonic()
             if message is not None:
                 return message
-            self._look()
-            if self.on_wait is not None:
-                self.on_wait()
             if time.monotonic() > deadline:
                 raise RankFailure(f"ranks {sorted(missing)} did not {what} within {self._start_timeout:.0f} s "
                                   "(start_timeout)", cause="start")

@@ -26,7 +26,8 @@ class Head(Struct, frozen=True):
 
 def serve_model(directory: Path, keys: ClusterKeys, host: str) -> BlobServer:
     """Serve config, tokenizer and weights of a model directory to the holders of `keys`. Raises `BrokenModel`."""
-    whole = [path for pattern in METADATA for path in directory.glob(pattern) if path.is_file()]
+    whole = [path for pattern in METADATA for path in directory.glob(pattern)
+             if path.is_file() and not path.name.startswith(".")]
     return BlobServer({*whole, *weight_files(directory)}, keys, host)
 
 

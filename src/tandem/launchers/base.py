@@ -61,6 +61,8 @@ class Place:
     """Address on which it reaches the engine."""
     memory_bytes: int = 0
     """Its share of the machine's memory; 0 when that is not known."""
+    own_gpu: bool = False
+    """Of several GPUs of the machine one is this rank's alone."""
 
 
 class Launcher(ABC):

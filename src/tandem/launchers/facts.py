@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.env import variable
+from tandem.env import machine_memory, variable
 from tandem.errors import ConfigError
 from tandem.launchers.worlds import visible_gpus
 from tandem.protocol.hosts import HostFacts, MlxWorld
@@ -37,7 +37,7 @@ def host_facts(address: str) -> HostFacts:
     return HostFacts(
         name=socket.gethostname(), pid=os.getpid(), address=address, versions=versions(),
         system=f"{platform.system()} {platform.machine()}", chip=_chip(), cores=os.cpu_count() or 1,
-        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), gpus=visible_gpus())
+        memory_bytes=machine_memory(), gpus=visible_gpus())
 
 
 def _chip() -> str:

@@ -118,10 +118,11 @@ class HostsLauncher(Launcher):
 
     def _place(self, member: Member) -> Place:
         facts = member.facts
-        together = sum(one.facts.name == facts.name for one in self._members)
-        memory = 0 if facts.gpus else facts.memory_bytes // together  # that of a GPU is not known here
+        together = [one for one in self._members if one.facts.name == facts.name]
+        memory = 0 if facts.gpus else facts.memory_bytes // len(together)  # that of a GPU is not known here
+        shared_out = bool(facts.gpus) and len({tuple(one.facts.gpus) for one in together}) == len(together) > 1
         return Place(host=facts.name, address=self._address(member), engine_address=member.join.head,
-                     memory_bytes=memory)
+                     memory_bytes=memory, own_gpu=shared_out or bool(self._gpu(member, together)))
 
     def _bring(self, missing: list[int], *, first: bool) -> None:
         """`bring`, where a machine that has been there once, and cannot come now, may still come in time."""

@@ -35,8 +35,10 @@ class LocalLauncher(Launcher):
     def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
                 slots: Sequence[int] | None = None) -> list[Place]:
         """This machine has room for any number."""
-        here = Place(host="this machine", address=self.bus_host, engine_address=self.bus_host)
-        return [here] * (count if slots is None else len(slots))
+        count = count if slots is None else len(slots)
+        here = Place(host="this machine", address=self.bus_host, engine_address=self.bus_host,
+                     own_gpu=len(visible_gpus()) >= count > 1)
+        return [here] * count
 
     def world(self, backend: str, ranks: Sequence[int]) -> World:
         """A group on loopback."""

@@ -10,9 +10,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
+_spawner = ThreadPoolExecutor(1, thread_name_prefix="spawn")
+"""Starts all children: Linux takes the end of the thread that started one for the end of its parent."""
 
 
 class ChildProcess:
@@ -30,9 +33,10 @@ class ChildProcess:
         inherits. What it writes goes to the file `output`, if one is given.
         """
         self.name = name
-        self._process = subprocess.Popen([sys.executable, "-m", module, *arguments], stdin=subprocess.PIPE,
-                                         env=dict(env), start_new_session=True, pass_fds=tuple(pass_fds),
-                                         stdout=output, stderr=output)
+        command = [sys.executable, "-m", module, *arguments]
+        self._process = _spawner.submit(subprocess.Popen, command, stdin=subprocess.PIPE, env=dict(env),
+                                        start_new_session=True, pass_fds=tuple(pass_fds), stdout=output,
+                                        stderr=output).result()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from tandem.env import variable
+from tandem.env import variables
 from tandem.errors import LayoutError
 from tandem.launchers.base import World
 
@@ -74,9 +74,9 @@ def make_world(backend: str, size: int, first_rank: int) -> World:
 
 def visible_gpus() -> list[str]:
     """NVIDIA GPUs that processes started here may use, in CUDA's terms; empty on machines without."""
-    named = variable("CUDA_VISIBLE_DEVICES")
+    named = variables().get("CUDA_VISIBLE_DEVICES")  # empty: none
     if named is not None:
-        return named.split(",")
+        return [one for one in named.split(",") if one]
     return [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 

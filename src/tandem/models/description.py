@@ -185,8 +185,10 @@ def read_quantization(config: dict[str, Any], name: str) -> dict[str, Any] | Non
                 "`mlx_lm.convert`",
                 param="model",
             )
-    ok = isinstance(settings, dict) and isinstance(settings.get("group_size"), int)
-    if not ok or not isinstance(settings.get("bits"), int) or settings.get("mode", "affine") not in _MODES:
+    ok = isinstance(settings, dict) and {"group_size", "bits"} <= settings.keys() and all(
+        type(one[key]) is int and one[key] > 0 for one in (settings, *settings.values()) if isinstance(one, dict)
+        for key in ("group_size", "bits") if key in one)
+    if not ok or settings.get("mode", "affine") not in _MODES:
         raise UnsupportedModel(f"{name}: quantization settings {settings!r} are not MLX's", param="model")
     return dict(settings)
 
@@ -316,5 +318,4 @@ def _tied(family: Family, config: dict[str, Any], *, has_head: bool) -> bool:
         return not has_head
     if family.tied in ("always", "never"):
         return family.tied == "always"
-    value = config.get("tie_word_embeddings")
-    return bool(value) if value is not None else family.tied == "config-true"
+    return bool(config.get("tie_word_embeddings", family.tied == "config-true"))

@@ -13,7 +13,9 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
     """
     stored = sum(description.layer_bytes[i] for i in layers) * share
     stored += description.embed_bytes if layers.start == 0 else 0
-    stored += description.head_bytes * share if layers.stop == description.num_layers else 0
+    if layers.stop == description.num_layers:
+        tied = description.embed_bytes if description.tied_head and layers.start else 0
+        stored += (description.head_bytes + tied) * share
     item = compute_item(description, dtype, gpu=gpu)
     if description.quantization:
         bits = description.quantization["bits"] + 32 / description.quantization["group_size"]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import sys
 from pathlib import Path
 
 import mlx.core as mx
+
+from tandem.env import machine_memory
 
 CPU_CACHE_BYTES = 64 * 1024 * 1024
 GPU_CACHE_BYTES = 2 * 1024 * 1024 * 1024
@@ -30,7 +31,7 @@ def memory_bytes() -> int:
         for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
             if key in info:
                 return int(info[key])
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return machine_memory()
 
 
 def peak_bytes() -> int:

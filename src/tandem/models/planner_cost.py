@@ -26,6 +26,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tandem.models.description import ModelDescription
+from tandem.models.footprint import compute_item
 from tandem.models.planner_hardware import Link, Machine, Network
 from tandem.models.planner_types import Experts, Request
 
@@ -83,10 +84,7 @@ class Costs:
 
     def item(self, machine: int) -> int:
         """Bytes of one activation or KV element."""
-        kind = self.request.dtype
-        if kind == "auto":
-            kind = self.model.dtype if self.machines[machine].gpu else "float32"
-        return 4 if kind == "float32" else 2
+        return compute_item(self.model, self.request.dtype, gpu=self.machines[machine].gpu)
 
     @cached_property
     def stored_param_bytes(self) -> float:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from tandem.models.description import ModelDescription, read_config, read_headers
+from tandem.models.description import ModelDescription, part_of_tensor, read_config, read_headers
 from tandem.models.files import ModelFiles
 from tandem.models.planner_types import Experts
 
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 _ROUTED = re.compile(r"\.(?:experts|switch_mlp|switch_glu|input_linear|output_linear)\.")
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
 
 def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | None:
@@ -24,9 +23,9 @@ def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | 
     layers = [0] * description.num_layers
     for header in read_headers(files).values():
         for name, tensor in header.items():
-            match = _LAYER.search(name)
-            if match and _ROUTED.search(name) and int(match[1]) < len(layers):
-                layers[int(match[1])] += tensor.nbytes
+            part = part_of_tensor(name, len(layers))
+            if isinstance(part, int) and _ROUTED.search(name):
+                layers[part] += tensor.nbytes
     return Experts(count=count, used=used, layer_bytes=tuple(layers)) if any(layers) else None
 
 

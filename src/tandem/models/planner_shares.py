@@ -39,7 +39,7 @@ class Divider:
         if size not in self._refusals:
             try:
                 plan_shards(self._description, size, dequantize=self._dequantize)
-                self._refusals[size] = None
+                self._refusals[size] = None if self.step else "attention cannot be cut evenly between its kv heads"
             except LayoutError as error:
                 self._refusals[size] = error.message
         return self._refusals[size]

@@ -223,6 +223,8 @@ class Ready(Struct, frozen=True, tag=True):
     pid: int
     trimmable: bool
     """Its KV caches can be cut to any length."""
+    own_memory: bool = False
+    """No other rank uses that memory, although others may be on the host: each has a GPU."""
 
 
 class Stepped(Struct, frozen=True, tag=True):

@@ -217,6 +217,8 @@ class BlobClient:
         number = self._ask(ListFiles(self._next()))
         while True:
             answer, _ = self._receive()
+            if isinstance(answer, Refusal) and answer.number == number:
+                raise TransportError(f"the engine's machine cannot list its files: {answer.message}")
             if isinstance(answer, FileList) and answer.number == number:
                 return answer.files
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
 
+from tandem.env import machine_memory
 from tandem.vllm_plugin.compat import apply
 from tandem.vllm_plugin.limits import refuse_unsupported
 from tandem.vllm_plugin.options import DEVICES, RESOURCE, check_devices, read_options
@@ -58,7 +58,7 @@ class TandemPlatform(Platform):
     @classmethod
     def get_device_total_memory(cls, device_id: int = 0) -> int:
         """Bytes of the machine's memory, which an Apple GPU shares."""
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return machine_memory()
 
     @classmethod
     def set_device(cls, device: torch.device) -> None:
