@@ -188,15 +188,26 @@ def test_rewriting_keeps_what_is_needed(journal):
     compaction.copy(list(journal.spans()))
     journal.append(accepted("meanwhile"))
     journal.append(Answered("r3", 200, b"three"))
-    journal.append(Dropped("r0"))
     journal.replace(compaction)
-    assert journal.path.stat().st_size == journal.end < 2000
+    assert journal.dead == 0 and journal.path.stat().st_size == journal.end < 2000
     assert journal.load(journal.entries["r3"].answer) == Answered("r3", 200, b"three")
     journal.append(accepted("after"))
     journal.close()
     again = Journal(journal.path.parent)
-    assert set(again.entries) == {"r1", "r3", "meanwhile", "after"} and again.damaged == 0
+    assert set(again.entries) == {"r0", "r1", "r3", "meanwhile", "after"} and again.damaged == 0
     assert again.load(again.entries["r1"].answer) == Answered("r1", 500, b"one")
+    journal.__dict__.update(again.__dict__)
+
+
+def test_what_is_dropped_while_it_is_copied_stays_dropped(journal):
+    kept = set(journal.entries) - {"r0"}
+    compaction = journal.compaction()
+    compaction.copy(list(journal.spans()))
+    journal.append(Dropped("r0"))
+    journal.replace(compaction)
+    journal.close()
+    again = Journal(journal.path.parent)
+    assert set(again.entries) == kept and again.damaged == 0
     journal.__dict__.update(again.__dict__)
 
 
