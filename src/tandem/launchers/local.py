@@ -37,7 +37,7 @@ class LocalLauncher(Launcher):
         """This machine has room for any number."""
         count = count if slots is None else len(slots)
         here = Place(host="this machine", address=self.bus_host, engine_address=self.bus_host,
-                     own_gpu=len(visible_gpus()) >= count > 1)
+                     own_gpu=bool(_gpus(count)))
         return [here] * count
 
     def world(self, backend: str, ranks: Sequence[int]) -> World:
@@ -47,7 +47,13 @@ class LocalLauncher(Launcher):
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> ChildProcess:
         """Start one rank."""
         threads = thread_variables(self._threads or max(1, (os.cpu_count() or 1) // world_size))
-        gpus = visible_gpus()
-        device = {"CUDA_VISIBLE_DEVICES": gpus[rank]} if len(gpus) >= world_size > 1 else {}
+        gpus = _gpus(world_size)
+        device = {"CUDA_VISIBLE_DEVICES": gpus[rank]} if gpus else {}
         env = child_environment({**threads, **device, **extra_env})
         return ChildProcess(self._module, payload, env=env, name=f"rank {rank}")
+
+
+def _gpus(count: int) -> list[str]:
+    """A GPU for each of `count` ranks, if there are several ranks and enough for all; else none."""
+    gpus = visible_gpus()
+    return gpus[:count] if len(gpus) >= count > 1 else []
