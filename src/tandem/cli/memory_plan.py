@@ -109,15 +109,14 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
 
 def granted(settings: Settings, needs: dict[str, int], machines: Machines, at_once: int | None) -> Settings:
     """Settings with which the engine keeps to its part: that of one of `at_once` models, where needs are not known."""
-    if not needs:
+    if needs:
+        # Rounded up a little: a share is a float, and a token too few would be an error.
+        share = min(max(bytes_ / machines.memory[name] for name, bytes_ in needs.items()) * 1.0001, 1.0)
+    else:
         # Ray gives each rank a device of its own.
         count = 1 if chosen_launcher(settings.parallel) == "ray" else at_once or 1
-        part = settings.scheduler.memory_fraction / count
-        return dataclasses.replace(settings, scheduler=dataclasses.replace(settings.scheduler, memory_fraction=part))
-    share = max(bytes_ / machines.memory[name] for name, bytes_ in needs.items())
-    # Rounded up a little: a share is a float, and a token too few would be an error.
-    scheduler = dataclasses.replace(settings.scheduler, memory_fraction=min(share * 1.0001, 1.0))
-    return dataclasses.replace(settings, scheduler=scheduler)
+        share = settings.scheduler.memory_fraction / count
+    return dataclasses.replace(settings, scheduler=dataclasses.replace(settings.scheduler, memory_fraction=share))
 
 
 def check_fit(name: str, found: Footprint, budget: dict[str, int], kept: dict[str, dict[str, int]]) -> None:

@@ -58,10 +58,7 @@ def _lark(text: str) -> dict[str, Any]:
 
 def json_schema(schema: str | Mapping[str, Any]) -> dict[str, Any]:
     """A schema with the whitespace that outputs may have. Raises ValueError when it is not an object."""
-    try:
-        given = json.loads(schema) if isinstance(schema, str) else schema
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+    given = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(given, Mapping):
         raise ValueError("a JSON schema must be an object")
     options = given.get("x-guidance")
