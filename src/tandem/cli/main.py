@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.cli import agent_options, bench_options, doctor_options, lifecycle_options, parity_options, plan_options
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
+from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
 
@@ -237,6 +238,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    raise_limit()
     run: Run = arguments.run
     try:
         return run(arguments)

@@ -17,6 +17,7 @@ from tandem.cli.control import control_path
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
 from tandem.config.several import alone, settings_of
+from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.process import receive_payload, watch_lifeline
 from tandem.log import set_up
@@ -110,6 +111,7 @@ def _api_child(settings: Settings, fd: int) -> int:
 
 def main() -> int:
     """Entry point of a child."""
+    raise_limit()
     settings = from_json(receive_payload())
     kind = sys.argv[1]
     number = " " + sys.argv[2] if kind == "engine" and len(sys.argv) > 2 else ""
