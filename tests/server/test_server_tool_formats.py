@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,17 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.server.tools.choose import tool_format
 from tandem.server.tools.deepseek import deepseek
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
 from tandem.server.tools.gemma import gemma
 from tandem.server.tools.generic import generic
 from tandem.server.tools.harmony import harmony
 from tandem.server.tools.hermes import hermes
+from tandem.server.tools.invoke import dsml, minimax, muse
+from tandem.server.tools.kimi import kimi
 from tandem.server.tools.llama3 import llama3
 from tandem.server.tools.mistral import mistral
+from tandem.server.tools.pythonic import pythonic
 from tandem.server.tools.reasoning import thinking
 from tandem.server.tools.scan import Feed, Reader, Steps, StreamParser, Tools, everything
-from tandem.server.tools.xml import glm, qwen_coder
+from tandem.server.tools.xml import glm, longcat, qwen_coder
 
 TOOLS: Tools = {
     "weather": {"type": "object", "properties": {
@@ -38,6 +43,10 @@ def with_tools(reader: Callable[[Feed, Tools], Steps[None]]) -> Reader:
 READERS: dict[str, Reader] = {
     "hermes": hermes, "llama3": llama3, "mistral": mistral, "deepseek": deepseek, "harmony": harmony, "gemma": gemma,
     "generic": generic, "plain": everything, "glm": with_tools(glm), "qwen_coder": with_tools(qwen_coder),
+    "kimi": kimi, "minimax": with_tools(minimax), "dsml": with_tools(dsml), "muse": with_tools(muse),
+    "longcat": with_tools(longcat), "pythonic": pythonic,
+    "begun qwen_coder": thinking(THINK, with_tools(qwen_coder), begun=True),
+    "longcat think": thinking(("<longcat_think>", "</longcat_think>"), with_tools(longcat), begun=False),
     "think": thinking(THINK, everything, begun=False), "think hermes": thinking(THINK, hermes, begun=False),
     "begun": thinking(THINK, everything, begun=True), "begun hermes": thinking(THINK, hermes, begun=True),
     "brackets": thinking(("[THINK]", "[/THINK]"), mistral, begun=False),
@@ -81,6 +90,19 @@ BOTH: list[tuple[str, Any]] = [("weather", {"city": "Paris"}), ("now", {})]
 V3 = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}\n```json\n{}\n```<｜tool▁call▁end｜>"
 V31 = "<｜tool▁call▁begin｜>{}<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
 DEEP = "<｜tool▁calls▁begin｜>{}<｜tool▁calls▁end｜>"
+KIMI = "<|tool_call_begin|>functions.{}:{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
+SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
+MINIMAX = """<minimax:tool_call>
+<invoke name="weather">
+<parameter name="city">Paris</parameter>
+</invoke>
+<invoke name="now">
+</invoke>
+</minimax:tool_call>"""
+MUSE = MINIMAX.replace("minimax:tool_call", "atem:function_calls").replace("invoke", "atem:invoke").replace(
+    "parameter", "atem:parameter")
+DSML = MINIMAX.replace("minimax:tool_call", "｜DSML｜function_calls").replace("invoke", "｜DSML｜invoke").replace(
+    "parameter", "｜DSML｜parameter").replace('"city"', '"city" string="true"')
 ODD = '{"city": "a \\"b\\" </tool_call> {[", "days": 2}'
 Case = tuple[str, str, str, str, list[tuple[str, Any]]]
 WELL_FORMED: list[Case] = [
@@ -128,6 +150,36 @@ WELL_FORMED: list[Case] = [
                 "to=functions.now<|message|>{}", "First.", "", BOTH),
     ("harmony", "<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>final<|message|>Hi.", "Hi.", "Hm.", []),
     ("harmony", "no channels at all", "no channels at all", "", []),
+    ("kimi", "I look.\n" + SECTION.format(KIMI.format("weather", 0, '{"city": "Paris"}') + KIMI.format("now", 1, "{}")),
+     "I look.", "", BOTH),
+    ("kimi", SECTION.format("<|tool_call_begin|> weather:3 <|tool_call_argument_begin|> " + ODD + "<|tool_call_end|>"),
+     "", "", [("weather", json.loads(ODD))]),
+    ("minimax", "Sure.\n" + MINIMAX + "\n", "Sure.", "", BOTH),
+    ("minimax", "<minimax:tool_call><invoke name='weather'><parameter name=days>3</parameter>"
+                '<parameter name="where">\n{"x": [1]}\n</parameter><parameter name="city">12 < 13</parameter></invoke>'
+                "</minimax:tool_call>", "", "",
+     [("weather", {"days": 3, "where": {"x": [1]}, "city": "12 < 13"})]),
+    ("muse", MUSE, "", "", BOTH),
+    ("dsml", DSML, "", "", BOTH),
+    ("dsml", DSML.replace('string="true">Paris', 'string="false">["Paris", 1]'), "", "",
+     [("weather", {"city": ["Paris", 1]}), ("now", {})]),
+    ("dsml", DSML.replace('string="true">Paris', 'string="true">7'), "", "", [("weather", {"city": "7"}), ("now", {})]),
+    ("longcat", "Hm.<longcat_tool_call>weather\n<longcat_arg_key>city</longcat_arg_key>\n<longcat_arg_value>Paris"
+                "</longcat_arg_value>\n</longcat_tool_call><longcat_tool_call>now</longcat_tool_call>", "Hm.", "",
+     BOTH),
+    ("longcat think", "<longcat_think>Hm.</longcat_think><longcat_tool_call>now</longcat_tool_call>", "", "Hm.",
+     [("now", {})]),
+    ("pythonic", '<|tool_call_start|>[weather(city="Paris"), now()]<|tool_call_end|>', "", "", BOTH),
+    ("pythonic", "Sure. <|tool_call_start|>[weather(city='a )] b', where={'x': [1, true, null, -2.5]})]"
+                 "<|tool_call_end|>Done.", "Sure.Done.", "",
+     [("weather", {"city": "a )] b", "where": {"x": [1, True, None, -2.5]}})]),
+    ("pythonic", '[weather(city="Paris"), now()]', "", "", BOTH),
+    ("pythonic", "<|python_start|>[os.weather(days=3)]<|python_end|>", "", "", [("os.weather", {"days": 3})]),
+    ("pythonic", '{"name": "weather", "parameters": {"city": "Paris"}}', "", "", PARIS),
+    ("pythonic", '<|python_start|>{"name": "weather", "parameters": {"city": "Paris"}}<|python_end|>', "", "", PARIS),
+    ("begun qwen_coder", "Hm.\n</think>\n\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n"
+                         "</function>\n</tool_call>\n<tool_call>\n<function=now>\n</function>\n</tool_call>", "",
+     "Hm.\n", BOTH),
     ("glm", "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>", "", "", PARIS),
     ("glm", "Hm.<tool_call>weather<arg_key>days</arg_key><arg_value>3</arg_value><arg_key>where</arg_key><arg_value>"
             '{"x": [1]}</arg_value><arg_key>city</arg_key><arg_value>12</arg_value></tool_call><tool_call>now'
@@ -168,6 +220,20 @@ MALFORMED = [
     ("gemma", "<|tool_call>call:x{" + "a:{" * 100 + "<tool_call|>"),
     ("gemma", '<|tool_call>call:x{a:<|"|>b}<tool_call|>'),
     ("generic", "[1]"), ("generic", "[{}]"), ("generic", "{}"),
+    ("kimi", SECTION.format("nothing")[len("<|tool_calls_section_begin|>"):-len("<|tool_calls_section_end|>")]),
+    ("kimi", "<|tool_call_begin|>no id<|tool_call_argument_begin|>{}"),
+    ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>no object<|tool_call_end|>"),
+    ("kimi", "<|tool_call_begin|>functions.f:0<|tool_call_end|>"),
+    ("minimax", "<minimax:tool_call>nothing</minimax:tool_call> and more"), ("minimax", "<minimax:tool_call>"),
+    ("minimax", '<minimax:tool_call><invoke name="two words"></invoke></minimax:tool_call>'),
+    ("minimax", "<minimax:tool_call><invoke for=f></invoke>"), ("minimax", '<invoke name="f"></invoke>'),
+    ("dsml", "<｜DSML｜function_calls>nothing"), ("muse", "<atem:function_calls></atem:function_calls>"),
+    ("longcat", "<longcat_tool_call>two words</longcat_tool_call>"), ("pythonic", "[f(1)]"), ("pythonic", "[1, 2]"),
+    ("pythonic", "[a link](https://x.org/(y))"), ("pythonic", "[f(a=b)]"), ("pythonic", "[f(a=1"), ("pythonic", "[]"),
+    ("pythonic", "<|tool_call_start|>[f(a=1)<|tool_call_end|>"), ("pythonic", "[f(a=open('x'))]"),
+    ("pythonic", "[f(a={1, 2})]"), ("pythonic", "[f(a=1e999)]"), ("pythonic", "[f(a=" + "-" * 9000 + "1)]"),
+    ("pythonic", "[f(a=" + "[" * 500 + "]" * 500 + ")]"), ("pythonic", "[f(*a)]"), ("pythonic", "[f(**a)]"),
+    ("pythonic", "[f(a='\\d', b=c)]"), ("pythonic", '{"temperature": 5}'),
 ]
 
 
@@ -195,6 +261,10 @@ MARKUP = [
     "<|call|>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "f\n```json\n",
     "<｜tool▁call▁end｜>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<function=", ">",
     "<parameter=", "</parameter>", "</function>", "<|tool_call>", "call:f{", "a:1", '<|"|>', "<tool_call|>",
+    "<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">', "<invoke ", "</invoke>",
+    '<parameter name="k">', "</longcat_tool_call>", "<longcat_tool_call>", "<|tool_call_start|>", "<|tool_call_end|>",
+    "[f(", "a=1", ")]", "<｜DSML｜function_calls>", '<｜DSML｜invoke name="f">', "</｜DSML｜invoke>",
     " ", "\n", "word", "é漢", "{}", "<", "[THINK]", "[/THINK]",
 ]
 
@@ -223,3 +293,62 @@ def test_arguments_stream_while_they_come() -> None:
     start, *rest = [parser.push(piece) for piece in pieces]
     assert start == [CallStart(0, "f"), CallArguments(0, '{"a"')]
     assert rest == [[CallArguments(0, ': "one')], [CallArguments(0, ' two"')], [CallArguments(0, "}")], []]
+
+
+@pytest.mark.parametrize(("family", "module", "tags"), [
+    ("kimi", "kimi_k2", ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")),
+    ("minimax", "minimax_m2", ("<minimax:tool_call>", "</minimax:tool_call>")),
+    ("muse", "muse_spark", ("<atem:function_calls>", "</atem:function_calls>")),
+    ("glm", "glm47", ("<tool_call>", "</tool_call>")),
+    ("qwen_coder", "qwen3_coder", ("<tool_call>\n", "\n</tool_call>")),
+    ("longcat", "longcat", ("<longcat_tool_call>", "</longcat_tool_call>")),
+    ("pythonic", "pythonic", ("<|tool_call_start|>", "<|tool_call_end|>")),
+    ("mistral", "mistral", ("[TOOL_CALLS]", "")),
+])
+def test_mlx_lm_reads_the_same_calls(family: str, module: str, tags: tuple[str, str]) -> None:
+    parse = importlib.import_module(f"mlx_lm.tool_parsers.{module}").parse_tool_call
+    tools = [{"function": {"name": name, "parameters": schema}} for name, schema in TOOLS.items()]
+    compared = 0
+    for case in WELL_FORMED:
+        opening, closing = tags
+        start = case[1].find(opening)
+        if case[0] != family or start < 0 or (family, case[1].count("<arg_key>")) == ("glm", 0):
+            continue
+        body = case[1][start + len(opening):].partition(closing)[0] if closing else case[1][start + len(opening):]
+        if "[CALL_ID]" in body or "[TOOL_CALLS]" in body or body.startswith(("weather{", "{")):
+            continue
+        theirs = parse(body, tools)
+        ours = [{"name": name, "arguments": json.loads(text)} for name, text in read(family, [case[1]]).calls]
+        theirs = theirs if isinstance(theirs, list) else [theirs]
+        assert [{key: call[key] for key in ("name", "arguments")} for call in theirs] == ours[:len(theirs)]
+        compared += 1
+    assert compared
+
+
+def test_ids_that_models_give_to_calls_are_kept() -> None:
+    for family, text, ids in (
+        ("kimi", KIMI.format("f", 0, "{}") + KIMI.format("g", 1, "{}"), ["functions.f:0", "functions.g:1"]),
+        ("mistral", "[TOOL_CALLS]f[CALL_ID]abcdef123[ARGS]{}[TOOL_CALLS]f[CALL_ID]short[ARGS]{}", ["abcdef123", ""]),
+    ):
+        parser = StreamParser(READERS[family])
+        events = [*parser.push(text), *parser.finish()]
+        assert [event.id for event in events if isinstance(event, CallStart)] == ids
+
+
+@pytest.mark.parametrize(("template", "name"), [
+    ("{{ '<minimax:tool_call>' }}", "minimax"), ("<|tool_calls_section_begin|>", "kimi"),
+    ("<｜DSML｜function_calls>", "deepseek-dsml"), ("<longcat_tool_call>", "longcat"), ("<arg_key><tool_call>", "glm"),
+    ("<|tool_list_start|>", "pythonic"), ('<|header_start|> "parameters"', "pythonic"),
+    ("<tool_call>\n<function=", "qwen-coder"), ("<｜tool▁call▁begin｜>", "deepseek"), ("", "hermes"),
+    ("<atem:function_calls>", "muse"), ("[TOOL_CALLS][CALL_ID]", "mistral"),
+])
+def test_a_template_tells_the_format(template: str, name: str) -> None:
+    assert tool_format("auto", template) == name
+
+
+def test_special_tokens_tell_the_format_of_a_template_that_takes_tools_but_shows_no_call() -> None:
+    def special(texts: Collection[str]) -> set[str]:
+        return {"<|tool_call_start|>", "<|tool_call_end|>"} & set(texts)
+
+    assert tool_format("auto", "{{ tools }}", special) == "pythonic"
+    assert tool_format("auto", "no t-word: calls are explained to the model in hermes' words", special) == "hermes"

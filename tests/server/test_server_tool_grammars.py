@@ -29,7 +29,8 @@ TOOLS: Tools = {
         "city": {"type": "string", "maxLength": 8}, "days": {"type": "integer", "minimum": 1, "maximum": 9}}},
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-SPECIAL = {"hermes": "<tool_call>", "deepseek": "<｜tool▁sep｜>", "harmony": "<|message|>", "mistral": "[TOOL_CALLS]"}
+SPECIAL = {"hermes": "<tool_call>", "deepseek": "<｜tool▁sep｜>", "harmony": "<|message|>", "mistral": "[TOOL_CALLS]",
+           "kimi": "<|tool_call_argument_begin|>"}
 """For each format a marker that is one special token in the second run; its id is 1."""
 
 

@@ -22,6 +22,10 @@ TEMPLATES = {
     "llama3": "{{ tools | tojson }}<|start_header_id|>\"parameters\"" + CHAT_TEMPLATE,
     "harmony": "{{ tools | tojson }}{# <|channel|><|message|> #}" + CHAT_TEMPLATE,
     "glm": "{{ tools | tojson }}<arg_key><tool_call></think>" + CHAT_TEMPLATE,
+    "kimi": "{{ tools | tojson }}<|tool_calls_section_begin|></think>" + CHAT_TEMPLATE,
+    "minimax": "{{ tools | tojson }}<minimax:tool_call></think>" + CHAT_TEMPLATE + "<think>\n",
+    "longcat": "{{ tools | tojson }}<longcat_tool_call></longcat_think>" + CHAT_TEMPLATE,
+    "pythonic": "{{ tools | tojson }}<|tool_list_start|>" + CHAT_TEMPLATE,
 }
 
 
@@ -78,6 +82,15 @@ def whole(server, **fields):
                 '<|message|>{"city":"Paris"}', "", "Hm.", '{"city":"Paris"}'),
     ("glm", "<think>Hm.</think><tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n</tool_call>",
      "", "Hm.", '{"city": "Paris"}'),
+    ("kimi", "<think>Hm.</think><|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0"
+             '<|tool_call_argument_begin|>{"city": "Paris"}<|tool_call_end|><|tool_calls_section_end|>', "", "Hm.",
+     '{"city": "Paris"}'),
+    ("minimax", 'Hm.</think>Sure.<minimax:tool_call>\n<invoke name="weather">\n'
+                '<parameter name="city">Paris</parameter>\n'
+                "</invoke>\n</minimax:tool_call>", "Sure.", "Hm.", '{"city": "Paris"}'),
+    ("longcat", "<longcat_think>Hm.</longcat_think><longcat_tool_call>weather\n<longcat_arg_key>city</longcat_arg_key>"
+                "\n<longcat_arg_value>Paris</longcat_arg_value>\n</longcat_tool_call>", "", "Hm.", '{"city": "Paris"}'),
+    ("pythonic", '<|tool_call_start|>[weather(city="Paris")]<|tool_call_end|>', "", "", '{"city": "Paris"}'),
 ])
 def test_calls_and_reasoning_of_each_family(family, name, says, content, reasoning, arguments):
     server = family(name, says)
@@ -86,6 +99,16 @@ def test_calls_and_reasoning_of_each_family(family, name, says, content, reasoni
                 "tool_calls")
     assert whole(server, **fields) == expected
     assert streamed(server, **fields) == expected
+
+
+def test_the_id_that_the_model_gave_a_call_is_the_clients_too_unless_it_comes_twice(family):
+    call = "<|tool_call_begin|>functions.now:7<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    server = family("kimi", call + call)
+    with server.openai() as client:
+        message = client.chat.completions.create(model="tiny", messages=ASK, tools=[NOW]).choices[0].message
+    first, second = (call.id for call in message.tool_calls)
+    assert first == "functions.now:7"
+    assert second != first
 
 
 @pytest.mark.parametrize("says", ["Just text.", "<tool_call>broken", "<tool_call>{}</tool_call> more", '{"a": 1}'])

@@ -179,12 +179,13 @@ class ServerSettings:
     """Output limit of requests that set none; by default what is left of the context."""
     request_timeout: float | None = None
     """Seconds after which a request is ended with 504; by default never."""
-    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "deepseek", "glm", "qwen-coder",
-                         "gemma", "generic"] = "auto"
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "deepseek", "deepseek-dsml", "kimi",
+                         "minimax", "muse", "longcat", "pythonic", "glm", "qwen-coder", "gemma", "generic"] = "auto"
     """How the model writes tool calls. auto: told from its chat template; none: requests with tools are refused."""
-    reasoning_parser: Literal["auto", "none", "think", "brackets", "harmony"] = "auto"
+    reasoning_parser: Literal["auto", "none", "think", "brackets", "longcat", "harmony"] = "auto"
     """How the model marks its reasoning, which answers then carry as `reasoning_content`: between <think> tags, between
-    [THINK] brackets, or on harmony's channels. auto: told from the chat template; none: it stays content."""
+    [THINK] brackets, between LongCat's tags, or on harmony's channels. auto: told from the chat template; none: it
+    stays content."""
     max_choices: int = 16
     """Largest `n`, and most prompts in one completion request."""
     enable_metrics: bool = True

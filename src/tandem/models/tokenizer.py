@@ -7,7 +7,7 @@ tokenizer is Python code.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -78,6 +78,10 @@ class Tokenizer:
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` leaves out."""
         return self._backend.special_ids
+
+    def special_texts(self, texts: Collection[str]) -> set[str]:
+        """Those of `texts` that are special tokens."""
+        return {self.token_text(token) for token in self.special_ids} & set(texts)
 
     def special_ids_of(self, texts: Sequence[str]) -> list[int]:
         """Ids of those special tokens whose text is one of `texts`."""

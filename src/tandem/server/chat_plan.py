@@ -57,7 +57,7 @@ async def plan_chat(served: Served, tokenizer: Tokenizer, fields: ChatRequest, v
         message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
         raise RequestError(message, param=asked[0], code="invalid_value")
     prompt = await _prompt(tokenizer, fields, tools is not None, variables)
-    own = tool_format(settings.tool_parser, template)
+    own = tool_format(settings.tool_parser, template, tokenizer.special_texts)
     reasoning = reasoning_format(settings.reasoning_parser, template)
     writing = Writing(
         format=forced_format(own) if forced or asked is not None else own,

@@ -17,6 +17,7 @@ class Reply:
     def __init__(self, plan: ChatPlan, ids: Callable[[], str] | None = None) -> None:
         """`ids` makes the ids of calls, of 32 hex digits; by default they are random."""
         self._ids = ids or (lambda: uuid.uuid4().hex)
+        self._used: set[str] = set()
         self._plan = plan
         self._parser = StreamParser(plan.dialect.reader) if plan.dialect is not None else None
 
@@ -44,7 +45,7 @@ class Reply:
             return {"reasoning_content": event.text}
         call: dict[str, Any] = {"index": event.index}
         if isinstance(event, CallStart):
-            call |= self._call(event.name)
+            call |= self._call(event)
         else:
             call["function"] = {"arguments": event.text}
         return {"tool_calls": [call]}
@@ -54,7 +55,7 @@ class Reply:
         content, reasoning, calls = "", "", []
         for event in self.read(text, last=True):
             if isinstance(event, CallStart):
-                calls.append(self._call(event.name))
+                calls.append(self._call(event))
             elif isinstance(event, CallArguments):
                 calls[event.index]["function"]["arguments"] += event.text
             elif isinstance(event, Reasoning):
@@ -68,10 +69,14 @@ class Reply:
             message["tool_calls"] = calls
         return message
 
-    def _call(self, name: str) -> dict[str, Any]:
-        return {"id": self.call_id("call"), "type": "function", "function": {"name": name, "arguments": ""}}
+    def _call(self, call: CallStart) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": ""}
+        return {"id": self.call_id("call", call), "type": "function", "function": function}
 
-    def call_id(self, prefix: str) -> str:
-        """A fresh id for a call."""
+    def call_id(self, prefix: str, call: CallStart) -> str:
+        """The id that the model gave `call`, if it gave one and no other call has it; else a fresh one."""
         fresh = self._ids()
+        if call.id and call.id not in self._used:
+            self._used.add(call.id)
+            return call.id
         return fresh[:9] if self._plan.short_ids else f"{prefix}_{fresh[:24]}"

@@ -76,7 +76,7 @@ _DELTAS: dict[type[Event], str] = {
 def _block(reply: Reply, event: Event) -> Json:
     """The empty block that `event` opens."""
     if isinstance(event, CallStart):
-        return {"type": "tool_use", "id": reply.call_id("toolu"), "name": event.name, "input": {}}
+        return {"type": "tool_use", "id": reply.call_id("toolu", event), "name": event.name, "input": {}}
     if isinstance(event, Reasoning):
         return {"type": "thinking", "thinking": "", "signature": ""}
     return {"type": "text", "text": "", "citations": None}

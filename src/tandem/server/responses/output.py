@@ -70,7 +70,7 @@ class Output:
         item: Json
         if isinstance(event, CallStart):
             self._open = CallArguments
-            item = {"type": "function_call", "id": f"fc_{fresh}", "call_id": self._reply.call_id("call"),
+            item = {"type": "function_call", "id": f"fc_{fresh}", "call_id": self._reply.call_id("call", event),
                     **self._named(event.name), "arguments": ""}
         elif isinstance(event, Reasoning):
             self._open, part = Reasoning, {"type": "reasoning_text", "text": ""}

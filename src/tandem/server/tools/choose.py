@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import astuple, dataclass
 
+from tandem.server.tools import invoke, kimi, pythonic
 from tandem.server.tools.deepseek import ALL, ALL_END, ONE, ONE_END, SEPARATOR, deepseek
 from tandem.server.tools.gemma import QUOTES, TAGS, gemma
 from tandem.server.tools.generic import generic
@@ -13,9 +14,12 @@ from tandem.server.tools.hermes import CLOSE, OPEN, hermes
 from tandem.server.tools.llama3 import TAG, llama3
 from tandem.server.tools.mistral import ARGS, CALL_ID, mistral
 from tandem.server.tools.mistral import OPEN as CALLS
+from tandem.server.tools.prompt import knows_tools
 from tandem.server.tools.reasoning import thinking
 from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything
-from tandem.server.tools.xml import FUNCTION, KEY, KEY_END, VALUE, VALUE_END, glm, qwen_coder
+from tandem.server.tools.xml import FUNCTION, KEY, KEY_END, LONGCAT, VALUE, VALUE_END, glm, longcat, qwen_coder
+
+Special = Callable[[Collection[str]], Collection[str]]
 
 
 @dataclass(frozen=True)
@@ -33,10 +37,20 @@ def _plain(read: Reader) -> Callable[[Feed, Tools], Steps[None]]:
     return lambda feed, tools: read(feed)
 
 
+def _elements(read: Callable[[Feed, Tools], Steps[None]], names: invoke.Elements) -> Format:
+    return Format(read, (names.open, names.close, *names.marks), (names.marks or (names.open,),))
+
+
 FORMATS: dict[str, Format] = {
     "harmony": Format(_plain(harmony), (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS), ((CHANNEL, MESSAGE),)),
     "mistral": Format(_plain(mistral), (CALLS, ARGS, CALL_ID), ((CALLS,),)),
     "deepseek": Format(_plain(deepseek), (ALL, ALL_END, ONE, ONE_END, SEPARATOR), ((ONE,),)),
+    "kimi": Format(_plain(kimi.kimi), kimi.TOKENS, ((kimi.ALL,),)),
+    "minimax": _elements(invoke.minimax, invoke.MINIMAX),
+    "deepseek-dsml": _elements(invoke.dsml, invoke.DSML),
+    "muse": _elements(invoke.muse, invoke.MUSE),
+    "longcat": Format(longcat, astuple(LONGCAT), ((LONGCAT.open,),)),
+    "pythonic": Format(_plain(pythonic.pythonic), (*pythonic.TAGS, *pythonic.TAGS.values()), pythonic.SIGNS),
     "glm": Format(glm, (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), ((KEY,),)),
     "qwen-coder": Format(qwen_coder, (OPEN, CLOSE), ((FUNCTION,),)),
     "gemma": Format(_plain(gemma), (*TAGS, *TAGS.values(), *QUOTES), tuple((tag,) for tag in TAGS)),
@@ -46,16 +60,26 @@ FORMATS: dict[str, Format] = {
 }
 """By the names that `--tool-parser` takes; `auto` takes the first whose signs the template shows."""
 
-THINKING: dict[str, tuple[str, str]] = {"think": ("<think>", "</think>"), "brackets": ("[THINK]", "[/THINK]")}
+THINKING: dict[str, tuple[str, str]] = {
+    "think": ("<think>", "</think>"), "brackets": ("[THINK]", "[/THINK]"),
+    "longcat": ("<longcat_think>", "</longcat_think>"),
+}  # fmt: skip
 """Tags around reasoning, by the names that `--reasoning-parser` takes beside `harmony`."""
 
 
-def tool_format(choice: str, template: str) -> str:
-    """Name of the format: `choice`, unless it is `auto`; models that were taught none are told of hermes'."""
+def tool_format(choice: str, template: str, special: Special = lambda _: ()) -> str:
+    """Name of the format: `choice`, unless it is `auto`; models that were taught none are told of hermes'.
+
+    `special` gives those of some texts that are special tokens of the model: they tell where the template does not.
+    """
     if choice != "auto":
         return choice
-    shown = (name for name, one in FORMATS.items() for signs in one.signs if all(sign in template for sign in signs))
-    return next(shown, "hermes")
+    signs = [(name, signs) for name, one in FORMATS.items() for signs in one.signs]
+    shown = next((name for name, wanted in signs if all(sign in template for sign in wanted)), None)
+    if shown is None and knows_tools(template):
+        found = special({sign for _, wanted in signs for sign in wanted})
+        shown = next((name for name, wanted in signs if set(wanted) <= set(found)), None)
+    return shown or "hermes"
 
 
 def reasoning_format(choice: str, template: str) -> str:

@@ -26,6 +26,8 @@ class CallStart:
     index: int
     """Counts the calls of one answer from 0."""
     name: str
+    id: str = ""
+    """What the model itself calls it, if it does; its template wants to see the same again."""
 
 
 @dataclass(frozen=True, slots=True)

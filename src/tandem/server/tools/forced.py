@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tandem.guided.grammar import json_schema, preceded
-from tandem.server.tools import deepseek, harmony, hermes, mistral
+from tandem.server.tools import deepseek, harmony, hermes, kimi, mistral
 from tandem.server.tools.choose import THINKING, Writing
 from tandem.server.tools.scan import Tools
 
@@ -118,6 +118,11 @@ def _deepseek(tool: str, text: Literal) -> tuple[str, str]:
     return f"{text(deepseek.ONE)} {_string(tool)} {text(deepseek.SEPARATOR)}", text(deepseek.ONE_END)
 
 
+def _kimi(tool: str, text: Literal) -> tuple[str, str]:
+    name = _string(f"functions.{tool}:")
+    return f"{text(kimi.ONE)} {name} /[0-9]{{1,3}}/ {text(kimi.ARGUMENTS)}", text(kimi.ONE_END)
+
+
 def _harmony(tool: str, text: Literal) -> tuple[str, str]:
     to = _string(f"commentary to=functions.{tool} ")
     return f'{text(harmony.CHANNEL)} {to} {text(harmony.CONSTRAIN)} "json" {text(harmony.MESSAGE)}', ""
@@ -128,6 +133,7 @@ _FRAMES: dict[str, Frame] = {
     "llama3": Frame(_named("parameters"), between=("; ",)),
     "mistral": Frame(_named("arguments"), before=(mistral.OPEN, "["), between=(", ",), after=("]",)),
     "deepseek": Frame(_deepseek, before=(deepseek.ALL,), after=(deepseek.ALL_END,)),
+    "kimi": Frame(_kimi, before=(kimi.ALL,), between=(), after=(kimi.ALL_END,)),
     "harmony": Frame(_harmony, between=None),
     "generic": Frame(_named("arguments"), before=("[",), between=(", ",), after=("]",)),
 }

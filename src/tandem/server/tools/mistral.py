@@ -8,7 +8,8 @@ from tandem.server.tools.events import CallStart, Content
 from tandem.server.tools.scan import Feed, Steps, followed, json_object, named_call, next_visible, passed_on
 
 OPEN, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
-_NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\][\w-]*\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_NAME = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]([\w-]*)\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+_ID = re.compile(r"[a-zA-Z0-9]{9}")  # what Mistral's templates take back
 
 
 def mistral(feed: Feed) -> Steps[None]:
@@ -44,7 +45,7 @@ def _by_name(feed: Feed, index: int) -> Steps[int]:
     while True:
         if head := _NAME.match(feed.text):
             feed.take(head.end())
-            yield CallStart(index, head[1])
+            yield CallStart(index, head[1], head[2] if head[2] and _ID.fullmatch(head[2]) else "")
             yield from json_object(feed, index)
             return index + 1
         if feed.ended or "{" in feed.text or OPEN in feed.text:
