@@ -21,11 +21,11 @@ import numpy as np
 from harness import table
 
 from guided import SCHEMAS
+from tandem.checkpoints.resolve import resolve
 from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Entries, Vocabulary
-from tandem.models.files import resolve
-from tandem.models.tokenizer import Tokenizer, load_tokenizer
 from tandem.protocol.request import StructuredOutputs
+from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 ROWS, STEPS, THREADS = 8, 64, 4
 

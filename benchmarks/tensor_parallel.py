@@ -77,11 +77,11 @@ def run_rank(args: argparse.Namespace, variant: str) -> list[float]:
     preload_blas("auto")
     import mlx.core as mx
 
+    from tandem.checkpoints.resolve import resolve
     from tandem.comm.group import StageGroup
+    from tandem.loading.stage import load_stage
     from tandem.models.description import describe
-    from tandem.models.files import resolve
     from tandem.models.shard import plan_shards
-    from tandem.models.stage import load_stage
 
     group = StageGroup(args.backend, args.ranks) if args.ranks > 1 else None
     files = resolve(args.model)

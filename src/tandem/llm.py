@@ -25,11 +25,11 @@ from tandem.errors import ConfigError, RequestError, ServerError
 from tandem.executors.base import Progress
 from tandem.guided.check import GrammarCheck
 from tandem.models.pooling import unit_vector
-from tandem.models.text_stream import TextStream
-from tandem.models.tokenizer import Tokenizer, load_tokenizer
 from tandem.protocol.checks import check_params
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, TokenLogprob
+from tandem.text.stream import TextStream
+from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]

@@ -12,11 +12,11 @@ import msgspec
 import pytest
 import zmq
 
-from tandem.cli.control import ControlServer, ask
-from tandem.cli.probe import StatusProbe
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import ControlRefused, ListReplicas, ReplicaList, SupervisorReply
+from tandem.supervision.control import ControlServer, ask
+from tandem.supervision.probe import StatusProbe
 
 STATUS = EngineStatus(
     query_id=0,

@@ -16,8 +16,8 @@ import httpx
 import psutil
 import pytest
 
-from tandem.cli.record import Background
 from tandem.errors import UsageError
+from tandem.supervision.record import Background
 from tandem.testing import tiny_model
 
 

@@ -7,8 +7,8 @@ import pytest
 from tandem.cli.main import main
 from tandem.errors import ConfigError
 from tandem.launchers.hostfile import memory_size
-from tandem.models.planner_hardware import GIB
-from tandem.server.plan_hosts import Hosts, read_hosts, read_links
+from tandem.planner.hardware import GIB
+from tandem.planner.hosts import Hosts, read_hosts, read_links
 from tandem.testing import tiny_model
 
 

@@ -23,7 +23,7 @@ from server.conftest import FakeEngine, wait_until
 from tandem.config.settings import ModelSettings, ProcessSettings, Settings
 from tandem.protocol.control import Submit
 from tandem.server.app import create_app
-from tandem.server.client import EngineClient
+from tandem.server.engines.client import EngineClient
 from tandem.server.listener import listen
 from tandem.server.run import make_server
 from tandem.testing import write_tokenizer

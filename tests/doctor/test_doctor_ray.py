@@ -10,8 +10,8 @@ import pytest
 
 from tandem.doctor.checks_ray import cluster, hosts_of
 from tandem.doctor.findings import Evidence, Finding
-from tandem.launchers.ray_driver import new_cluster
-from tandem.launchers.ray_nodes import RayNode
+from tandem.launchers.ray.driver import new_cluster
+from tandem.launchers.ray.nodes import RayNode
 
 
 def node(address: str, mlx: float = 1, trouble: str = "") -> RayNode:

@@ -24,8 +24,8 @@ from openai import OpenAI, OpenAIError
 
 from tandem import LLM, SamplingParams
 from tandem.errors import UsageError
-from tandem.launchers import ray_driver
 from tandem.launchers.facts import address_towards
+from tandem.launchers.ray import driver as ray_driver
 from tandem.launchers.worlds import free_ports
 from tandem.testing import tiny_model
 

@@ -203,13 +203,13 @@ from __future__ import annotations
 import msgspec
 
 from tandem.executors.worker import WorkerPayload, run_rank
-from tandem.launchers.process import receive_payload
+from tandem.processes.child import receive_payload
 
 payload = msgspec.json.decode(receive_payload(), type=WorkerPayload)
 
 
 def wrap(stage):
-    from tandem.models.stage import StageModel
+    from tandem.loading.stage import StageModel
 
     class Faulty(StageModel):
         """Wrong from so many positions in one pass on, as with a link that breaks long messages."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from tandem import LLM, SamplingParams
-from tandem.cli.engines import replica_settings
 from tandem.config.loading import build, load
 from tandem.config.settings import Settings
 from tandem.engine import layout as layout_module
@@ -19,6 +18,7 @@ from tandem.engine.machines import replica_hosts, sharing, stage_memory, with_la
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.local import LocalLauncher
+from tandem.supervision.engines import replica_settings
 from tandem.testing import tiny_model
 
 

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from tandem import LLM, SamplingParams
+from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
@@ -19,9 +20,8 @@ from tandem.executors.cluster import ClusterExecutor
 from tandem.executors.weights import Head, obtain_files, serve_model
 from tandem.executors.worker import WorkerPayload
 from tandem.launchers.local import LocalLauncher
-from tandem.launchers.process import ChildProcess
-from tandem.models.files import ModelFiles
 from tandem.models.footprint import slice_bytes
+from tandem.processes.child import ChildProcess
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tandem.checkpoints.files import ModelFiles
 from tandem.guided.check import GrammarCheck
 from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
-from tandem.models.files import ModelFiles
-from tandem.models.tokenizer import Tokenizer, load_tokenizer
 from tandem.protocol.request import StructuredOutputs
 from tandem.testing import EOS, write_tokenizer
+from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 Walk = Callable[..., str]
 

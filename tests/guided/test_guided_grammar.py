@@ -12,8 +12,8 @@ import pytest
 
 from tandem.guided.check import GrammarCheck
 from tandem.guided.grammar import grammar_of, preceded
-from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
+from tandem.text.tokenizer import Tokenizer
 
 FORMATS = jsonschema.FormatChecker(["email", "ipv4", "ipv6", "uuid"])
 """Not `date`: the grammar allows 29 February in any year."""

@@ -9,9 +9,9 @@ from llguidance import LLParserLimits
 from tandem.guided import vocabulary
 from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
-from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
 from tandem.testing import EOS
+from tandem.text.tokenizer import Tokenizer
 
 DATE = StructuredOutputs(regex="[0-9]{4}-[0-9]{2}")
 COSTLY = StructuredOutputs(regex="(.*a.{500}b|.*c.{500}d)*")

@@ -20,8 +20,8 @@ from tandem.launchers.facts import host_facts, launched_world
 from tandem.launchers.hostfile import HOST_FIELDS, TOP_FIELDS, Hostfile, read_hostfile
 from tandem.launchers.manual import read_token
 from tandem.launchers.roster import Roster
+from tandem.planner.hosts import _read_hostfile
 from tandem.protocol.hosts import HostMessage, Join, Leave, MlxWorld, Ports, RankStarted
-from tandem.server.plan_hosts import _read_hostfile
 from tandem.transport.security import ClusterKeys
 
 FUZZ = settings(max_examples=120, derandomize=True, deadline=None, database=None)

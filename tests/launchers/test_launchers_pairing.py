@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tandem.errors import ConfigError, UsageError
-from tandem.launchers.pairing import ATTEMPTS, LIFE_S, MOST_RUNS, AgentSide, HeadSide
-from tandem.launchers.trust import Peer, Trust, checked_name
+from tandem.launchers.agent.pairing import ATTEMPTS, LIFE_S, MOST_RUNS, AgentSide, HeadSide
+from tandem.launchers.agent.trust import Peer, Trust, checked_name
 from tandem.protocol.agent import PairConfirm, PairDone, PairElement, PairHello, PairIdentity, PairRefused, PairStart
 
 HEAD = PairHello("head", "H" * 40)

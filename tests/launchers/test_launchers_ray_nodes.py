@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tandem.errors import UsageError
-from tandem.launchers.ray_nodes import RayNode, check_addresses, choose, shortage
+from tandem.launchers.ray.nodes import RayNode, check_addresses, choose, shortage
 
 
 def node(address: str, *, taken: dict[str, float] | None = None, trouble: str = "", **total: float) -> RayNode:

@@ -10,13 +10,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from tandem.checkpoints.resolve import resolve
 from tandem.errors import BrokenModel
+from tandem.loading.stage import load_stage
 from tandem.models.description import describe
-from tandem.models.files import resolve
 from tandem.models.pooling import pooling_of, unit_vector
-from tandem.models.stage import load_stage
-from tandem.models.tokenizer import load_tokenizer
 from tandem.testing import TINY, tiny_model
+from tandem.text.tokenizer import load_tokenizer
 
 TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}
 POOLING = {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}

@@ -19,13 +19,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.checkpoints.files import METADATA, ModelFiles
+from tandem.checkpoints.index import read_headers, weight_files
+from tandem.checkpoints.resolve import resolve
+from tandem.checkpoints.safetensors import TensorInfo, header_length, read_header
 from tandem.errors import BrokenModel, TransportError, UsageError
-from tandem.models.description import ModelDescription, describe, part_of_tensor, read_headers, weight_files
-from tandem.models.files import METADATA, ModelFiles, resolve
-from tandem.models.safetensors import TensorInfo, header_length, read_header
+from tandem.loading.stage import StageModel, load_stage
+from tandem.models.description import ModelDescription, describe, part_of_tensor
 from tandem.models.slice_cache import fetch_slice
 from tandem.models.slices import chunks, owned_files, owned_parts, plan_parts
-from tandem.models.stage import StageModel, load_stage
 from tandem.testing import tiny_model
 from tandem.transport.blobs import BlobFile, Range, checksum
 
@@ -369,8 +371,8 @@ import json, sys
 from tandem.executors.weights import obtain_files
 from tandem.executors.base import StageSpec
 from tandem.models.description import describe
-from tandem.models.files import resolve
-from tandem.models.stage import load_stage
+from tandem.checkpoints.files import resolve
+from tandem.loading.stage import load_stage
 import msgspec
 files = resolve("org/tiny", weights=False)
 d = describe(files)
@@ -449,7 +451,7 @@ def test_planning_for_a_hub_model_downloads_headers_alone(tmp_path: Path, hub: F
 def test_a_hub_that_cannot_be_reached_is_one_clear_error_unless_all_is_here(tmp_path: Path, hub: FakeHub) -> None:
     script = """
 from tandem.errors import ModelNotFound
-from tandem.models.files import resolve
+from tandem.checkpoints.files import resolve
 import sys
 for weights in (False, True):
     try:

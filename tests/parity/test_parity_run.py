@@ -143,7 +143,7 @@ def test_misuse_is_one_line_and_code_2(models: dict[str, Path], tmp_path: Path, 
 
 def test_a_reference_for_another_question_is_refused(models: dict[str, Path], tmp_path: Path,
                                                      capsys: pytest.CaptureFixture[str]) -> None:
-    from tandem.models.files import resolve
+    from tandem.checkpoints.resolve import resolve
     from tandem.parity.reference import Recording, describe, write
     from tandem.parity.task import default_prompts, make_task
 

@@ -9,13 +9,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tandem.checkpoints.files import ModelFiles
 from tandem.guided.vocabulary import Vocabulary
-from tandem.models.files import ModelFiles
-from tandem.models.tokenizer import Tokenizer, load_tokenizer
 from tandem.protocol.request import SamplingParams, StructuredOutputs
 from tandem.protocol.step import NO_CONTINUATION
 from tandem.runner.sampler import Sampler
 from tandem.testing import EOS, write_tokenizer
+from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 VOCAB = 512
 DATE = "[0-9]{4}-[0-9]{2}"

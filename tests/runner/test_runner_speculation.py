@@ -10,10 +10,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from tandem.checkpoints.resolve import resolve
 from tandem.errors import BatchDesync
+from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import describe
-from tandem.models.files import resolve
-from tandem.models.stage import StageModel, load_stage
 from tandem.protocol.request import SamplingParams, TokenLogprob
 from tandem.protocol.step import (
     InsertOp,

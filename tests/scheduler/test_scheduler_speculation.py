@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.cache.ngram import NgramIndex
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import SpecDecodeRow, StepPlan, StepResult, accepted, batch_fingerprint
 from tandem.scheduler.scheduler import Limits, Scheduler
-from tandem.scheduler.speculation import RETRY, SpeculationLimits, StepCosts, best_drafts
+from tandem.speculation.ngram import NgramIndex
+from tandem.speculation.proposers import RETRY, SpeculationLimits, StepCosts, best_drafts
 
 EOS, VOCAB, DRAFTS = 0, 9, 4
 

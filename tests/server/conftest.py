@@ -18,9 +18,8 @@ import openai
 import pytest
 import zmq
 
+from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings, ProcessSettings, ServerSettings, Settings
-from tandem.models.files import ModelFiles
-from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.control import (
     Abort,
     ApiMessage,
@@ -36,10 +35,11 @@ from tandem.protocol.control import (
 )
 from tandem.protocol.request import EngineRequest, TokenLogprob
 from tandem.server.app import create_app
-from tandem.server.client import EngineClient
+from tandem.server.engines.client import EngineClient
 from tandem.server.listener import listen
 from tandem.server.run import make_server
 from tandem.testing import write_tokenizer
+from tandem.text.tokenizer import load_tokenizer
 
 EOS = 2
 RANK = RankInfo(rank=0, stage=0, layers=(0, 4), pid=1, host="here", weight_bytes=10, peak_bytes=20, step_s=0.01)

@@ -15,7 +15,7 @@ from schemathesis.specs.openapi.checks import (
 
 from tandem.config.settings import Settings
 from tandem.server.app import create_app
-from tandem.server.client import EngineClient
+from tandem.server.engines.client import EngineClient
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,

@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def demo() -> Path:
     """The demo model."""
-    from tandem.models.demo import fetch_demo
+    from tandem.checkpoints.demo import fetch_demo
 
     return fetch_demo()
 

@@ -10,10 +10,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from tandem.checkpoints.resolve import resolve
 from tandem.errors import BatchDesync
+from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import describe
-from tandem.models.files import resolve
-from tandem.models.stage import StageModel, load_stage
 from tandem.protocol.step import StepPlan, accepted, batch_fingerprint
 from tandem.runner.runner import Runner
 from tandem.testing import tiny_model

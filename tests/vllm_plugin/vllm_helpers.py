@@ -28,8 +28,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 from tandem.llm import LLM, SamplingParams
 from tandem.models.description import describe
-from tandem.models.files import resolve
-from tandem.models.stage import load_stage
+from tandem.checkpoints.files import resolve
+from tandem.loading.stage import load_stage
 path, prompts, count = json.loads(sys.stdin.read())
 files = resolve(path)
 with LLM(path, dequantize="yes", canary=False) as llm:

@@ -13,8 +13,8 @@ import msgspec
 from tandem.bench.comm_rank import MODULE, CommPayload
 from tandem.errors import RankFailure
 from tandem.launchers.local import LocalLauncher
-from tandem.launchers.process import ChildProcess
 from tandem.launchers.worlds import make_world
+from tandem.processes.child import ChildProcess
 from tandem.transport.security import ClusterKeys
 
 POLL_S = 0.05

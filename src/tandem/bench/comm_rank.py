@@ -15,7 +15,7 @@ from msgspec import Struct
 
 from tandem.bench.report import percentile
 from tandem.errors import TandemError
-from tandem.launchers.process import receive_payload, watch_lifeline
+from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.transport.channel import FrameHeader, TcpChannel
 from tandem.transport.security import ClusterKeys
 

@@ -15,10 +15,10 @@ from tandem.doctor.messages import GatherFacts
 from tandem.doctor.parsing import interfaces
 from tandem.doctor.subnets import is_virtual
 from tandem.errors import ConfigError
-from tandem.launchers.agent import Agent
-from tandem.launchers.discovery import Announcement
-from tandem.launchers.pairing import ATTEMPTS, LIFE_S
-from tandem.launchers.trust import Trust, checked_name
+from tandem.launchers.agent.agent import Agent
+from tandem.launchers.agent.discovery import Announcement
+from tandem.launchers.agent.pairing import ATTEMPTS, LIFE_S
+from tandem.launchers.agent.trust import Trust, checked_name
 from tandem.log import set_up
 from tandem.version import __version__
 

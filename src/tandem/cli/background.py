@@ -8,13 +8,13 @@ import sys
 import time
 
 from tandem.cli.arguments import fail
-from tandem.cli.record import Background, Record
 from tandem.cli.serve import serve
 from tandem.config.loading import from_json
 from tandem.config.settings import Settings
 from tandem.errors import RankFailure, UsageError
-from tandem.launchers.process import receive_payload
 from tandem.log import set_up
+from tandem.processes.child import receive_payload
+from tandem.supervision.record import Background, Record
 
 MODULE = "tandem.cli.background"
 

@@ -20,8 +20,8 @@ from tandem.doctor.memory_plan import PlanRequest
 from tandem.doctor.session import PROBE
 from tandem.errors import ConfigError
 from tandem.launchers.hostfile import Hostfile, read_hostfile
-from tandem.launchers.ray_driver import ray_command, ray_nodes
-from tandem.models.planner_manual import parse_layout
+from tandem.launchers.ray.driver import ray_command, ray_nodes
+from tandem.planner.manual import parse_layout
 
 _WIDTH = 160
 """Columns of a table that does not go to a terminal."""

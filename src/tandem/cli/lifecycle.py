@@ -16,12 +16,12 @@ from rich.console import Console
 
 from tandem.cli.background import MODULE
 from tandem.cli.processes import prepared
-from tandem.cli.record import Background
 from tandem.cli.serve import GRACE_S, checked
 from tandem.cli.status import Look, look_at
 from tandem.config.loading import to_json
 from tandem.env import variables
 from tandem.errors import UsageError
+from tandem.supervision.record import Background
 
 POLL_S = 0.2
 TAIL = 20

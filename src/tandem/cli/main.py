@@ -7,8 +7,8 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from tandem.cli import agent_options, bench_options, doctor_options, lifecycle_options, parity_options, plan_options
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
+from tandem.cli.options import agent, bench, doctor, lifecycle, parity, plan
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -33,18 +33,18 @@ def build_parser() -> Parser:
     engine = add_command(commands, "engine", "Load a model and wait for `tandem api` on a Unix socket.")
     add_settings(engine, ENGINE_SECTIONS)
     engine.set_defaults(run=_engine)
-    lifecycle_options.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
+    lifecycle.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
     _add_rank(commands)
-    agent_options.add_parsers(commands, _discovery)
+    agent.add_parsers(commands, _discovery)
     _add_generate(commands)
     _add_model(commands)
     _add_replica(commands)
-    plan_options.add_parser(commands).set_defaults(run=_plan)
-    parity_options.add_parser(commands).set_defaults(run=_parity)
-    doctor_options.add_parser(commands).set_defaults(run=_doctor)
-    bench_options.add_parser(commands).set_defaults(run=_bench)
-    bench_options.add_top(commands).set_defaults(run=_top)
-    bench_options.add_batch(commands).set_defaults(run=_batch)
+    plan.add_parser(commands).set_defaults(run=_plan)
+    parity.add_parser(commands).set_defaults(run=_parity)
+    doctor.add_parser(commands).set_defaults(run=_doctor)
+    bench.add_parser(commands).set_defaults(run=_bench)
+    bench.add_top(commands).set_defaults(run=_top)
+    bench.add_batch(commands).set_defaults(run=_batch)
     version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
     version.set_defaults(run=_version)
     return parser
@@ -101,7 +101,7 @@ def _add_model(commands: argparse._SubParsersAction[Parser]) -> None:
                        ("unload", "Unload one, when it has finished what it has; the next request loads it again.")):
         parser = add_command(actions, name, text)
         if name in ("ps", "load", "unload"):
-            bench_options.add_server(parser)
+            bench.add_server(parser)
         if name not in ("list", "ps"):
             parser.add_argument("name", metavar="MODEL")
         if name == "get":
@@ -186,7 +186,8 @@ def _lifecycle(arguments: argparse.Namespace) -> int:
 
 def _discovery(arguments: argparse.Namespace) -> int:
     try:
-        from tandem.cli import agent, hosts
+        from tandem.cli import agent
+        from tandem.cli.hosts import command as hosts
     except ModuleNotFoundError as error:
         if error.name not in ("zeroconf", "spake2"):
             raise

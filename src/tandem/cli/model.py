@@ -12,10 +12,10 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from rich.table import Table
 
 from tandem.bench.client import get
+from tandem.checkpoints.demo import fetch_demo
+from tandem.checkpoints.resolve import resolve
 from tandem.cli.bench import api_key, base_url
 from tandem.env import cache_dir
-from tandem.models.demo import fetch_demo
-from tandem.models.files import resolve
 
 
 def run(arguments: argparse.Namespace) -> int:

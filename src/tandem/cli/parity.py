@@ -16,12 +16,12 @@ from tandem.engine.layout import Layout, plan_layout
 from tandem.engine.machines import chosen_launcher
 from tandem.errors import ConfigError
 from tandem.log import set_up
-from tandem.models.tokenizer import load_tokenizer
 from tandem.parity.reference import Recording, default_path, describe, read, versions, write
 from tandem.parity.runs import THREADS, run_layout, single
 from tandem.parity.task import Task, default_prompts, make_task, read_prompts
 from tandem.parity.verdict import compare, default_tolerance
 from tandem.parity.world import World, launched_world, member_settings
+from tandem.text.tokenizer import load_tokenizer
 
 EXIT_PASS, EXIT_FAIL = 0, 1
 

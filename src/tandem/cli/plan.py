@@ -10,16 +10,16 @@ from typing import Any
 
 from rich.console import Console
 
+from tandem.checkpoints.resolve import resolve
 from tandem.cli.plan_output import as_json, print_plan
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription, describe
-from tandem.models.files import resolve
-from tandem.models.planner import plan
-from tandem.models.planner_experts import read_experts
-from tandem.models.planner_hardware import Link, Machine
-from tandem.models.planner_manual import parse_layout
-from tandem.models.planner_types import NothingFits, Plan, Request
-from tandem.server.plan_hosts import read_hosts, read_links, this_machine
+from tandem.planner.experts import read_experts
+from tandem.planner.hardware import Link, Machine
+from tandem.planner.hosts import read_hosts, read_links, this_machine
+from tandem.planner.manual import parse_layout
+from tandem.planner.plan import plan
+from tandem.planner.types import NothingFits, Plan, Request
 
 _WIDTH = 160
 """Columns of a table that does not go to a terminal."""

@@ -11,10 +11,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from tandem.config.options import options
-from tandem.models.planner_hardware import GIB, Machine
-from tandem.models.planner_json import plan_json
-from tandem.models.planner_types import Candidate, Layout, Plan, Prediction, Stage
-from tandem.models.planner_words import rate
+from tandem.planner.as_json import plan_json
+from tandem.planner.hardware import GIB, Machine
+from tandem.planner.types import Candidate, Layout, Plan, Prediction, Stage
+from tandem.planner.words import rate
 
 _SHOWN = 10
 """Rows of the table without --all; a few of them are layouts that do not fit."""

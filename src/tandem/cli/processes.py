@@ -13,19 +13,17 @@ import signal
 import sys
 
 from tandem.cli.arguments import fail, load_settings
-from tandem.cli.control import control_path
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
 from tandem.config.several import alone, settings_of
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, UsageError
-from tandem.launchers.process import receive_payload, watch_lifeline
+from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
-from tandem.models.mlx_lm_models import import_models_only
+from tandem.processes.child import receive_payload, watch_lifeline
+from tandem.supervision.children import LAST_WORDS
+from tandem.supervision.control import control_path
 
-MODULE = "tandem.cli.processes"
-LAST_WORDS = 4096
-"""Most bytes in which an engine says why it ended."""
 log = logging.getLogger("tandem.cli")
 
 
@@ -56,7 +54,7 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
 def run_api_command(arguments: argparse.Namespace) -> int:
     """`tandem api`."""
     from tandem.router.router import Router
-    from tandem.server.replicas import Replicas
+    from tandem.server.engines.replicas import Replicas
     from tandem.server.run import engine_endpoint, run_api
 
     settings = alone(prepared(arguments))
@@ -79,11 +77,11 @@ def _last_words(message: str) -> None:
 
 def _api_child(settings: Settings, fd: int) -> int:
     from tandem.router.router import Router
-    from tandem.server.replicas import Replicas
-    from tandem.server.residents import Residents
+    from tandem.server.engines.replicas import Replicas
+    from tandem.server.engines.residents import Residents
+    from tandem.server.engines.served_model import Served
+    from tandem.server.engines.supervisor import SupervisorLink
     from tandem.server.run import run_api
-    from tandem.server.served import Served
-    from tandem.server.supervisor import SupervisorLink
 
     control = control_path(settings.server.port)
 

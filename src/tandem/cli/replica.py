@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem.cli.arguments import load_settings
-from tandem.cli.control import ask, control_path
-from tandem.cli.probe import StatusProbe
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaInfo, ReplicaList
+from tandem.supervision.control import ask, control_path
+from tandem.supervision.probe import StatusProbe
 
 PROBE_S = 1.0
 """Seconds that an engine gets to say how it is."""

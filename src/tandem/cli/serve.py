@@ -21,18 +21,14 @@ from typing import Any
 
 from rich.console import Console
 
-from tandem.cli.control import ControlServer, control_path
-from tandem.cli.engines import EXIT_FAILED, EngineSet
-from tandem.cli.fleet import Fleet, several, with_names
-from tandem.cli.processes import MODULE, prepared
-from tandem.cli.vigil import Vigil
+from tandem.cli.processes import prepared
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.engine.machines import ranks_of
 from tandem.env import child_environment, engine_socket_path
 from tandem.errors import UsageError
-from tandem.launchers.process import ChildProcess
-from tandem.launchers.ray_driver import new_cluster
+from tandem.launchers.ray.driver import new_cluster
+from tandem.processes.child import ChildProcess
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import (
     AddReplica,
@@ -47,6 +43,11 @@ from tandem.protocol.supervisor import (
     UnloadModel,
 )
 from tandem.server.listener import listen
+from tandem.supervision.children import MODULE
+from tandem.supervision.control import ControlServer, control_path
+from tandem.supervision.engines import EXIT_FAILED, EngineSet
+from tandem.supervision.fleet import Fleet, several, with_names
+from tandem.supervision.vigil import Vigil
 
 log = logging.getLogger("tandem.cli")
 

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tandem.cli.control import ask, control_path
-from tandem.cli.probe import StatusProbe
-from tandem.cli.record import Background, known_names
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
+from tandem.supervision.control import ask, control_path
+from tandem.supervision.probe import StatusProbe
+from tandem.supervision.record import Background, known_names
 
 PROBE_S = 1.0
 """Seconds that an engine gets to say how it is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tandem.doctor.findings import Evidence, Finding, Host, alike
 from tandem.errors import UsageError
-from tandem.launchers.ray_nodes import UNIT, RayNode, check_addresses
+from tandem.launchers.ray.nodes import UNIT, RayNode, check_addresses
 
 RESTART = "ray stop -f, then ray start ... --node-ip-address=ADDRESS"
 

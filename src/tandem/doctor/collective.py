@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 
-from tandem.launchers.process import receive_payload, watch_lifeline
+from tandem.processes.child import receive_payload, watch_lifeline
 
 SIZES = (4096, 65536, 1 << 20)
 """Bytes of the arrays."""

@@ -33,12 +33,12 @@ from tandem.doctor.messages import (
 )
 from tandem.doctor.parsing import interfaces
 from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
-from tandem.launchers.agent_link import agent_name, paired_agent
+from tandem.launchers.agent.link import agent_name, paired_agent
 from tandem.launchers.facts import address_towards
 from tandem.launchers.host_worlds import Devices, HostWorld, jaccl_world, nccl_world, ring_world
 from tandem.launchers.hostfile import LOCAL_NAMES
-from tandem.launchers.ray_driver import ray_variables
-from tandem.launchers.ray_nodes import RayNode
+from tandem.launchers.ray.driver import ray_variables
+from tandem.launchers.ray.nodes import RayNode
 from tandem.launchers.ssh import ssh_hostname
 
 HERE = "this machine"

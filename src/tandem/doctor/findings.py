@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.doctor.messages import Collected, Facts, Transferred
-from tandem.launchers.ray_nodes import RayNode
+from tandem.launchers.ray.nodes import RayNode
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
 """`warn` does not change the exit code; `skip`: it could not or need not be looked at."""

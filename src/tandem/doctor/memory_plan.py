@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tandem.checkpoints.resolve import resolve
 from tandem.doctor.findings import Evidence, Need, Planned
 from tandem.doctor.messages import Facts
 from tandem.errors import UsageError
 from tandem.models.description import describe
-from tandem.models.files import resolve
-from tandem.models.planner import plan
-from tandem.models.planner_experts import read_experts
-from tandem.models.planner_hardware import CHIPS, LINKS, Machine, gpu_memory, machine
-from tandem.models.planner_manual import parse_layout
-from tandem.models.planner_types import NothingFits, Request
+from tandem.planner.experts import read_experts
+from tandem.planner.hardware import CHIPS, LINKS, Machine, gpu_memory, machine
+from tandem.planner.manual import parse_layout
+from tandem.planner.plan import plan
+from tandem.planner.types import NothingFits, Request
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ import os
 import re
 from pathlib import Path
 
+from tandem.checkpoints.demo import demo_path
 from tandem.doctor.messages import ModelFacts
-from tandem.models.demo import demo_path
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".gguf")

@@ -15,7 +15,7 @@ import msgspec
 from tandem.doctor.messages import MARK, ProbeError, Reply, Request
 from tandem.env import child_environment
 from tandem.errors import TandemError
-from tandem.launchers.agent_link import agent_name, link_command
+from tandem.launchers.agent.link import agent_name, link_command
 from tandem.launchers.ssh import remote_command, ssh_command
 
 PROBE = "tandem.doctor.probe"

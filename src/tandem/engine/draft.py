@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import Settings
 from tandem.config.speculation import with_speculative_config
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription, describe
-from tandem.models.files import ModelFiles, resolve
-from tandem.models.tokenizer import load_tokenizer
+from tandem.text.tokenizer import load_tokenizer
 
 
 def find_draft_model(settings: Settings, files: ModelFiles, description: ModelDescription) -> ModelFiles | None:

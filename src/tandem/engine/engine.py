@@ -25,7 +25,7 @@ from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import EngineMessage, EngineStatus, Output, RankInfo, Ready, Refused, Stepped
 from tandem.protocol.request import EngineRequest
 from tandem.scheduler.scheduler import Limits, Scheduler
-from tandem.scheduler.speculation import SpeculationCounts, SpeculationLimits
+from tandem.speculation.proposers import SpeculationCounts, SpeculationLimits
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from tandem.config.settings import Settings
 from tandem.engine.layout import Layout, plan_layout
 from tandem.errors import UsageError
-from tandem.models.planner import plan
-from tandem.models.planner_hardware import Link, Machine
-from tandem.models.planner_types import Request
+from tandem.planner.hardware import Link, Machine
+from tandem.planner.plan import plan
+from tandem.planner.types import Request
 from tandem.protocol.control import Ready
 
 log = logging.getLogger(__name__)

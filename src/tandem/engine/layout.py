@@ -9,6 +9,8 @@ from pathlib import Path
 
 from msgspec import structs
 
+from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.draft import find_draft_model
@@ -18,7 +20,6 @@ from tandem.executors.base import Executor, StageSpec
 from tandem.launchers.base import Place
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.files import ModelFiles, resolve
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards

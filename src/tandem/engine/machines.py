@@ -119,7 +119,7 @@ def make_launcher(settings: Settings) -> Launcher:
                               head_address=parallel.head_address, heartbeat_s=parallel.heartbeat_timeout,
                               threads_per_rank=parallel.threads_per_rank)
     if kind == "ray":
-        from tandem.launchers.ray_hosts import RayLauncher
+        from tandem.launchers.ray.hosts import RayLauncher
 
         return RayLauncher(parallel.ray_address, ranks_of(parallel), head_address=parallel.head_address,
                            heartbeat_s=parallel.heartbeat_timeout, threads_per_rank=parallel.threads_per_rank,

@@ -19,7 +19,7 @@ from tandem.engine.gateway import Client, Gateway
 from tandem.engine.layout import plan_layout
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
-from tandem.launchers.process import watch_lifeline
+from tandem.processes.child import watch_lifeline
 from tandem.protocol.control import Abort, Detach, EngineMessage, Output, Refused, Submit
 from tandem.protocol.request import EngineRequest
 

@@ -9,23 +9,23 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
 from tandem.executors.base import StageSpec
 from tandem.guided.vocabulary import Vocabulary
+from tandem.loading.memory import limit_buffers, memory_bytes, on_gpu, peak_bytes
+from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.files import ModelFiles
 from tandem.models.footprint import slice_bytes
-from tandem.models.memory import limit_buffers, memory_bytes, on_gpu, peak_bytes
 from tandem.models.shard import Shard, plan_shards
-from tandem.models.stage import StageModel, load_stage
-from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.control import Ready
 from tandem.runner.drafter import Drafter
 from tandem.runner.links import Link
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.runner import Runner
+from tandem.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from tandem.checkpoints.files import METADATA, ModelFiles
+from tandem.checkpoints.index import read_headers, weight_files
+from tandem.checkpoints.resolve import download_files, hub_model
 from tandem.errors import RankFailure, TransportError
 from tandem.executors.base import StageSpec
-from tandem.models.description import describe, read_headers, weight_files
-from tandem.models.files import METADATA, ModelFiles, download_files, hub_model
+from tandem.models.description import describe
 from tandem.models.slice_cache import fetch_slice
 from tandem.models.slices import owned_files
 from tandem.transport.blobs import PATIENCE_S, BlobClient, BlobServer

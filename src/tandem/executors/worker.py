@@ -23,9 +23,9 @@ from tandem.comm.blas import preload_blas
 from tandem.errors import RankFailure
 from tandem.executors.base import StageSpec
 from tandem.executors.weights import Head, obtain_files
-from tandem.launchers.process import receive_payload, watch_lifeline
+from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
-from tandem.models.mlx_lm_models import import_models_only
+from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.transport.bus import RankBus
 from tandem.transport.channel import TcpChannel
@@ -34,7 +34,7 @@ from tandem.version import __version__
 
 if TYPE_CHECKING:
     from tandem.executors.rank_loop import Mailbox, RankLoop, Report
-    from tandem.models.stage import StageModel
+    from tandem.loading.stage import StageModel
     from tandem.runner.links import Link
     from tandem.runner.runner import Runner
 
@@ -82,7 +82,7 @@ class Worker:
             return
         self._blas = preload_blas(spec.blas)
         from tandem.executors.rank_loop import Mailbox, RankLoop
-        from tandem.models.memory import peak_bytes  # imports mlx, after the BLAS
+        from tandem.loading.memory import peak_bytes  # imports mlx, after the BLAS
 
         mailbox = Mailbox()
         loop = RankLoop(spec.rank, lambda progress: self._build(command, channel, progress), mailbox, peak_bytes)

@@ -14,8 +14,8 @@ from pathlib import Path
 from tandem.env import child_environment
 from tandem.guided import probe
 from tandem.guided.grammar import grammar_of
-from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
+from tandem.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
 from tandem.guided.grammar import grammar_of
 from tandem.guided.probe import STACK_BYTES, limits
-from tandem.models.tokenizer import Tokenizer
 from tandem.protocol.request import StructuredOutputs
+from tandem.text.tokenizer import Tokenizer
 
 KEPT = 16
 """Compiled grammars that are kept for requests to come. One that a client makes costly on purpose takes up to 50 MB."""

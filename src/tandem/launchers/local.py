@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from tandem.env import child_environment
 from tandem.launchers.base import Launcher, OnWait, Place, World
-from tandem.launchers.process import ChildProcess
 from tandem.launchers.worlds import make_world, visible_gpus
+from tandem.processes.child import ChildProcess
 
 WORKER_MODULE = "tandem.executors.worker"
 

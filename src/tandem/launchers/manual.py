@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.errors import ConfigError
-from tandem.launchers.head import HostsLauncher
+from tandem.launchers.hosts import HostsLauncher
 from tandem.transport.security import ClusterKeys
 
 log = logging.getLogger(__name__)

@@ -27,9 +27,9 @@ from tandem.env import child_environment
 from tandem.errors import TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
 from tandem.launchers.local import WORKER_MODULE, thread_variables
-from tandem.launchers.process import ChildProcess, receive_payload, watch_lifeline
 from tandem.launchers.worlds import free_ports
 from tandem.log import set_up
+from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
 from tandem.protocol.hosts import (
     HeadMessage,
     Join,

@@ -17,12 +17,12 @@ import msgspec
 
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
-from tandem.launchers.agent_link import agent_name, link_command, paired_agent
+from tandem.launchers.agent.link import agent_name, link_command, paired_agent
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.facts import address_towards
-from tandem.launchers.head import HostsLauncher
 from tandem.launchers.host_worlds import Devices
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
+from tandem.launchers.hosts import HostsLauncher
 from tandem.launchers.rank_host import HostPayload
 
 log = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoints.safetensors import TensorInfo, read_header
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
 from tandem.models.description import ModelDescription
 from tandem.models.families.table import FAMILIES
-from tandem.models.safetensors import TensorInfo, read_header
 
 _PEFT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _MLX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.checkpoints.config import LARGEST_NUMBER, eos_token_ids, read_config
+from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.index import read_headers
+from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.families.sharding import SHARDING, Width
 from tandem.models.families.table import FAMILIES, Family
-from tandem.models.files import ModelFiles
-from tandem.models.safetensors import TensorInfo, read_header
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embed_in")
 _HEADS = ("lm_head", "output", "embed_out")
-_SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.safetensors$")
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "model_max_length")
-_LIMIT = 2**31  # no number in a config comes near it
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
@@ -71,11 +70,6 @@ class ModelDescription:
     generates: bool = True
     """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
     embedding then stands in for the projection."""
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """`config.json` of a model directory. Raises `BrokenModel`."""
-    return _read_json(path / "config.json")
 
 
 def describe(files: ModelFiles) -> ModelDescription:
@@ -135,7 +129,7 @@ class _Facts:
     def number(self, key: str, default: int | None = None) -> int:
         value = self._config.get(key)
         value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _LIMIT:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < LARGEST_NUMBER:
             raise BrokenModel(
                 f"{self._path}/config.json: {key} must be a positive whole number, is {value!r:.100}", param=key
             )
@@ -191,78 +185,6 @@ def read_quantization(config: dict[str, Any], name: str) -> dict[str, Any] | Non
     if not ok or settings.get("mode", "affine") not in _MODES:
         raise UnsupportedModel(f"{name}: quantization settings {settings!r} are not MLX's", param="model")
     return dict(settings)
-
-
-def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of config.json and generation_config.json together, in ascending order."""
-    found: set[int] = set()
-    for name in ("config.json", "generation_config.json"):
-        if not (path / name).exists():
-            continue
-        value = _read_json(path / name).get("eos_token_id")
-        values = value if isinstance(value, list) else [value]
-        found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < _LIMIT)
-    return tuple(sorted(found))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BrokenModel(f"{path}: cannot be read: {error.strerror or error}", param=path.name) from error
-    except (ValueError, RecursionError) as error:
-        raise BrokenModel(f"{path}: is not valid JSON: {error}", param=path.name) from error
-    if not isinstance(value, dict):
-        raise BrokenModel(f"{path}: must hold a JSON object", param=path.name)
-    return value
-
-
-def weight_files(path: Path) -> tuple[Path, ...]:
-    """The weight files of a model directory, all present. Raises `BrokenModel` naming one that is missing."""
-    names = weight_names(path)
-    if not names:
-        names = sorted(p.name for p in path.glob("model*.safetensors"))
-        names = sorted({*names, *(s for n in names for s in _siblings(n))})
-    if not names:
-        raise BrokenModel(f"{path}: has no model*.safetensors", param="model")
-    for name in names:
-        if not (path / name).is_file():
-            raise BrokenModel(f"{path / name}: is missing; download or copy the model again", param=name)
-    return tuple(path / name for name in names)
-
-
-def weight_names(path: Path) -> list[str]:
-    """Names of the weight files in the index of a model directory; empty where there is no index.
-
-    Raises `BrokenModel` for an index that names none, or one outside the directory.
-    """
-    index = path / "model.safetensors.index.json"
-    if not index.exists():
-        return []
-    weight_map = _read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise BrokenModel(f"{index}: has no weight_map", param=index.name)
-    names = sorted({str(name) for name in weight_map.values()})
-    if bad := [name for name in names if Path(name).name != name]:
-        raise BrokenModel(f"{index}: names {bad[0]}, which is not a file of this directory", param=index.name)
-    return names
-
-
-def _siblings(name: str) -> list[str]:
-    match = _SHARD.match(name)
-    if not match:
-        return []
-    count = int(match[3])
-    return [f"{match[1]}-{i:05d}-of-{count:05d}.safetensors" for i in range(1, count + 1)]
-
-
-def read_headers(files: ModelFiles) -> dict[str, dict[str, TensorInfo]]:
-    """All tensors of the model by name of the weight file; checks the files that are here. Raises `BrokenModel`."""
-    if files.headers is None:
-        return {file.name: read_header(file) for file in weight_files(files.path)}
-    for file in files.weights:
-        read_header(file)
-    return {file.name: read_header(file, header_only=True) for file in sorted(files.headers.glob("*.safetensors"))}
 
 
 def stored_bare(names: Iterable[str], layers: str) -> bool:

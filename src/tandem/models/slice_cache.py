@@ -20,11 +20,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
+from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.index import read_headers
+from tandem.checkpoints.safetensors import header_length, read_header
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, UsageError
-from tandem.models.description import describe, read_headers
-from tandem.models.files import ModelFiles
-from tandem.models.safetensors import header_length, read_header
+from tandem.models.description import describe
 from tandem.models.slices import PartPlan, Span, chunks, plan_parts
 from tandem.transport.blobs import CHUNK, BlobFile, Range, checksum
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from tandem.checkpoints.safetensors import TensorInfo, encode_header
 from tandem.models.description import ModelDescription, part_of_tensor
-from tandem.models.safetensors import TensorInfo, encode_header
 
 Part = int | Literal["embed", "head", "rest"]
 Headers = Mapping[str, Mapping[str, TensorInfo]]

@@ -10,10 +10,10 @@ from msgspec import Struct
 
 from tandem.executors.worker import WorkerPayload, run_rank
 from tandem.launchers.local import LocalLauncher
-from tandem.launchers.process import ChildProcess, receive_payload
+from tandem.processes.child import ChildProcess, receive_payload
 
 if TYPE_CHECKING:
-    from tandem.models.stage import StageModel
+    from tandem.loading.stage import StageModel
 
 MODULE = "tandem.parity.rank"
 

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tandem.models.stage import StageModel
+from tandem.loading.stage import StageModel
 
 
 class RecordingStage(StageModel):

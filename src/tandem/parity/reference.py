@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.safetensors import read_header
 from tandem.env import cache_dir
 from tandem.errors import ConfigError
-from tandem.models.files import ModelFiles
-from tandem.models.safetensors import read_header
 from tandem.parity.task import Task
 from tandem.version import __version__
 

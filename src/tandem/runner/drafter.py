@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from tandem.errors import BatchDesync
-from tandem.models.stage import StageModel
+from tandem.loading.stage import StageModel
 from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
 from tandem.runner.kv_store import KVStore
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from tandem.comm.group import StageGroup
 from tandem.guided.vocabulary import Vocabulary
-from tandem.models.stage import StageModel
+from tandem.loading.stage import StageModel
 from tandem.protocol.request import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest

@@ -32,8 +32,8 @@ from tandem.protocol.step import (
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
-from tandem.scheduler.speculation import Speculation, SpeculationLimits
 from tandem.scheduler.suspects import acquit, may_join, strike, suspect
+from tandem.speculation.proposers import Speculation, SpeculationLimits
 
 HEADROOM = 64
 """Positions of output that must fit beside the prompt before a request is admitted."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_CONTINUATION, InsertOp, StepResult
-from tandem.scheduler.speculation import Proposer
+from tandem.speculation.proposers import Proposer
 
 
 @dataclass(eq=False)

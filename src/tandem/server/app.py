@@ -14,19 +14,21 @@ from starlette.middleware.cors import CORSMiddleware
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
-from tandem.server import chat, completions, embeddings, info, models, page, plan, requests, tokens
 from tandem.server.anthropic import routes as anthropic
 from tandem.server.body import refuse_query
 from tandem.server.context import Api
-from tandem.server.engines import Engines
+from tandem.server.engines.protocol import Engines
+from tandem.server.engines.residents import Residents
 from tandem.server.failures import add_handlers
 from tandem.server.gate import Gate
-from tandem.server.jobs import Jobs
-from tandem.server.keeper import Keeper
+from tandem.server.journal import requests
+from tandem.server.journal.jobs import Jobs
+from tandem.server.journal.keeper import Keeper
+from tandem.server.limits.quotas import RATE_HEADERS
+from tandem.server.openai import chat, completions, embeddings, models, tokens
 from tandem.server.openapi import TandemApp
-from tandem.server.quotas import RATE_HEADERS
-from tandem.server.residents import Residents
 from tandem.server.responses import routes as responses
+from tandem.server.status import info, page, plan
 from tandem.version import __version__
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from tandem.errors import RequestError, TooLargeError
+from tandem.server.chats.texts import off_loop
 from tandem.server.failures import ClientGone, error_response
-from tandem.server.texts import off_loop
 
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send its body."""

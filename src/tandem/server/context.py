@@ -16,16 +16,16 @@ from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
 from tandem.errors import NotFoundError, RequestError, TimeoutExceeded, UnavailableError
-from tandem.server.engines import Engines, Overview
+from tandem.server.engines.protocol import Engines, Overview
+from tandem.server.engines.residents import Residents
+from tandem.server.engines.served_model import Served
+from tandem.server.engines.subscription import Subscription
 from tandem.server.failures import ClientGone
-from tandem.server.metrics import ApiMetrics
-from tandem.server.quotas import Quotas
-from tandem.server.residents import Residents
-from tandem.server.served import Served
-from tandem.server.subscription import Subscription
+from tandem.server.limits.quotas import Quotas
+from tandem.server.status.metrics import ApiMetrics
 
 if TYPE_CHECKING:
-    from tandem.server.jobs import Jobs
+    from tandem.server.journal.jobs import Jobs
 
 
 @dataclass(kw_only=True)

@@ -11,9 +11,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import AuthenticationError, RequestError
-from tandem.server import page
 from tandem.server.context import Api, key_digest, key_group
 from tandem.server.failures import error_response, internal_error
+from tandem.server.status import page
 
 logger = logging.getLogger(__name__)
 

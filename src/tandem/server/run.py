@@ -15,11 +15,11 @@ from tandem.config.settings import Settings
 from tandem.env import runtime_dir
 from tandem.errors import UnavailableError
 from tandem.server.app import create_app
-from tandem.server.client import EngineClient
 from tandem.server.context import Api
-from tandem.server.engines import Engines
+from tandem.server.engines.client import EngineClient
+from tandem.server.engines.protocol import Engines
+from tandem.server.engines.residents import Residents
 from tandem.server.listener import listen
-from tandem.server.residents import Residents
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from tandem.errors import RequestError
 from tandem.server.failures import ClientGone, envelope, internal_error
-from tandem.server.generate import Delta, Generation
+from tandem.server.generation.generate import Delta, Generation
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-from tandem.cache.ngram import NgramIndex
 from tandem.protocol.step import StepPlan
+from tandem.speculation.ngram import NgramIndex
 
 
 class Drafter:

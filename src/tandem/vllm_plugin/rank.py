@@ -10,15 +10,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tandem.checkpoints.resolve import resolve
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
+from tandem.loading.memory import limit_buffers, memory_bytes, on_gpu
+from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
-from tandem.models.files import resolve
 from tandem.models.footprint import slice_bytes
-from tandem.models.memory import limit_buffers, memory_bytes, on_gpu
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
-from tandem.models.stage import StageModel, load_stage
 from tandem.runner.links import ChannelLink
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.runner import Runner

@@ -84,7 +84,7 @@ class TandemWorker(WorkerBase):
 
     def _load(self) -> Loaded:
         from tandem.comm.group import StageGroup
-        from tandem.models.memory import on_gpu
+        from tandem.loading.memory import on_gpu
         from tandem.vllm_plugin.rank import load
 
         group = None

@@ -2,7 +2,7 @@
 
 Every parameter of a layer is named here: it is cut (by heads or by MLP width), or whole on every rank. A name that is
 neither is refused, so that a parameter can never be copied to all ranks by oversight. Every entry of `SHARDING` is
-held to the undivided model by `tests/models/test_models_shard_parity.py`.
+held to the undivided model by `tests/loading/test_loading_shard_parity.py`.
 """
 
 from __future__ import annotations

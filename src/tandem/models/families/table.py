@@ -1,7 +1,7 @@
 """The model families that Tandem runs: decoder stacks of mlx-lm that are embedding, layers in a row, norm, head.
 
 Plain data, no mlx. What a family computes beyond the plain stack is in the mlx-side modules next to this one.
-Every entry is held to mlx-lm's own forward pass, bit for bit, by `tests/models/test_models_parity.py`.
+Every entry is held to mlx-lm's own forward pass, bit for bit, by `tests/loading/test_loading_parity.py`.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic_core import from_json
 
 from tandem.errors import RequestError
+from tandem.server.chats.answer_message import Reply
 from tandem.server.failures import anthropic_envelope
-from tandem.server.generate import Delta, Generation
-from tandem.server.reply import Reply
+from tandem.server.generation.generate import Delta, Generation
 from tandem.server.sse import ChunkWriter, named_event
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning, merged
 

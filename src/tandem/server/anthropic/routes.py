@@ -8,17 +8,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.errors import RequestError
-from tandem.server.answer import collect
 from tandem.server.anthropic.answers import MessageWriter, ending, failed_message, message, usage, whole_blocks
 from tandem.server.anthropic.schemas import IGNORED, CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import chat_request, in_own_words
 from tandem.server.body import parse
-from tandem.server.chat import prepare_chat, start_chat
+from tandem.server.chats.answer_message import Reply
 from tandem.server.context import get_api
-from tandem.server.late import answered_by
+from tandem.server.engines.served_model import Served
+from tandem.server.generation.answer import collect
+from tandem.server.generation.model_wait import answered_by
+from tandem.server.openai.chat import prepare_chat, start_chat
 from tandem.server.openapi import documented
-from tandem.server.reply import Reply
-from tandem.server.served import Served
 from tandem.server.sse import encode_json, open_stream
 
 router = APIRouter()

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.server.body import Harmless, anything, only
-from tandem.server.messages import Strict, only_type
+from tandem.server.openai.messages import Strict, only_type
 
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """An edit that removes nothing; agents send it."""

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.errors import RequestError
 from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, TextBlock, Tool
 from tandem.server.body import checked, renamed
-from tandem.server.schemas import ChatRequest
+from tandem.server.openai.schemas import ChatRequest
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {

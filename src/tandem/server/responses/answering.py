@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.errors import RequestError
 from tandem.server.failures import envelope
-from tandem.server.generate import Delta, Generation
+from tandem.server.generation.generate import Delta, Generation
 from tandem.server.responses.output import Output
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.shape import Json, empty_response

@@ -18,8 +18,8 @@ from starlette.responses import Response, StreamingResponse
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.body import parse_bytes
 from tandem.server.context import Api, get_api, get_group
-from tandem.server.jobs import CANCELLED, Job, Jobs, Reply
-from tandem.server.journal import Entry
+from tandem.server.journal.jobs import CANCELLED, Job, Jobs, Reply
+from tandem.server.journal.journal import Entry
 from tandem.server.responses.answering import Answering
 from tandem.server.responses.schemas import IGNORED, ResponsesRequest
 from tandem.server.responses.shape import Json, empty_response

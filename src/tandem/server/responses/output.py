@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from tandem.server.reply import Reply
+from tandem.server.chats.answer_message import Reply
 from tandem.server.responses.schemas import Function, qualified
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
 

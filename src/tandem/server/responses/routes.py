@@ -9,24 +9,24 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.errors import RequestError
-from tandem.server.answer import collect
 from tandem.server.body import LARGE_BODY, parse_bytes, read_body
-from tandem.server.chat import start_chat
+from tandem.server.chats.answer_message import Reply
+from tandem.server.chats.texts import off_loop
 from tandem.server.context import get_api
-from tandem.server.generate import Delta
-from tandem.server.jobs import Job
-from tandem.server.late import answered_by
+from tandem.server.engines.served_model import Served
+from tandem.server.generation.answer import collect
+from tandem.server.generation.generate import Delta
+from tandem.server.generation.model_wait import answered_by
+from tandem.server.journal.jobs import Job
+from tandem.server.openai.chat import start_chat
 from tandem.server.openapi import documented
-from tandem.server.reply import Reply
 from tandem.server.responses import background
 from tandem.server.responses.answering import Answering, error_event
 from tandem.server.responses.output import Output
 from tandem.server.responses.schemas import IGNORED, ResponsesRequest
 from tandem.server.responses.shape import Json
 from tandem.server.responses.translate import chat_request, in_own_words
-from tandem.server.served import Served
 from tandem.server.sse import encode_json, named_event, open_stream
-from tandem.server.texts import off_loop
 
 router = APIRouter()
 _STREAMS = {"responses": {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}}

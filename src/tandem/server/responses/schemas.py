@@ -10,8 +10,8 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.server.body import Harmless, anything, only
-from tandem.server.messages import FunctionSpec, Strict, only_type
-from tandem.server.schemas import StreamOptions
+from tandem.server.openai.messages import FunctionSpec, Strict, only_type
+from tandem.server.openai.schemas import StreamOptions
 
 IGNORED: Mapping[str, Harmless] = {
     # Say nothing about the text.

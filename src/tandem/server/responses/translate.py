@@ -7,8 +7,8 @@ from typing import Any
 
 from tandem.errors import RequestError
 from tandem.server.body import checked, renamed
+from tandem.server.openai.schemas import ChatRequest
 from tandem.server.responses.schemas import Form, Function, Item, Part, ResponsesRequest, qualified
-from tandem.server.schemas import ChatRequest
 
 _NAMES = {
     "messages": "input",

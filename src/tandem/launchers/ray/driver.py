@@ -1,0 +1,234 @@
+"""The Ray driver (launchers/ray/launcher.py) as its parent sees it: a child process with a link."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from tandem.env import child_environment, runtime_dir, variable
+from tandem.errors import RankFailure, UsageError
+from tandem.launchers.ray.nodes import RayNode
+from tandem.processes.child import ChildProcess
+from tandem.protocol.placement import (
+    ClusterRefused,
+    Connected,
+    DriverMessage,
+    DriverPayload,
+    HostEnded,
+    HostOutput,
+    PlaceRanks,
+)
+
+OnHost = Callable[[HostOutput | HostEnded], None]
+log = logging.getLogger(__name__)
+
+MODULE = "tandem.launchers.ray.launcher"
+CONNECT_S = 30.0
+"""Seconds that the driver gets to connect. It gives up by itself sooner, unless what is there never answers."""
+NEW_S = 120.0
+"""Seconds in which a new cluster must be up."""
+END_S = 5.0
+TOKEN = {"RAY_AUTH_MODE": "token"}
+"""Environment of what shows the user's Ray token."""
+LAST_WORDS = 20
+"""Lines of the driver's output that are kept for the message when it dies."""
+
+
+def ray_variables() -> dict[str, str | None]:
+    """Environment of the driver, and of a cluster that it starts; what the user has set stays."""
+    wanted = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ENABLE_AUTO_CONNECT": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Seconds until it gives up connecting to something that is not a head, or to one whose node this is not.
+        "RAY_NUM_REDIS_GET_RETRIES": "5",
+        "RAY_gcs_server_request_timeout_seconds": "10",
+        # Only bytes and strings cross, so that a different patch release of Python does no harm.
+        "RAY_DEFAULT_PYTHON_VERSION_MATCH_LEVEL": "minor",
+    }
+    if sys.platform == "darwin":
+        wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # without it Ray keeps to loopback
+    return {name: variable(name) or value for name, value in wanted.items()}
+
+
+def _check_installed() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise UsageError("Ray is needed on every machine: pip install 'mlx-tandem[ray]'", param="launcher")
+
+
+class RayDriver:
+    """Starts the driver and speaks with it."""
+
+    def __init__(self, address: str | None, start_units: int, on_host: OnHost, *, token: bool = False) -> None:
+        """`address` and `start_units` as in `DriverPayload` (None: what RAY_ADDRESS says, else auto); `on_host`
+        is called in another thread. With `token` it shows the user's Ray token.
+
+        Raises UsageError when Ray is not installed.
+        """
+        _check_installed()
+        self._address = address or variable("RAY_ADDRESS") or "auto"
+        payload = DriverPayload(address=self._address, start_units=start_units,
+                                lock=str(runtime_dir() / "ray-placement.lock"))
+        self._on_host = on_host
+        self._news: queue.Queue[DriverMessage | None] = queue.Queue()
+        self._closed = False
+        self._link, far = socket.socketpair()
+        variables = ray_variables() | (TOKEN if token else {})
+        reading, writing = os.pipe()
+        with far, open(writing, "wb"):
+            self._process = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(variables),
+                                         name="Ray driver", arguments=(str(far.fileno()),), pass_fds=[far.fileno()],
+                                         output=writing)
+        self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
+        threading.Thread(target=self._read_words, args=(reading,), name="ray-words", daemon=True).start()
+        threading.Thread(target=self._read, name="ray-driver", daemon=True).start()
+
+    def _read_words(self, reading: int) -> None:
+        """What Ray prints: much, and of little use unless the driver dies of it."""
+        with open(reading, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._last_words.append(line.rstrip())
+                log.debug("ray: %s", line.rstrip())
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError), self._link.makefile("rb") as lines:
+            for line in lines:
+                message = msgspec.json.decode(line, type=DriverMessage)
+                if isinstance(message, HostOutput | HostEnded):
+                    self._on_host(message)
+                else:
+                    self._news.put(message)
+        self._closed = True
+        self._news.put(None)
+
+    def connect(self) -> Connected:
+        """Wait until it is connected. Raises UsageError when it cannot, RankFailure when it ends."""
+        timeout_s = NEW_S if self._address == "new" else CONNECT_S
+        message = self.next(timeout_s)
+        if not isinstance(message, Connected):
+            raise UsageError(f"no Ray head has answered at {self._address} within {timeout_s:.0f} s; is it one, and "
+                             "does a firewall let Ray's ports through?")
+        return message
+
+    @property
+    def ended(self) -> bool:
+        """It is no more."""
+        return self._closed or self._process.poll() is not None
+
+    def send(self, request: PlaceRanks) -> None:
+        """Raises RankFailure when the driver has ended."""
+        try:
+            self._link.sendall(msgspec.json.encode(request) + b"\n")
+        except OSError as error:
+            raise RankFailure("the connection to the Ray cluster is lost") from error
+
+    def next(self, timeout_s: float) -> DriverMessage | None:
+        """Its next message; None when `timeout_s` seconds pass.
+
+        Raises UsageError for what the user must mend, RankFailure when the driver has ended.
+        """
+        try:
+            message = self._news.get(timeout=max(timeout_s, 0.0))
+        except queue.Empty:
+            return None
+        if isinstance(message, ClusterRefused):
+            raise UsageError(message.message)
+        if message is None:
+            raise RankFailure("the connection to the Ray cluster is lost; has its head ended, or Ray on this machine?",
+                              details="\n".join(self._last_words))
+        return message
+
+    def close(self) -> None:
+        """End it; Ray then ends what it placed."""
+        with contextlib.suppress(OSError):
+            self._link.shutdown(socket.SHUT_RDWR)
+        if not self._process.wait(END_S):
+            self._process.kill()
+            self._process.wait(END_S)
+        self._link.close()
+
+
+def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
+    """For the doctor: nodes of the cluster at `address` (see `RayDriver`), and whether it wants the user's token.
+
+    Raises UsageError.
+    """
+    _check_installed()
+    for token in _tokens(address):
+        try:
+            return _ask_nodes(address or variable("RAY_ADDRESS") or "auto", token), token
+        except UsageError as error:
+            refusal = error
+    raise refusal
+
+
+def _ask_nodes(address: str, token: bool) -> list[RayNode]:
+    command = [sys.executable, "-m", MODULE, "nodes", address]
+    try:
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=CONNECT_S,
+                              env=child_environment(ray_variables() | (TOKEN if token else {})))
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"no Ray head has answered at {address} within {CONNECT_S:.0f} s") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise UsageError(lines[-1].removeprefix("tandem: ") if lines else "the Ray cluster does not tell its nodes")
+    nodes: list[RayNode] = msgspec.json.decode(done.stdout, type=list[RayNode])
+    return nodes
+
+
+def ray_command(address: str | None, node_id: str, module: str, *, token: bool) -> list[str]:
+    """The command that runs a module on a node, with `ray_variables` in its environment; it takes the place of ssh."""
+    shown = ["env", *(f"{name}={value}" for name, value in TOKEN.items())] if token else []
+    return [*shown, sys.executable, "-m", MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module]
+
+
+def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, Connected]:
+    """A driver that is connected, with the user's Ray token if that is what the cluster wants.
+
+    A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is
+    tried second. Raises UsageError and RankFailure.
+    """
+    for token in _tokens(address):
+        driver = RayDriver(address, start_units, on_host, token=token)
+        try:
+            return driver, driver.connect()
+        except UsageError as error:
+            refusal = error
+            driver.close()
+        except BaseException:
+            driver.close()
+            raise
+    raise refusal
+
+
+def _tokens(address: str | None) -> tuple[bool, ...]:
+    """Whether to show the user's token, in the order of attempts."""
+    has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
+                 or (Path.home() / ".ray" / "auth_token").exists())
+    return (False, True) if has_token and address != "new" and not variable("RAY_AUTH_MODE") else (False,)
+
+
+@contextmanager
+def new_cluster(units: int) -> Iterator[str]:
+    """A Ray cluster of this machine alone, with room for `units` ranks, while the context lasts; gives its address.
+
+    Raises UsageError and RankFailure.
+    """
+    driver, connected = connected_driver("new", units, lambda news: None)
+    try:
+        yield connected.cluster
+    finally:
+        driver.close()

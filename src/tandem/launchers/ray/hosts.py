@@ -1,0 +1,170 @@
+"""Rank hosts on the nodes of a Ray cluster. Ray itself is spoken to by a process of its own (launcher.py)."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from tandem.errors import RankFailure, UsageError
+from tandem.launchers.base import OnWait, Place
+from tandem.launchers.hosts import HostsLauncher
+from tandem.launchers.rank_host import HostPayload
+from tandem.launchers.ray.driver import RayDriver, connected_driver
+from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks, Shortage
+
+log = logging.getLogger(__name__)
+
+FIRST_PATIENCE_S = 5.0
+"""Seconds until there must be room for the first gang: a cluster that has none will hardly get any."""
+PATIENCE_S = 15.0
+"""Seconds after which a shortage is told, when a node was lost: it may come back, or another be added."""
+JOIN_S = 10.0
+"""Seconds that a rank host tries to join."""
+START_S = 60.0
+"""Seconds from the reservation until all rank hosts have joined."""
+
+
+@dataclass
+class _Placement:
+    """Rank hosts that were asked for together; lists are by rank."""
+
+    number: int
+    tickets: list[str]
+    nodes: list[str] = field(default_factory=list)
+    """Ids; empty until devices are reserved."""
+    places: list[str] = field(default_factory=list)
+    """Addresses and names."""
+    deadline: float = 0.0
+    """When all must have joined."""
+    served: bool = False
+    """All had joined once: whoever is missing now was lost."""
+    ended: dict[int, str] = field(default_factory=dict)
+    words: dict[int, str] = field(default_factory=dict)
+    """The last line that each wrote."""
+
+
+class RayLauncher(HostsLauncher):
+    """A device of the cluster for each rank. When a rank host is lost, all are placed anew: where a node is gone the
+    others' places may have to change, and the ranks start anew in any case."""
+
+    def __init__(self, address: str | None, ranks: int, *, head_address: str | None = None, heartbeat_s: float = 8.0,
+                 threads_per_rank: int | None = None, log_level: str = "INFO") -> None:
+        """Connect to the cluster at `address` (see `RayDriver`). Raises UsageError and RankFailure."""
+        self._cluster = address
+        self._ranks = ranks
+        self._log_level = log_level
+        self._placements = 0
+        self._current: _Placement | None = None
+        self._driver: RayDriver | None = None
+        here = self._connect()
+        try:
+            if head_address not in (None, here):
+                raise UsageError(f"--head-address {head_address}: the Ray node on this machine advertises {here}, and "
+                                 "ranks go by the addresses of nodes; run `ray start` here with "
+                                 f"--node-ip-address={head_address}, or leave --head-address out", param="head_address")
+            self._here = here
+            super().__init__(bind=here, heartbeat_s=heartbeat_s, threads_per_rank=threads_per_rank)
+        except BaseException:
+            self.release()
+            raise
+
+    def _connect(self) -> str:
+        """Start a driver. The address of this machine's node."""
+        self._driver, connected = connected_driver(self._cluster, self._ranks, self._on_host)
+        log.info("Ray cluster at %s; this machine is its node %s", connected.cluster, connected.here)
+        return connected.here
+
+    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
+                slots: Sequence[int] | None = None) -> list[Place]:
+        """As for all; from then on a missing rank host is a lost one."""
+        places = super().recruit(count, deadline, on_wait, slots)
+        if self._current is not None:
+            self._current.served = True
+        return places
+
+    def present(self, count: int) -> list[int]:
+        """All or none are placed, wherever Ray has room: there are no machines that one could do without."""
+        return list(range(count))
+
+    def bring(self, missing: list[int], *, first: bool) -> None:
+        """Have devices reserved and rank hosts started, and look at how that goes."""
+        kind = UsageError if first else RankFailure
+        try:
+            if self._driver is None or self._driver.ended:
+                self.release()
+                self._connect()
+            if self._current is None or self._current.served:
+                self._current = self._ask(missing, first=first)
+            self._listen(self._current, kind)
+            self._check(self._current, missing, kind)
+        except (UsageError, RankFailure) as error:
+            self._current = None
+            raise kind(error.message) from error
+
+    def _ask(self, missing: list[int], *, first: bool) -> _Placement:
+        lost = [self._current.nodes[rank] for rank in missing] if self._current is not None else []
+        self._placements += 1
+        placement = _Placement(self._placements, [secrets.token_hex(16) for _ in range(self._ranks)])
+        payloads = []
+        for slot, ticket in enumerate(placement.tickets):
+            self.roster.issue(slot, ticket)
+            payload = HostPayload(keys=self.keys, endpoints=[f"{self._here}:{self.roster.port}"], slot=slot,
+                                  ticket=ticket, join_timeout=JOIN_S, log_level=self._log_level)
+            payloads.append(msgspec.json.encode(payload))
+        assert self._driver is not None
+        self._driver.send(PlaceRanks(placement.number, payloads, lost, FIRST_PATIENCE_S if first else PATIENCE_S))
+        return placement
+
+    def _listen(self, placement: _Placement, kind: type[UsageError | RankFailure]) -> None:
+        """Take what the driver says."""
+        assert self._driver is not None
+        while (message := self._driver.next(0.0)) is not None:
+            if isinstance(message, Shortage):
+                raise kind(message.message)
+            if isinstance(message, Placed):
+                placement.nodes, placement.places = message.nodes, message.places
+                placement.deadline = time.monotonic() + START_S
+                log.info("ranks go to Ray nodes %s", ", ".join(message.places))
+
+    def _check(self, placement: _Placement, missing: list[int], kind: type[UsageError | RankFailure]) -> None:
+        """Raises when a rank host has ended before it joined, or takes too long."""
+        for rank in missing:
+            if rank in placement.ended:
+                said = self.roster.refusal(rank) or placement.words.get(rank, "").removeprefix("tandem: ")
+                raise kind(f"the rank host on Ray node {placement.places[rank]} {placement.ended[rank]}"
+                           f"{': ' if said else ''}{said}")
+        if placement.nodes and time.monotonic() > placement.deadline:
+            raise kind(self.describe_missing(missing))
+
+    def _on_host(self, news: HostOutput | HostEnded) -> None:
+        """In the driver's thread: a line from a rank host, or its end."""
+        placement = self._current
+        if isinstance(news, HostOutput):
+            sys.stderr.write(f"[{news.place}] {news.line}\n")
+            sys.stderr.flush()
+        if placement is None or news.placement != placement.number:
+            return
+        if isinstance(news, HostOutput):
+            placement.words[news.rank] = news.line
+        else:
+            placement.ended[news.rank] = news.reason
+            self.roster.leave(placement.tickets[news.rank], news.reason)
+
+    def describe_missing(self, missing: list[int]) -> str:
+        """Where nothing has come from."""
+        places = self._current.places if self._current is not None else []
+        where = ", ".join(places[rank] for rank in missing if rank < len(places))
+        return (f"the rank hosts on Ray nodes {where} did not join in time; see Ray's logs there "
+                "(session_latest/logs/worker-*.err)" if where else "Ray did not reserve devices in time")
+
+    def release(self) -> None:
+        """End the driver, and with it what it placed."""
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None

@@ -1,0 +1,104 @@
+"""LoRA adapters in a model's modules, whole or a rank's part of them (mlx)."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+
+from tandem.errors import BrokenModel, UnsupportedModel
+from tandem.loading.shard_modules import Slice, sharding_of, take
+from tandem.models.adapter_files import Adapter
+from tandem.models.description import ModelDescription
+from tandem.models.shard import Part, Shard, part_of
+
+
+class Adapted(nn.Module):
+    """A linear layer and what an adapter adds to it; computes what mlx-lm's LoRALinear does, bit for bit."""
+
+    def __init__(self, linear: nn.Module, a: mx.array, b: mx.array, scale: float) -> None:
+        super().__init__()
+        self.linear = linear
+        self.lora_a = a
+        self.lora_b = b
+        self._scale = scale
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Inputs [..., I] to outputs [..., O]."""
+        z = (x @ self.lora_a) @ self.lora_b
+        return self.linear(x) + (self._scale * z).astype(x.dtype)
+
+
+class AdapterLoader:
+    """Puts an adapter's weights into the layers of one stage or rank."""
+
+    def __init__(self, adapter: Adapter, layers: str, description: ModelDescription, shard: Shard | None) -> None:
+        """`layers` is the path of the list of layers in the model. Only headers are read. Raises `BrokenModel`."""
+        self._adapter = adapter
+        self._layers = layers
+        self._description = description
+        self._shard = shard
+        loaded = mx.load(str(adapter.path))
+        assert isinstance(loaded, dict)
+        self._weights: dict[str, mx.array] = loaded
+
+    def apply(self, number: int, layer: nn.Module) -> None:
+        """Adapt the loaded (and cut) layer of that number.
+
+        Raises `BrokenModel` for weights that do not fit, `UnsupportedModel` for a module that is no linear layer.
+        """
+        root = f"{self._layers}.{number}."
+        modules = dict(layer.named_modules())
+        adapted = []
+        for path, names in self._adapter.modules.items():
+            if not path.startswith(root):
+                continue
+            module = modules.get(path.removeprefix(root))
+            if not isinstance(module, nn.Linear | nn.QuantizedLinear):
+                what = "is no linear layer" if module is not None else "is not in the model"
+                raise UnsupportedModel(f"{self._adapter.path}: {path} {what}, so it cannot be adapted; fuse the "
+                                       "adapter into the model instead", param="adapter_path")
+            a, b = self._pair(path, path.removeprefix(root), names)
+            inputs, outputs = _dimensions(module)
+            if (a.shape[0], b.shape[1]) != (inputs, outputs):
+                raise self._misfit(path, a, b, inputs, outputs)
+            mx.eval(a, b)
+            adapted.append((path.removeprefix(root), Adapted(module, a, b, self._adapter.scale)))
+        if adapted:
+            layer.update_modules(tree_unflatten(adapted))
+
+    def _pair(self, path: str, inner: str, names: tuple[str, str]) -> tuple[mx.array, mx.array]:
+        """A [inputs, rank] and B [rank, outputs], cut as their module is."""
+        a, b = (self._weights[name] for name in names)
+        if self._adapter.transposed:
+            a, b = a.T, b.T
+        if self._shard is None:
+            return a, b
+        try:
+            cut = sharding_of(self._description).cut_of(inner)
+        except KeyError:
+            raise UnsupportedModel(f"{self._adapter.path}: how to divide {path} is not known; use "
+                                   "--pipeline-parallel-size", param="tensor_parallel_size") from None
+        if cut is None:
+            return a, b
+        part = part_of(cut, self._shard, self._description)
+        if cut.axis == "rows":
+            return a, self._cut(path, b, -1, part)
+        return self._cut(path, a, -2, part), b
+
+    def _cut(self, path: str, array: mx.array, axis: int, part: Part) -> mx.array:
+        if array.shape[axis] != part.total:
+            raise BrokenModel(f"{self._adapter.path}: {path} has {array.shape[axis]} of what the model has "
+                              f"{part.total} of; is this an adapter for another model?", param="adapter_path")
+        return take(array, Slice(axis, part), path)
+
+    def _misfit(self, path: str, a: mx.array, b: mx.array, inputs: int, outputs: int) -> BrokenModel:
+        return BrokenModel(f"{self._adapter.path}: {path} is for {a.shape[0]} inputs and {b.shape[1]} outputs, and the "
+                           f"model's has {inputs} and {outputs}; is this an adapter for another model?",
+                           param="adapter_path")
+
+
+def _dimensions(module: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    outputs, inputs = module.weight.shape
+    return (inputs * 32 // module.bits if isinstance(module, nn.QuantizedLinear) else inputs), outputs

@@ -1,0 +1,276 @@
+"""Lazy weights of a model: which part they belong to, and how they get into a module tensor by tensor (mlx)."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.index import read_headers, weight_files
+from tandem.checkpoints.safetensors import TensorInfo, encode_header
+from tandem.errors import BrokenModel
+from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
+from tandem.models.description import stored_bare
+from tandem.models.families.table import Family
+
+Weights = dict[str, mx.array]
+
+_MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
+"""Formats whose scales are bytes, by bits and group size."""
+_COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store this buffer; every family computes it
+
+
+def open_weights(files: ModelFiles, model: nn.Module, family: Family) -> Weights:
+    """All weights of the model as lazy arrays under mlx-lm's names: only headers are read.
+
+    Where not all of them are on this machine, the others have their shapes and types (families look at them to tell
+    how a model is stored), and evaluating them raises RuntimeError.
+    """
+    weights: Weights = {}
+    for path in weight_files(files.path) if files.headers is None else files.weights:
+        weights.update(_load(path))
+    if files.headers is not None:
+        everything = {name: info for header in read_headers(files).values() for name, info in header.items()}
+        weights.update(_absent({name: info for name, info in everything.items() if name not in weights}))
+    if stored_bare(weights, family.layers):
+        root = family.layers.partition(".")[0]
+        weights = {f"{root}.{name}": array for name, array in weights.items()}
+    if hasattr(model, "sanitize"):
+        try:
+            weights = model.sanitize(weights)
+        except (KeyError, ValueError, AttributeError, TypeError) as error:
+            raise BrokenModel(
+                f"{files.path}: weights do not fit config.json: {one_line(error)}", param="model"
+            ) from error
+    return {name: array for name, array in weights.items() if not name.endswith(_COMPUTED)}
+
+
+def _load(path: Path) -> Weights:
+    try:
+        loaded = mx.load(str(path))
+    except (RuntimeError, ValueError) as error:
+        raise BrokenModel(f"{path}: cannot be read: {one_line(error)}", param=path.name) from error
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def _absent(tensors: dict[str, TensorInfo]) -> Weights:
+    """Lazy arrays without data: of a file that is cut off behind its header once MLX has opened it."""
+    header = encode_header({name: replace(info, offset=0) for name, info in tensors.items()})
+    with tempfile.NamedTemporaryFile(prefix="tandem-", suffix=".safetensors") as file:
+        file.write(header)
+        file.flush()
+        os.truncate(file.name, len(header) + max((info.nbytes for info in tensors.values()), default=0))
+        weights = _load(Path(file.name))
+        os.truncate(file.name, len(header))
+    return weights
+
+
+def split_by_part(weights: Weights, family: Family, num_layers: int, path: str) -> dict[str | int, Weights]:
+    """Weights by part: a layer's number, `embed`, `norm` or `head`; names relative to the part.
+
+    Takes the arrays out of `weights`, so that each is freed with its part. Raises `BrokenModel` for a weight that
+    belongs to no part.
+    """
+    parts: dict[str | int, Weights] = {"embed": {}, "norm": {}, "head": {}, **{i: {} for i in range(num_layers)}}
+    roots = {"embed": family.embed, "norm": family.norm, "head": family.head}
+    for name in list(weights):
+        if name.startswith(family.layers + "."):
+            number, _, rest = name[len(family.layers) + 1 :].partition(".")
+            if number.isdigit() and int(number) < num_layers:
+                parts[int(number)][rest] = weights.pop(name)
+                continue
+        for part, root in roots.items():
+            if name.startswith(root + "."):
+                parts[part][name[len(root) + 1 :]] = weights.pop(name)
+                break
+        else:
+            raise BrokenModel(
+                f"{path}: weight {name} does not belong to the model that config.json describes", param="model"
+            )
+    return parts
+
+
+class PartLoader:
+    """Puts the weights of one part after the other into modules, in the wanted type, evaluated.
+
+    `quantization` is MLX's settings or None; with `dequantize` packed weights are expanded to plain ones. `dtype` is
+    what floating-point weights become; `keep` says of a weight's name that its type stays.
+    """
+
+    def __init__(
+        self,
+        *,
+        quantization: dict[str, Any] | None,
+        dequantize: bool,
+        dtype: mx.Dtype,
+        keep: Callable[[str], bool],
+        loaded: Callable[[int], None],
+    ) -> None:
+        self._quantization = quantization
+        self._dequantize = dequantize
+        self._dtype = dtype
+        self._keep = keep
+        self._loaded = loaded
+
+    def load(self, root: str, module: nn.Module, weights: Weights, cutter: Cutter | None = None) -> nn.Module:
+        """Fill `module`, whose path in the model is `root`, and return it (or its quantised replacement).
+
+        With `cutter`, module and weights are cut to a rank's part. Empties `weights`. Peak memory beyond the result
+        is about one tensor. Raises `BrokenModel` unless weights and parameters cover one another exactly.
+        """
+        holder = nn.Module()  # nn.quantize replaces children, so that a module which is a leaf itself needs a parent
+        holder.part = module
+        packed = self._packed(root, holder, weights) if self._quantization else {}
+        if packed and not self._dequantize:
+            nn.quantize(holder, class_predicate=lambda path, _: packed.get(path, False))
+        names = self._expected(holder, packed)
+        if missing := sorted(names - weights.keys()):
+            raise BrokenModel(f"weight {root}.{missing[0]} is missing ({len(missing)} of {len(names)})", param="model")
+        if surplus := sorted(weights.keys() - names):
+            raise BrokenModel(
+                f"weight {root}.{surplus[0]} does not fit config.json ({len(surplus)} such)", param="model"
+            )
+        if cutter is not None:
+            _check_shapes(root, holder, weights)
+            cutter.narrow(holder)
+        done = list(self._arrays(root, weights, packed, cutter))
+        try:
+            holder.load_weights(done, strict=True)
+        except ValueError as error:
+            raise BrokenModel(f"{root}: {one_line(error)}", param="model") from error
+        holder.eval()
+        return holder.part
+
+    def _packed(self, root: str, holder: nn.Module, weights: Weights) -> dict[str, dict[str, Any]]:
+        """Quantisation parameters by path below `holder`, as mlx_lm.utils.load_model finds them."""
+        settings = self._quantization or {}
+        prefixed = {f"part.{name}": array for name, array in weights.items()}
+        found: dict[str, dict[str, Any]] = {}
+        for path, module in holder.named_modules():
+            if not path or not hasattr(module, "to_quantized"):
+                continue
+            named = settings.get((root + path.removeprefix("part")).lstrip("."))
+            if named is False or (named is None and f"{path}.scales" not in prefixed):
+                continue
+            if isinstance(named, dict):
+                found[path] = {"mode": "affine", **named}
+            elif named is True:
+                found[path] = {key: settings[key] for key in ("group_size", "bits", "mode") if key in settings}
+            else:
+                found[path] = _found_quantization(path, module, prefixed)
+                if f"{path}.global_scale" in prefixed:
+                    found[path]["global_scale"] = True
+        return found
+
+    def _expected(self, holder: nn.Module, packed: dict[str, dict[str, Any]]) -> set[str]:
+        names = {name.removeprefix("part.") for name, _ in tree_flatten(holder.parameters())}
+        if self._dequantize:
+            for path, settings in packed.items():
+                base = path.removeprefix("part").lstrip(".")
+                names.update(_join(base, suffix) for suffix in _companions(settings))
+        return names
+
+    def _arrays(
+        self, root: str, weights: Weights, packed: dict[str, dict[str, Any]], cutter: Cutter | None
+    ) -> Iterable[tuple[str, mx.array]]:
+        expand = {path.removeprefix("part").lstrip("."): s for path, s in packed.items()} if self._dequantize else {}
+        while weights:
+            name = next(iter(weights))
+            base, _, last = name.rpartition(".")
+            if base in expand and last in ("weight", "scales", "biases", "global_scale"):
+                settings = expand.pop(base)
+                group = {s: weights.pop(_join(base, s)) for s in ("weight", *_companions(settings))}
+                nbytes = sum(array.nbytes for array in group.values())
+                name = _join(base, "weight")
+                array = self._expand_cut(f"{root}.{name}", group, settings, cutter.slice_of(name) if cutter else None)
+                del group
+            else:
+                array = weights.pop(name)
+                nbytes = array.nbytes
+                array = self._cast(f"{root}.{name}", cutter.take(name, array) if cutter else array)
+            try:
+                mx.eval(array)
+            except RuntimeError as error:  # not on this machine, or the file has gone meanwhile
+                raise BrokenModel(f"weight {root}.{name}: cannot be read: {one_line(error)}", param="model") from error
+            self._loaded(nbytes)
+            yield f"part.{name}", array
+
+    def _cast(self, name: str, array: mx.array) -> mx.array:
+        if not mx.issubdtype(array.dtype, mx.floating) or self._keep(name):
+            return array
+        return array.astype(self._dtype)
+
+    def _expand_cut(self, name: str, group: Weights, settings: dict[str, Any], found: Slice | None) -> mx.array:
+        """Expand a packed matrix, or the rows or columns that `found` names: columns by whole groups, then cut."""
+        if found is None:
+            return self._expand(group, settings)
+        inner = None
+        if found.axis == -1:
+            found, inner = whole_groups(found, settings["group_size"])
+        cut = {key: array if key == "global_scale" else take(array, found, name) for key, array in group.items()}
+        array = self._expand(cut, settings)
+        return array if inner is None else take(array, inner, name)
+
+    def _expand(self, group: Weights, settings: dict[str, Any]) -> mx.array:
+        # Scales are cast before they are applied, which is what the quantised product does too.
+        scales, biases = self._cast("scales", group["scales"]), group.get("biases")
+        array = mx.dequantize(
+            group["weight"],
+            scales,
+            None if biases is None else self._cast("biases", biases),
+            settings["group_size"],
+            settings["bits"],
+            settings["mode"],
+            group.get("global_scale"),
+        )
+        return self._cast("weight", array)
+
+
+def _check_shapes(root: str, holder: nn.Module, weights: Weights) -> None:
+    """Weights must be the model's before they are cut: a cut of a wrong matrix may have the right shape."""
+    shapes = {name.removeprefix("part."): array.shape for name, array in tree_flatten(holder.parameters())}
+    for name, array in weights.items():
+        base = name.rpartition(".")[0]
+        scales = weights.get(_join(base, "scales"))
+        if scales is not None and _join(base, "scales") not in shapes:  # about to be expanded
+            got, want = scales.shape[:-1], shapes[_join(base, "weight")][:-1]
+        else:
+            got, want = array.shape, shapes[name]
+        if got != want:
+            raise BrokenModel(f"weight {root}.{name} has shape {got}, expected {want}", param="model")
+
+
+def _companions(settings: dict[str, Any]) -> tuple[str, ...]:
+    names = ("scales", "biases") if settings.get("mode", "affine") == "affine" else ("scales",)
+    return (*names, "global_scale") if settings.get("global_scale") else names
+
+
+def _found_quantization(path: str, module: nn.Module, weights: Weights) -> dict[str, Any]:
+    """Bits, group size and mode of a weight of which the configuration says nothing, from its shapes.
+
+    As mlx_lm.utils.infer_quant_config, which comes with all of transformers. Raises BrokenModel.
+    """
+    scales, columns = weights[f"{path}.scales"], module.weight.shape[-1]
+    size, bits = columns // scales.shape[-1], weights[f"{path}.weight"].shape[-1] * 32 // columns
+    mode = "affine" if scales.dtype != mx.uint8 else _MODES.get((bits, size))
+    if mode is None:
+        raise BrokenModel(f"{path}: no quantisation has {bits} bits and groups of {size}", param="model")
+    return {"group_size": size, "bits": bits, "mode": mode}
+
+
+def _join(base: str, name: str) -> str:
+    return f"{base}.{name}" if base else name
+
+
+def one_line(error: BaseException) -> str:
+    """First 300 characters of an error's text, on one line."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

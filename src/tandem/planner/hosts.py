@@ -1,0 +1,190 @@
+"""Machines and links to plan for, in words: of `tandem plan` and the page, a hosts file of MLX, or this machine."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tandem.env import machine_memory
+from tandem.errors import ConfigError, LayoutError
+from tandem.launchers.hostfile import memory_size
+from tandem.planner.hardware import CHIPS, GIB, Link, Machine, link, machine
+from tandem.processes.device import this_device
+
+_DEFAULT_LINK = "thunderbolt5-tcp"
+_HOST_KEYS = ("gpu", "bandwidth", "tflops")
+_LINK_KEYS = ("latency", "bandwidth")
+_BACKEND_LINKS = {"jaccl": "thunderbolt5-rdma", "jaccl-ring": "thunderbolt5-rdma", "nccl": "nvlink"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hosts:
+    """Machines to plan for, the link that their hosts file implies, and what had to be assumed."""
+
+    machines: list[Machine]
+    notes: list[str] = field(default_factory=list)
+    link: str | None = None
+
+
+def read_hosts(specs: Sequence[str], hostfile: str | None) -> Hosts:
+    """Machines of a hosts file, if there is one, completed by and followed by those of `--hosts`.
+
+    Raises ConfigError naming the host, the value and what is expected.
+    """
+    facts: dict[str, dict[str, str]] = {}
+    implied = None
+    if hostfile is not None:
+        facts, implied = _read_hostfile(Path(hostfile))
+    for spec in (part for text in specs for part in text.split(",") if part):
+        name, found = _parse_host(spec)
+        if name in facts and hostfile is None:
+            raise ConfigError(f"--hosts: {name} is there twice; one rank runs on a machine", param="hosts")
+        facts.setdefault(name, {}).update(found)
+    notes: list[str] = []
+    machines = [_machine(name, found, notes) for name, found in facts.items()]
+    return Hosts(machines=machines, notes=notes, link=implied)
+
+
+def read_links(texts: Sequence[str], hosts: Hosts) -> tuple[list[Link], list[str]]:
+    """Links of `--link`, else the one that the hosts file implies, else a default; and a note where it was assumed."""
+    links = [_parse_link(text) for text in texts]
+    notes = []
+    if not any(x.between is None for x in links) and len(hosts.machines) > 1:
+        if hosts.link:
+            links.append(link(hosts.link))
+        elif not links:
+            notes.append(f"--link is not given: {_DEFAULT_LINK} is assumed between all machines.")
+            links.append(link(_DEFAULT_LINK))
+    return links, notes
+
+
+def this_machine() -> Hosts:
+    """The machine that this runs on, as MLX sees it."""
+    name = socket.gethostname().split(".")[0] or "this machine"
+    device = this_device()
+    chip = device.name.lower().removeprefix("apple ").replace(" ", "-")
+    known = chip if chip in CHIPS else "h200" if "h200" in chip else None
+    found = machine(name, machine_memory(), known or ("m4" if device.gpu else "cpu"))
+    if device.gpu:
+        found = replace(found, memory=device.memory_bytes)
+    note = f"Without --hosts, this machine is planned for: {device.name}, {found.memory / GIB:.1f} GiB for MLX."
+    if device.gpu and known is None:
+        note += f" Its speed is not known, that of {found.chip} is assumed."
+    return Hosts(machines=[found], notes=[note])
+
+
+def _parse_host(spec: str) -> tuple[str, dict[str, str]]:
+    name, equals, rest = spec.partition("=")
+    if not equals or not name or not rest:
+        raise ConfigError(f"--hosts {spec}: write NAME=MEMORY[:CHIP], such as a=64GB:m4-max", param="hosts")
+    memory, *words = rest.split(":")
+    found = {"memory": memory}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            key, value = "chip", word
+        if key not in ("chip", *_HOST_KEYS) or key in found:
+            raise ConfigError(
+                f"--hosts {spec}: {word!r} is not a chip or one of {', '.join(k + '=' for k in _HOST_KEYS)}",
+                param="hosts",
+            )
+        found[key] = value
+    return name, found
+
+
+def _machine(name: str, found: Mapping[str, str], notes: list[str]) -> Machine:
+    label = f"host {name}"
+    if "memory" not in found:
+        raise ConfigError(
+            f'{label}: its memory is not known; add "memory": "64GB" to the hosts file, or --hosts {name}=64GB',
+            param="hosts",
+        )
+    installed = memory_size(found["memory"], label)
+    chip = found.get("chip")
+    if chip is None:
+        chip = "m4-pro" if installed <= 64 * GIB else "m4-max" if installed <= 128 * GIB else "m3-ultra"
+        if not {"bandwidth", "tflops"} <= found.keys():
+            notes.append(f"{label}: no chip is given, {chip} is assumed.")
+    result = machine(name, installed, chip)
+    if "gpu" in found:
+        memory = memory_size(found["gpu"], label)
+        if memory > installed:
+            raise ConfigError(f"{label}: gpu={found['gpu']} is more than its memory {found['memory']}", param="hosts")
+        result = replace(result, memory=memory)
+    if "bandwidth" in found:
+        result = replace(result, bandwidth=_number(found["bandwidth"], label, "bandwidth") * 1e9)
+    if "tflops" in found:
+        result = replace(result, flops=_number(found["tflops"], label, "tflops") * 1e12)
+    return replace(result, measured={"bandwidth", "tflops"} <= found.keys())
+
+
+def _parse_link(text: str) -> Link:
+    pair, equals, rest = text.partition("=") if "," in text.split("=")[0] else ("", "", text)
+    name, *words = rest.split(":")
+    try:
+        found = link(name)
+    except LayoutError as error:
+        raise ConfigError(error.message, param="link") from error
+    for word in words:
+        key, _, value = word.partition("=")
+        if key not in _LINK_KEYS:
+            raise ConfigError(f"--link {text}: {word!r} is not latency= (us) or bandwidth= (GB/s)", param="link")
+        number = _number(value, f"--link {text}", key)
+        found = replace(found, latency=number / 1e6) if key == "latency" else replace(found, bandwidth=number * 1e9)
+    if not equals:
+        return found
+    ends = [name.strip() for name in pair.split(",")]
+    if len(ends) != 2 or ends[0] == ends[1] or not all(ends):
+        raise ConfigError(f"--link {text}: name two machines before =, such as a,b=10gbe", param="link")
+    return replace(found, between=(ends[0], ends[1]))
+
+
+def _number(text: str, label: str, key: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise ConfigError(f"{label}: {key}={text} must be a number above 0", param="hosts")
+    return value
+
+
+def _read_hostfile(path: Path) -> tuple[dict[str, dict[str, str]], str | None]:
+    """Facts by host, and the name of the link that the file's backend implies."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"--hostfile {path}: cannot be read: {error.strerror or error}", param="hostfile") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"--hostfile {path}: is not valid JSON: {error}", param="hostfile") from error
+    entries = data.get("hosts") if isinstance(data, dict) else data
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f'--hostfile {path}: must be a list of hosts, or have one as "hosts"', param="hostfile")
+    facts: dict[str, dict[str, str]] = {}
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, dict) or not isinstance(entry.get("ssh"), str) or not entry["ssh"]:
+            raise ConfigError(f'--hostfile {path}: host {number} has no "ssh" name', param="hostfile")
+        if entry["ssh"] in facts:
+            raise ConfigError(f"--hostfile {path}: {entry['ssh']} is there twice", param="hostfile")
+        facts[entry["ssh"]] = _facts_of(entry, path)
+    backend = data.get("backend") if isinstance(data, dict) else None
+    implied = _BACKEND_LINKS.get(str(backend))
+    return facts, implied
+
+
+def _facts_of(entry: dict[str, Any], path: Path) -> dict[str, str]:
+    allowed: dict[str, Callable[[Any], bool]] = {
+        key: lambda v: isinstance(v, str | int | float) and not isinstance(v, bool)
+        for key in ("memory", "chip", *_HOST_KEYS)
+    }
+    for key, valid in allowed.items():
+        if key in entry and not valid(entry[key]):
+            raise ConfigError(
+                f"--hostfile {path}: {key} of {entry['ssh']} must be a text or a number, is {entry[key]!r}",
+                param="hostfile",
+            )
+    return {key: str(entry[key]) for key in allowed if key in entry}

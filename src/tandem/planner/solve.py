@@ -1,0 +1,297 @@
+"""The best split of layers and kv heads for a given arrangement of machines, and what it would do. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from tandem.planner.cost import Costs, Part
+from tandem.planner.shares import Divider
+from tandem.planner.split import INFEASIBLE, share_heads, split
+from tandem.planner.types import Goal, Layout, MachineMemory, Prediction, Stage
+
+Groups = tuple[tuple[int, ...], ...]
+"""Machines of each stage of one replica."""
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """What a split should make small."""
+
+    kind: Literal["time", "capacity", "short"]
+    combine: Literal["sum", "max"]
+    rows: int = 1
+
+
+_SHORT = _Objective("short", "max")
+_SINGLE = _Objective("time", "sum")
+
+
+class _Batch(NamedTuple):
+    step: float
+    lanes: int
+
+
+class _Placed(NamedTuple):
+    """Layers on a group of machines: what they cost, and the kv heads and shares of weights that give it."""
+
+    cost: float
+    heads: tuple[int, ...] = ()
+    shares: tuple[float, ...] = ()
+
+
+_NOWHERE = _Placed(INFEASIBLE)
+
+
+class Solver:
+    """Places layers and heads by the cost model, and predicts. Deterministic."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.divider = Divider(costs.model, dequantize=costs.request.dequantize == "yes")
+        self._layers = costs.model.num_layers
+        self._heads = costs.model.num_kv_heads
+        self._alike = costs.layers_alike
+        self._headrooms: dict[tuple[Part, int, bool], float] = {}
+        self._known: dict[tuple[tuple[int, ...], int, int, int, _Objective], _Placed] = {}
+
+    # ---- splits
+
+    def replica(self, groups: Groups, streams: int, goal: Goal) -> tuple[Stage, ...]:
+        """Stages over `groups` for `streams` streams: the best that fits, else the one that is least short."""
+        found = [s for o in _objectives(goal, len(groups), streams) if (s := self._split(groups, streams, o))]
+        if not found:
+            return self._split(groups, streams, _SHORT) or ()
+        return min(found, key=lambda stages: score(self.predict(Layout(replicas=(stages,)), streams), goal))
+
+    def least_short(self, groups: Groups, streams: int) -> float:
+        """Bytes missing on the worst machine with the split that is least short; not positive if it fits."""
+        stages = self._split(groups, streams, _SHORT)
+        if not stages:
+            return INFEASIBLE
+        return max(self._short(part, s.start, s.stop, streams) for s in stages for part in self._parts(s))
+
+    def fixed(
+        self, groups: Groups, streams: int, layers: Sequence[int] | None, shares: Sequence[float] | None, goal: Goal
+    ) -> tuple[Stage, ...]:
+        """Stages with `layers` per stage or `shares` of the machines of a stage given, the rest chosen."""
+        counts = list(layers) if layers else [s.layers for s in self.replica(groups, streams, goal)]
+        stages: list[Stage] = []
+        for group in groups:
+            start = stages[-1].stop if stages else 0
+            stop = start + counts[len(stages)]
+            options = (*_objectives(goal, len(groups), streams), _SHORT)
+            found = next(p for o in options if (p := self._stage(group, start, stop, streams, o)).heads)
+            heads, own = found.heads, found.shares
+            if shares:
+                own = tuple(x / sum(shares) for x in shares)
+                heads = self.divider.heads(own) or heads
+            stages.append(Stage(machines=group, start=start, stop=stop, kv_heads=heads, shares=own))
+        return tuple(stages)
+
+    def _split(self, groups: Groups, streams: int, objective: _Objective) -> tuple[Stage, ...] | None:
+        ranges = split(
+            len(groups),
+            self._layers,
+            lambda stage, start, stop: self._stage(groups[stage], start, stop, streams, objective).cost,
+            objective.combine,
+        )
+        if ranges is None:
+            return None
+        placed = [self._stage(g, a, b, streams, objective) for g, (a, b) in zip(groups, ranges, strict=True)]
+        return tuple(
+            Stage(machines=g, start=a, stop=b, kv_heads=p.heads, shares=p.shares)
+            for g, (a, b), p in zip(groups, ranges, placed, strict=True)
+        )
+
+    def _stage(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective) -> _Placed:
+        """Layers start..stop on `group` at least cost; INFEASIBLE if they do not fit."""
+        if self._alike and start and stop < self._layers:
+            start, stop = 1, 1 + stop - start  # ranges in the middle differ in length only
+        key = (group, start, stop, streams, objective)
+        found = self._known.get(key)
+        if found is None:
+            options = self._options(group, start, stop, streams, objective)
+            found = self._known[key] = min(options, key=lambda p: p.cost, default=_NOWHERE)
+        return found
+
+    def _options(
+        self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective
+    ) -> list[_Placed]:
+        """Whole kv heads as memory allows, and shares by what each machine can do alone."""
+
+        def cost(part: Part) -> float:
+            return self._cost(part, start, stop, streams, objective)
+
+        found: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
+        if len(group) == 1:
+            found.append(((self._heads,), (1.0,)))
+        elif self.divider.step:
+            units, step = self._heads // self.divider.step, self.divider.step
+            parts = [[Part(m, n / units, n / units) for n in range(units + 1)] for m in group]
+            heads = share_heads(
+                units,
+                len(group),
+                lambda rank, n: cost(parts[rank][n]),
+                lambda rank, n: self._fits(parts[rank][n], start, stop, streams, objective),
+            )
+            if heads:
+                found.append((tuple(n * step for n in heads), tuple(n / units for n in heads)))
+            shares = _in_proportion([cost(Part(m, 1.0, 1.0)) for m in group], objective)
+            if own := self.divider.heads(shares):
+                found.append((own, shares))
+        placed = []
+        for counts, shares in found:
+            ranks = [Part(m, s, n / self._heads) for m, s, n in zip(group, shares, counts, strict=True)]
+            if all(self._fits(part, start, stop, streams, objective) for part in ranks):
+                value = max(cost(part) for part in ranks) + self._waiting(group, start, stop, objective)
+                placed.append(_Placed(value, counts, shares))
+        return placed
+
+    def _cost(self, part: Part, start: int, stop: int, streams: int, objective: _Objective) -> float:
+        if objective.kind == "time":
+            return self.costs.rank_time(part, start, stop, objective.rows)
+        if objective.kind == "capacity":
+            return -self._capacity(part, start, stop, streams)
+        return self._short(part, start, stop, streams)
+
+    def _fits(self, part: Part, start: int, stop: int, streams: int, objective: _Objective) -> bool:
+        return objective.kind == "short" or self._short(part, start, stop, streams) <= 0
+
+    def _waiting(self, group: tuple[int, ...], start: int, stop: int, objective: _Objective) -> float:
+        """Seconds that the machines of a stage spend on one another in a step."""
+        if objective.kind != "time" or len(group) == 1:
+            return 0.0
+        seconds = 2 * (stop - start) * self.costs.all_reduce(group, objective.rows)
+        return seconds + (self.costs.gather_logits(group, objective.rows) if stop == self._layers else 0.0)
+
+    # ---- memory of a rank
+
+    def _short(self, part: Part, start: int, stop: int, streams: int) -> float:
+        costs, last = self.costs, stop == self._layers
+        needed = costs.weights(part, start, stop) + costs.kv(part, stop - start, streams)
+        return needed + self._headroom(part, streams, last) - costs.budget(part.machine)
+
+    def _headroom(self, part: Part, streams: int, last: bool) -> float:
+        key = (part, streams, last)
+        if key not in self._headrooms:
+            self._headrooms[key] = self.costs.headroom(part, streams, last=last)
+        return self._headrooms[key]
+
+    def _memory(self, part: Part, start: int, stop: int, streams: int) -> MachineMemory:
+        return MachineMemory(
+            machine=part.machine,
+            weights=int(self.costs.weights(part, start, stop)),
+            kv=int(self.costs.kv(part, stop - start, streams)),
+            headroom=int(self._headroom(part, streams, stop == self._layers)),
+            budget=self.costs.budget(part.machine),
+        )
+
+    def _capacity(self, part: Part, start: int, stop: int, streams: int) -> float:
+        """KV tokens that a rank can hold beside its weights."""
+        free = self.costs.budget(part.machine) - self.costs.weights(part, start, stop)
+        free -= self._headroom(part, streams, stop == self._layers)
+        return max(0.0, free / (self.costs.kv_bytes(part.machine) * part.kv * (stop - start)))
+
+    def _parts(self, stage: Stage) -> list[Part]:
+        ranks = zip(stage.machines, stage.shares, stage.kv_heads, strict=True)
+        return [Part(machine, share, heads / self._heads) for machine, share, heads in ranks]
+
+    # ---- what a layout would do
+
+    def predict(self, layout: Layout, streams: int) -> Prediction:
+        """Estimates for `streams` streams spread evenly over the replicas."""
+        replicas = layout.replicas
+        each = [streams // len(replicas) + (i < streams % len(replicas)) for i in range(len(replicas))]
+        reserved = max(each)
+        slowest = max(replicas, key=lambda stages: self._pass(stages, 1))
+        single = self._pass(slowest, 1)
+        batches = [self._batch(stages, n) for stages, n in zip(replicas, each, strict=True) if n]
+        prompts = [self._prompt(stages) for stages in replicas]
+        network = sum(self._waiting(s.machines, s.start, s.stop, _SINGLE) for s in slowest)
+        return Prediction(
+            step_single=single,
+            tokens_single=1 / single,
+            step=max(b.step for b in batches),
+            tokens=sum(n / b.step for n, b in zip(each, batches, strict=False)),
+            prefill=sum(self.costs.context / p for p, n in zip(prompts, each, strict=True) if n),
+            first_token=max(prompts),
+            capacity=sum(self._replica_capacity(stages, reserved) for stages in replicas),
+            lanes=max(b.lanes for b in batches),
+            collectives=sum(2 * s.layers for s in slowest if len(s.machines) > 1),
+            collective=max(self.costs.all_reduce(s.machines, 1) for s in slowest),
+            communication=network + self._hops(slowest, 1),
+            memory=tuple(
+                self._memory(part, s.start, s.stop, reserved)
+                for stages in replicas
+                for s in stages
+                for part in self._parts(s)
+            ),
+        )
+
+    def _stage_time(self, stage: Stage, rows: int, *, prefill: bool = False) -> float:
+        """A stage waits for its slowest rank, and twice a layer for the sum over all of them."""
+        slowest = max(
+            self.costs.rank_time(p, stage.start, stage.stop, rows, prefill=prefill) for p in self._parts(stage)
+        )
+        if prefill:  # only a prompt's last token goes through the head
+            return slowest + 2 * stage.layers * self.costs.all_reduce(stage.machines, rows)
+        return slowest + self._waiting(stage.machines, stage.start, stage.stop, _Objective("time", "sum", rows))
+
+    def _pass(self, stages: tuple[Stage, ...], rows: int) -> float:
+        """Seconds of a decode step from the first stage through the last and back."""
+        return sum(self._stage_time(s, rows) for s in stages) + self._hops(stages, rows)
+
+    def _hops(self, stages: tuple[Stage, ...], rows: int) -> float:
+        if len(stages) == 1:
+            return 0.0
+        seconds = sum(self.costs.hop(a.machines, b.machines, rows) for a, b in zip(stages, stages[1:], strict=False))
+        back = self.costs.network.between(stages[-1].machines[0], stages[0].machines[0])
+        return seconds + (back.latency if back else INFEASIBLE)
+
+    def _batch(self, stages: tuple[Stage, ...], streams: int) -> _Batch:
+        """One batch in turn through the stages, or one per stage at once: whichever is faster.
+
+        With several lanes a lane's token takes a whole pass, or the busiest stage's work for all lanes if that is more.
+        """
+        found = []
+        for lanes in sorted({1, min(len(stages), streams)}):
+            rows = -(-streams // lanes)
+            busiest = max(self._stage_time(s, rows) for s in stages)
+            found.append(_Batch(max(self._pass(stages, rows), lanes * busiest), lanes))
+        return min(found, key=lambda b: (b.step, b.lanes))
+
+    def _prompt(self, stages: tuple[Stage, ...]) -> float:
+        """Seconds to compute a prompt of the wanted context: chunks follow one another through the stages."""
+        chunk = min(self.costs.chunk(m) for s in stages for m in s.machines)
+        times = [self._stage_time(s, chunk, prefill=True) for s in stages]
+        return sum(times) + self._hops(stages, chunk) + (self.costs.context / chunk - 1) * max(times)
+
+    def _replica_capacity(self, stages: tuple[Stage, ...], streams: int) -> int:
+        return int(min(self._capacity(p, s.start, s.stop, streams) for s in stages for p in self._parts(s)))
+
+
+def score(prediction: Prediction, goal: Goal) -> float:
+    """What the goal makes small."""
+    if goal == "latency":
+        return prediction.step_single
+    return -prediction.tokens if goal == "throughput" else -float(prediction.capacity)
+
+
+def _objectives(goal: Goal, stages: int, streams: int) -> tuple[_Objective, ...]:
+    if goal == "latency":
+        return (_Objective("time", "sum"),)
+    if goal == "capacity":
+        return (_Objective("capacity", "max"),)
+    in_turn = _Objective("time", "sum", streams)
+    lanes = min(stages, streams)
+    return (in_turn, _Objective("time", "max", -(-streams // lanes))) if lanes > 1 else (in_turn,)
+
+
+def _in_proportion(costs: Sequence[float], objective: _Objective) -> tuple[float, ...]:
+    """Shares by speed, or equal ones where the cost of all of a stage does not tell how to share it."""
+    if objective.kind != "time":
+        return (1 / len(costs),) * len(costs)
+    speeds = [1 / c for c in costs]
+    return tuple(round(x / sum(speeds), 4) for x in speeds)

@@ -1,0 +1,35 @@
+"""What MLX computes on here, asked of a process of its own, so that the one that asks need not load MLX."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import msgspec
+
+from tandem.env import child_environment
+from tandem.errors import UsageError
+
+MODULE = "tandem.loading.device"
+
+
+@dataclass(frozen=True)
+class Device:
+    """The device that MLX chooses on this machine."""
+
+    gpu: bool
+    memory_bytes: int
+    """Of the memory that weights and KV live in."""
+    name: str
+    """`CPU`, or what MLX calls the GPU."""
+
+
+def this_device() -> Device:
+    """Start MLX in a child process and ask it. Raises UsageError with MLX's last words when it does not start."""
+    done = subprocess.run([sys.executable, "-P", "-m", MODULE], capture_output=True, text=True, check=False,
+                          env=child_environment())
+    if done.returncode:
+        words = done.stderr.strip() or f"exit code {done.returncode}"
+        raise UsageError(f"MLX does not start on this machine: {words.splitlines()[-1]}")
+    return msgspec.json.decode(done.stdout, type=Device)

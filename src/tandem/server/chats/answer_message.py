@@ -1,0 +1,82 @@
+"""The text of one chat answer as OpenAI's messages: content, reasoning and tool calls, whole or in pieces."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from tandem.server.chats.plan import ChatPlan
+from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
+from tandem.server.tools.scan import StreamParser
+
+
+class Reply:
+    """Reads the text of one choice."""
+
+    def __init__(self, plan: ChatPlan, ids: Callable[[], str] | None = None) -> None:
+        """`ids` makes the ids of calls, of 32 hex digits; by default they are random."""
+        self._ids = ids or (lambda: uuid.uuid4().hex)
+        self._used: set[str] = set()
+        self._plan = plan
+        self._parser = StreamParser(plan.dialect.reader) if plan.dialect is not None else None
+
+    def read(self, text: str, *, last: bool) -> list[Event]:
+        """What `text` adds; with `last` also what was held back."""
+        if self._parser is None:
+            return [Content(text)] if text else []
+        events = self._parser.push(text)
+        return events + self._parser.finish() if last else events
+
+    @property
+    def called(self) -> bool:
+        """There have been calls."""
+        return self._parser is not None and self._parser.calls > 0
+
+    def finish_reason(self, reason: str) -> str:
+        """As OpenAI has it: an answer that ends with calls says so."""
+        return self._plan.calls_finish if self.called and reason == "stop" else reason
+
+    def delta(self, event: Event) -> dict[str, Any]:
+        """The `delta` of a chunk."""
+        if isinstance(event, Content):
+            return {"content": event.text}
+        if isinstance(event, Reasoning):
+            return {"reasoning_content": event.text}
+        call: dict[str, Any] = {"index": event.index}
+        if isinstance(event, CallStart):
+            call |= self._call(event)
+        else:
+            call["function"] = {"arguments": event.text}
+        return {"tool_calls": [call]}
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The whole text as a message."""
+        content, reasoning, calls = "", "", []
+        for event in self.read(text, last=True):
+            if isinstance(event, CallStart):
+                calls.append(self._call(event))
+            elif isinstance(event, CallArguments):
+                calls[event.index]["function"]["arguments"] += event.text
+            elif isinstance(event, Reasoning):
+                reasoning += event.text
+            else:
+                content += event.text
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+        return message
+
+    def _call(self, call: CallStart) -> dict[str, Any]:
+        function = {"name": call.name, "arguments": ""}
+        return {"id": self.call_id("call", call), "type": "function", "function": function}
+
+    def call_id(self, prefix: str, call: CallStart) -> str:
+        """The id that the model gave `call`, if it gave one and no other call has it; else a fresh one."""
+        fresh = self._ids()
+        if call.id and call.id not in self._used:
+            self._used.add(call.id)
+            return call.id
+        return fresh[:9] if self._plan.short_ids else f"{prefix}_{fresh[:24]}"

@@ -1,0 +1,114 @@
+"""What a chat request comes to: its prompt, the form of its answer, and how to read the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.errors import RequestError
+from tandem.guided.check import GrammarCheck
+from tandem.guided.grammar import grammar_of
+from tandem.protocol.request import StructuredOutputs
+from tandem.server.chats.forms import accepted, asked_form
+from tandem.server.chats.texts import render_chat
+from tandem.server.engines.served_model import Served
+from tandem.server.openai.messages import ToolChoice
+from tandem.server.openai.schemas import ChatRequest
+from tandem.server.tools.choose import Dialect, Writing, dialect, opens_reasoning, reasoning_format, tool_format
+from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
+from tandem.server.tools.prompt import knows_tools, plain_messages
+from tandem.server.tools.scan import Tools
+from tandem.text.tokenizer import Tokenizer
+
+NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_END_TOKENS = 16
+"""Tokens at the end of a prompt that may hold the tag which opens the reasoning."""
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """One chat request, ready for the engine."""
+
+    prompt: list[int]
+    form: StructuredOutputs | None
+    """The grammar of the answer, already checked; None when it is free."""
+    dialect: Dialect | None
+    """How to read the answer; None when all of it is content."""
+    shown: frozenset[int]
+    """Special tokens that belong to the text, because its reader needs them."""
+    calls_finish: str
+    """`finish_reason` of an answer with calls that ended by itself. OpenAI says `stop` when the call was named."""
+    short_ids: bool
+    """Ids of calls have nine characters, as Mistral's templates demand."""
+
+
+async def plan_chat(served: Served, tokenizer: Tokenizer, fields: ChatRequest, variables: dict[str, Any]) -> ChatPlan:
+    """Render the prompt and settle the rest; `variables` are those of the template. Raises RequestError."""
+    template, settings = tokenizer.chat_template, served.settings.server
+    choice = fields.tool_choice or ToolChoice(mode="auto")
+    tools = callable_tools(fields, choice)
+    if tools is not None and settings.tool_parser == "none":
+        message = "'tools' are not supported: the server runs with --tool-parser none."
+        raise RequestError(message, param="tools", code="unsupported_parameter")
+    asked, forced = asked_form(fields), choice.mode in ("required", "named")
+    if asked is not None and forced:
+        message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
+        raise RequestError(message, param=asked[0], code="invalid_value")
+    prompt = await _prompt(tokenizer, fields, tools is not None, variables)
+    own = tool_format(settings.tool_parser, template, tokenizer.special_texts)
+    reasoning = reasoning_format(settings.reasoning_parser, template)
+    writing = Writing(
+        format=forced_format(own) if forced or asked is not None else own,
+        reasoning=reasoning,
+        tools=tools,
+        begun=opens_reasoning(reasoning, tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False)),
+        several=choice.mode != "named" and fields.parallel_tool_calls is not False,
+    )
+    how = dialect(writing)
+    return ChatPlan(
+        prompt=prompt,
+        form=await _form(served.texts.grammars(tokenizer), writing, asked) if forced or asked is not None else None,
+        dialect=how,
+        shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
+        calls_finish="stop" if choice.mode == "named" else "tool_calls",
+        short_ids=own == "mistral",
+    )
+
+
+def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
+    """Schemas of the tools that may be called; None for no tools. Raises RequestError when the choice needs others."""
+    tools = {tool.function.name: tool.function.parameters or NO_ARGUMENTS for tool in fields.tools or ()}
+    if choice.mode in ("required", "named") and not tools:
+        raise RequestError("'tool_choice' needs 'tools'.", param="tool_choice", code="invalid_value")
+    if choice.mode == "named":
+        if choice.name not in tools:
+            message = f"Invalid 'tool_choice': there is no tool '{str(choice.name)[:64]}' in 'tools'."
+            raise RequestError(message, param="tool_choice", code="invalid_value")
+        return {choice.name: tools[choice.name]}
+    return tools if tools and choice.mode != "none" else None
+
+
+async def _prompt(tokenizer: Tokenizer, fields: ChatRequest, with_tools: bool, variables: dict[str, Any]) -> list[int]:
+    messages = [message.as_template_input() for message in fields.messages]
+    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
+    calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if (tools or calls) and not knows_tools(tokenizer.chat_template):
+        messages, tools = plain_messages(messages, tools), []
+    return await render_chat(tokenizer, messages, variables, tools=tools)
+
+
+async def _form(
+    grammars: GrammarCheck, writing: Writing, asked: tuple[str, StructuredOutputs] | None
+) -> StructuredOutputs:
+    """The checked grammar of the whole answer. Raises RequestError naming the field at fault and the reason."""
+    param = "tools" if asked is None else asked[0]
+    try:
+        # In a thread: a long one takes a second.
+        answer = None if asked is None else await asyncio.get_running_loop().run_in_executor(
+            grammars.threads, grammar_of, asked[1])
+        grammar = answer_grammar(writing, literal_of(grammars.special), answer)
+    except ValueError as error:
+        raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error
+    return await accepted(grammars, param, StructuredOutputs(grammar=grammar))

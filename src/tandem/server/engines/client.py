@@ -1,0 +1,272 @@
+"""The api's end of the socket to the engine.
+
+Works when the engine comes later than the api, dies, hangs or restarts: then requests fail with `UnavailableError`
+and the next ones work as soon as the engine answers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from tandem.errors import TransportError, UnavailableError
+from tandem.protocol.codec import Decoder
+from tandem.protocol.control import (
+    Abort,
+    ApiMessage,
+    Detach,
+    EngineMessage,
+    EngineStatus,
+    MetricsText,
+    Output,
+    QueryMetrics,
+    QueryStatus,
+    Submit,
+)
+from tandem.protocol.request import EngineRequest
+from tandem.server.engines.protocol import EngineLost, ReplicaState, Sink, outputs_of, refusal, replica_state
+from tandem.server.engines.subscription import Subscription
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 1.0
+"""Seconds between two `QueryStatus`."""
+MISSED_BEATS = 5
+"""Beats in a row without any sign of life after which the engine counts as gone. Beats of this process are counted,
+not seconds, so that a suspended api does not take the engine for dead when it wakes."""
+DRAIN_BATCH = 512
+"""Most messages read before other tasks get their turn."""
+
+
+class EngineClient:
+    """Talks to one engine at a zmq `endpoint` (`ipc://...`). Belongs to the event loop that called `start`."""
+
+    def __init__(self, endpoint: str, *, heartbeat_s: float = HEARTBEAT_S) -> None:
+        self.endpoint = endpoint
+        self.status: EngineStatus | None = None
+        """The engine's last answer, kept after it has gone; see `alive`."""
+        self._heartbeat_s = heartbeat_s
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = Decoder[EngineMessage](EngineMessage).decode
+        self._sinks: dict[str, Sink] = {}
+        self._metrics: dict[int, asyncio.Future[bytes]] = {}
+        self._queries = itertools.count(1)
+        self._fresh = False
+        self._heard = False
+        self._missed = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._beat: asyncio.Task[None] | None = None
+
+    @property
+    def alive(self) -> bool:
+        """True while the engine is connected and answers."""
+        return self._fresh and self._missed < MISSED_BEATS
+
+    async def start(self) -> None:
+        """Open the socket and begin the heartbeat. The engine need not be there."""
+        if self._loop is not None:
+            return
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        # IMMEDIATE: nothing is queued for an engine that is not connected, so a restarted one never gets requests
+        # whose clients have long been told that they failed.
+        for option, value in ((zmq.IMMEDIATE, 1), (zmq.RCVHWM, 0), (zmq.SNDHWM, 0), (zmq.LINGER, 200),
+                              (zmq.RECONNECT_IVL, 50), (zmq.RECONNECT_IVL_MAX, 500)):  # fmt: skip
+            self._socket.setsockopt(option, value)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._loop.add_reader(self._socket.FD, self._drain)
+        self._loop.add_reader(self._monitor.FD, self._drain_monitor)
+        self._socket.connect(self.endpoint)
+        self._beat = asyncio.create_task(self._heartbeat(), name="engine-heartbeat")
+
+    async def close(self) -> None:
+        """Tell the engine that this api is going, and close the socket. All subscriptions fail."""
+        if self._loop is None or self._beat is None:
+            return
+        self._beat.cancel()
+        await asyncio.gather(self._beat, return_exceptions=True)
+        self._send(Detach())
+        self._fail_all("The server is shutting down.")
+        self._loop.remove_reader(self._socket.FD)
+        self._loop.remove_reader(self._monitor.FD)
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+        self._socket.close()
+        self._context.term()
+        self._loop = None
+        self._fresh = False
+
+    def open(self, requests: Sequence[EngineRequest]) -> Subscription:
+        """Start requests that belong together. The caller must `release` what it got.
+
+        Raises UnavailableError when the engine is not there.
+        """
+        self.check()
+        subscription = Subscription((request.request_id for request in requests), self.abort)
+        for request in requests:
+            if not self.send(request, subscription):
+                self.release(subscription, [r.request_id for r in requests])
+                raise UnavailableError("The engine is not reachable; try again shortly.")
+        return subscription
+
+    def send(self, request: EngineRequest, sink: Sink) -> bool:
+        """Start one request whose outputs go to `sink`; False when no engine is connected to take it.
+
+        The caller must `forget` or `abort` it.
+        """
+        self._sinks[request.request_id] = sink
+        if self._send(Submit(request)):
+            return True
+        self.forget(request.request_id)
+        return False
+
+    def forget(self, request_id: str) -> None:
+        """Hand on nothing more of a request, which the engine is done with."""
+        self._sinks.pop(request_id, None)
+
+    def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
+        """Abort what still runs of a subscription and forget it."""
+        subscription.close()
+        for request_id in request_ids:
+            self.forget(request_id)
+
+    def submit(self, request: EngineRequest) -> AsyncIterator[Output]:
+        """Outputs of one request, as `outputs_of` yields them."""
+        return outputs_of(self, request)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request in the engine; its subscription hears no more of it."""
+        self.forget(request_id)
+        self._send(Abort(request_id))
+
+    def check(self) -> EngineStatus:
+        """The status of an engine that takes requests. Raises UnavailableError otherwise."""
+        status = self.status
+        if status is None or not self.alive:
+            raise UnavailableError("The engine is not reachable (it is starting or has gone); try again shortly.")
+        if status.state in ("failed", "draining"):
+            what = "has failed" if status.state == "failed" else "is shutting down"
+            detail = f": {status.detail}" if status.detail else ""
+            raise UnavailableError(f"The engine {what}{detail}", retry_after=10.0)
+        return status
+
+    async def metrics(self, timeout: float = 2.0) -> bytes:
+        """The engine's metrics in Prometheus' text format; empty when it does not answer in `timeout` seconds."""
+        if not self.alive:
+            return b""
+        query_id = next(self._queries)
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._metrics[query_id] = future
+        try:
+            if not self._send(QueryMetrics(query_id)):
+                return b""
+            return await asyncio.wait_for(future, timeout)
+        except TimeoutError:
+            return b""
+        finally:
+            del self._metrics[query_id]
+
+    def replicas(self) -> list[ReplicaState]:
+        """This engine alone."""
+        return [replica_state(0, self.status, alive=self.alive)]
+
+    # --- socket ------------------------------------------------------------------------------------------------
+
+    def _send(self, message: ApiMessage) -> bool:
+        """False when nobody is connected to take it."""
+        if self._loop is None:
+            return False
+        try:
+            self._socket.send(self._encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        # zmq's descriptor is edge-triggered and a send may swallow the edge of a message that came in meanwhile.
+        self._loop.call_soon(self._drain)
+        return True
+
+    def _drain(self) -> None:
+        """Read what is there, so that everything that came together is handed on together."""
+        if self._loop is None:
+            return
+        for _ in range(DRAIN_BATCH):
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(self._decode(frame))
+            except TransportError as error:
+                logger.error("unreadable message from the engine: %s", error)
+        self._loop.call_soon(self._drain)
+
+    def _handle(self, message: EngineMessage) -> None:
+        self._heard = True
+        if isinstance(message, Output):
+            sink = self._sinks.get(message.request_id)
+            if sink is not None:
+                sink.push(message)
+        elif isinstance(message, EngineStatus):
+            if not self._fresh:
+                logger.info("engine is there: state %s", message.state)
+            self.status = message
+            self._fresh = True
+            self._missed = 0
+        elif isinstance(message, MetricsText):
+            future = self._metrics.get(message.query_id)
+            if future is not None and not future.done():
+                future.set_result(message.text)
+        else:
+            sink = self._sinks.pop(message.request_id, None)
+            if sink is not None:
+                sink.fail(refusal(message))
+
+    def _drain_monitor(self) -> None:
+        """Notice at once when the engine's end of the socket opens or closes."""
+        while self._loop is not None:
+            try:
+                frames = self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if parse_monitor_message(frames)["event"] == zmq.EVENT_DISCONNECTED:
+                self._drain()
+                self._lost("The engine went away while it worked on the request; please send it again.")
+            else:
+                self._send(QueryStatus(next(self._queries)))
+
+    async def _heartbeat(self) -> None:
+        while True:
+            self._heard = False
+            self._send(QueryStatus(next(self._queries)))
+            await asyncio.sleep(self._heartbeat_s)
+            self._drain()
+            self._drain_monitor()
+            if self._heard:
+                self._missed = 0
+            else:
+                self._missed += 1
+                if self._missed == MISSED_BEATS and self._fresh:
+                    logger.warning("no answer from the engine for %.1f s", self._missed * self._heartbeat_s)
+                    self._lost("The engine does not answer; try again shortly.")
+
+    def _lost(self, message: str) -> None:
+        if self._fresh:
+            logger.warning("the engine is gone; it had %d requests", len(self._sinks))
+        self._fresh = False
+        if self.status is not None and self.status.state == "draining":
+            self._fail_all("The engine was shut down before the request was done.", code="shutting_down")
+        else:
+            self._fail_all(message)
+
+    def _fail_all(self, message: str, code: str = "engine_unavailable") -> None:
+        sinks, self._sinks = self._sinks, {}
+        for request_id in sinks:
+            self._send(Abort(request_id))  # for an engine that was only slow
+        for sink in dict.fromkeys(sinks.values()):
+            sink.fail(EngineLost(message, code=code))

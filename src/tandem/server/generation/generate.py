@@ -1,0 +1,172 @@
+"""One generating HTTP request: its sequences in the engine, their tokens turned into text, and how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from tandem.protocol.control import Output
+from tandem.protocol.request import EngineRequest, TokenLogprob
+from tandem.server.context import Api
+from tandem.server.engines.served_model import Served
+from tandem.server.generation.lifetime import Running
+from tandem.text.stream import TextStream
+from tandem.text.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Delta:
+    """New text of one choice. `finish_reason` is set on the last one."""
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    stop: str | None = None
+    """The stop string that ended it."""
+
+
+class Choice:
+    """One sequence: counts its tokens and turns them into text that is safe to show."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool, shown: frozenset[int]
+    ) -> None:
+        self.tokens = 0
+        self.finish_reason: str | None = None
+        self._index = index
+        self._text = TextStream(tokenizer, stop, continues=continues, shown=shown)
+        self._one_by_one = bool(stop)
+        self._pending: list[TokenLogprob] = []
+
+    def take(self, output: Output) -> Delta | None:
+        """What an output adds; None while its text is held back. Log probabilities wait for their text."""
+        visible = output.tokens[:-1] if output.stop_token else output.tokens
+        text, used = self._push(visible)
+        self._pending += output.logprobs[:used]
+        if self._text.stopped:
+            self.tokens += used
+            self.finish_reason = "stop"
+        else:
+            self.tokens += len(output.tokens)
+            self.finish_reason = output.finish_reason
+            if self.finish_reason is not None:
+                text += self._text.finish()
+        if not text and self.finish_reason is None:
+            return None
+        logprobs, self._pending = self._pending, []
+        return Delta(self._index, text, logprobs, self.finish_reason, self._text.matched)
+
+    def _push(self, tokens: list[int]) -> tuple[str, int]:
+        """New text, and how many of `tokens` it took: where a stop string ends must not depend on batching."""
+        if not self._one_by_one:
+            return (self._text.push(tokens) if tokens else ""), len(tokens)
+        parts = []
+        for used, token in enumerate(tokens, 1):
+            parts.append(self._text.push([token]))
+            if self._text.stopped:
+                return "".join(parts), used
+        return "".join(parts), len(tokens)
+
+
+class Generation(Running):
+    """Sequences that produce text."""
+
+    def __init__(
+        self,
+        api: Api,
+        http: Request,
+        served: Served,
+        requests: Sequence[EngineRequest],
+        tokenizer: Tokenizer,
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        stream: bool,
+        timeout: float | None,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """Submit `requests`; the position of each is the index of its choice. Raises UnavailableError, OverloadedError.
+
+        `continues`: the text goes on from the prompt, rather than being a message of its own.
+        `shown`: special tokens that are part of the text.
+        """
+        super().__init__(
+            api,
+            http,
+            served,
+            requests,
+            request_id=request_id,
+            prompt_tokens=prompt_tokens,
+            choices=len(requests),
+            stream=stream,
+            timeout=timeout,
+        )
+        self.tokenizer = tokenizer
+        self._choices = {
+            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown)
+            for index, request in enumerate(requests)
+        }
+        self._left = len(requests)
+        self._cached = 0
+        self._first_at = self._last_at = 0.0
+
+    @property
+    def done(self) -> bool:
+        """True when all choices have finished."""
+        return self._left == 0
+
+    async def next(self) -> list[Delta] | None:
+        """What has come since the last call (maybe no text); None after a nudge. Raises RequestError."""
+        outputs = await self.subscription.get()
+        if not outputs:
+            return None
+        now = time.monotonic()
+        deltas = []
+        for output in outputs:
+            choice = self._choices[output.request_id]
+            if choice.finish_reason is not None:
+                continue
+            if output.tokens:
+                self._cached += output.cached_tokens
+                self._last_at = now
+                if not self._first_at:
+                    self._first_at = now
+                    self._api.metrics.first_token.observe(now - self.started_at)
+            before = choice.tokens
+            delta = choice.take(output)
+            self._live.completion_tokens += choice.tokens - before
+            self._lease.spend(choice.tokens - before)
+            if choice.finish_reason is not None:
+                self._left -= 1
+                self.subscription.stop(output.request_id)
+            if delta is not None:
+                deltas.append(delta)
+        return deltas
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's `usage` object."""
+        output = self._live.completion_tokens
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": output,
+            "total_tokens": self.prompt_tokens + output,
+            "prompt_tokens_details": {"cached_tokens": min(self._cached, self.prompt_tokens)},
+        }
+
+    def performance(self) -> dict[str, object]:
+        """Speeds as this request saw them: waiting in the queue counts as prompt time."""
+        first = self._first_at - self.started_at if self._first_at else 0.0
+        decode_s = self._last_at - self._first_at
+        later = self._live.completion_tokens - len(self._ids)
+        return {
+            "prompt_eval_tokens_per_second": round(self.prompt_tokens / first, 3) if first > 0 else 0.0,
+            "eval_tokens_per_second": round(later / decode_s, 3) if decode_s > 0 and later > 0 else 0.0,
+            "cache_hit": self._cached > 0,
+            "ttft_seconds": round(first, 6),
+            "total_seconds": round(time.monotonic() - self.started_at, 6),
+        }

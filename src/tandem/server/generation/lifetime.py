@@ -1,0 +1,124 @@
+"""One HTTP request that has sequences in the engine: its quota, its client's leaving, its time limit, and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from fastapi import Request
+
+from tandem.errors import TimeoutExceeded
+from tandem.protocol.request import EngineRequest
+from tandem.server.context import Api, LiveRequest, get_group
+from tandem.server.engines.served_model import Served
+from tandem.server.failures import ClientGone
+
+logger = logging.getLogger(__name__)
+
+
+class Running(ABC):
+    """Runs the sequences of one HTTP request. Whoever opened it must `close` it, which stops what still runs.
+
+    A client that leaves, a timeout, a cancel and the engine's loss all end a wait for `subscription` with a
+    RequestError.
+    """
+
+    def __init__(
+        self,
+        api: Api,
+        http: Request,
+        served: Served,
+        requests: Sequence[EngineRequest],
+        *,
+        request_id: str,
+        prompt_tokens: int,
+        choices: int,
+        stream: bool,
+        timeout: float | None,
+    ) -> None:
+        """Submit `requests`. Raises UnavailableError, OverloadedError."""
+        self.prompt_tokens = prompt_tokens
+        self.request_id = request_id
+        self.started_at = time.monotonic()
+        self._api = api
+        self._served = served
+        self._group = get_group(http)
+        http.scope["tandem.metered"] = True
+        self._lease = api.quotas.admit(self._group, prompt_tokens)
+        try:
+            self._open(requests)
+        except BaseException:
+            self._lease.end()
+            raise
+        self._live = LiveRequest(
+            request_id=request_id,
+            model=served.name,
+            route=http.url.path,
+            group=self._group,
+            stream=stream,
+            prompt_tokens=prompt_tokens,
+            choices=choices,
+            subscription=self.subscription,
+        )
+        api.live[request_id] = self._live
+        self._watcher = asyncio.create_task(self._watch(http))
+        self._deadline = self._limit(timeout)
+
+    @property
+    @abstractmethod
+    def done(self) -> bool:
+        """True when everything has been answered."""
+
+    def _open(self, requests: Sequence[EngineRequest]) -> None:
+        self._ids = [request.request_id for request in requests]
+        self.subscription = self._served.client.open(self._api.quotas.weighted(self._group, requests))
+
+    def go_on(self, requests: Sequence[EngineRequest]) -> None:
+        """Submit more, once those before are answered. Raises RequestError, also what has ended it meanwhile."""
+        if self.subscription.error is not None:
+            raise self.subscription.error
+        self._served.client.release(self.subscription, self._ids)
+        self._open(requests)
+        self._live.subscription = self.subscription
+
+    def close(self) -> None:
+        """Stop what still runs and forget the request. Safe to call again."""
+        if self._api.live.pop(self.request_id, None) is None:
+            return
+        self._lease.end()
+        self._watcher.cancel()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._served.client.release(self.subscription, self._ids)
+        if self._api.settings.server.log_requests:
+            how = "finished" if self.done else "ended early"
+            seconds = time.monotonic() - self.started_at
+            counts = (self.prompt_tokens, self._live.completion_tokens)
+            logger.info("%s %s: %d prompt and %d output tokens, %.2f s", self.request_id, how, *counts, seconds)
+
+    async def _watch(self, http: Request) -> None:
+        """End the request as soon as its client leaves."""
+        while (await http.receive())["type"] != "http.disconnect":
+            pass
+        if self.done:  # the server's own end of the connection
+            return
+        self._api.metrics.disconnects.inc()
+        self.subscription.close()
+        self.subscription.fail(ClientGone("The client left."))
+
+    def _limit(self, timeout: float | None) -> asyncio.TimerHandle | None:
+        limits = [limit for limit in (timeout, self._api.settings.server.request_timeout) if limit is not None]
+        if not limits:
+            return None
+        seconds = min(limits)
+        message = f"Request timeout after {seconds:g}s. Server may be overloaded."
+        error = TimeoutExceeded(message, code="request_timeout")
+
+        def expire() -> None:
+            self.subscription.close()
+            self.subscription.fail(error)
+
+        return asyncio.get_running_loop().call_later(seconds, expire)

@@ -1,0 +1,118 @@
+"""The way of requests into the journal: those with an Idempotency-Key, and those whose client will not wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from fastapi import Request
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.errors import RequestError
+from tandem.server.body import LARGE_BODY, read_body
+from tandem.server.chats.texts import off_loop
+from tandem.server.context import Api, get_group
+from tandem.server.journal.jobs import Job, Jobs, Reply, request_digest
+from tandem.server.sse import encode_json
+
+ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
+LONGEST_KEY = 255
+
+
+class Keeper:
+    """ASGI middleware between gate and routes."""
+
+    def __init__(self, app: ASGIApp, api: Api, jobs: Jobs) -> None:
+        self._app = app
+        self._api = api
+        self._jobs = jobs
+        jobs.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request. Raises RequestError, which the gate answers."""
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] not in ROUTES:
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        key = _key(headers.getlist("idempotency-key"))
+        background = any(_wants_async(value) for value in headers.getlist("prefer"))
+        if not (key or background):
+            await self._app(scope, receive, send)
+            return
+        body = await read_body(Request(scope, receive), self._api.max_body)
+        if await off_loop(len(body) > LARGE_BODY, lambda: _streams(body)):
+            # A stream cannot be told twice; what is no JSON object is for the route to refuse.
+            await self._app(scope, _again(body, receive), send)
+            return
+        scope["tandem.metered"] = True
+        scope["tandem.route"] = scope["path"]
+        response = await self._serve(get_group(Request(scope)), scope["path"], body, key, background)
+        await response(scope, receive, send)
+
+    async def _serve(self, group: str, route: str, body: bytes, key: str, background: bool) -> Response:
+        entry = self._jobs.find(group, key) if key else None
+        replayed = entry is not None
+        if entry is None:
+            entry = self._jobs.start_job(group, route, body, key=key, background=background).entry
+        elif entry.digest != request_digest(route, body):
+            reused = RequestError(f"The Idempotency-Key '{key}' belongs to another request; use a new one for each "
+                                  "request.", param="Idempotency-Key", code="idempotency_key_reused")
+            reused.status = 422
+            raise reused
+        more = {"x-request-id": entry.id} | ({"idempotent-replayed": "true"} if replayed else {})
+        job = self._jobs.job(entry)
+        if background:
+            return await _receipt(entry.id, job, more)
+        reply = self._jobs.answer(entry) if job is None else await asyncio.shield(job.reply)
+        return Response(reply.body, reply.status, dict(_text(reply)) | more, "application/json")
+
+
+def _key(values: Sequence[str]) -> str:
+    """The Idempotency-Key, or nothing. Raises RequestError."""
+    if not values:
+        return ""
+    key = values[0].strip().strip('"')
+    if len(values) > 1 or not 0 < len(key) <= LONGEST_KEY or not (key.isascii() and key.isprintable()):
+        raise RequestError(f"The Idempotency-Key must be one text of 1 to {LONGEST_KEY} printable ASCII characters.",
+                           param="Idempotency-Key", code="invalid_value")
+    return key
+
+
+def _wants_async(prefer: str) -> bool:
+    return "respond-async" in (part.split(";")[0].strip().lower() for part in prefer.split(","))
+
+
+def _streams(body: bytes) -> bool:
+    try:
+        data = from_json(body)
+    except ValueError:
+        return True
+    return not isinstance(data, dict) or bool(data.get("stream"))
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """The body once more, then what comes."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def first() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return first
+
+
+async def _receipt(request_id: str, job: Job | None, more: dict[str, str]) -> Response:
+    """202, once a crash can no longer lose the request."""
+    if job is not None:
+        await asyncio.shield(job.accepted)
+    body = {"id": request_id, "object": "request", "status": "completed" if job is None else "in_progress"}
+    location = {"location": f"/v1/requests/{request_id}", "preference-applied": "respond-async"}
+    return Response(encode_json(body), 202, {**more, **location}, "application/json")
+
+
+def _text(reply: Reply) -> list[tuple[str, str]]:
+    """The headers that say something beside the length and type of the body."""
+    return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in reply.headers
+            if name.lower() not in (b"content-length", b"content-type")]

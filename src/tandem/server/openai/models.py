@@ -1,0 +1,103 @@
+"""The models that there are: /v1/models. Where there are several: loading and unloading them."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from tandem.errors import RequestError
+from tandem.server.context import Api, get_api, unless_gone
+from tandem.server.engines.served_model import Served
+from tandem.server.sse import encode_json
+
+router = APIRouter()
+
+
+def model_object(api: Api, served: Served) -> dict[str, Any]:
+    """A model in OpenAI's shape, with its context (vLLM's name for it) and whether it is in memory."""
+    status, residents = served.client.status, api.residents
+    if residents is not None:
+        state, detail = residents.state(served)
+        context = residents.max_context(served)
+    else:
+        there = status is not None and served.client.alive
+        word = status.state if there and status is not None else "unreachable"
+        state, detail = "loaded" if word == "ready" else word, status.detail if there and status is not None else ""
+        context = status.max_context if status else None
+    return {
+        "id": served.name,
+        "object": "model",
+        "created": int(api.started),
+        "owned_by": "tandem",
+        "max_model_len": context,
+        "loaded": state in ("loaded", "recovering", "draining"),
+        "state": state,
+        **({"detail": detail} if detail else {}),
+    }
+
+
+def model_info(api: Api, served: Served) -> dict[str, Any]:
+    """A model in Anthropic's shape."""
+    known = model_object(api, served)
+    return {
+        "type": "model",
+        "id": known["id"],
+        "display_name": known["id"],
+        "created_at": datetime.fromtimestamp(known["created"], UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": known["max_model_len"],
+        "max_tokens": known["max_model_len"],
+    }
+
+
+def _for_anthropic(http: Request) -> bool:
+    return "anthropic-version" in http.headers
+
+
+def _answer(api: Api, served: Served) -> Response:
+    return Response(encode_json(model_object(api, served)), media_type="application/json")
+
+
+@router.get("/v1/models")
+async def models(http: Request) -> Response:
+    """All models, the default one first; in Anthropic's shape where the header `anthropic-version` asks for it."""
+    api = get_api(http)
+    if _for_anthropic(http):
+        page = [model_info(api, one) for one in api.served]
+        body = {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
+    else:
+        body = {"object": "list", "data": [model_object(api, one) for one in api.served]}
+    return Response(encode_json(body), media_type="application/json")
+
+
+@router.get("/v1/models/{model_id:path}")
+async def model(http: Request, model_id: str) -> Response:
+    """One model under any of its names."""
+    api = get_api(http)
+    served = api.find(model_id)
+    if _for_anthropic(http):
+        return Response(encode_json(model_info(api, served)), media_type="application/json")
+    return _answer(api, served)
+
+
+@router.post("/v1/models/{model_id:path}/load")
+async def load(http: Request, model_id: str) -> Response:
+    """Load a model, and answer when that is done. Others may go for it, as for a request."""
+    api = get_api(http)
+    return _answer(api, await api.engage(http, model_id))
+
+
+@router.post("/v1/models/{model_id:path}/unload")
+async def unload(http: Request, model_id: str) -> Response:
+    """Have a model finish what it has, and leave memory; answered when that is done. The next request loads it."""
+    api = get_api(http)
+    served = api.find(model_id)
+    if api.residents is None:
+        error = RequestError("This server has one model, which stays loaded.", param="model", code="model_kept")
+        error.status = 409
+        raise error
+    await unless_gone(http, api.residents.unload(served))
+    return _answer(api, served)

@@ -1,0 +1,108 @@
+"""Checks that need the model: context length, token ids; and the sampling parameters that come of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tandem.errors import RequestError
+from tandem.protocol.control import EngineStatus
+from tandem.protocol.request import SamplingParams, StructuredOutputs
+from tandem.server.engines.served_model import Served
+from tandem.server.openai.schemas import SamplingFields
+
+_SEED_MASK = 2**64 - 1
+
+
+def check_choices(served: Served, n: int, prompts: int = 1) -> None:
+    """Raises RequestError when one request would run more sequences than the server allows."""
+    limit = served.settings.server.max_choices
+    if prompts > limit:
+        raise RequestError(f"At most {limit} prompts in one request, not {prompts}.", param="prompt")
+    if n * prompts > limit:
+        times = f" for each of {prompts} prompts" if prompts > 1 else ""
+        raise RequestError(f"At most {limit} choices in one request, not {n}{times}.", param="n", code="invalid_value")
+
+
+def check_token_ids(tokens: Iterable[int], vocab_size: int, param: str) -> None:
+    """Raises RequestError when an id is not in the vocabulary."""
+    for token in tokens:
+        if not 0 <= token < vocab_size:
+            message = f"Invalid '{param}': token id {token} is not in the vocabulary (0 to {vocab_size - 1})."
+            raise RequestError(message, param=param, code="invalid_value")
+
+
+def room(
+    prompt: Sequence[int], asked: int | None, context: int, default: int | None, *, param: str, clip: bool = False
+) -> int:
+    """Most tokens that the output may have; with `clip` what is left when more is asked for.
+
+    Raises RequestError with OpenAI's words and code when prompt and output do not fit into `context`.
+    """
+    if not prompt:
+        raise RequestError(f"'{param}' holds no tokens; give at least one.", param=param, code="invalid_value")
+    left = context - len(prompt)
+    limit = f"This model's maximum context length is {context} tokens. However, "
+    if left < 1:
+        message = f"{limit}your {param} resulted in {len(prompt)} tokens. Please reduce the length of the {param}."
+        raise RequestError(message, param=param, code="context_length_exceeded")
+    if asked is not None and asked > left and not clip:
+        message = (
+            f"{limit}you requested {len(prompt) + asked} tokens ({len(prompt)} in the {param}, {asked} in the "
+            f"completion). Please reduce the length of the {param} or completion."
+        )
+        raise RequestError(message, param=param, code="context_length_exceeded")
+    return min(asked or default or left, left)
+
+
+def sampling_params(
+    fields: SamplingFields,
+    status: EngineStatus,
+    *,
+    max_tokens: int,
+    logprobs: int | None,
+    choice: int,
+    form: StructuredOutputs | None = None,
+) -> SamplingParams:
+    """Parameters of the `choice`-th of `n` sequences of one prompt; a given seed makes each of them repeatable."""
+    if form is not None:
+        for name in ("min_tokens", "ignore_eos"):
+            if getattr(fields, name):
+                message = f"'{name}' contradicts structured output, whose form decides where the answer ends."
+                raise RequestError(message, param=name, code="invalid_value")
+    if (fields.min_tokens or 0) > max_tokens:
+        message = f"'min_tokens' ({fields.min_tokens}) must not be more than the output limit ({max_tokens})."
+        raise RequestError(message, param="min_tokens", code="invalid_value")
+    check_token_ids(fields.stop_token_ids or (), status.vocab_size, "stop_token_ids")
+    return SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=fields.min_tokens or 0,
+        temperature=_given(fields.temperature, 1.0),
+        top_p=_given(fields.top_p, 1.0),
+        top_k=max(fields.top_k or 0, 0),
+        min_p=fields.min_p or 0.0,
+        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
+        logit_bias=_logit_bias(fields.logit_bias or {}, status.vocab_size),
+        seed=None if fields.seed is None else (fields.seed + choice) & _SEED_MASK,
+        stop=tuple(fields.stop or ()),
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        logprobs=logprobs,
+        structured_outputs=form,
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:
+    bias = {}
+    for key, value in given.items():
+        if not (key.isascii() and key.isdigit() and len(key) <= 10):
+            message = f"Invalid 'logit_bias': key '{key[:40]}' is not a token id."
+            raise RequestError(message, param="logit_bias", code="invalid_value")
+        bias[int(key)] = value
+    check_token_ids(bias, vocab_size, "logit_bias")
+    return bias

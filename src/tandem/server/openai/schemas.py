@@ -1,0 +1,201 @@
+"""Bodies of requests, field by field. Types are strict ("5" is not a number) and unknown fields are errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from tandem.server.openai.messages import NAMED_FORM, TOOL_CHOICE, Message, Strict, Tool, ToolChoice, Tools
+
+MAX_STOP_STRINGS = 16
+"""OpenAI takes 4. More cost time per token, as each is searched for."""
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKENS = 256
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_LOGPROBS = 20
+SEED_LIMIT = 2**63
+
+
+class StreamOptions(Strict):
+    """What a stream carries beside text."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    """Accepted for OpenAI's clients; nothing is padded here."""
+
+
+class JsonSchema(Strict):
+    """What OpenAI's `json_schema` format carries."""
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+    """Accepted for OpenAI's clients; the schema always holds."""
+
+
+class ResponseFormat(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _belongs(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("one_of", "'json_schema' belongs to the type 'json_schema', and only to it")
+        return self
+
+
+Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class StructuredFields(Strict):
+    """vLLM's `structured_outputs`."""
+
+    json_: str | dict[str, Any] | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class SamplingFields(Strict):
+    """How to choose tokens; the same for chat and completions."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
+    stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] | None = None
+    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        stops = [value] if isinstance(value, str) else value
+        if isinstance(stops, list) and len(stops) > MAX_STOP_STRINGS:
+            context = {"limit": MAX_STOP_STRINGS, "count": len(stops)}
+            raise PydanticCustomError("too_many_stops", "at most {limit} stop strings, not {count}", context)
+        return stops
+
+    @property
+    def include_usage(self) -> bool:
+        """True when a stream ends with a chunk for the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+
+class ChatRequest(SamplingFields):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    enable_thinking: bool | None = None
+    conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    tools: Tools | None = None
+    tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE)] | None = None
+    parallel_tool_calls: bool | None = None
+
+    @field_validator("tools")
+    @classmethod
+    def _distinct(cls, value: list[Tool] | None) -> list[Tool] | None:
+        names = [tool.function.name for tool in value or ()]
+        for name in names:
+            if names.count(name) > 1:
+                raise PydanticCustomError("twice", "there are two tools '{name}'", {"name": name})
+        return value
+
+    @field_validator("tool_choice", mode="before")
+    @classmethod
+    def _one_form(cls, value: Any) -> Any:
+        if value is None or value in ("auto", "none", "required"):
+            return value and {"mode": value}
+        function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return {"mode": "named", "name": function["name"]}
+        raise PydanticCustomError(
+            "tool_choice", "expected 'auto', 'none', 'required' or {form}", {"form": str(NAMED_FORM)}
+        )
+
+
+class CompletionRequest(SamplingFields):
+    """Body of POST /v1/completions."""
+
+    prompt: list[Any]
+    """Strings or lists of token ids, whatever form they came in."""
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _normalise(cls, value: Any) -> Any:
+        return normalise_prompt(value)
+
+
+def normalise_prompt(value: Any) -> list[str] | list[list[int]]:
+    """OpenAI's four forms of a prompt as a list of prompts."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(type(item) is int for item in value):
+            value = [value]
+        if all(isinstance(item, str) for item in value):
+            return value
+        if all(isinstance(item, list) and item and all(type(token) is int for token in item) for item in value):
+            return value
+    raise PydanticCustomError(
+        "prompt_form", "expected a string, a list of strings, a list of token ids, or a list of such lists, none empty"
+    )
+
+
+class TokenizeRequest(Strict):
+    """Body of POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    """By default true for a prompt; a chat template writes its own special tokens."""
+    add_generation_prompt: bool = True
+    return_token_strs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise PydanticCustomError("one_of", "give either 'prompt' or 'messages'")
+        return self
+
+
+class DetokenizeRequest(Strict):
+    """Body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]

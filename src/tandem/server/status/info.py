@@ -1,0 +1,201 @@
+"""Routes that say how the server is: service, health, status, metrics; and cancelling."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from starlette.responses import PlainTextResponse, Response
+
+from tandem.errors import NotFoundError, RequestError
+from tandem.server.context import Api, LiveRequest, get_api, get_group
+from tandem.server.openai.models import model_object
+from tandem.server.sse import encode_json
+from tandem.version import __version__
+
+router = APIRouter()
+
+ENDPOINTS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "embeddings": "/v1/embeddings",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+    "count_tokens": "/v1/messages/count_tokens",
+    "models": "/v1/models",
+    "tokenize": "/tokenize",
+    "detokenize": "/detokenize",
+    "health": "/health",
+    "model_info": "/model/info",
+    "status": "/v1/status",
+    "metrics": "/metrics",
+    "plan": "/v1/plan",
+    "page": "/ui",
+}
+
+
+def _json(body: dict[str, Any], status: int = 200) -> Response:
+    return Response(encode_json(body), status, media_type="application/json")
+
+
+def _model_name(api: Api) -> str:
+    return api.served[0].name
+
+
+def _health(api: Api) -> str:
+    status = api.client.status
+    if api.draining:
+        return "draining"
+    if api.residents is not None:
+        return api.residents.health
+    if status is None or not api.client.alive:
+        return "unreachable"
+    return {"ready": "healthy"}.get(status.state, status.state)
+
+
+@router.head("/", include_in_schema=False)  # agents look so whether anybody is there
+@router.get("/")
+async def service(http: Request) -> Response:
+    """What this is and where to go."""
+    name = "Tandem"
+    return _json({"name": name, "version": __version__, "model": _model_name(get_api(http)), "endpoints": ENDPOINTS})
+
+
+@router.get("/health/live")
+async def live() -> Response:
+    """The api process answers. Needs no key."""
+    return _json({"status": "alive"})
+
+
+_DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "The same, while no request can be answered."}}
+
+
+@router.get("/health/ready", responses=_DOWN)
+async def ready(http: Request) -> Response:
+    """200 when a request sent now would be worked on at once, else 503. Needs no key."""
+    api = get_api(http)
+    return _json({"status": "ready"}) if api.ready() else _json({"status": _health(api)}, 503)
+
+
+@router.get("/health", responses=_DOWN)
+async def health(http: Request) -> Response:
+    """State of api, engine and ranks; without a key, where one is needed, the state alone."""
+    api = get_api(http)
+    state = _health(api)
+    code = 200 if state in ("healthy", "recovering") else 503
+    if not http.scope.get("tandem.trusted"):
+        return _json({"status": state}, code)
+    status = api.client.status
+    reachable = status is not None and api.client.alive
+    body = {
+        "status": state,
+        "api": "ready",
+        "detail": status.detail if status else "",
+        "model_loaded": bool(reachable and status and status.state in ("ready", "draining")),
+        "model_name": _model_name(api),
+        "available_models": [one.name for one in api.served],
+        "models": [model_object(api, one) for one in api.served],
+        "model_type": "llm",
+        "engine_type": "batched",
+        "mcp": None,
+        "config": {"port": _port(http), "cors_enabled": bool(api.settings.server.cors_origin)},
+        "uptime_seconds": round(time.time() - api.started, 1),
+        "restarts": status.restarts if status else 0,
+        "degraded": status.degraded if status and reachable else "",
+        "world_size": len(status.ranks) if status else 0,
+        "ranks": msgspec.to_builtins(status.ranks) if status and reachable else [],
+        "replicas": msgspec.to_builtins(api.client.replicas()),
+    }
+    return _json(body, code)
+
+
+def _port(http: Request) -> int | None:
+    server = http.scope.get("server")
+    return server[1] if server else None
+
+
+@router.get("/model/info")
+async def model_info(http: Request) -> Response:
+    """The model (of several, the default one) and how it is spread."""
+    api = get_api(http)
+    served = api.served[0]
+    status = served.client.check()
+    facts: dict[str, Any] = {
+        "id": status.model,
+        "model": served.settings.model.model or status.model,
+        "max_context_length": status.max_context,
+        "max_tokens": min(served.settings.server.default_max_tokens or status.max_context, status.max_context),
+        "backend": "tandem",
+        "num_devices": len(status.ranks),
+    }
+    more = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
+    return _json({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})
+
+
+@router.get("/v1/status")
+async def status_route(http: Request) -> Response:
+    """The engine's state and this client's running requests."""
+    api = get_api(http)
+    status = api.client.status
+    group = get_group(http)
+    mine = [live for live in api.live.values() if api.find_live(live.request_id, group)]
+    engine = msgspec.to_builtins(status) if status and api.client.alive else None
+    if engine is not None:
+        engine.pop("query_id", None)
+        engine.pop("source", None)
+        engine.pop("type", None)
+    body = {
+        "status": _health(api),
+        "model": _model_name(api),
+        "uptime_seconds": round(time.time() - api.started, 1),
+        "num_running": status.running if engine and status else 0,
+        "num_waiting": (status.queued if engine and status else 0) + (api.residents.waiting if api.residents else 0),
+        "models": [model_object(api, one) for one in api.served],
+        "engine": engine,
+        "replicas": msgspec.to_builtins(api.client.replicas()),
+        "requests": [_live(request) for request in mine],
+    }
+    return _json(body)
+
+
+def _live(request: LiveRequest) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "model": request.model,
+        "route": request.route,
+        "stream": request.stream,
+        "created": int(request.created),
+        "elapsed_seconds": round(time.time() - request.created, 3),
+        "prompt_tokens": request.prompt_tokens,
+        "completion_tokens": request.completion_tokens,
+        "choices": request.choices,
+    }
+
+
+@router.post("/v1/requests/{request_id}/cancel")
+async def cancel(http: Request, request_id: str) -> Response:
+    """Stop a running request; its own client gets an error with code `request_cancelled`."""
+    request = get_api(http).find_live(request_id, get_group(http))
+    if request is None:
+        raise NotFoundError(
+            f"No request '{request_id[:100]}' is running.", param="request_id", code="request_not_found"
+        )
+    cancelled = RequestError("The request was cancelled.", code="request_cancelled")
+    cancelled.status = 409
+    request.subscription.close()
+    request.subscription.fail(cancelled)
+    return _json({"request_id": request_id, "cancelled": True})
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(http: Request) -> Response:
+    """Prometheus metrics of the engine and of this api."""
+    api = get_api(http)
+    if not api.settings.server.enable_metrics:
+        raise NotFoundError("Metrics are switched off (--enable-metrics turns them on).", code="unknown_url")
+    text = await api.client.metrics()
+    if text and not text.endswith(b"\n"):
+        text += b"\n"
+    return Response(text + api.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

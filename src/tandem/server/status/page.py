@@ -1,0 +1,49 @@
+"""The page at /ui: a few files, served as they are. It needs no build step and no other host."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from tandem.errors import NotFoundError
+
+router = APIRouter(include_in_schema=False)
+
+FILES = ("index.html", "style.css", "app.js", "http.js", "cluster.js", "chat.js", "plan.js", "marked.js", "purify.js")
+"""marked (MIT) and DOMPurify (Apache-2.0 or MPL-2.0) are their projects' own builds."""
+PATHS = frozenset({"/ui", *(f"/ui/{name}" for name in FILES)})
+"""What is served here. Needs no key: the page asks for it, and all that it shows comes from the API."""
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
+    "img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+@router.get("/ui")
+async def page() -> Response:
+    """The page."""
+    return _file("index.html")
+
+
+@router.get("/ui/{name}")
+async def part(name: str) -> Response:
+    """A file that it needs."""
+    if name not in FILES:
+        raise NotFoundError("The page has no such file.", code="unknown_url")
+    return _file(name)
+
+
+def _file(name: str) -> Response:
+    return Response(_read(name), media_type=f"{_TYPES[Path(name).suffix]}; charset=utf-8", headers=_HEADERS)
+
+
+@cache
+def _read(name: str) -> bytes:
+    return (Path(__file__).parents[1] / "ui" / name).read_bytes()

@@ -1,0 +1,7 @@
+"""What the supervisor and its children agree on."""
+
+from __future__ import annotations
+
+MODULE = "tandem.cli.processes"
+LAST_WORDS = 4096
+"""Most bytes in which an engine says why it ended."""

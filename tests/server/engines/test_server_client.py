@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from tandem.errors import OverloadedError, UnavailableError
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.server.engines.client import EngineClient
+
+
+def request(name, **params):
+    return EngineRequest(request_id=name, prompt=[5, 6], params=SamplingParams(max_tokens=50, **params))
+
+
+@contextlib.asynccontextmanager
+async def connected(engine, wait=True):
+    client = EngineClient(engine.endpoint, heartbeat_s=0.05)
+    await client.start()
+    try:
+        while wait and not client.alive:
+            await asyncio.sleep(0.01)
+        yield client
+    finally:
+        await client.close()
+
+
+async def tokens_of(client, name):
+    return [token async for output in client.submit(request(name)) for token in output.tokens]
+
+
+def test_submit_status_and_metrics(engine):
+    async def run():
+        async with connected(engine) as client:
+            assert client.status.max_context == 256
+            assert await tokens_of(client, "a") == [*engine.reply, 2]
+            assert await client.metrics() == b"tandem_engine_up 1\n"
+
+    asyncio.run(run())
+    assert engine.aborted == set()
+
+
+def test_leaving_the_loop_aborts(engine, wait_until):
+    async def run():
+        engine.delay = 0.01
+        async with connected(engine) as client:
+            outputs = client.submit(request("a"))
+            async for _ in outputs:
+                break
+            await outputs.aclose()
+
+    asyncio.run(run())
+    wait_until(lambda: engine.aborted == {"a"} and engine.detached == 1)
+
+
+def test_refusal(engine):
+    async def run():
+        engine.refusal = (429, "full", None, 3.0)
+        async with connected(engine) as client:
+            with pytest.raises(OverloadedError) as caught:
+                await tokens_of(client, "a")
+            assert caught.value.retry_after == 3.0
+
+    asyncio.run(run())
+
+
+def test_outputs_that_arrive_together_are_taken_together(engine):
+    async def run():
+        async with connected(engine) as client:
+            subscription = client.open([request("a"), request("b")])
+            await asyncio.sleep(0.3)
+            outputs = await subscription.get()
+            assert len(outputs) == 2 * (len(engine.reply) + 1)
+            client.release(subscription, ["a", "b"])
+
+    asyncio.run(run())
+
+
+def test_no_engine(engine):
+    async def run():
+        engine.stop()
+        async with connected(engine, wait=False) as client:
+            with pytest.raises(UnavailableError):
+                await tokens_of(client, "a")
+            assert await client.metrics() == b""
+
+    asyncio.run(run())
+
+
+def test_restart_is_noticed_at_once_and_forgotten_soon(engine):
+    async def run():
+        async with connected(engine) as client:
+            engine.hold = True
+            waiting = asyncio.create_task(tokens_of(client, "a"))
+            await asyncio.sleep(0.1)
+            engine.stop()
+            engine.start()
+            with pytest.raises(UnavailableError):
+                await asyncio.wait_for(waiting, 2)
+            engine.hold = False
+            while not client.alive:
+                await asyncio.sleep(0.01)
+            assert "a" in engine.submitted
+            assert await tokens_of(client, "b") == [*engine.reply, 2]
+
+    asyncio.run(run())
+
+
+def test_unreadable_messages_are_survived(engine, caplog):
+    async def run():
+        async with connected(engine) as client:
+            assert await tokens_of(client, "a") == [*engine.reply, 2]
+
+    engine.garbage = True
+    asyncio.run(run())
+    assert "unreadable message from the engine" in caplog.text

@@ -1,0 +1,367 @@
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.errors import NotFoundError, OverloadedError, ServerError, UnavailableError
+from tandem.protocol.control import Refused
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.supervisor import ReplicaInfo
+from tandem.router.router import Router
+from tandem.server.engines.merged import merged_metrics, merged_status
+from tandem.server.engines.protocol import refusal, replica_state
+from tandem.server.engines.replicas import Replicas
+from tandem.server.engines.trials import MOST_LOSSES
+
+
+@pytest.fixture
+def engines(engine, model_dir):
+    """Three engines that answer from a script; a request takes a moment."""
+    others = [type(engine)(model_dir) for _ in range(2)]
+    for one in others:
+        one.start()
+    every = [engine, *others]
+    for one in every:
+        one.delay = 0.02
+    yield every
+    for one in every:
+        one.stop()
+        Path(one.path).unlink(missing_ok=True)
+
+
+@contextlib.asynccontextmanager
+async def connected(engines):
+    replicas = Replicas(Router(), {i: one.endpoint for i, one in enumerate(engines)}, heartbeat_s=0.05)
+    await replicas.start()
+    try:
+        await until(lambda: all(one.state != "unreachable" for one in replicas.replicas()))
+        yield replicas
+    finally:
+        await replicas.close()
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def request(name, **params):
+    return EngineRequest(request_id=name, prompt=[5, 6], params=SamplingParams(**{"max_tokens": 50, **params}))
+
+
+async def outputs_of(replicas, name, **params):
+    return [output async for output in replicas.submit(request(name, **params))]
+
+
+def where(engines, name):
+    """Numbers of the engines that got the request, in any sending."""
+    return [i for i, one in enumerate(engines) for key in one.submitted if key.partition("+")[0] == name]
+
+
+def test_requests_spread_and_everything_is_forgotten(engines):
+    async def run():
+        async with connected(engines) as replicas:
+            answers = await asyncio.gather(*(outputs_of(replicas, f"r{i}") for i in range(6)))
+            for answer in answers:
+                assert [token for output in answer for token in output.tokens] == [*engines[0].reply, 2]
+            assert [one.outstanding_tokens for one in replicas.replicas()] == [0, 0, 0]
+            assert replicas._flights == {}
+            assert all(not member.client._sinks for member in replicas._members.values())
+
+    asyncio.run(run())
+    assert [len(one.submitted) for one in engines] == [2, 2, 2]
+    assert all(not one.aborted for one in engines)
+
+
+def test_leaving_aborts_where_it_runs(engines, wait_until):
+    async def run():
+        async with connected(engines) as replicas:
+            stream = replicas.submit(request("a"))
+            async for _ in stream:
+                break
+            await stream.aclose()
+            assert [one.outstanding_tokens for one in replicas.replicas()] == [0, 0, 0]
+
+    asyncio.run(run())
+    [home] = where(engines, "a")
+    wait_until(lambda: engines[home].aborted == {"a"})
+
+
+def test_a_lost_engine_hands_its_requests_on(engines):
+    async def run():
+        async with connected(engines) as replicas:
+            task = asyncio.create_task(outputs_of(replicas, "a", temperature=1.0))
+            await until(lambda: where(engines, "a"))
+            [home] = where(engines, "a")
+            await asyncio.sleep(0.15)
+            engines[home].stop()
+            outputs = await asyncio.wait_for(task, 10)
+            assert {output.request_id for output in outputs} == {"a"}
+            first = engines[home].submitted["a"]
+            [moved] = [one.submitted["a+1"] for one in engines if "a+1" in one.submitted]
+            assert moved.produced
+            assert moved.produced == [t for output in outputs for t in output.tokens][: len(moved.produced)]
+            assert moved.params == first.params
+            assert moved.params.seed is not None
+            assert moved.prompt == [5, 6]
+            assert b"tandem_requests_moved_total 1.0" in await replicas.metrics()
+            states = {one.replica: one.state for one in replicas.replicas()}
+            assert states.pop(home) == "unreachable"
+            assert set(states.values()) == {"ready"}
+
+    asyncio.run(run())
+
+
+def test_an_embedding_is_begun_again_where_another_engine_is(engines):
+    async def run():
+        async with connected(engines) as replicas:
+            for one in engines:
+                one.hold = True
+            asked = EngineRequest(request_id="v", prompt=[5, 6], params=SamplingParams(max_tokens=0), pooling="last")
+
+            async def collect():
+                return [output async for output in replicas.submit(asked)]
+
+            task = asyncio.create_task(collect())
+            await until(lambda: where(engines, "v"))
+            [home] = where(engines, "v")
+            for one in engines:
+                one.hold = one is engines[home]
+            engines[home].stop()
+            [output] = await asyncio.wait_for(task, 10)
+            assert output.vector and output.finish_reason == "stop" and output.request_id == "v"
+            assert replicas._flights == {}
+
+    asyncio.run(run())
+
+
+def test_a_silent_engine_is_lost_too(engines):
+    async def run():
+        async with connected(engines[:2]) as replicas:
+            for one in engines:
+                one.hold = True
+            task = asyncio.create_task(outputs_of(replicas, "a"))
+            await until(lambda: where(engines, "a"))
+            [home] = where(engines, "a")
+            engines[home].silent = True
+            engines[1 - home].hold = False
+            assert await asyncio.wait_for(task, 10)
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
+    [home] = engines[:1]
+
+    async def run():
+        replicas = Replicas(Router(), {0: home.endpoint}, heartbeat_s=0.05, patience_s=10)
+        await replicas.start()
+        try:
+            await until(lambda: replicas.alive)
+            task = asyncio.create_task(outputs_of(replicas, "a"))
+            await until(lambda: where([home], "a"))
+            await asyncio.sleep(0.1)
+            home.stop()
+            await until(lambda: not replicas.alive)
+            with pytest.raises(UnavailableError):
+                replicas.open([request("new")])
+            await asyncio.sleep(0.5)
+            home.start()
+            outputs = await asyncio.wait_for(task, 10)
+            [again] = [one for key, one in home.submitted.items() if key.startswith("a+")]
+            assert again.produced
+            assert again.strikes == 1
+            assert sum(bool(output.finish_reason) for output in outputs) == 1
+        finally:
+            await replicas.close()
+
+    asyncio.run(run())
+
+
+def test_it_waits_for_so_long_and_no_longer(engines):
+    async def run():
+        replicas = Replicas(Router(), {0: engines[0].endpoint}, heartbeat_s=0.05, patience_s=0.5)
+        await replicas.start()
+        try:
+            await until(lambda: replicas.alive)
+            engines[0].hold = True
+            task = asyncio.create_task(outputs_of(replicas, "a"))
+            await until(lambda: where(engines, "a"))
+            engines[0].stop()
+            with pytest.raises(UnavailableError):
+                await asyncio.wait_for(task, 10)
+            assert replicas._flights == {}
+        finally:
+            await replicas.close()
+
+    asyncio.run(run())
+
+
+def test_what_kills_engines_is_not_tried_for_ever(engines):
+    assert len(engines) == MOST_LOSSES
+
+    async def run():
+        async with connected(engines) as replicas:
+            for one in engines:
+                one.hold = True
+            task = asyncio.create_task(outputs_of(replicas, "killer"))
+            for count in range(1, MOST_LOSSES + 1):
+                await until(lambda count=count: len(where(engines, "killer")) == count)
+                for one in engines:
+                    if one.submitted:
+                        one.stop()
+            with pytest.raises(ServerError, match="3 engines were lost"):
+                await asyncio.wait_for(task, 10)
+
+    asyncio.run(run())
+
+
+def test_with_no_other_engine_a_loss_is_told(engines):
+    async def run():
+        async with connected(engines[:1]) as replicas:
+            engines[0].hold = True
+            task = asyncio.create_task(outputs_of(replicas, "a"))
+            await until(lambda: engines[0].submitted)
+            engines[0].stop()
+            with pytest.raises(UnavailableError):
+                await asyncio.wait_for(task, 5)
+            with pytest.raises(UnavailableError):
+                await outputs_of(replicas, "b")
+            assert not replicas.alive
+
+    asyncio.run(run())
+
+
+def test_a_full_engine_is_passed_over(engines):
+    async def run():
+        async with connected(engines) as replicas:
+            engines[0].refusal = engines[1].refusal = (429, "full", None, 3.0)
+            assert await outputs_of(replicas, "a")
+            engines[2].refusal = (429, "full", None, 3.0)
+            with pytest.raises(OverloadedError):
+                await outputs_of(replicas, "b")
+            assert sorted(where(engines, "b")) == [0, 1, 2]
+            engines[0].refusal = engines[1].refusal = engines[2].refusal = (400, "bad", "x", None)
+            with pytest.raises(Exception, match="bad"):
+                await outputs_of(replicas, "c")
+            assert len(where(engines, "c")) == 1
+
+    asyncio.run(run())
+
+
+def test_what_was_accepted_waits_for_room_elsewhere(engines):
+    async def run():
+        async with connected(engines[:2]) as replicas:
+            for one in engines:
+                one.hold = True
+            task = asyncio.create_task(outputs_of(replicas, "a"))
+            await until(lambda: where(engines, "a"))
+            [home] = where(engines, "a")
+            other = engines[1 - home]
+            other.hold, other.refusal = False, (429, "full", None, 1.0)
+            engines[home].stop()
+            await until(lambda: other.submitted)
+            await asyncio.sleep(0.1)
+            assert not task.done()
+            other.refusal = None
+            assert await asyncio.wait_for(task, 10)
+
+    asyncio.run(run())
+
+
+def test_draining_joining_and_leaving(engines):
+    def infos(*states):
+        return [ReplicaInfo(i, engines[i].endpoint, state, 1, 0) for i, state in enumerate(states) if state]
+
+    async def run():
+        async with connected(engines[:2]) as replicas:
+            for one in engines:
+                one.hold = True
+            staying = asyncio.create_task(outputs_of(replicas, "a"))
+            await until(lambda: where(engines, "a"))
+            assert where(engines, "a") == [0]
+            await replicas.update(infos("draining", "running"))
+            others = [asyncio.create_task(outputs_of(replicas, f"b{i}")) for i in range(3)]
+            await until(lambda: len(engines[1].submitted) == 3)
+            assert list(engines[0].submitted) == ["a"]
+            assert replicas.replicas()[0].state == "draining"
+            await replicas.update(infos("draining", "running", "running"))
+            await until(lambda: replicas.replicas()[2].state == "ready")
+            last = asyncio.create_task(outputs_of(replicas, "c"))
+            await until(lambda: engines[2].submitted)
+            await replicas.update(infos(None, "running", "running"))
+            for one in engines:
+                one.hold = False
+            assert all(await asyncio.gather(staying, last, *others))
+            assert [one.replica for one in replicas.replicas()] == [1, 2]
+            assert engines[0].detached == 1
+            assert b'replica="0"' not in await replicas.metrics()
+
+    asyncio.run(run())
+
+
+def test_n_choices_of_one_subscription_over_a_loss(engines):
+    async def run():
+        async with connected(engines[:2]) as replicas:
+            names = [f"a-{i}" for i in range(4)]
+            subscription = replicas.open([request(name) for name in names])
+            await asyncio.sleep(0.1)
+            engines[0].stop()
+            left = set(names)
+            while left:
+                for output in await asyncio.wait_for(subscription.get(), 10):
+                    if output.finish_reason:
+                        left.remove(output.request_id)
+            replicas.release(subscription, names)
+
+    asyncio.run(run())
+
+
+def test_status_is_the_sum(engines):
+    engines[0].set_status(state="starting", kv_tokens_total=0, max_context=200)
+    engines[1].set_status(running=2, queued=1, restarts=1)
+
+    async def run():
+        async with connected(engines[:2]) as replicas:
+            status = replicas.status
+            assert (status.state, status.max_context) == ("ready", 200)
+            assert (status.running, status.queued, status.kv_tokens_total, status.restarts) == (2, 1, 4096, 1)
+            assert [rank.replica for rank in status.ranks] == [0, 1]
+            assert replicas.status is status or replicas.status == status
+            engines[0].stop()
+            await until(lambda: len(replicas.status.ranks) == 1)
+
+    asyncio.run(run())
+
+
+def test_merged_metrics():
+    one = b'# HELP a Things.\n# TYPE a counter\na_total{x="{1"} 1.0\na_total 2.0\n# TYPE b gauge\nb{} 3\n# EOF\n'
+    merged = merged_metrics({0: one, 3: one, 5: b""}).decode().splitlines()
+    assert merged == [
+        "# HELP a Things.", "# TYPE a counter", 'a_total{replica="0",x="{1"} 1.0', 'a_total{replica="0"} 2.0',
+        'a_total{replica="3",x="{1"} 1.0', 'a_total{replica="3"} 2.0', "# TYPE b gauge", 'b{replica="0"} 3',
+        'b{replica="3"} 3'
+    ]  # fmt: skip
+
+
+def test_the_best_state_stands_for_all(engine):
+    def state(*states):
+        return merged_status([(i, msgspec.structs.replace(engine.status, state=s)) for i, s in enumerate(states)]).state
+
+    assert state("failed", "recovering", "starting") == "recovering"
+    assert state("draining", "ready") == "ready"
+    assert state("odd") == "odd"
+    assert replica_state(1, engine.status, alive=False).state == "unreachable"
+    assert replica_state(1, None, alive=False, state="draining").state == "draining"
+
+
+def test_refusals_keep_their_status():
+    assert isinstance(refusal(Refused("a", 404, "x")), NotFoundError)
+    assert math.isclose(refusal(Refused("a", 429, "x", retry_after=2.5)).retry_after, 2.5)
+    assert refusal(Refused("a", 999, "x")).status == 500

@@ -1,0 +1,175 @@
+"""Limits of each client: in themselves with a clock of their own, and over HTTP."""
+
+from __future__ import annotations
+
+import re
+
+import openai
+import pytest
+
+from tandem.config.keys import ClientLimits
+from tandem.errors import OverloadedError
+from tandem.server.limits.quotas import FORGET_ABOVE, Quotas, duration
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def test_requests_a_minute_come_back_evenly(clock):
+    quotas = Quotas(ClientLimits(requests_per_minute=4), {}, clock)
+    for _ in range(4):
+        quotas.admit("a", 10).end()
+    with pytest.raises(OverloadedError, match=r"4 requests a minute \(requests_per_minute\), 0 are left") as caught:
+        quotas.admit("a", 10)
+    assert caught.value.retry_after == 15
+    assert caught.value.code == "rate_limit_exceeded"
+    quotas.admit("b", 10)
+    clock.now += 15
+    quotas.admit("a", 10)
+    with pytest.raises(OverloadedError):
+        quotas.admit("a", 10)
+    clock.now += 3600
+    for _ in range(4):
+        quotas.admit("a", 10)
+    with pytest.raises(OverloadedError):
+        quotas.admit("a", 10)
+
+
+def test_answers_count_as_tokens(clock):
+    quotas = Quotas(ClientLimits(tokens_per_minute=600), {}, clock)
+    lease = quotas.admit("a", 100)
+    lease.spend(1100)
+    lease.end()
+    with pytest.raises(OverloadedError, match="600 tokens a minute") as caught:
+        quotas.admit("a", 100)
+    assert caught.value.retry_after == 70, "600 overdrawn, 100 needed, 10 a second"
+    clock.now += 70
+    quotas.admit("a", 100)
+
+
+def test_a_prompt_longer_than_the_limit_waits_for_a_whole_minute_of_it(clock):
+    quotas = Quotas(ClientLimits(tokens_per_minute=60), {}, clock)
+    quotas.admit("a", 500)
+    with pytest.raises(OverloadedError):
+        quotas.admit("a", 500)
+    clock.now += 500
+    quotas.admit("a", 500)
+
+
+def test_requests_at_once(clock):
+    quotas = Quotas(ClientLimits(max_concurrent_requests=2), {"vip": ClientLimits()}, clock)
+    first, _ = quotas.admit("a", 1), quotas.admit("a", 1)
+    with pytest.raises(OverloadedError, match="2 requests are running, the limit is 2 at once"):
+        quotas.admit("a", 1)
+    first.end()
+    first.end()
+    quotas.admit("a", 1)
+    with pytest.raises(OverloadedError):
+        quotas.admit("a", 1)
+    for _ in range(10):
+        quotas.admit("vip", 1)
+
+
+def test_what_is_refused_costs_nothing(clock):
+    quotas = Quotas(ClientLimits(requests_per_minute=2, tokens_per_minute=100), {}, clock)
+    quotas.admit("a", 90)
+    for _ in range(5):
+        with pytest.raises(OverloadedError, match="tokens_per_minute"):
+            quotas.admit("a", 90)
+    quotas.admit("a", 5)
+
+
+def test_clients_that_have_gone_are_forgotten(clock):
+    quotas = Quotas(ClientLimits(requests_per_minute=5), {}, clock)
+    quotas.admit("busy", 1)
+    for i in range(FORGET_ABOVE):
+        quotas.admit(f"client {i}", 1).end()
+    clock.now += 61
+    quotas.admit("new", 1)
+    assert len(quotas._clients) == 2
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0ms"), (0.0201, "21ms"), (1.5, "1.5s"), (59.9999, "1m0s"),
+                                               (360, "6m0s"), (61.25, "1m1.25s")])  # fmt: skip
+def test_durations_are_written_as_openai_does(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_headers_and_refusal_over_http(serve):
+    server = serve(requests_per_minute=3, tokens_per_minute=6000)
+    first = server.chat()
+    usage = first.json()["usage"]
+    assert first.headers["x-ratelimit-limit-requests"] == "3"
+    assert first.headers["x-ratelimit-remaining-requests"] == "2"
+    assert re.fullmatch(r"(1\d|20)(\.\d+)?s", first.headers["x-ratelimit-reset-requests"])
+    assert first.headers["x-ratelimit-limit-tokens"] == "6000"
+    left = int(first.headers["x-ratelimit-remaining-tokens"])
+    assert 6000 - usage["total_tokens"] <= left < 6000
+    with server.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as stream:
+        assert stream.headers["x-ratelimit-remaining-requests"] == "1"
+        stream.read()
+    assert server.http.post("/v1/completions", json={"prompt": "x"}).headers["x-ratelimit-remaining-requests"] == "0"
+    refused = server.chat()
+    assert refused.status_code == 429
+    assert 10 <= int(refused.headers["retry-after"]) <= 20
+    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    error = refused.json()["error"]
+    assert error["type"] == "rate_limit_error" and error["code"] == "rate_limit_exceeded"
+    assert "requests_per_minute" in error["message"]
+    with server.openai() as client, pytest.raises(openai.RateLimitError):
+        client.chat.completions.create(model="default", **CHAT)
+    assert "x-ratelimit-limit-requests" not in server.http.get("/v1/models").headers
+
+
+def test_no_headers_without_limits(server):
+    assert not [name for name in server.chat().headers if name.startswith("x-ratelimit")]
+
+
+def test_keys_have_their_own_limits_and_weights(serve, engine, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("small requests_per_minute=1\nlarge weight=3 requests_per_minute=none\n")
+    keys.chmod(0o600)
+    server = serve(api_key_file=str(keys), requests_per_minute=2)
+    codes = {"small": [], "large": []}
+    for key, seen in codes.items():
+        for _ in range(4):
+            seen.append(server.http.post("/v1/chat/completions", json=CHAT, headers={"x-api-key": key}).status_code)
+    assert codes == {"small": [200, 429, 429, 429], "large": [200] * 4}
+    requests = list(engine.submitted.values())
+    assert [request.weight for request in requests] == [1, 3, 3, 3, 3]
+    assert len({request.group for request in requests}) == 2
+
+
+def test_a_place_is_free_again_however_a_request_ends(serve, engine, wait_until):
+    server = serve(max_concurrent_requests=1)
+    engine.hold = True
+    connection = server.raw(_bytes())
+    wait_until(lambda: engine.submitted)
+    busy = server.chat()
+    assert busy.status_code == 429
+    assert "1 at once" in busy.json()["error"]["message"]
+    connection.close()
+    wait_until(lambda: not server.api.live)
+    engine.hold = False
+    engine.refusal = (500, "no", None, None)
+    assert server.chat().status_code == 500
+    engine.refusal = None
+    assert server.chat(max_tokens=10_000).status_code == 400
+    assert server.chat().status_code == 200
+
+
+def _bytes():
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    return b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body

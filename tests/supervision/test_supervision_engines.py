@@ -1,0 +1,261 @@
+"""What each replica is told, and the control socket."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tandem.config.loading import build
+from tandem.engine.machines import ranks_of
+from tandem.errors import UsageError
+from tandem.protocol.control import EngineStatus
+from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaList
+from tandem.supervision.control import ControlServer, ask
+from tandem.supervision.engines import EngineSet, gpus_of, replica_settings
+
+
+def settings(**values):
+    return build({"model": "m", "engine_socket": "/run/engine-8000.sock", **values})
+
+
+def test_one_replica_keeps_its_settings():
+    given = settings(pipeline_parallel_size=2)
+    assert replica_settings(given, 0) == given
+    joined = replica_settings(given, 1)
+    assert joined.process.engine_socket == "/run/engine-8000-1.sock"
+    assert dataclasses.replace(joined, process=given.process) == given
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_engines_are_not_told_api_keys(count):
+    given = settings(api_key=("secret",), api_key_file="/keys", data_parallel_size=count)
+    server = replica_settings(given, 0).server
+    assert server.api_key == () and server.api_key_file is None
+
+
+def test_several_share_cores_and_memory(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    given = settings(data_parallel_size=2, parallel=(2, 1), memory_fraction=0.8)
+    assert ranks_of(given.parallel) == 3
+    parts = [replica_settings(given, index) for index in (0, 1)]
+    assert [part.process.engine_socket for part in parts] == ["/run/engine-8000-0.sock", "/run/engine-8000-1.sock"]
+    for part in parts:
+        assert part.parallel.threads_per_rank == 2
+        assert part.parallel.data_parallel_size == 1
+        assert part.scheduler.memory_fraction == pytest.approx(0.4)
+    assert replica_settings(settings(data_parallel_size=40), 0).parallel.threads_per_rank == 1
+    assert replica_settings(settings(data_parallel_size=2, threads_per_rank=5), 1).parallel.threads_per_rank == 5
+
+
+def test_gpus_are_shared_out_when_there_are_enough(monkeypatch):
+    given = settings(data_parallel_size=2, tensor_parallel_size=2, memory_fraction=0.8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
+    assert [gpus_of(given, index) for index in range(3)] == ["4,5", "6,7", "4,5"]
+    assert replica_settings(given, 1).scheduler.memory_fraction == 0.8
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert gpus_of(given, 0) is None
+    assert gpus_of(settings(), 0) is None
+
+
+@pytest.fixture
+def control(tmp_path):
+    path = tmp_path / "serve-1.sock"
+
+    def handle(request):
+        if isinstance(request, DrainReplica):
+            raise UsageError(f"no {request.replica}")
+        return ReplicaChanged(3) if isinstance(request, AddReplica) else ReplicaList([])
+
+    server = ControlServer(path, handle)
+    over = threading.Event()
+
+    def run():
+        while not over.is_set():
+            server.serve(0.05)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield path
+    over.set()
+    thread.join()
+    server.close()
+    assert not path.exists()
+
+
+def test_control_socket(control):
+    assert control.stat().st_mode & 0o777 == 0o600
+    assert ask(control, ListReplicas()) == ReplicaList([])
+    assert ask(control, AddReplica()) == ReplicaChanged(3)
+    with pytest.raises(UsageError, match="no 7"):
+        ask(control, DrainReplica(7))
+    with zmq.Context() as context, context.socket(zmq.REQ) as client:
+        client.connect(f"ipc://{control}")
+        client.send(b"\xc1 nonsense")
+        assert client.poll(2000)
+        assert b"cannot be read" in client.recv()
+    with pytest.raises(UsageError, match="listens on"):
+        ControlServer(control, lambda request: ReplicaList([]))
+
+
+def test_nobody_there(tmp_path):
+    path = tmp_path / "serve-1.sock"
+    path.touch()
+    with pytest.raises(UsageError, match="no server listens"):
+        ask(path, ListReplicas())
+    ControlServer(path, lambda request: ReplicaList([])).close()
+
+
+class FakeChild:
+    """A process that ends when it is told to."""
+
+    started: list[FakeChild]
+
+    def __init__(self, module, payload, *, env, name, arguments, pass_fds):
+        self.name, self.arguments, self.code, self.pid = name, arguments, None, 1
+        self.started.append(self)
+
+    stopped = False
+
+    def poll(self):
+        return self.code
+
+    def kill(self):
+        self.code = -9
+
+    def describe_exit(self):
+        return f"exited with code {self.code}"
+
+    def terminate(self):
+        self.code = 0
+
+    def wait(self, timeout_s):
+        return self.code is not None
+
+
+@pytest.fixture
+def children(monkeypatch):
+    FakeChild.started = []
+    monkeypatch.setattr("tandem.supervision.engines.ChildProcess", FakeChild)
+    monkeypatch.setattr("tandem.supervision.engines.BACKOFF_S", 0.0)
+    return FakeChild.started
+
+
+def test_a_single_engine_that_gives_up_ends_the_server(children):
+    for code, expected in ((2, 2), (3, 3), (0, 3)):
+        engines = EngineSet(settings())
+        engines.start()
+        assert engines.look() is None
+        children[-1].code = code
+        assert engines.look() == expected
+
+
+@pytest.mark.parametrize("code", [-9, 1, 4])
+def test_a_single_engine_that_is_killed_is_started_again_within_bounds(children, code):
+    engines = EngineSet(settings())
+    engines.start()
+    for deaths in range(1, 6):
+        children[-1].code = code
+        assert engines.look() is None
+        assert [info.state for info in engines.infos()] == ["restarting"]
+        assert engines.look() is None
+        assert engines.infos()[0].restarts == deaths
+        assert children[-1].arguments == ("engine",)
+    children[-1].code = code
+    assert engines.look() == 3
+
+
+def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatch):
+    monkeypatch.setattr("tandem.supervision.vigil.STOPPED_S", 0.05)
+    engines = EngineSet(settings())
+    engines.start()
+    children[0].stopped = True
+    assert engines.look() is None
+    assert children[0].code is None, "a short stop is forgiven"
+    time.sleep(0.1)
+    assert engines.look() is None
+    assert children[0].code == -9
+    assert engines.look() is None
+    assert engines.look() is None
+    assert len(children) == 2
+
+
+def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatch):
+    status = EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
+                          queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, lanes=1,
+                          ranks=[])
+    answers = [msgspec.structs.replace(status, age_s=age, state=state) for age, state in
+               ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))]
+
+    class Probe:
+        def __init__(self, endpoint):
+            pass
+
+        def ask(self):
+            return answers.pop(0)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Probe)
+    monkeypatch.setattr("tandem.supervision.engines.ASK_S", 0.0)
+    engines = EngineSet(settings())
+    engines.start()
+    engines.announced = True
+    for _ in range(3):
+        assert engines.look() is None
+        assert children[0].code is None
+        time.sleep(0.001)
+    assert engines.look() is None
+    assert children[0].code == -9
+
+
+def test_one_of_several_is_started_again_within_bounds(children):
+    engines = EngineSet(settings(data_parallel_size=2))
+    engines.start()
+    engines.announced = True
+    assert [child.arguments for child in children] == [("engine", "0"), ("engine", "1")]
+    for deaths in range(1, 6):
+        children[-1].code = -9
+        assert engines.look() is None
+        assert [info.state for info in engines.infos()] == ["running", "restarting"]
+        assert engines.look() is None
+        assert engines.infos()[1].restarts == deaths
+        assert children[-1].arguments == ("engine", "1")
+    children[-1].code = -9
+    assert engines.look() is None
+    assert [info.replica for info in engines.infos()] == [0]
+    children[0].code = 2
+    assert engines.look() == 3, "none is left"
+
+
+def test_a_mistake_in_the_settings_ends_all_at_the_start(children):
+    engines = EngineSet(settings(data_parallel_size=2))
+    engines.start()
+    children[1].code = 2
+    assert engines.look() == 2
+
+
+def test_numbers_are_never_given_twice_and_the_last_stays(children):
+    engines = EngineSet(settings())
+    engines.start()
+    for index, word in ((0, "last one"), (5, "no replica 5")):
+        with pytest.raises(UsageError, match=word):
+            engines.drain(index)
+    assert engines.add() == 1
+    assert engines.drain(1) == 1
+    assert engines.look() is None
+    assert [info.replica for info in engines.infos()] == [0]
+    assert engines.add() == 2
+    engines.drain(0)
+    with pytest.raises(UsageError, match="already"):
+        engines.drain(0)
+    assert engines.look() is None
+    assert Path(engines.infos()[0].endpoint).name == "engine-8000-2.sock"
