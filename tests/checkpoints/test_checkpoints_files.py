@@ -200,7 +200,7 @@ _PEAK = """
 import resource, sys
 import mlx.core as mx
 from tandem.models.description import describe
-from tandem.checkpoints.files import resolve
+from tandem.checkpoints.resolve import resolve
 from tandem.loading.stage import load_stage
 files = resolve(sys.argv[1])
 description = describe(files)

@@ -197,7 +197,7 @@ _PEAK = """
 import pathlib, re, resource, sys
 import mlx.core as mx
 from tandem.models.description import describe
-from tandem.checkpoints.files import resolve
+from tandem.checkpoints.resolve import resolve
 from tandem.models.shard import plan_shards
 from tandem.loading.stage import load_stage
 from tandem.testing import ThreadGroup, ThreadRank
@@ -243,7 +243,7 @@ import json, sys
 import mlx.core as mx, numpy as np
 from tandem.comm.group import StageGroup
 from tandem.models.description import describe
-from tandem.checkpoints.files import resolve
+from tandem.checkpoints.resolve import resolve
 from tandem.models.shard import plan_shards
 from tandem.loading.stage import load_stage
 path, size, steps, out = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]), sys.argv[4]

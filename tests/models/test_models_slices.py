@@ -371,7 +371,7 @@ import json, sys
 from tandem.executors.weights import obtain_files
 from tandem.executors.base import StageSpec
 from tandem.models.description import describe
-from tandem.checkpoints.files import resolve
+from tandem.checkpoints.resolve import resolve
 from tandem.loading.stage import load_stage
 import msgspec
 files = resolve("org/tiny", weights=False)
@@ -451,7 +451,7 @@ def test_planning_for_a_hub_model_downloads_headers_alone(tmp_path: Path, hub: F
 def test_a_hub_that_cannot_be_reached_is_one_clear_error_unless_all_is_here(tmp_path: Path, hub: FakeHub) -> None:
     script = """
 from tandem.errors import ModelNotFound
-from tandem.checkpoints.files import resolve
+from tandem.checkpoints.resolve import resolve
 import sys
 for weights in (False, True):
     try:

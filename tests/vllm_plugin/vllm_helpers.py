@@ -28,7 +28,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
 from tandem.llm import LLM, SamplingParams
 from tandem.models.description import describe
-from tandem.checkpoints.files import resolve
+from tandem.checkpoints.resolve import resolve
 from tandem.loading.stage import load_stage
 path, prompts, count = json.loads(sys.stdin.read())
 files = resolve(path)

@@ -60,7 +60,7 @@ def test_one_client_cannot_see_or_cancel_anothers_request(locked, engine, wait_u
     post = {"url": "/v1/chat/completions", "json": CHAT, "headers": {"x-api-key": "first"}}
     thread = threading.Thread(target=lambda: locked.http.post(**post))
     thread.start()
-    wait_until(lambda: engine.submitted)
+    wait_until(lambda: engine.submitted and locked.api.live)
     request_id = next(iter(locked.api.live))
     assert locked.http.get("/v1/status", headers={"x-api-key": "second"}).json()["requests"] == []
     path = f"/v1/requests/{request_id}/cancel"
