@@ -191,7 +191,7 @@ def test_the_engine_ends_with_code_3(model: Path, tmp_path: Path, caplog: pytest
     settings = Settings(model=settings.model, parallel=settings.parallel, scheduler=settings.scheduler,
                         process=type(settings.process)(engine_socket=str(tmp_path / "engine.sock")))
     service = EngineService(settings)
-    service._engine._executor = Tampering(service._engine.executor, _shifted(3.0))
+    service._engine.gang.executor = Tampering(service._engine.executor, _shifted(3.0))
     reports: list[str] = []
     assert service.run(reports.append) == 3
     assert "--no-canary" in caplog.text and "--no-canary" in reports[0]

@@ -41,7 +41,7 @@ class EngineService:
         self._settings = settings
         layout = plan_layout(settings)
         self._engine = Engine(settings, layout)
-        self._engine.on_wait = self._meanwhile
+        self._engine.gang.on_wait = self._meanwhile
         path = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
         self._gateway = Gateway(path, self._engine.status(), self._engine.metrics.text)
         self._owners: dict[str, Client] = {}

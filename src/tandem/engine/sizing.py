@@ -1,0 +1,60 @@
+"""How much a gang of ranks can hold and do at once: the scheduler's limits, from settings and what ranks report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.cache.budget import kv_capacity
+from tandem.config.settings import Settings, SpeculationSettings
+from tandem.config.speculation import with_speculative_config
+from tandem.engine.layout import Layout
+from tandem.errors import OutOfMemory
+from tandem.protocol.control import Ready
+from tandem.scheduler.scheduler import Limits
+from tandem.speculation.proposers import SpeculationLimits
+
+GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
+
+
+def make_limits(settings: Settings, layout: Layout, ranks: Sequence[Ready], *, shrink: bool) -> Limits:
+    """What the scheduler must keep to with these ranks. Raises OutOfMemory.
+
+    `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more.
+    """
+    chosen = settings.scheduler
+    chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
+    kv_tokens = _kv_tokens(settings, layout, ranks, shrink=shrink)
+    return Limits(
+        prefix_tokens=int(kv_tokens * chosen.prefix_cache),
+        prefix_trimmable=all(ready.trimmable for ready in ranks),
+        lanes=layout.lanes, max_batch_size=chosen.max_batch_size, prefill_chunk=chunk, kv_tokens=kv_tokens,
+        max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
+        eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
+        speculation=_speculation(settings.speculation))
+
+
+def _speculation(settings: SpeculationSettings) -> SpeculationLimits | None:
+    chosen = with_speculative_config(settings)
+    if chosen.speculative_method == "none":
+        return None
+    return SpeculationLimits(drafts=chosen.num_speculative_tokens, shortest=chosen.prompt_lookup_min,
+                             longest=chosen.prompt_lookup_max, model=chosen.speculative_method == "draft_model")
+
+
+def _kv_tokens(settings: Settings, layout: Layout, ranks: Sequence[Ready], *, shrink: bool) -> int:
+    """What the tightest memory has room for, or what the settings say if that is less."""
+    chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
+    for ready in ranks:
+        pools.setdefault((ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
+    room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
+                        [(ready.weight_bytes, ready.kv_bytes_per_token) for ready in together])
+            for together in pools.values()]
+    useful = layout.max_context * chosen.max_batch_size
+    tokens = min(*room, useful) if chosen.kv_tokens is None else chosen.kv_tokens
+    if shrink:
+        tokens = min(*room, tokens)
+    if tokens > min(room) or tokens < 2:
+        raise OutOfMemory(f"the KV cache has room for {min(room)} tokens beside the weights and would need "
+                          f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise --memory-fraction",
+                          param="kv_tokens")
+    return tokens
