@@ -59,7 +59,7 @@ def threads_environment(threads: int) -> dict[str, str]:
 def on_gpu() -> bool:
     """True when MLX computes on a GPU here; asked of a child, so that this process holds no device."""
     code = "import mlx.core as mx; print(mx.default_device().type == mx.DeviceType.gpu)"
-    return subprocess.check_output([sys.executable, "-c", code], text=True).strip().endswith("True")
+    return subprocess.check_output([sys.executable, "-P", "-c", code], text=True).strip().endswith("True")
 
 
 def peer_environment(args: argparse.Namespace, gpu: bool) -> dict[str, str]:
@@ -111,7 +111,7 @@ class Server:
 
     def __enter__(self) -> Self:
         for command in self._commands:
-            whole = [sys.executable, "-c", END_WITH_PARENT, *command]
+            whole = [sys.executable, "-P", "-c", END_WITH_PARENT, *command]
             self.processes.append(subprocess.Popen(whole, env=self._env, stdout=self._log, stderr=self._log,
                                                    stdin=subprocess.DEVNULL, start_new_session=True))
         try:
@@ -177,7 +177,7 @@ def tandem_server(model: Path, threads: int, name: str = "tandem", **flags: obje
     chosen = {"model": model, "port": port, "threads_per_rank": threads, "dequantize": "no", "log_level": "WARNING",
               **flags}
     options = [text for key, value in chosen.items() for text in ("--" + key.replace("_", "-"), str(value))]
-    command = [sys.executable, "-m", "tandem.cli.main", "serve", *options]
+    command = [sys.executable, "-P", "-m", "tandem.cli.main", "serve", *options]
     return Server(name, [command], child_environment(threads_environment(threads)), port=port,
                   health="/health/ready", model="default")
 
@@ -185,7 +185,7 @@ def tandem_server(model: Path, threads: int, name: str = "tandem", **flags: obje
 def mlx_lm_server(model: Path, env: Mapping[str, str]) -> Server:
     """mlx-lm's own server with its own defaults."""
     port = free_port()
-    command = [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port),
+    command = [sys.executable, "-P", "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port),
                "--log-level", "ERROR"]
     return Server("mlx_lm.server", [command], env, port=port, health="/health", model="default_model")
 

@@ -53,7 +53,7 @@ def main() -> None:
 def replicas(args: argparse.Namespace, model: Any) -> harness.Server:
     """`tandem serve` with as many replicas as ranks."""
     port = harness.free_port()
-    command = [sys.executable, "-m", "tandem", "serve", str(model), "--port", str(port), "--data-parallel-size",
+    command = [sys.executable, "-P", "-m", "tandem", "serve", str(model), "--port", str(port), "--data-parallel-size",
                str(args.ranks), "--threads-per-rank", str(args.threads), "--dequantize", "no", "--prefix-cache", "0"]
     environment = harness.child_environment(harness.threads_environment(args.threads))
     return harness.Server(f"DP {args.ranks}", [command], environment, port=port, health="/health/ready",
@@ -64,8 +64,8 @@ def launched_peer(args: argparse.Namespace, model: Any) -> harness.Server:
     """mlx-lm's server under mlx.launch, which shards the model over the ranks."""
     port = harness.free_port()
     launch = "from mlx._distributed_utils.launch import main; main()"
-    command = [sys.executable, "-c", launch, "-n", str(args.ranks), "--backend", args.backend,
-               "--", sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port),
+    command = [sys.executable, "-P", "-c", launch, "-n", str(args.ranks), "--backend", args.backend,
+               "--", sys.executable, "-P", "-m", "mlx_lm", "server", "--model", str(model), "--port", str(port),
                "--log-level", "ERROR"]
     return harness.Server("mlx.launch mlx_lm.server", [command], harness.peer_environment(args, harness.on_gpu()),
                           port=port, health="/health", model="default_model")

@@ -38,7 +38,7 @@ class BareLoop:
     """mlx-lm's loop in a process of its own, waiting for jobs on a pipe."""
 
     def __init__(self, model: str, env: dict[str, str]) -> None:
-        self._command, self._env = [sys.executable, "-c", BARE_LOOP, model], env
+        self._command, self._env = [sys.executable, "-P", "-c", BARE_LOOP, model], env
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(self._command, env=self._env, text=True, stdin=subprocess.PIPE,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from tandem.cli.main import main
+from tandem.processes.interpreter import leave_working_directory
+
+leave_working_directory(sys.path)
+
+from tandem.cli.main import main  # noqa: E402 - only now
 
 sys.exit(main())

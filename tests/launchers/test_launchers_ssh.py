@@ -45,18 +45,18 @@ def run(command: str, **variables: str) -> str:
 
 def test_the_interpreter_that_is_named_runs(tmp_path: Path) -> None:
     python = fake_python(tmp_path / "a dir" / "python", "named")
-    assert run(remote_command(str(python))) == f"named -m {RANK_HOST_MODULE}"
+    assert run(remote_command(str(python))) == f"named -P -m {RANK_HOST_MODULE}"
 
 
 def test_otherwise_that_of_the_same_path_or_what_a_login_shell_finds(
         tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     same = fake_python(tmp_path / "same" / "python", "same")
     monkeypatch.setattr(sys, "executable", str(same))
-    assert run(remote_command(None)) == f"same -m {RANK_HOST_MODULE}"
+    assert run(remote_command(None)) == f"same -P -m {RANK_HOST_MODULE}"
     same.unlink()
     (tmp_path / ".profile").write_text(f"PATH={tmp_path}/bin:$PATH\n")
     fake_python(tmp_path / "bin" / "python3", "python3")
-    assert run(remote_command(None), HOME=str(tmp_path)) == f"python3 -m {RANK_HOST_MODULE}"
+    assert run(remote_command(None), HOME=str(tmp_path)) == f"python3 -P -m {RANK_HOST_MODULE}"
     fake_python(tmp_path / "bin" / "tandem", "tandem")
     assert run(remote_command(None), HOME=str(tmp_path)) == "tandem rank --stdin"
 
@@ -79,6 +79,8 @@ def test_the_command_is_one_word_for_any_login_shell() -> None:
     (127, ["sh: 1: exec: python3: not found"], "no Python with Tandem was found there"),
     (1, ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
      "no Python with Tandem was found there"),
+    (2, ["Unknown option: -P", "usage: python3 [option] ...", "Try `python -h' for more information."],
+     "its Python is older than 3.11"),
     (2, ["some rank log", "tandem: h2 has no address 10.0.0.9"], "host mac2: h2 has no address 10.0.0.9"),
 ])
 def test_failures_become_one_line_with_a_remedy(code: int, lines: list[str], words: str) -> None:

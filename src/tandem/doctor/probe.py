@@ -34,6 +34,7 @@ from tandem.doctor.messages import (
 )
 from tandem.doctor.transfer import Listener, transfer
 from tandem.env import child_environment
+from tandem.processes.interpreter import module_command
 
 COLLECTIVE = "tandem.doctor.collective"
 
@@ -77,7 +78,7 @@ def collect(request: Collect) -> Collected:
             path = Path(directory) / name.lower()
             path.write_text(content)
             variables[name] = str(path)
-        process = subprocess.Popen([sys.executable, "-m", COLLECTIVE], env=child_environment(variables),
+        process = subprocess.Popen(module_command(COLLECTIVE), env=child_environment(variables),
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert process.stdin is not None
         process.stdin.write(request.backend.encode() + b"\n")

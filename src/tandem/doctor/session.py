@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from tandem.env import child_environment
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
 from tandem.launchers.ssh import remote_command, ssh_command
+from tandem.processes.interpreter import module_command
 
 PROBE = "tandem.doctor.probe"
 
@@ -98,7 +98,7 @@ class ProbeLink:
 
 def local_probe() -> list[str]:
     """A probe on this machine."""
-    return [sys.executable, "-m", PROBE]
+    return module_command(PROBE)
 
 
 def remote_probe(host: str, python: str | None = None) -> list[str]:
@@ -132,6 +132,7 @@ _SIGNS = (
     ("timed out", "it does not answer", "ping -c 3 {host}"),
     ("No route to host", "there is no way to it", "ping -c 3 {host}"),
     ("Network is unreachable", "there is no way to it", "ping -c 3 {host}"),
+    ("nknown option: -P", "its python is older than 3.11", "name a newer one in the hosts file: \"python\": PATH"),
     ("No module named", "Tandem is not installed for the python there: {said}",
      "ssh {host} 'python -m pip install mlx-tandem'"),
     ("not found", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import subprocess
-import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ from pathlib import Path
 from tandem.env import child_environment
 from tandem.guided import probe
 from tandem.guided.grammar import grammar_of
+from tandem.processes.interpreter import script_command
 from tandem.protocol.request import StructuredOutputs
 from tandem.text.tokenizer import Tokenizer
 
@@ -63,8 +63,8 @@ class GrammarCheck:
 
     def _ask(self, grammar: str) -> str:
         task = json.dumps({"grammar": grammar, "special": self.special})
-        # -P keeps this package's modules from hiding others; the environment must find llguidance as it does here.
-        command = [sys.executable, "-P", str(Path(probe.__file__))]
+        # A script, which imports nothing of Tandem's; the environment must find llguidance as it does here.
+        command = script_command(str(Path(probe.__file__)))
         try:
             done = subprocess.run(command, input=task, text=True, capture_output=True, timeout=TIMEOUT_S, check=False,
                                   env=child_environment())

@@ -24,6 +24,7 @@ from tandem.launchers.host_worlds import Devices
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
 from tandem.launchers.hosts import HostsLauncher
 from tandem.launchers.rank_host import HostPayload
+from tandem.processes.interpreter import SAFE, module_command
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ REMEDIES = (
 def remote_command(python: str | None, module: str = RANK_HOST_MODULE, words: str = "rank --stdin") -> str:
     """What the host's login shell is to run: `module`, which `tandem` with `words` runs too, by the interpreter that is
     named, or that of the same path as here, or the one that a login shell finds."""
-    run = f"-m {module}"
+    run = f"{SAFE} -m {module}"
     if python is not None:
         return f"exec {shlex.quote(python)} {run}"
     same = shlex.quote(sys.executable)
@@ -77,6 +78,9 @@ def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
             if words in text:
                 return f"host {entry.ssh}: {meaning}; {remedy.format(ssh=entry.ssh)}"
     said = next((line for line in reversed(lines) if line.strip()), "nothing was said")
+    if "unknown option: -p" in text:
+        return (f"host {entry.ssh}: its Python is older than 3.11, which Tandem needs; name another with "
+                "--remote-python or `python` in the hostfile")
     if code == NOT_FOUND or "no module named" in text or "no such file" in text:
         return (f"host {entry.ssh}: no Python with Tandem was found there ({said}); install it, or name its "
                 "interpreter with --remote-python or `python` in the hostfile")
@@ -197,7 +201,7 @@ class SshLauncher(HostsLauncher):
         payload = HostPayload(keys=self.keys, endpoints=[f"{self._head_addresses[slot]}:{self.roster.port}"], slot=slot,
                               ticket=ticket, address=entry.ips[0] if entry.ips else None, log_level=self._log_level)
         if entry.is_here:
-            command = [entry.python or sys.executable, "-m", RANK_HOST_MODULE]
+            command = module_command(RANK_HOST_MODULE, python=entry.python)
         elif (agent := agent_name(entry.ssh)) is not None:
             command = link_command(agent, "rank-host")
         else:

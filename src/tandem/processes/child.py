@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from tandem.processes.interpreter import module_command
+
 PR_SET_PDEATHSIG = 1
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="spawn")
 """Starts all children: Linux takes the end of the thread that started one for the end of its parent."""
@@ -33,7 +35,7 @@ class ChildProcess:
         inherits. What it writes goes to the file `output`, if one is given.
         """
         self.name = name
-        command = [sys.executable, "-m", module, *arguments]
+        command = module_command(module, *arguments)
         self._process = _spawner.submit(subprocess.Popen, command, stdin=subprocess.PIPE, env=dict(env),
                                         start_new_session=True, pass_fds=tuple(pass_fds), stdout=output,
                                         stderr=output).result()

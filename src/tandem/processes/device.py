@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import dataclass
 
 import msgspec
 
 from tandem.env import child_environment
 from tandem.errors import UsageError
+from tandem.processes.interpreter import module_command
 
 MODULE = "tandem.loading.device"
 
@@ -27,7 +27,7 @@ class Device:
 
 def this_device() -> Device:
     """Start MLX in a child process and ask it. Raises UsageError with MLX's last words when it does not start."""
-    done = subprocess.run([sys.executable, "-P", "-m", MODULE], capture_output=True, text=True, check=False,
+    done = subprocess.run(module_command(MODULE), capture_output=True, text=True, check=False,
                           env=child_environment())
     if done.returncode:
         words = done.stderr.strip() or f"exit code {done.returncode}"

@@ -19,6 +19,7 @@ from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.link import PREFIX
 from tandem.launchers.agent.trust import Trust
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
+from tandem.processes.interpreter import code_command
 
 GATHER_S = 60.0
 CONFIG_S = 300.0
@@ -93,9 +94,9 @@ def _from_mlx(arguments: argparse.Namespace, hosts: Sequence[str], facts: Mappin
                          param="over")
     with tempfile.TemporaryDirectory(prefix="tandem-hosts-") as directory:
         file = Path(directory) / "hosts.json"
-        command = [sys.executable, "-c", "from mlx._distributed_utils.config import main; main()", "--hosts",
-                   ",".join(hosts), "--over", arguments.over, "--no-auto-setup", "--output-hostfile", str(file),
-                   *(["--backend", arguments.backend] if arguments.backend else [])]
+        command = code_command("from mlx._distributed_utils.config import main; main()", "--hosts", ",".join(hosts),
+                               "--over", arguments.over, "--no-auto-setup", "--output-hostfile", str(file),
+                               *(["--backend", arguments.backend] if arguments.backend else []))
         # It waits for Enter after the commands for each host.
         done = subprocess.run(command, input="\n" * len(hosts), capture_output=True, text=True, timeout=CONFIG_S)
         if done.returncode or not file.exists():

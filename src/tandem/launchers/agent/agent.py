@@ -11,7 +11,6 @@ import contextlib
 import logging
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from tandem.errors import TransportError, UsageError
 from tandem.launchers.agent.link import BEAT_S, CHUNK, MAX_FRAME, SILENCE_S
 from tandem.launchers.agent.pairing import AgentSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust
+from tandem.processes.interpreter import module_command
 from tandem.protocol.agent import (
     Beat,
     CloseInput,
@@ -171,7 +171,7 @@ class Agent:
         if module is None or identity in self._sessions or len(self._sessions) >= MOST_SESSIONS:
             self._send(identity, Ended(255, f"{message.program} cannot be started here"))
             return
-        process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        process = subprocess.Popen(module_command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                    stderr=subprocess.STDOUT, env=child_environment(), start_new_session=True)
         self._sessions[identity] = _Session(identity, process)
         log.info("a head has started a %s (process %d)", message.program, process.pid)

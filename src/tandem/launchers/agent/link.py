@@ -16,6 +16,7 @@ import zmq
 
 from tandem.errors import TransportError, UsageError
 from tandem.launchers.agent.trust import Identity, Peer, Trust
+from tandem.processes.interpreter import module_command
 from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
 from tandem.protocol.codec import Decoder
 
@@ -36,7 +37,7 @@ def agent_name(ssh: str) -> str | None:
 
 def link_command(name: str, program: str) -> list[str]:
     """The command that runs `program` on the machine of agent `name`."""
-    return [sys.executable, "-m", MODULE, name, program]
+    return module_command(MODULE, name, program)
 
 
 def paired_agent(name: str) -> Peer:

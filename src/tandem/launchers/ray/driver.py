@@ -22,6 +22,7 @@ from tandem.env import child_environment, runtime_dir, variable
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.ray.nodes import RayNode
 from tandem.processes.child import ChildProcess
+from tandem.processes.interpreter import module_command
 from tandem.protocol.placement import (
     ClusterRefused,
     Connected,
@@ -81,7 +82,7 @@ class RayDriver:
         _check_installed()
         self._address = address or variable("RAY_ADDRESS") or "auto"
         payload = DriverPayload(address=self._address, start_units=start_units,
-                                lock=str(runtime_dir() / "ray-placement.lock"))
+                                lock=str((runtime_dir() / "ray-placement.lock").absolute()))
         self._on_host = on_host
         self._news: queue.Queue[DriverMessage | None] = queue.Queue()
         self._closed = False
@@ -176,7 +177,7 @@ def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
 
 
 def _ask_nodes(address: str, token: bool) -> list[RayNode]:
-    command = [sys.executable, "-m", MODULE, "nodes", address]
+    command = module_command(MODULE, "nodes", address)
     try:
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=CONNECT_S,
                               env=child_environment(ray_variables() | (TOKEN if token else {})))
@@ -192,7 +193,7 @@ def _ask_nodes(address: str, token: bool) -> list[RayNode]:
 def ray_command(address: str | None, node_id: str, module: str, *, token: bool) -> list[str]:
     """The command that runs a module on a node, with `ray_variables` in its environment; it takes the place of ssh."""
     shown = ["env", *(f"{name}={value}" for name, value in TOKEN.items())] if token else []
-    return [*shown, sys.executable, "-m", MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module]
+    return [*shown, *module_command(MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module)]
 
 
 def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, Connected]:

@@ -38,6 +38,7 @@ from tandem.launchers.facts import is_own
 from tandem.launchers.rank_host import HostPayload
 from tandem.launchers.ray.nodes import UNIT, RayNode, check_addresses, choose, shortage
 from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
+from tandem.processes.interpreter import module_command
 from tandem.protocol.placement import (
     ClusterRefused,
     Connected,
@@ -214,7 +215,7 @@ class Program:
     """Actor on a node: keeps a Python module running there, whose input and output somebody else carries."""
 
     def __init__(self, module: str) -> None:
-        self._process = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, env=child_environment(),
+        self._process = subprocess.Popen(module_command(module), stdin=subprocess.PIPE, env=child_environment(),
                                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def write(self, data: bytes) -> None:
@@ -331,6 +332,7 @@ def _locked(path: str) -> Iterator[None]:
 def main() -> None:
     """Entry point: settings on standard input, the link to the engine as a file descriptor in the arguments. Or, with
     `nodes ADDRESS` or `run ADDRESS NODE MODULE`, what the doctor asks for."""
+    os.chdir("/")  # Ray has its workers import from the directory that a driver works in, before all others
     if sys.argv[1] in ("nodes", "run"):
         try:
             return _list(sys.argv[2]) if sys.argv[1] == "nodes" else _run_there(*sys.argv[2:])
