@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tandem.cli.main import main
+from tandem.config.sizes import memory_size
 from tandem.errors import ConfigError
-from tandem.launchers.hostfile import memory_size
 from tandem.planner.hardware import GIB
 from tandem.planner.hosts import Hosts, read_hosts, read_links
 from tandem.testing import tiny_model

@@ -6,6 +6,8 @@ import pytest
 
 from tandem.config.loading import build, load
 from tandem.config.options import options
+from tandem.config.settings import SchedulerSettings, Settings
+from tandem.config.sizes import wired_bytes
 from tandem.config.validation import api_keys, is_loopback, validate
 from tandem.errors import ConfigError
 
@@ -73,3 +75,15 @@ def test_key_files_that_cannot_be(tmp_path):
 
 def test_remote_code_warns():
     assert "will run" in load({"trust_remote_code": ["yes"]}).warnings[0]
+
+
+@pytest.mark.parametrize(("text", "size"), [("auto", None), ("off", 0), ("40GB", 40 << 30), ("1.5 GiB", 3 << 29)])
+def test_what_is_wired_is_a_word_or_a_size(text, size):
+    validate(Settings(scheduler=SchedulerSettings(wired=text)))
+    assert wired_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["much", "", "0", "-1GB"])
+def test_another_word_is_refused(text):
+    with pytest.raises(ConfigError, match=r"--wired: .* is not a memory size such as 64GB; give auto, off or a size"):
+        validate(Settings(scheduler=SchedulerSettings(wired=text)))

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec import structs
 
 from tandem.errors import LayoutError, RankFailure, UsageError
+from tandem.launchers.facts import host_facts
 from tandem.launchers.hosts import HostsLauncher
 from tandem.launchers.rank_host import HostPayload, RankHost
-from tandem.protocol.hosts import MlxWorld, Ping
+from tandem.protocol.hosts import HostFacts, MlxWorld, Ping
 
 RANK = """
 import os, sys, time
@@ -75,8 +77,8 @@ class Cluster:
         self.threads[-1].start()
         return number
 
-    def recruit(self, count: int, seconds: float = 15.0) -> list[str]:
-        return [place.host for place in self.head.recruit(count, time.monotonic() + seconds)]
+    def recruit(self, count: int, seconds: float = 15.0, slots: list[int] | None = None) -> list[str]:
+        return [place.host for place in self.head.recruit(count, time.monotonic() + seconds, slots=slots)]
 
     def code(self, number: int) -> int | str:
         self.threads[number].join(15)
@@ -264,3 +266,23 @@ def test_mpi_without_mpirun_is_refused(cluster: Cluster) -> None:
     with pytest.raises(LayoutError, match="--backend mpi: every rank must be started by mpirun"):
         cluster.head.world("mpi", [0, 1])
 
+
+
+@pytest.mark.parametrize(("machines", "shares"), [(("a", "b"), 1), (("a", "a"), 2)])
+def test_machines_are_told_apart_by_what_they_are_and_not_by_their_names(
+        cluster: Cluster, monkeypatch: pytest.MonkeyPatch, machines: tuple[str, str], shares: int) -> None:
+    """Two Macs may both be called `Mac`, and one may be renamed between two starts. What its GPU may use is cut."""
+    left = list(machines)
+
+    def facts(address: str) -> HostFacts:
+        machine = left.pop(0)
+        return structs.replace(host_facts(address), name=f"Mac{len(left)}" if shares == 2 else "Mac", machine=machine,
+                               memory_bytes=64 << 30, usable_bytes=48 << 30, gpus=[])
+
+    monkeypatch.setattr("tandem.launchers.rank_host.host_facts", facts)
+    for slot in range(2):
+        cluster.add(slot)
+        cluster.recruit(2, slots=[slot])
+    places = cluster.head.recruit(2, time.monotonic() + 15)
+    assert [place.memory_bytes for place in places] == [(48 << 30) // shares] * 2
+    assert len({place.machine for place in places}) == 3 - shares

@@ -30,7 +30,8 @@ PLAN = StepPlan(
     fingerprint="00",
 )
 FACTS = hosts.HostFacts(
-    name="n", pid=1, address="10.0.0.1", versions={}, system="s", chip="", memory_bytes=1, cores=1, gpus=[]
+    name="n", machine="m", pid=1, address="10.0.0.1", versions={}, system="s", chip="", memory_bytes=1, usable_bytes=1,
+    cores=1, gpus=[]
 )
 LOGPROB = TokenLogprob(1, -0.5, [(1, -0.5)])
 SAMPLES = {

@@ -14,8 +14,8 @@ def batch_positions(lengths: Iterable[int]) -> int:
 def kv_capacity(memory_bytes: int, fraction: float, ranks: Iterable[tuple[int, int]]) -> int:
     """KV positions that fit on one machine.
 
-    `memory_bytes` is the machine's memory, `fraction` the share that may be used, and `ranks` gives (weight bytes,
-    KV bytes per position) of each rank on it. At least 0.
+    `memory_bytes` is the machine's memory, `fraction` the share that may be used, and `ranks` gives (bytes
+    of weights and buffers, KV bytes per position) of each rank on it. At least 0.
     """
     parts = list(ranks)
     free = int(memory_bytes * fraction) - sum(weights for weights, _ in parts)

@@ -89,6 +89,8 @@ class ParallelSettings:
     """Seconds of silence after which a rank's machine and the engine's give each other up; the rank then ends."""
     threads_per_rank: int | None = None
     """CPU threads of each rank; by default the cores are shared out among the ranks of a machine."""
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    """What ranks compute on. auto: a GPU where MLX has one."""
     blas: str = "auto"
     """Linear algebra library for CPU ranks: auto, none, or the path of a shared library."""
 
@@ -113,6 +115,9 @@ class SchedulerSettings:
     prefix caching off."""
     memory_fraction: float = 0.85
     """Share of a machine's memory that its ranks may use together, weights included."""
+    wired: str = "auto"
+    """Weights that macOS must leave in a Mac's GPU memory, so that the next answer is not late: auto (all, as long as
+    enough is left for the rest of the Mac), off, or most of them as a size such as 40GB. Nothing elsewhere."""
     step_timeout: float = 300.0
     """Most seconds without progress in a step before its ranks count as stuck. What steps have taken lately makes the
     deadline shorter, down to 5 seconds on a CPU and 20 on a GPU."""

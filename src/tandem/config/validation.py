@@ -12,6 +12,7 @@ from typing import Any
 from tandem.config.keys import MOST, ClientLimits, read_key_file
 from tandem.config.options import by_name, options
 from tandem.config.settings import ParallelSettings, Settings
+from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import MOST_DRAFTS, MOST_LOOKUP, with_speculative_config
 from tandem.errors import ConfigError
 
@@ -75,6 +76,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
         value = getattr(getattr(settings, option.section), option.name)
         for item in value if option.repeated and value is not None else (value,):
             _check_item(option.name, item, label)
+    wired_bytes(settings.scheduler.wired, label("wired"))
     _check_layer_split(settings, label)
     _check_launcher(settings.parallel, label)
     _check_speculation(settings, label)

@@ -6,9 +6,7 @@ import contextlib
 import errno
 import os
 import platform
-import shutil
 import socket
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,9 +14,9 @@ from pathlib import Path
 from tandem.doctor.messages import Facts, GatherFacts
 from tandem.doctor.model_files import look_at
 from tandem.env import machine_memory
+from tandem.system.tools import output_of
 from tandem.version import __version__
 
-COMMAND_S = 10.0
 PACKAGES = ("mlx", "mlx-lm")
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 COMMANDS = {
@@ -47,8 +45,6 @@ COMMANDS = {
         "listeners": ["ss", "-ltnpH"],
     },
 }
-SYSTEM_PATHS = ":/usr/sbin:/sbin:/usr/bin:/bin"
-"""Behind the user's PATH: a shell over ssh often has no sbin."""
 
 
 def gather(request: GatherFacts) -> Facts:
@@ -67,18 +63,6 @@ def gather(request: GatherFacts) -> Facts:
         mlx_bytes=_mlx_bytes(system), versions=_versions(), outputs=outputs,
         busy_ports=[port for port in request.ports if _is_busy(port)],
         model=look_at(request.model, full_hash=request.full_hash) if request.model else None)
-
-
-def output_of(words: list[str]) -> str | None:
-    """What a command prints, its complaints included; None if it is not installed or does not come to an end."""
-    program = shutil.which(words[0], path=os.pathsep.join(os.get_exec_path()) + SYSTEM_PATHS)
-    if program is None:
-        return None
-    try:
-        done = subprocess.run([program, *words[1:]], capture_output=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (done.stdout or done.stderr).decode(errors="replace")
 
 
 def _resolve(name: str) -> list[str]:

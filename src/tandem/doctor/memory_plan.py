@@ -10,10 +10,11 @@ from tandem.doctor.messages import Facts
 from tandem.errors import UsageError
 from tandem.models.description import describe
 from tandem.planner.experts import read_experts
-from tandem.planner.hardware import CHIPS, LINKS, Machine, gpu_memory, machine
+from tandem.planner.hardware import CHIPS, LINKS, Machine, machine
 from tandem.planner.manual import parse_layout
 from tandem.planner.plan import plan
 from tandem.planner.types import NothingFits, Request
+from tandem.system.metal import gpu_memory
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.descriptors import raise_limit
 from tandem.doctor.facts import gather
 from tandem.doctor.messages import (
     MARK,
@@ -100,6 +101,7 @@ def collect(request: Collect) -> Collected:
 
 def main() -> int:
     """Serve standard input. A thread reads it, so that its end is seen while a test runs."""
+    raise_limit()
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 
     def read() -> None:

@@ -12,6 +12,7 @@ from msgspec import structs
 from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
+from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.draft import find_draft_model
 from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, told_memory, with_layout
@@ -24,6 +25,8 @@ from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.protocol.request import Pooling
+from tandem.system.awake import keep_awake
+from tandem.system.metal import prepare_metal
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +87,8 @@ def plan_layout(settings: Settings) -> Layout:
             lanes=lanes, dtype=model.dtype, dequantize=model.dequantize, vocab_size=description.vocab_size,
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
-            backend=parallel.backend, blas=parallel.blas, log_level=settings.process.log_level,
+            backend=parallel.backend, blas=parallel.blas, device=parallel.device,
+            wired=wired_bytes(settings.scheduler.wired), log_level=settings.process.log_level,
             weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts,
             adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
             draft_path=str(draft.path) if draft else "")
@@ -125,12 +129,14 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
 
 def make_executor(settings: Settings, layout: Layout) -> Executor:
     """The executor that the settings ask for. The inline one brings mlx into this process."""
+    keep_awake()
     kind, here = settings.parallel.executor, chosen_launcher(settings.parallel) == "local"
     if kind == "inline" and len(layout.ranks) > 1:
         raise LayoutError(f"--executor inline runs one rank, not {len(layout.ranks)}; use cluster", param="executor")
     if kind == "inline" or (kind == "auto" and here and len(layout.ranks) == 1):
         from tandem.comm.blas import preload_blas
 
+        prepare_metal()
         preload_blas(settings.parallel.blas)
         from tandem.executors.inline import InlineExecutor
 

@@ -65,7 +65,8 @@ class Report:
                         weight_bytes=ready.weight_bytes, peak_bytes=latest.peak_bytes if latest else ready.peak_bytes,
                         step_s=self._step_s.get(ready.rank, 0.0) if latest else 0.0,
                         kv_bytes=latest.step.kv_bytes if latest else 0,
-                        slowdown=self._slowdown(ready.rank), memory_bytes=ready.memory_bytes)
+                        slowdown=self._slowdown(ready.rank), memory_bytes=ready.memory_bytes,
+                        wired_bytes=ready.wired_bytes)
 
     def _slowdown(self, rank: int) -> float:
         slowdowns = self._gang.executor.slowdowns

@@ -14,7 +14,7 @@ from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
 from tandem.executors.base import StageSpec
 from tandem.guided.vocabulary import Vocabulary
-from tandem.loading.memory import limit_buffers, memory_bytes, on_gpu, peak_bytes
+from tandem.loading.memory import cache_bytes, limit_memory, memory_bytes, on_gpu, peak_bytes, wire_weights
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = None,
                group: StageGroup | None = None, files: ModelFiles | None = None) -> StageModel:
     """Load the layers that `spec` names, from `files` or the directory that it names. Raises ModelError."""
-    limit_buffers()
+    limit_memory(spec.memory_share if spec.gpu_share is None else spec.gpu_share, spec.sharing)
     files = files or ModelFiles(path=Path(spec.model_path), name=spec.model_name)
     description = describe(files)
     dequantize = _dequantizes(spec)
@@ -103,10 +103,13 @@ def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: S
 
 
 def ready_message(spec: StageSpec, runner: Runner) -> Ready:
-    """What the engine must know of this rank's memory."""
+    """What the engine must know of this rank's memory, once the weights are wired: nothing but them is there yet."""
+    wired = wire_weights(spec.wired, spec.memory_share)
     stages = [runner.stage, *([runner.drafter.stage] if runner.drafter else [])]
     per_token = sum(2 * stage.kv_width * len(stage.layers) * stage.dtype.size for stage in stages)
     return Ready(rank=spec.rank, weight_bytes=sum(stage.nbytes for stage in stages),
                  kv_bytes_per_token=per_token, memory_bytes=memory_bytes(),
                  peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
-                 own_memory=on_gpu() and spec.gpu_share is not None, trimmable=trimmable(runner.stage.make_caches()))
+                 own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
+                 cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired,
+                 trimmable=trimmable(runner.stage.make_caches()))

@@ -36,6 +36,14 @@ class StageSpec(Struct, frozen=True, kw_only=True):
     backend: str
     blas: str
     log_level: str
+    device: str = "auto"
+    """`cpu`, `gpu`, or `auto`: what MLX takes by itself."""
+    wired: int | None = None
+    """Most bytes of weights to keep in a GPU's memory for good, 0 for none; None: as many as is safe."""
+    machine: str = ""
+    """What tells the rank's machine from others; its launcher knows."""
+    sharing: int = 1
+    """Ranks of the gang on that machine that share its memory."""
     gpu_share: float | None = None
     """The same of a GPU that this rank alone has, of several; None if it has none, or computes without."""
     weights_from: str = "local"

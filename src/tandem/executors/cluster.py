@@ -128,11 +128,13 @@ class ClusterExecutor(Executor):
         """Start all ranks. Those on one machine share what they may use of its memory."""
         assert self._bus is not None
         worlds = self._make_worlds()
-        machines = Counter(place.host for place in places)
+        machines = Counter(place.machine for place in places)
         for spec, place, world in zip(self._specs, places, worlds, strict=True):
             whole = spec.memory_share * len(self._specs)
             variables = {} if world is None else world[0].variables(world[1])
-            spec = replace(spec, memory_share=whole / machines[place.host], gpu_share=whole if place.own_gpu else None,
+            sharing = machines[place.machine]
+            spec = replace(spec, memory_share=whole / sharing, gpu_share=whole if place.own_gpu else None,
+                           machine=place.machine, sharing=1 if place.own_gpu else sharing,
                            backend=world[0].backend if world else spec.backend)
             payload = WorkerPayload(
                 spec=spec, keys=keys, bus_endpoint=seen_from(place, self._bus.endpoint), channel_host=place.address,

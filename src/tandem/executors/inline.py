@@ -14,6 +14,7 @@ from tandem.executors.base import Executor, Progress, StageSpec
 from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
+from tandem.loading.memory import choose_device
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
@@ -49,6 +50,7 @@ class InlineExecutor(Executor):
                 self.on_wait()
 
     def _build(self, progress: Report) -> tuple[Runner, Ready]:
+        choose_device(self._spec.device)
         # Whatever `weights_from` says: the engine's machine is this one.
         files = obtain_files(self._spec, None, partial(progress, "fetch"),
                              accept=partial(require_memory, self._spec))

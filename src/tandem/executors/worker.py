@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.comm.blas import preload_blas
+from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure
 from tandem.executors.base import StageSpec
 from tandem.executors.weights import Head, obtain_files
@@ -27,6 +28,8 @@ from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
+from tandem.system.awake import keep_awake
+from tandem.system.metal import prepare_metal
 from tandem.transport.bus import RankBus
 from tandem.transport.channel import TcpChannel
 from tandem.transport.security import ClusterKeys
@@ -93,7 +96,9 @@ class Worker:
         """In the thread that owns MLX: connect to the neighbours, load, and say so."""
         from tandem.comm.group import StageGroup
         from tandem.executors.assembly import build_runner, load_slice, on_gpu, ready_message, require_memory
+        from tandem.loading.memory import choose_device
 
+        choose_device(self._spec.device)
         link = self._connect(command, channel)
         group = StageGroup(self._spec.backend, self._spec.tp_size) if self._spec.tp_size > 1 else None
         if not on_gpu():
@@ -162,6 +167,9 @@ def main() -> None:
 
 def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
     """The rest of `main`, for entry points that are given more than a rank's payload. Ends the process."""
+    raise_limit()
+    prepare_metal()
+    keep_awake()
     import_models_only()
     watch_lifeline()
     # Ctrl-C goes to every process of a terminal; the engine ends its ranks itself.

@@ -54,13 +54,15 @@ class Place:
     """Where a rank will run."""
 
     host: str
-    """Name of the machine, the same for all places on it."""
+    """Name of the machine, for people."""
+    machine: str
+    """What tells machines apart; the same for all places on one."""
     address: str
     """Address on which other ranks reach it."""
     engine_address: str
     """Address on which it reaches the engine."""
     memory_bytes: int = 0
-    """Its share of the machine's memory; 0 when that is not known."""
+    """Its share of the memory that the machine's ranks may use; 0 when that is not known."""
     own_gpu: bool = False
     """Of several GPUs of the machine one is this rank's alone."""
 

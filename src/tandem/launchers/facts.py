@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,6 +17,9 @@ from tandem.env import machine_memory, variable
 from tandem.errors import ConfigError
 from tandem.launchers.worlds import visible_gpus
 from tandem.protocol.hosts import HostFacts, MlxWorld
+from tandem.system.identity import machine_id
+from tandem.system.metal import usable_memory
+from tandem.system.tools import sysctl
 from tandem.version import __version__
 
 
@@ -35,15 +37,14 @@ def versions() -> dict[str, str]:
 def host_facts(address: str) -> HostFacts:
     """This machine, reached at `address`."""
     return HostFacts(
-        name=socket.gethostname(), pid=os.getpid(), address=address, versions=versions(),
+        name=socket.gethostname(), machine=machine_id(), pid=os.getpid(), address=address, versions=versions(),
         system=f"{platform.system()} {platform.machine()}", chip=_chip(), cores=os.cpu_count() or 1,
-        memory_bytes=machine_memory(), gpus=visible_gpus())
+        memory_bytes=machine_memory(), usable_bytes=usable_memory(), gpus=visible_gpus())
 
 
 def _chip() -> str:
     if sys.platform == "darwin":
-        done = subprocess.run(["sysctl", "-n", "machdep.cpu.brand_string"], capture_output=True, text=True)
-        return done.stdout.strip()
+        return sysctl("machdep.cpu.brand_string")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -9,20 +9,18 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, get_args, get_type_hints
 
 from tandem.config.settings import ParallelSettings
+from tandem.config.sizes import memory_size
 from tandem.errors import ConfigError
 
 TOP_FIELDS = ("backend", "envs", "hosts")
 PLAN_FIELDS = ("memory", "chip", "gpu", "bandwidth", "tflops")
 """For `tandem plan`; `memory`, where every host has it, also decides how many layers each gets."""
-_MEMORY = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 HOST_FIELDS = ("ssh", "ips", "rdma", "python", *PLAN_FIELDS)
 BACKENDS = tuple(name for name in get_args(get_type_hints(ParallelSettings)["backend"]) if name != "auto")
 LOCAL_NAMES = ("127.0.0.1", "localhost")
@@ -62,17 +60,6 @@ class Hostfile:
 def read_hostfile(path: str, label: str = "--hostfile") -> Hostfile:
     """Read and check. Raises ConfigError in one line that names entry, field, value and remedy."""
     return _Reader(path, label).read()
-
-
-def memory_size(text: str, label: str) -> int:
-    """Bytes of `64GB`, `64GiB`, `512MB` or a plain number of bytes. Memory is sold in powers of two, so GB is GiB.
-
-    Raises ConfigError.
-    """
-    match = _MEMORY.fullmatch(text.strip())
-    if not match or float(match[1]) == 0:
-        raise ConfigError(f"{label}: {text!r} is not a memory size such as 64GB", param="hosts")
-    return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
 class _Reader:

@@ -118,11 +118,16 @@ class HostsLauncher(Launcher):
 
     def _place(self, member: Member) -> Place:
         facts = member.facts
-        together = [one for one in self._members if one.facts.name == facts.name]
-        memory = 0 if facts.gpus else facts.memory_bytes // len(together)  # that of a GPU is not known here
+        together = self._together(member)
+        memory = 0 if facts.gpus else facts.usable_bytes // len(together)  # that of a GPU is not known here
         shared_out = bool(facts.gpus) and len({tuple(one.facts.gpus) for one in together}) == len(together) > 1
-        return Place(host=facts.name, address=self._address(member), engine_address=member.join.head,
-                     memory_bytes=memory, own_gpu=shared_out or bool(self._gpu(member, together)))
+        return Place(host=facts.name, machine=facts.machine, address=self._address(member),
+                     engine_address=member.join.head, memory_bytes=memory,
+                     own_gpu=shared_out or bool(self._gpu(member, together)))
+
+    def _together(self, member: Member) -> list[Member]:
+        """All that run on its machine, by rank."""
+        return [one for one in self._members if one.facts.machine == member.facts.machine]
 
     def _bring(self, missing: list[int], *, first: bool) -> None:
         """`bring`, where a machine that has been there once, and cannot come now, may still come in time."""
@@ -210,7 +215,7 @@ class HostsLauncher(Launcher):
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RemoteRank:
         """Have the rank's host start it."""
         member = self._members[rank]
-        together = [one for one in self._members if one.facts.name == member.facts.name]
+        together = self._together(member)
         environment = {**self.environment(self._slots[rank]), **self._gpu(member, together), **extra_env}
         if self._threads:
             environment |= thread_variables(self._threads)

@@ -9,6 +9,7 @@ from tandem.env import child_environment
 from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.worlds import make_world, visible_gpus
 from tandem.processes.child import ChildProcess
+from tandem.system.identity import machine_id
 
 WORKER_MODULE = "tandem.executors.worker"
 
@@ -36,7 +37,7 @@ class LocalLauncher(Launcher):
                 slots: Sequence[int] | None = None) -> list[Place]:
         """This machine has room for any number."""
         count = count if slots is None else len(slots)
-        here = Place(host="this machine", address=self.bus_host, engine_address=self.bus_host,
+        here = Place(host="this machine", machine=machine_id(), address=self.bus_host, engine_address=self.bus_host,
                      own_gpu=bool(_gpus(count)))
         return [here] * count
 

@@ -23,6 +23,7 @@ from types import FrameType
 import msgspec
 from msgspec import Struct
 
+from tandem.descriptors import raise_limit
 from tandem.env import child_environment
 from tandem.errors import TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
@@ -48,6 +49,7 @@ from tandem.protocol.hosts import (
     StartRank,
     Welcome,
 )
+from tandem.system.awake import keep_awake
 from tandem.transport.join import HostEnd
 from tandem.transport.security import ClusterKeys
 
@@ -260,6 +262,8 @@ class RankHost:
 
 def host_ranks(payload: HostPayload) -> int:
     """Run a rank host in this process until it ends. Returns its exit code; raises UsageError. Main thread only."""
+    raise_limit()
+    keep_awake()
     host = RankHost(payload, launched_world())
 
     def on_signal(number: int, frame: FrameType | None) -> None:

@@ -1,4 +1,7 @@
-"""What MLX computes on here, as JSON: `python -m tandem.loading.device`. `processes/device.py` asks it."""
+"""What MLX computes on here, as JSON: `python -m tandem.loading.device`. `processes/device.py` asks it.
+
+An argument `cpu` or `gpu` is what ranks are told with `--device`.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,13 @@ import sys
 
 import mlx.core as mx
 
-from tandem.loading.memory import memory_bytes, on_gpu
+from tandem.errors import ConfigError
+from tandem.loading.memory import choose_device, memory_bytes, on_gpu
 
 if __name__ == "__main__":
+    try:
+        choose_device(sys.argv[1] if len(sys.argv) > 1 else "auto")
+    except ConfigError as error:
+        sys.exit(error.message)
     name = str(mx.device_info().get("device_name", "GPU")) if on_gpu() else "CPU"
     sys.stdout.write(json.dumps({"gpu": on_gpu(), "memory_bytes": memory_bytes(), "name": name}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 from pathlib import Path
@@ -9,19 +10,71 @@ from pathlib import Path
 import mlx.core as mx
 
 from tandem.env import machine_memory
+from tandem.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 CPU_CACHE_BYTES = 64 * 1024 * 1024
 GPU_CACHE_BYTES = 2 * 1024 * 1024 * 1024
+CACHE_PART = 16
+"""The buffers that the ranks of a machine keep may take this part of a small GPU's memory."""
+HEADROOM = 0.15
+"""Share of a Mac's GPU memory that its ranks may have for what lasts a moment, beside what `memory_share` gives."""
+SYSTEM_BYTES, SYSTEM_PART = 8 * 1024 * 1024 * 1024, 4
+"""What is never wired of a Mac: so many bytes, or the fourth part of it if that is more."""
 
 
-def limit_buffers() -> None:
-    """Bound what MLX keeps of freed buffers: without a limit a rank's memory would follow its largest prompt."""
-    mx.set_cache_limit(GPU_CACHE_BYTES if on_gpu() else CPU_CACHE_BYTES)
+def choose_device(device: str) -> None:
+    """Compute on `cpu`, `gpu`, or (`auto`) what MLX takes by itself. For the whole process. Raises ConfigError."""
+    if device == "gpu" and not mx.is_available(mx.gpu):
+        raise ConfigError("--device gpu: MLX has no GPU on this machine; give auto or cpu, or install MLX with a GPU "
+                          "backend (scripts/setup --backend cuda13)", param="device")
+    if device != "auto":
+        mx.set_default_device(mx.gpu if device == "gpu" else mx.cpu)
+
+
+def cache_bytes(sharing: int) -> int:
+    """Most bytes of freed buffers that each of `sharing` ranks on a machine keeps."""
+    return min(GPU_CACHE_BYTES, memory_bytes() // CACHE_PART) // sharing if on_gpu() else CPU_CACHE_BYTES
+
+
+def limit_memory(share: float, sharing: int) -> None:
+    """Bound what MLX takes: without a limit its buffers would follow the largest prompt.
+
+    `share` is the part of the memory that this rank's weights and KV may take; it is one of `sharing` on the machine.
+    On Metal each process would else believe that all of the memory, and half of it again, is its own.
+    """
+    mx.set_cache_limit(cache_bytes(sharing))
+    if on_metal():
+        mx.set_memory_limit(int(memory_bytes() * min(1 / sharing, share + HEADROOM / sharing)))
+
+
+def wire_weights(wanted: int | None, share: float) -> int:
+    """Keep what is loaded in a Mac's GPU memory, though nobody asks anything. Returns the bytes; 0 off Metal.
+
+    Call with the weights loaded, nothing else, and no step under way. macOS gives memory that is not wired to others
+    after a second, and a model that nearly fills a Mac then crawls. Only the weights are wired: a wired set that KV
+    and temporaries enter and leave has made macOS panic. `wanted` is the user's limit in bytes; 0 wires nothing.
+    """
+    if wanted == 0 or not on_metal():
+        return 0
+    mx.clear_cache()
+    loaded, installed = mx.get_active_memory(), machine_memory()
+    most = int(share * min(memory_bytes(), max(installed - max(SYSTEM_BYTES, installed // SYSTEM_PART), 0)))
+    size = min(loaded, most, loaded if wanted is None else wanted)
+    mx.set_wired_limit(size)
+    log.info("wired %d of %d MiB of weights", size >> 20, loaded >> 20)
+    return size
 
 
 def on_gpu() -> bool:
     """True when MLX computes on a GPU here."""
     return bool(mx.default_device().type == mx.DeviceType.gpu)
+
+
+def on_metal() -> bool:
+    """True when that is a Mac's."""
+    return on_gpu() and mx.metal.is_available()
 
 
 def memory_bytes() -> int:

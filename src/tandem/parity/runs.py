@@ -28,7 +28,7 @@ threads, and layouts must be comparable bit for bit."""
 def single(settings: Settings) -> Settings:
     """The same settings for one process that holds the whole model."""
     chosen = settings.parallel
-    return replace(settings, parallel=ParallelSettings(executor="cluster", blas=chosen.blas,
+    return replace(settings, parallel=ParallelSettings(executor="cluster", blas=chosen.blas, device=chosen.device,
                                                        threads_per_rank=chosen.threads_per_rank))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.errors import LayoutError
+from tandem.system.metal import gpu_memory
 
 GIB = 2**30
 GPU_RUNTIME_OVERHEAD = 60e-6
@@ -100,15 +101,6 @@ LINKS: dict[str, Link] = {
     "nvlink": Link(name="nvlink", latency=60e-6, bandwidth=100e9, mesh=True),
 }
 """By the name that `--link` takes."""
-
-
-def gpu_memory(installed: int) -> int:
-    """Bytes that Metal lets a GPU use by default of `installed` bytes: 2/3 up to 32 GiB, 3/4 above.
-
-    Some macOS versions allow more (84 % of 128 GiB was reported), and `sysctl iogpu.wired_limit_mb` changes it: a
-    machine's own figure is `max_recommended_working_set_size` of `mlx.core.device_info()`.
-    """
-    return installed * 2 // 3 if installed <= 32 * GIB else installed * 3 // 4
 
 
 def machine(name: str, installed: int, chip: str) -> Machine:

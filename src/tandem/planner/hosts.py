@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.config.sizes import memory_size
 from tandem.env import machine_memory
 from tandem.errors import ConfigError, LayoutError
-from tandem.launchers.hostfile import memory_size
 from tandem.planner.hardware import CHIPS, GIB, Link, Machine, link, machine
 from tandem.processes.device import this_device
 

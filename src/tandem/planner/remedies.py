@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 
 from tandem.models.description import ModelDescription
 from tandem.planner.cost import Costs
-from tandem.planner.hardware import GIB, Link, Machine, gpu_memory
+from tandem.planner.hardware import GIB, Link, Machine
 from tandem.planner.solve import Solver
 from tandem.planner.types import Candidate, Experts, Layout, Request
 from tandem.planner.words import gib
+from tandem.system.metal import gpu_memory
 
 _BITS = (8, 4)
 _GROUP = 64

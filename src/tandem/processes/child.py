@@ -11,9 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from tandem.processes.interpreter import module_command
+from tandem.system.state import process_state
 
 PR_SET_PDEATHSIG = 1
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="spawn")
@@ -55,7 +55,7 @@ class ChildProcess:
 
     @property
     def stopped(self) -> bool:
-        """It stands still: SIGSTOP, or a debugger. Linux tells; elsewhere this is always False."""
+        """It stands still: SIGSTOP, or a debugger."""
         return self.poll() is None and process_state(self.pid) in ("T", "t")
 
     def describe_exit(self) -> str:
@@ -85,14 +85,6 @@ class ChildProcess:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
         return True
-
-
-def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does (R, S, D, T, Z ...); empty where that is not known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0].decode("ascii")
-    except (OSError, IndexError):
-        return ""
 
 
 def receive_payload() -> bytes:

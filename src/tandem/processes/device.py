@@ -25,9 +25,12 @@ class Device:
     """`CPU`, or what MLX calls the GPU."""
 
 
-def this_device() -> Device:
-    """Start MLX in a child process and ask it. Raises UsageError with MLX's last words when it does not start."""
-    done = subprocess.run(module_command(MODULE), capture_output=True, text=True, check=False,
+def this_device(device: str = "auto") -> Device:
+    """Start MLX in a child process and ask it; `device` is what `--device` says.
+
+    Raises UsageError with MLX's last words when it does not start.
+    """
+    done = subprocess.run(module_command(MODULE, device), capture_output=True, text=True, check=False,
                           env=child_environment())
     if done.returncode:
         words = done.stderr.strip() or f"exit code {done.returncode}"

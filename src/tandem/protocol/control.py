@@ -96,6 +96,8 @@ class RankInfo(Struct, frozen=True):
     """Which engine it belongs to; filled in by an api that has several."""
     slowdown: float = 1.0
     """Seconds for a unit of work lately, as a multiple of what is usual for this rank."""
+    wired_bytes: int = 0
+    """Weights that the system may not take from a Mac's GPU while it is idle."""
 
 
 class EngineStatus(Struct, frozen=True, tag=True):
@@ -225,6 +227,12 @@ class Ready(Struct, frozen=True, tag=True):
     """Its KV caches can be cut to any length."""
     own_memory: bool = False
     """No other rank uses that memory, although others may be on the host: each has a GPU."""
+    machine: str = ""
+    """What tells its machine from others, whatever they are called."""
+    cache_bytes: int = 0
+    """Most memory that it keeps for reuse beside weights and KV."""
+    wired_bytes: int = 0
+    """Weights that the system may not take from the GPU."""
 
 
 class Stepped(Struct, frozen=True, tag=True):

@@ -43,7 +43,9 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     """A rank host and its machine."""
 
     name: str
-    """The machine's own name."""
+    """The machine's own name, for people."""
+    machine: str
+    """What tells machines apart, whatever they are called (`system.identity`)."""
     pid: int
     address: str
     """Address on which the ranks of other machines reach it."""
@@ -53,6 +55,9 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     """Such as `Linux x86_64`."""
     chip: str
     memory_bytes: int
+    """Installed, or a container's part of it."""
+    usable_bytes: int
+    """What ranks there may use of it: on a Mac, what Metal lets its GPU have."""
     cores: int
     gpus: list[str]
     """NVIDIA GPUs that it may use, in CUDA's terms."""

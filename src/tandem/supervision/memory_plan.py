@@ -54,7 +54,7 @@ def look_at_machines(settings: Settings) -> Machines:
     """This machine, or those of the hostfile if it tells their memory. Raises UsageError where there can be no plan."""
     parallel, kind = settings.parallel, chosen_launcher(settings.parallel)
     _refuse_manual(settings)
-    here = this_device()
+    here = this_device(parallel.device)
     memory: dict[str, int] = {HERE: here.memory_bytes}
     if kind == "ssh":
         told = told_memory(parallel)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from tandem.checkpoints.resolve import resolve
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
-from tandem.loading.memory import limit_buffers, memory_bytes, on_gpu
+from tandem.loading.memory import limit_memory, memory_bytes, on_gpu, wire_weights
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import slice_bytes
@@ -107,12 +107,13 @@ class Loaded:
 
 
 def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None, memory_share: float, lanes: int,
-         group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0) -> Loaded:
-    """Load this rank's slice. `dtype` None is the default of the device; `drafts`: most of a sequence in one step.
+         group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0, sharing: int = 1) -> Loaded:
+    """Load this rank's slice. `dtype` None is the default of the device; `drafts`: most of a sequence in one step;
+    `sharing`: ranks on this machine.
 
     Raises ModelError and OutOfMemory.
     """
-    limit_buffers()
+    limit_memory(memory_share, sharing)
     files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None)
     description = describe(files)
     layers = split_layers(description.num_layers, layout.stages, layer_bytes=description.layer_bytes,
@@ -134,5 +135,6 @@ def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None,
     link = ChannelLink(channel) if channel is not None else None
     runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
                     link=link, group=group, samples=layout.samples, drafts=drafts)
+    wire_weights(None, memory_share)
     return Loaded(runner=runner, stage=stage, description=description, trimmable=trimmable(stage.make_caches()),
                   memory_bytes=total)

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -57,12 +56,6 @@ class Place:
 
     machine: str
     address: str
-
-
-def machine_id() -> str:
-    """The same for processes of one machine, and different for two machines with one name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{socket.gethostname()}/{boot.read_text().strip() if boot.exists() else ''}"
 
 
 def listen_port(address: str, port: int | None) -> int:

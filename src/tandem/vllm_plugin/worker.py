@@ -20,11 +20,14 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.env import set_variables
 from tandem.protocol.step import StepPlan
+from tandem.system.awake import keep_awake
+from tandem.system.identity import machine_id
+from tandem.system.metal import prepare_metal
 from tandem.transport.channel import TcpChannel
 from tandem.vllm_plugin.adapter import Adapter
 from tandem.vllm_plugin.drafts import Drafter
 from tandem.vllm_plugin.options import read_options
-from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port, machine_id, ring_variables
+from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port, ring_variables
 from tandem.vllm_plugin.results import Output, Profile
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ class TandemWorker(WorkerBase):
         parallel = self.parallel_config
         self.device = torch.device("cpu")
         self._options = options = read_options()
+        prepare_metal()
+        keep_awake()
         self._blas = preload_blas(options.blas)
         from tandem.vllm_plugin.rank import Layout, MlxThread  # imports mlx, after the BLAS
 
@@ -97,7 +102,7 @@ class TandemWorker(WorkerBase):
         dtype = self._options.dtype or (str(self.model_config.dtype).removeprefix("torch.") if on_gpu() else None)
         return load(self.model_config.model, self.model_config.revision, self._layout, dtype=dtype,
                     memory_share=self._fraction() / self._here, lanes=self._layout.stages + 1, group=group,
-                    channel=channel, drafts=self._drafts)
+                    channel=channel, drafts=self._drafts, sharing=self._here)
 
     @property
     def _drafts(self) -> int:

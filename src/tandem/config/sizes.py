@@ -1,0 +1,31 @@
+"""Sizes of memory, as people write them."""
+
+from __future__ import annotations
+
+import re
+
+from tandem.errors import ConfigError
+
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+def memory_size(text: str, label: str, param: str = "hosts") -> int:
+    """Bytes of `64GB`, `64GiB`, `512MB` or a plain number of bytes. Memory is sold in powers of two, so GB is GiB.
+
+    Raises ConfigError.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if not match or float(match[1]) == 0:
+        raise ConfigError(f"{label}: {text!r} is not a memory size such as 64GB", param=param)
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def wired_bytes(text: str, label: str = "--wired") -> int | None:
+    """Of `--wired`: None for `auto`, 0 for `off`, else the size in bytes. Raises ConfigError."""
+    if text in ("auto", "off"):
+        return None if text == "auto" else 0
+    try:
+        return memory_size(text, label, "wired")
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}; give auto, off or a size", param="wired") from None

@@ -1,0 +1,44 @@
+"""Keeping a Mac from falling asleep while it serves: neither a GPU's work nor open connections do that."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+from tandem.env import child_environment
+from tandem.system.tools import find_tool
+
+log = logging.getLogger(__name__)
+_holder: subprocess.Popen[bytes] | None = None
+"""Of this process: one is enough."""
+
+
+def keep_awake() -> int | None:
+    """Hold off idle sleep of the system for as long as this process lives. Does nothing off macOS.
+
+    `caffeinate -w` ends with this process, however that ends. The display may sleep: a lit one makes macOS's GPU
+    watchdog stricter. A closed lid, and the end of a battery, cannot be held off (docs/machines.md). Returns the
+    process id of what holds it off.
+    """
+    global _holder
+    if sys.platform != "darwin":
+        return None
+    if _holder is None:
+        _holder = _hold(os.getpid())
+    return None if _holder is None else _holder.pid
+
+
+def _hold(pid: int) -> subprocess.Popen[bytes] | None:
+    program = find_tool("caffeinate")
+    if program is None:
+        log.warning("caffeinate is not there: this Mac may fall asleep while it serves")
+        return None
+    try:
+        return subprocess.Popen([program, "-i", "-s", "-w", str(pid)], stdin=subprocess.DEVNULL,
+                                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=child_environment(),
+                                start_new_session=True)
+    except OSError as error:
+        log.warning("caffeinate does not start (%s): this Mac may fall asleep while it serves", error)
+        return None

@@ -1,0 +1,31 @@
+"""Which machine this is. Names do not tell: two Macs may both be called `Mac`, and macOS renames them as it likes."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from tandem.system.tools import output_of
+
+_UUID = re.compile(r'"IOPlatformUUID"\s*=\s*"([0-9A-Fa-f-]+)"')
+
+
+@functools.cache
+def machine_id() -> str:
+    """The same for all processes that share this machine's memory, and for no others, whatever the machine is called.
+
+    On a Mac its hardware's UUID; on Linux that of its boot, with the number of the mount namespace behind it: a
+    container counts as a machine. The host's name where a system tells neither.
+    """
+    if sys.platform == "darwin":
+        found = _UUID.search(output_of(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) or "")
+        return found[1] if found else socket.gethostname()
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/mnt').st_ino}"
+    return socket.gethostname()

@@ -1,0 +1,57 @@
+"""What macOS withholds from programs until a person allows it, and how that looks to a program."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+import socket
+import sys
+
+from tandem.system.tools import output_of
+
+LOCAL_NETWORK = ("macOS withholds the local network from the app that started this (iTerm, VS Code, tmux or a launch "
+                 "agent need a permission, Terminal and ssh do not): System Settings, Privacy & Security, Local "
+                 "Network, turn it on there; or start it from Terminal or over ssh")
+FILES = ("macOS withholds this folder from programs that were started over ssh or by an app without permission: move "
+         "the model out of Documents, Desktop, Downloads and external volumes, or turn on System Settings, General, "
+         "Sharing, Remote Login (i), Allow full disk access for remote users; or Privacy & Security, Full Disk Access")
+_INET = re.compile(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", re.MULTILINE)
+
+
+def network_withheld(error: OSError, address: str) -> bool:
+    """True when `error`, of a connection to `address`, is most likely macOS's Local Network privacy.
+
+    It shows as "No route to host" for an address of one of this machine's own subnets; others need a route, and may
+    well have none.
+    """
+    if sys.platform != "darwin" or error.errno != errno.EHOSTUNREACH:
+        return False
+    try:
+        wanted = ipaddress.IPv4Address(socket.gethostbyname(address))
+    except (OSError, ValueError):
+        return False
+    return any(wanted in network for network in _own_networks())
+
+
+def _own_networks() -> list[ipaddress.IPv4Network]:
+    text = output_of(["ifconfig", "-a"]) or ""
+    return [ipaddress.IPv4Network(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}", strict=False)
+            for address, mask in _INET.findall(text)]
+
+
+def connect_trouble(error: OSError, address: str) -> str:
+    """Why a connection to `address` failed, in words that say what to do where macOS refused it."""
+    words = error.strerror or str(error)
+    return f"{words}: {LOCAL_NETWORK}" if network_withheld(error, address) else words
+
+
+def files_withheld(error: OSError) -> bool:
+    """True when macOS's privacy rules kept a file from this program: they answer EPERM, file modes answer EACCES."""
+    return sys.platform == "darwin" and error.errno == errno.EPERM
+
+
+def file_trouble(error: OSError) -> str:
+    """Why a file cannot be read, in words that say what to do where macOS withholds it."""
+    words = error.strerror or str(error)
+    return f"{words}: {FILES}" if files_withheld(error) else words

@@ -1,0 +1,41 @@
+"""Running the tools that an operating system brings along."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+COMMAND_S = 10.0
+SYSTEM_PATHS = ":/usr/sbin:/sbin:/usr/bin:/bin"
+"""Behind the user's PATH: a shell over ssh, and a service, often have no sbin."""
+
+
+def find_tool(name: str) -> str | None:
+    """The path of a program; None if it is not installed."""
+    return shutil.which(name, path=os.pathsep.join(os.get_exec_path()) + SYSTEM_PATHS)
+
+
+def output_of(words: Sequence[str]) -> str | None:
+    """What a command prints, its complaints included; None if it is not installed or does not come to an end."""
+    program = find_tool(words[0])
+    if program is None:
+        return None
+    try:
+        done = subprocess.run([program, *words[1:]], capture_output=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return (done.stdout or done.stderr).decode(errors="replace")
+
+
+def sysctl(name: str) -> str:
+    """One value of macOS's `sysctl`; empty where there is none."""
+    program = find_tool("sysctl")
+    if program is None:
+        return ""
+    try:
+        done = subprocess.run([program, "-n", name], capture_output=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode(errors="replace").strip()
