@@ -10,20 +10,20 @@ from harness import Server
 
 from tandem.bench import client
 from tandem.bench import load as generator
-from tandem.bench.client import Answer, Job, Target
+from tandem.bench.client import Job, Target, Timed
 from tandem.bench.report import rate
 from tandem.bench.workload import Prompts
 
-__all__ = ["Answer", "Job", "Prompts", "closed_loop", "one", "rate"]
+__all__ = ["Timed", "Job", "Prompts", "closed_loop", "one", "rate"]
 
 
-def one(server: Server, job: Job) -> Answer:
+def one(server: Server, job: Job) -> Timed:
     """One request, alone."""
     [answer] = _checked(server, [asyncio.run(client.send(_target(server), job))])
     return answer
 
 
-def closed_loop(server: Server, jobs: Sequence[Job], concurrency: int, **body: Any) -> list[Answer]:
+def closed_loop(server: Server, jobs: Sequence[Job], concurrency: int, **body: Any) -> list[Timed]:
     """Work through `jobs` with `concurrency` clients, each sending its next one when its last is answered. `body` are
     more fields of the requests, which are greedy otherwise."""
     return _checked(server, generator.closed_loop(_target(server, **body), jobs, concurrency))
@@ -33,7 +33,7 @@ def _target(server: Server, **body: Any) -> Target:
     return Target(base_url=f"http://127.0.0.1:{server.port}", model=server.model, body={"temperature": 0.0, **body})
 
 
-def _checked(server: Server, answers: list[Answer]) -> list[Answer]:
+def _checked(server: Server, answers: list[Timed]) -> list[Timed]:
     for answer in answers:
         if answer.error:
             raise SystemExit(f"{server.name}: {answer.error}")

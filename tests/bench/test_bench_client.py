@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.bench.client import CHAT, Answer, Job, Target, send
+from tandem.bench.client import CHAT, Job, Target, Timed, send
 from tandem.bench.load import offer
 from tandem.bench.plot import svg
 from tandem.bench.report import lines, ratios, samples, summary
@@ -87,7 +87,7 @@ def script() -> Iterator[Script]:
     server.close()
 
 
-def ask(script: Script, **fields: object) -> Answer:
+def ask(script: Script, **fields: object) -> Timed:
     fields.setdefault("model", "m")
     return asyncio.run(send(Target(base_url=script.url, **fields), JOB))  # type: ignore[arg-type]
 
@@ -140,7 +140,7 @@ def test_a_server_that_hangs_or_is_not_there(script: Script) -> None:
 def test_concurrency_is_limited_and_order_kept(script: Script) -> None:
     script.reply = OK + b"\r\n" + ANSWER
     jobs = [Job(str(i), 1) for i in range(12)]
-    seen: list[Answer] = []
+    seen: list[Timed] = []
     target = Target(base_url=script.url, model="m")
     answers = asyncio.run(offer(target, jobs, concurrency=3, progress=seen.append))
     assert [a.job for a in answers] == jobs and len(seen) == 12
@@ -155,8 +155,8 @@ def test_a_rate_spreads_requests(script: Script) -> None:
     assert len({round(gap, 3) for gap in gaps}) > 3
 
 
-def made(sent: float, *pieces: float, tokens: int = 0, error: str = "") -> Answer:
-    return Answer(JOB, sent, list(pieces), (pieces or (sent,))[-1], tokens or len(pieces), 10, 5, "x", error)
+def made(sent: float, *pieces: float, tokens: int = 0, error: str = "") -> Timed:
+    return Timed(JOB, sent, list(pieces), (pieces or (sent,))[-1], tokens or len(pieces), 10, 5, "x", error)
 
 
 def test_the_summary() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config.legacy import MAPPED, NOT_MAPPED
-from tandem.config.loading import Loaded, load
+from tandem.config.loading import LoadedSettings, load
 from tandem.config.options import options, section_names
 from tandem.errors import ConfigError
 
@@ -42,7 +42,7 @@ def outcome(environment: Mapping[str, str] | None = None, file: bytes | None = N
         except ConfigError as error:
             assert error.message and "\n" not in error.message
         else:
-            assert isinstance(loaded, Loaded)
+            assert isinstance(loaded, LoadedSettings)
 
 
 def toml(value: Any) -> str:

@@ -11,7 +11,7 @@ from tandem.checkpoints.resolve import resolve
 from tandem.errors import ConfigError, LayoutError
 from tandem.loading.stage import load_stage
 from tandem.models.description import ModelDescription, describe
-from tandem.planner.cost import Costs, Part
+from tandem.planner.cost import Costs, RankShare
 from tandem.planner.experts import read_experts
 from tandem.planner.hardware import GIB, Link, Machine, link, machine
 from tandem.planner.manual import parse_layout
@@ -231,9 +231,9 @@ def test_weights_are_those_that_a_stage_loads(tmp_path, family, quantized):
     costs = Costs(model, [machine("a", GIB, "cpu"), machine("b", GIB, "m4")], RDMA, Request(context=64))
     for layers in (range(0, 4), range(0, 1), range(1, 4), range(1, 2)):
         loaded = load_stage(files, model, layers, dtype="float32", dequantize=True).nbytes
-        assert costs.weights(Part(0, 1.0, 1.0), layers.start, layers.stop) == pytest.approx(loaded, rel=0.03)
+        assert costs.weights(RankShare(0, 1.0, 1.0), layers.start, layers.stop) == pytest.approx(loaded, rel=0.03)
         loaded = load_stage(files, model, layers, dtype="bfloat16", dequantize=False).nbytes
-        assert costs.weights(Part(1, 1.0, 1.0), layers.start, layers.stop) == pytest.approx(loaded, rel=0.03)
+        assert costs.weights(RankShare(1, 1.0, 1.0), layers.start, layers.stop) == pytest.approx(loaded, rel=0.03)
 
 
 def test_experts_are_read_from_the_headers(tmp_path):

@@ -49,7 +49,7 @@ class Job:
 
 
 @dataclass
-class Answer:
+class Timed:
     """What became of it; times are of time.perf_counter()."""
 
     job: Job
@@ -96,9 +96,9 @@ class Answer:
         return (self.tokens - 1) / (self.pieces[-1] - self.pieces[0])
 
 
-async def send(target: Target, job: Job) -> Answer:
+async def send(target: Target, job: Job) -> Timed:
     """One streaming completion. Failures of any kind stand in the answer's `error`."""
-    answer = Answer(job, time.perf_counter())
+    answer = Timed(job, time.perf_counter())
     try:
         async with asyncio.timeout(target.timeout_s):
             await _stream(target, job, answer)
@@ -113,7 +113,7 @@ async def send(target: Target, job: Job) -> Answer:
     return answer
 
 
-async def _stream(target: Target, job: Job, answer: Answer) -> None:
+async def _stream(target: Target, job: Job, answer: Timed) -> None:
     chat = target.endpoint.endswith("chat/completions")
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
     body = {"model": target.model, **prompt, "max_tokens": job.max_tokens, "stream": True,
@@ -167,7 +167,7 @@ async def _chunk(reader: asyncio.StreamReader) -> bytes:
     return (await reader.readexactly(size + 2))[:-2]
 
 
-def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
+def _take(answer: Timed, event: dict[str, Any], now: float) -> None:
     if "error" in event:
         answer.error = str(event["error"].get("message") if isinstance(event["error"], dict) else event["error"])[:500]
         return

@@ -7,13 +7,13 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from tandem.bench.client import Answer, Job, Target, send
+from tandem.bench.client import Job, Target, Timed, send
 
-Progress = Callable[[Answer], None]
+Progress = Callable[[Timed], None]
 
 
 async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, burstiness: float = 1.0,
-                concurrency: int | None = None, seed: int = 0, progress: Progress | None = None) -> list[Answer]:
+                concurrency: int | None = None, seed: int = 0, progress: Progress | None = None) -> list[Timed]:
     """Answers in the order of `jobs`.
 
     `rate` is in requests a second: the times between two are drawn from a gamma distribution with shape `burstiness`
@@ -23,7 +23,7 @@ async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, 
     draw = random.Random(seed)
     limit = asyncio.Semaphore(concurrency or len(jobs) or 1)
 
-    async def one(job: Job) -> Answer:
+    async def one(job: Job) -> Timed:
         async with limit:
             answer = await send(target, job)
         if progress is not None:
@@ -39,6 +39,6 @@ async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, 
     return await asyncio.gather(*tasks)
 
 
-def closed_loop(target: Target, jobs: Sequence[Job], concurrency: int) -> list[Answer]:
+def closed_loop(target: Target, jobs: Sequence[Job], concurrency: int) -> list[Timed]:
     """Work through `jobs` with `concurrency` clients, each sending its next one when its last is answered."""
     return asyncio.run(offer(target, jobs, concurrency=concurrency))

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tandem.bench.client import Answer
+from tandem.bench.client import Timed
 
 METRICS = {"ttft": "Time to first token", "tpot": "Time per output token (without the first)",
            "itl": "Inter-token latency", "e2el": "End-to-end latency"}
@@ -22,7 +22,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
+def samples(answers: Sequence[Timed]) -> dict[str, list[float]]:
     """Milliseconds by metric: one for each answer, of `itl` one for each gap between two pieces."""
     return {
         "ttft": [1000 * a.ttft for a in answers],
@@ -32,17 +32,17 @@ def samples(answers: Sequence[Answer]) -> dict[str, list[float]]:
     }
 
 
-def rate(answers: Sequence[Answer]) -> float:
+def rate(answers: Sequence[Timed]) -> float:
     """Generated tokens of all answers per second, from the first request to the last answer."""
     return sum(a.tokens for a in answers) / duration(answers)
 
 
-def duration(answers: Sequence[Answer]) -> float:
+def duration(answers: Sequence[Timed]) -> float:
     """Seconds from the first request to the last answer."""
     return max(a.ended for a in answers) - min(a.sent for a in answers)
 
 
-def summary(answers: Sequence[Answer], percentiles: Sequence[float], goodput: Mapping[str, float]) -> dict[str, Any]:
+def summary(answers: Sequence[Timed], percentiles: Sequence[float], goodput: Mapping[str, float]) -> dict[str, Any]:
     """Totals, rates, and mean, median, deviation and percentiles (0 to 100) of each metric in milliseconds.
 
     `goodput` holds the most milliseconds of a good answer by metric; empty for none.
@@ -69,7 +69,7 @@ def summary(answers: Sequence[Answer], percentiles: Sequence[float], goodput: Ma
     return result
 
 
-def _of(answer: Answer, metric: str) -> float:
+def _of(answer: Timed, metric: str) -> float:
     return 1000 * {"ttft": answer.ttft, "tpot": answer.tpot, "e2el": answer.e2e}[metric]
 
 
@@ -94,7 +94,7 @@ def _row(text: str, value: float) -> str:
     return f"{text:<40}{value:>14.2f}" if isinstance(value, float) else f"{text:<40}{value:>14}"
 
 
-def detail(answers: Sequence[Answer]) -> dict[str, Any]:
+def detail(answers: Sequence[Timed]) -> dict[str, Any]:
     """Every request by itself, in the order of sending; seconds."""
     return {
         "input_lens": [a.prompt_tokens for a in answers], "output_lens": [a.tokens for a in answers],

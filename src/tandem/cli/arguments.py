@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from tandem.config.loading import PROFILES, Loaded, load
+from tandem.config.loading import PROFILES, LoadedSettings, load
 from tandem.config.options import ALIASES, Option, field_docs, options, section_class
 from tandem.env import variables
 from tandem.errors import UsageError
@@ -82,7 +82,7 @@ def _default(option: Option) -> str:
     return f" [{value}]"
 
 
-def load_settings(arguments: argparse.Namespace) -> Loaded:
+def load_settings(arguments: argparse.Namespace) -> LoadedSettings:
     """Settings from the parsed arguments, the environment and the configuration file. Raises ConfigError."""
     flags: dict[str, list[str]] = {}
     for key, value in vars(arguments).items():

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tandem.bench.client import Answer, Target, first_model
+from tandem.bench.client import Target, Timed, first_model
 from tandem.bench.load import Progress as OnAnswer
 from tandem.bench.load import offer
 from tandem.bench.plot import svg
@@ -85,7 +85,7 @@ def _serve(arguments: argparse.Namespace) -> int:
         targets.append(_target(arguments, arguments.compare, arguments.compare_model, "--compare"))
     for target in targets:
         _warm_up(arguments, target, mix)
-    rounds: list[list[list[Answer]]] = []
+    rounds: list[list[list[Timed]]] = []
     for number in range(arguments.rounds if arguments.compare else 1):
         answers = _round(arguments, targets, mix, number)
         rounds.append(answers)
@@ -103,11 +103,11 @@ def _serve(arguments: argparse.Namespace) -> int:
     return EXIT_FAILED if _report_failures([a for one in rounds for answers in one for a in answers]) else EXIT_OK
 
 
-def _round(arguments: argparse.Namespace, targets: Sequence[Target], mix: Mix, number: int) -> list[list[Answer]]:
+def _round(arguments: argparse.Namespace, targets: Sequence[Target], mix: Mix, number: int) -> list[list[Timed]]:
     """The same new requests for each target; who begins alternates."""
     jobs = mix.jobs(_prompts(arguments, arguments.seed + 1 + number))
     order = list(range(len(targets)))
-    answers: dict[int, list[Answer]] = {}
+    answers: dict[int, list[Timed]] = {}
     for index in order if number % 2 == 0 else reversed(order):
         with _bar(f"{targets[index].base_url}", len(jobs)) as advance:
             answers[index] = asyncio.run(offer(
@@ -183,7 +183,7 @@ def _print_ratios(name: str, first: dict[str, Any], second: dict[str, Any]) -> N
 
 
 def _save(arguments: argparse.Namespace, targets: Sequence[Target], results: Sequence[dict[str, Any]],
-          rounds: Sequence[Sequence[Sequence[Answer]]]) -> None:
+          rounds: Sequence[Sequence[Sequence[Timed]]]) -> None:
     if arguments.plot:
         runs = {f"{target.model} at {target.base_url}": samples([a for one in rounds for a in one[i] if not a.error])
                 for i, target in enumerate(targets)}
@@ -213,7 +213,7 @@ def _write(path: Path, text: str, flag: str) -> None:
         raise UsageError(f"{flag} {path}: cannot be written: {error.strerror}", param=flag) from None
 
 
-def _report_failures(answers: Sequence[Answer]) -> int:
+def _report_failures(answers: Sequence[Timed]) -> int:
     failed = [answer.error for answer in answers if answer.error]
     if failed:
         print(f"tandem: {len(failed)} of {len(answers)} requests failed, the first with: {failed[0]}", file=sys.stderr)

@@ -12,7 +12,7 @@ from typing import Any
 from tandem.cli.arguments import load_settings
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.config.settings import Settings
-from tandem.engine.layout import Layout, plan_layout
+from tandem.engine.layout import GangLayout, plan_layout
 from tandem.engine.machines import chosen_launcher
 from tandem.errors import ConfigError
 from tandem.log import set_up
@@ -31,7 +31,7 @@ class Comparison:
     """What is to be compared with what."""
 
     settings: Settings
-    layout: Layout
+    layout: GangLayout
     task: Task
     identity: dict[str, Any]
     path: Path
@@ -76,7 +76,7 @@ def _prepared(arguments: argparse.Namespace, world: World | None) -> Comparison:
                       named=given is not None, tolerance=arguments.tolerance)
 
 
-def _task(arguments: argparse.Namespace, settings: Settings, layout: Layout) -> Task:
+def _task(arguments: argparse.Namespace, settings: Settings, layout: GangLayout) -> Task:
     vocab = layout.description.vocab_size
     if arguments.prompts is None:
         prompts = default_prompts(vocab, max(arguments.prefill_chunk, 1))

@@ -19,7 +19,7 @@ from tandem.planner.hardware import Link, Machine
 from tandem.planner.hosts import read_hosts, read_links, this_machine
 from tandem.planner.manual import parse_layout
 from tandem.planner.plan import plan
-from tandem.planner.types import NothingFits, Plan, Request
+from tandem.planner.types import LayoutPlan, NothingFits, Request
 
 _WIDTH = 160
 """Columns of a table that does not go to a terminal."""
@@ -67,7 +67,7 @@ def _request(arguments: argparse.Namespace, description: ModelDescription) -> Re
     )
 
 
-def _show(arguments: argparse.Namespace, answer: Plan, machines: list[Machine], notes: list[str]) -> None:
+def _show(arguments: argparse.Namespace, answer: LayoutPlan, machines: list[Machine], notes: list[str]) -> None:
     if arguments.json:
         facts: dict[str, Any] = {"model": arguments.model, "machines": [dataclasses.asdict(m) for m in machines]}
         print(json.dumps({**facts, **as_json(answer, machines, arguments), "notes": notes}, indent=2))

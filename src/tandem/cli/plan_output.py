@@ -13,7 +13,7 @@ from rich.table import Table
 from tandem.config.options import options
 from tandem.planner.as_json import plan_json
 from tandem.planner.hardware import GIB, Machine
-from tandem.planner.types import Candidate, Layout, Plan, Prediction, Stage
+from tandem.planner.types import Candidate, Layout, LayoutPlan, Prediction, Stage
 from tandem.planner.words import rate
 
 _SHOWN = 10
@@ -26,7 +26,7 @@ _DISCLAIMER = (
 
 
 def print_plan(
-    console: Console, plan: Plan, machines: Sequence[Machine], arguments: argparse.Namespace, notes: Sequence[str]
+    console: Console, plan: LayoutPlan, machines: Sequence[Machine], arguments: argparse.Namespace, notes: Sequence[str]
 ) -> None:
     """The layouts compared, the one chosen and why, and how to serve with it."""
     streams = f"{plan.streams} stream{'s' if plan.streams > 1 else ''}"
@@ -61,7 +61,7 @@ def print_plan(
             console.print(f"- {line}", markup=False)
 
 
-def serve_flags(plan: Plan, arguments: argparse.Namespace) -> list[str]:
+def serve_flags(plan: LayoutPlan, arguments: argparse.Namespace) -> list[str]:
     """Flags of `tandem serve` for the chosen layout."""
     assert plan.chosen is not None
     layout, prediction = plan.chosen.layout, plan.chosen.prediction
@@ -108,12 +108,12 @@ def caveats(layout: Layout, flags: Sequence[str], machines: Sequence[Machine]) -
     return lines
 
 
-def as_json(plan: Plan, machines: Sequence[Machine], arguments: argparse.Namespace) -> dict[str, Any]:
+def as_json(plan: LayoutPlan, machines: Sequence[Machine], arguments: argparse.Namespace) -> dict[str, Any]:
     """The plan in types that JSON has, with the flags that serve it."""
     return {**plan_json(plan, machines), "serve": None if plan.chosen is None else serve_flags(plan, arguments)}
 
 
-def _best(plan: Plan) -> list[Candidate]:
+def _best(plan: LayoutPlan) -> list[Candidate]:
     """The best rows that fit, and the closest of those that do not."""
     fitting = [c for c in plan.candidates if c.fits]
     others = [c for c in plan.candidates if not c.fits]
@@ -121,7 +121,7 @@ def _best(plan: Plan) -> list[Candidate]:
     return fitting[: _SHOWN - min(_SHOWN_UNFIT, len(unfit))] + unfit
 
 
-def _row(candidate: Candidate, plan: Plan, machines: Sequence[Machine]) -> list[str]:
+def _row(candidate: Candidate, plan: LayoutPlan, machines: Sequence[Machine]) -> list[str]:
     mark = "*" if candidate is plan.chosen else ""
     prediction, layout = candidate.prediction, candidate.layout
     if prediction is None or layout is None:

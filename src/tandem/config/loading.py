@@ -28,7 +28,7 @@ _REFUSED_WHEN_EMPTY = ("api_key", "api_key_file")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedSettings:
     """Merged settings and how they came about."""
 
     settings: Settings
@@ -67,7 +67,7 @@ def load(
     environment: Mapping[str, str] | None = None,
     config_file: str | None = None,
     profile: str | None = None,
-) -> Loaded:
+) -> LoadedSettings:
     """Merge and validate. `flags` holds the texts of each given flag by field name.
 
     Raises ConfigError, in one line that names flag, variable or file.
@@ -96,7 +96,7 @@ def load(
     for one in named_models(settings):
         own = ModelsSettings(unload_after=unload_after(settings, one))
         warnings += validate(dataclasses.replace(settings_of(settings, one), models=own), one.label)
-    return Loaded(settings=settings, sources=merged.sources, warnings=tuple(warnings))
+    return LoadedSettings(settings=settings, sources=merged.sources, warnings=tuple(warnings))
 
 
 def build(values: Mapping[str, Any]) -> Settings:

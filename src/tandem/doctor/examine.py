@@ -23,9 +23,9 @@ from tandem.doctor.messages import (
     Facts,
     GatherFacts,
     Listen,
-    Ports,
     Request,
     Reserve,
+    ReservedPorts,
     TellTime,
     Time,
     Transfer,
@@ -194,7 +194,7 @@ class _Examination:
         """Every way between two machines: first whether it is open, then one after the other how fast it is."""
         evidence = self._evidence
         token = secrets.token_hex(16)
-        ports = self._each(lambda name: self._ask(name, Listen(token), Ports, TRANSFER_S).ports[0], self._links)
+        ports = self._each(lambda name: self._ask(name, Listen(token), ReservedPorts, TRANSFER_S).ports[0], self._links)
         address = {one.name: one.address for one in evidence.hosts}
 
         def ask(source: str, target: str, seconds: float) -> Transferred:
@@ -223,7 +223,7 @@ class _Examination:
         if lacking or any(one.verdict == "fail" for one in checks_apple.rdma(evidence)):
             return
         self._say(f"adding over {len(ranks)} ranks ({question.backend})")
-        ports = self._each(lambda name: self._ask(name, Reserve(1), Ports, TRANSFER_S).ports[0], names)
+        ports = self._each(lambda name: self._ask(name, Reserve(1), ReservedPorts, TRANSFER_S).ports[0], names)
         group = world(question.backend, ranks, ports)
 
         def ask(index: int) -> Collected:

@@ -27,13 +27,13 @@ class TellTime(Struct, frozen=True, tag=True):
 
 
 class Listen(Struct, frozen=True, tag=True):
-    """Accept test connections that begin with `token` (32 hex digits); answered by `Ports` with one port."""
+    """Accept test connections that begin with `token` (32 hex digits); answered by `ReservedPorts` with one port."""
 
     token: str
 
 
 class Reserve(Struct, frozen=True, tag=True):
-    """Name `count` free ports; answered by `Ports`."""
+    """Name `count` free ports; answered by `ReservedPorts`."""
 
     count: int
 
@@ -104,7 +104,7 @@ class Time(Struct, frozen=True, tag=True):
     now: float
 
 
-class Ports(Struct, frozen=True, tag=True):
+class ReservedPorts(Struct, frozen=True, tag=True):
     """Free ports, or those that listen."""
 
     ports: list[int]
@@ -136,4 +136,4 @@ class ProbeError(Struct, frozen=True, tag=True):
     message: str
 
 
-Reply = Facts | Time | Ports | Transferred | Collected | ProbeError
+Reply = Facts | Time | ReservedPorts | Transferred | Collected | ProbeError

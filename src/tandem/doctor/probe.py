@@ -24,11 +24,11 @@ from tandem.doctor.messages import (
     Collected,
     GatherFacts,
     Listen,
-    Ports,
     ProbeError,
     Reply,
     Request,
     Reserve,
+    ReservedPorts,
     TellTime,
     Time,
     Transfer,
@@ -54,9 +54,9 @@ class Probe:
             return Time(time.time())
         if isinstance(request, Listen):
             self._listener = self._listener or Listener(request.token)
-            return Ports([self._listener.port])
+            return ReservedPorts([self._listener.port])
         if isinstance(request, Reserve):
-            return Ports(free_ports(request.count))
+            return ReservedPorts(free_ports(request.count))
         if isinstance(request, Transfer):
             return transfer(request.address, request.port, request.token, request.seconds)
         return collect(request)

@@ -14,8 +14,8 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from tandem.engine.drive import Answer, Drive, drive
-from tandem.engine.layout import Layout
+from tandem.engine.drive import Drive, Driven, drive
+from tandem.engine.layout import GangLayout
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor, StageSpec
 from tandem.protocol.control import Ready
@@ -48,7 +48,8 @@ class Outcome:
     """Number that the engine's next plan must have."""
 
 
-def send_canary(executor: Executor, layout: Layout, limits: Limits, ready: list[Ready], first_step: int = 0) -> Outcome:
+def send_canary(executor: Executor, layout: GangLayout, limits: Limits, ready: list[Ready],
+                first_step: int = 0) -> Outcome:
     """Check the started ranks. Raises RankFailure, with what disagreed and by how much, when they must not serve.
 
     Leaves nothing behind on the ranks: its sequences are removed, and nothing is saved for later prompts.
@@ -70,7 +71,7 @@ def send_canary(executor: Executor, layout: Layout, limits: Limits, ready: list[
     return Outcome(seconds, crowd.next_step)
 
 
-def tolerance(layout: Layout, ready: list[Ready]) -> float:
+def tolerance(layout: GangLayout, ready: list[Ready]) -> float:
     """Difference of log probabilities to put up with, by the type that the ranks compute in."""
     chosen = layout.ranks[0].dtype
     if chosen != "auto":
@@ -95,7 +96,8 @@ def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:
     return requests
 
 
-def _drive(executor: Executor, layout: Layout, limits: Limits, requests: list[EngineRequest], first_step: int) -> Drive:
+def _drive(executor: Executor, layout: GangLayout, limits: Limits, requests: list[EngineRequest],
+           first_step: int) -> Drive:
     run = drive(executor, limits, requests, ranks=len(layout.ranks), first_step=first_step, digest=True)
     for step_id, reports in run.steps.items():
         _check_digests(step_id, reports, layout.ranks)
@@ -122,7 +124,7 @@ def _check_digests(step_id: int, reports: dict[int, RankStep], ranks: tuple[Stag
                                 f"({leader[0]:08x} {leader[1]:08x})")
 
 
-def _compare(alone: Answer, crowd: Answer, allowed: float, vocab: int) -> float:
+def _compare(alone: Driven, crowd: Driven, allowed: float, vocab: int) -> float:
     """Both runs of the canary, token by token, until a tie parts them; returns the largest difference."""
     largest = 0.0
     for answer, how in ((alone, "alone"), (crowd, "in a batch")):
@@ -145,7 +147,7 @@ def _compare(alone: Answer, crowd: Answer, allowed: float, vocab: int) -> float:
     return largest
 
 
-def _check_sound(answer: Answer, how: str, allowed: float, vocab: int) -> None:
+def _check_sound(answer: Driven, how: str, allowed: float, vocab: int) -> None:
     """Tokens within the vocabulary that their own log probabilities bear out."""
     for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         if not 0 <= token < vocab or not -float("inf") < entry.logprob <= allowed:

@@ -18,7 +18,7 @@ POLL_S = 0.1
 
 
 @dataclass
-class Answer:
+class Driven:
     """What one request produced."""
 
     tokens: list[int] = field(default_factory=list)
@@ -30,7 +30,7 @@ class Answer:
 class Drive:
     """The outcome of `drive`."""
 
-    answers: dict[str, Answer]
+    answers: dict[str, Driven]
     steps: dict[int, dict[int, RankStep]]
     """By step and rank, what each rank reported."""
     next_step: int
@@ -45,7 +45,7 @@ def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest],
     Raises RankFailure, also when the logits of a request are not finite, and RequestError.
     """
     scheduler = Scheduler(limits, first_step=first_step)
-    run = Drive({request.request_id: Answer() for request in requests}, {}, first_step)
+    run = Drive({request.request_id: Driven() for request in requests}, {}, first_step)
     for request in requests:
         scheduler.submit(request, seed=0)
     while not (scheduler.idle and all(len(reports) == ranks for reports in run.steps.values())):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from tandem.config.settings import Settings
 from tandem.engine.drain_rate import DrainRate
-from tandem.engine.layout import Layout, make_executor
+from tandem.engine.layout import GangLayout, make_executor
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report
@@ -26,7 +26,7 @@ from tandem.scheduler.scheduler import Scheduler
 class Engine:
     """Used by one thread, which with the inline executor owns all MLX work."""
 
-    def __init__(self, settings: Settings, layout: Layout, executor: Executor | None = None) -> None:
+    def __init__(self, settings: Settings, layout: GangLayout, executor: Executor | None = None) -> None:
         """Nothing is started; `executor` is for tests."""
         self.settings = settings
         self.metrics = EngineMetrics()
@@ -41,7 +41,7 @@ class Engine:
         return self.gang.executor
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> GangLayout:
         """How the model lies over the ranks that serve now."""
         return self.gang.layout
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tandem.config.settings import Settings
-from tandem.engine.layout import Layout, plan_layout
+from tandem.engine.layout import GangLayout, plan_layout
 from tandem.errors import UsageError
 from tandem.planner.hardware import Link, Machine
 from tandem.planner.plan import plan
@@ -25,12 +25,12 @@ LINK = Link(name="any", latency=100e-6, bandwidth=1e9)
 class Fallback:
     """A layout over some of the machines."""
 
-    layout: Layout
+    layout: GangLayout
     slots: tuple[int, ...]
     """Places of the full layout that its ranks take, in their order."""
 
 
-def fallback(settings: Settings, full: Layout, facts: Sequence[Ready], present: Sequence[int]) -> Fallback | None:
+def fallback(settings: Settings, full: GangLayout, facts: Sequence[Ready], present: Sequence[int]) -> Fallback | None:
     """The best layout over the places `present` of the full one, whose ranks once said `facts`; None if none fits."""
     machines = [Machine(name=str(slot), memory=facts[slot].memory_bytes, bandwidth=BANDWIDTH, flops=FLOPS,
                         gpu=facts[slot].gpu) for slot in present]

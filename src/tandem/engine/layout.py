@@ -36,7 +36,7 @@ ALIKE = 1.1
 
 
 @dataclass(frozen=True)
-class Layout:
+class GangLayout:
     """A model laid out over stages; nothing is loaded yet."""
 
     files: ModelFiles
@@ -53,7 +53,7 @@ class Layout:
         return self.ranks[0].model_name
 
 
-def plan_layout(settings: Settings) -> Layout:
+def plan_layout(settings: Settings) -> GangLayout:
     """Find and check the model, and split it. Raises UsageError for anything that cannot work."""
     parallel, model = with_layout(settings.parallel), settings.model
     if parallel.data_parallel_size > 1:
@@ -93,7 +93,7 @@ def plan_layout(settings: Settings) -> Layout:
             adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
             draft_path=str(draft.path) if draft else "")
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
-    return Layout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling))
+    return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling))
 
 
 def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
@@ -127,7 +127,7 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
     return sizes
 
 
-def make_executor(settings: Settings, layout: Layout) -> Executor:
+def make_executor(settings: Settings, layout: GangLayout) -> Executor:
     """The executor that the settings ask for. The inline one brings mlx into this process."""
     keep_awake()
     kind, here = settings.parallel.executor, chosen_launcher(settings.parallel) == "local"

@@ -14,7 +14,7 @@ from dataclasses import replace
 from tandem.config.settings import Settings
 from tandem.engine.canary import REPEAT_S, send_canary
 from tandem.engine.fallback import fallback
-from tandem.engine.layout import Layout
+from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.sizing import make_limits
 from tandem.errors import RankFailure
@@ -38,7 +38,7 @@ SEEK_S = 1.0
 class Gang:
     """One gang of ranks after the other. Used by one thread."""
 
-    def __init__(self, settings: Settings, layout: Layout, executor: Executor, metrics: EngineMetrics) -> None:
+    def __init__(self, settings: Settings, layout: GangLayout, executor: Executor, metrics: EngineMetrics) -> None:
         """Nothing is started."""
         self._settings = settings
         self._metrics = metrics
@@ -175,7 +175,7 @@ class Gang:
         ranks = len(found.layout.ranks)
         self._lay_out(found.layout, found.slots, f"{ranks} of {len(self._whole.ranks)} ranks: {failure.message}")
 
-    def _lay_out(self, layout: Layout, slots: tuple[int, ...] | None, degraded: str) -> None:
+    def _lay_out(self, layout: GangLayout, slots: tuple[int, ...] | None, degraded: str) -> None:
         if self.degraded != degraded:
             log.warning("degraded: %s", degraded) if degraded else log.info("all machines are back")
         self.layout, self.degraded = layout, degraded

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tandem.cache.budget import kv_capacity
 from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
-from tandem.engine.layout import Layout
+from tandem.engine.layout import GangLayout
 from tandem.errors import OutOfMemory
 from tandem.protocol.control import Ready
 from tandem.scheduler.scheduler import Limits
@@ -16,7 +16,7 @@ from tandem.speculation.proposers import SpeculationLimits
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
-def make_limits(settings: Settings, layout: Layout, ranks: Sequence[Ready], *, shrink: bool) -> Limits:
+def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool) -> Limits:
     """What the scheduler must keep to with these ranks. Raises OutOfMemory.
 
     `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more.
@@ -41,7 +41,7 @@ def _speculation(settings: SpeculationSettings) -> SpeculationLimits | None:
                              longest=chosen.prompt_lookup_max, model=chosen.speculative_method == "draft_model")
 
 
-def _kv_tokens(settings: Settings, layout: Layout, ranks: Sequence[Ready], *, shrink: bool) -> int:
+def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool) -> int:
     """What the tightest memory has room for, or what the settings say if that is less."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:

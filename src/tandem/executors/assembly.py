@@ -22,7 +22,7 @@ from tandem.models.footprint import slice_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.runner.drafter import Drafter
-from tandem.runner.links import Link
+from tandem.runner.links import StageLink
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
@@ -90,7 +90,7 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
     return Drafter(stage, lanes=spec.lanes, drafts=spec.drafts, vocab_size=spec.vocab_size)
 
 
-def build_runner(spec: StageSpec, stage: StageModel, link: Link | None, group: StageGroup | None = None,
+def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, group: StageGroup | None = None,
                  files: ModelFiles | None = None) -> Runner:
     """A runner over `stage`. For sequences with a grammar it needs the tokenizer, from `files`."""
     vocabulary = None

@@ -38,7 +38,7 @@ from tandem.version import __version__
 if TYPE_CHECKING:
     from tandem.executors.rank_loop import Mailbox, RankLoop, Report
     from tandem.loading.stage import StageModel
-    from tandem.runner.links import Link
+    from tandem.runner.links import StageLink
     from tandem.runner.runner import Runner
 
 log = logging.getLogger("tandem.executors.worker")
@@ -124,7 +124,7 @@ class Worker:
             if command is not None:
                 return command
 
-    def _connect(self, command: Connect, channel: TcpChannel | None) -> Link | None:
+    def _connect(self, command: Connect, channel: TcpChannel | None) -> StageLink | None:
         if channel is not None:
             from tandem.runner.links import ChannelLink
 

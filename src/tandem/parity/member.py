@@ -15,7 +15,7 @@ import numpy as np
 
 from tandem.comm.group import StageGroup
 from tandem.comm.ring import RingLink
-from tandem.engine.layout import Layout
+from tandem.engine.layout import GangLayout
 from tandem.executors.assembly import build_runner, load_slice, ready_message
 from tandem.executors.base import Executor, Progress, StageSpec
 from tandem.parity.recording import dtype_file, recording
@@ -77,7 +77,7 @@ class MemberExecutor(Executor):
         self._runner = None
 
 
-def run_member(layout: Layout, rank: int, task: Task) -> Recording | None:
+def run_member(layout: GangLayout, rank: int, task: Task) -> Recording | None:
     """Compute `task` together with the other ranks. Returns the recording on rank 0, None elsewhere."""
     spec = layout.ranks[rank]
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
@@ -97,7 +97,7 @@ def run_member(layout: Layout, rank: int, task: Task) -> Recording | None:
     return split_rows(rows, tokens, task, dtype=dtype, gpu=ready.gpu)
 
 
-def _hand_over(link: RingLink, spec: StageSpec, layout: Layout, task: Task, rows: np.ndarray | None,
+def _hand_over(link: RingLink, spec: StageSpec, layout: GangLayout, task: Task, rows: np.ndarray | None,
                tokens: list[list[int]], dtype: str) -> tuple[np.ndarray | None, list[list[int]], str]:
     """From the last stage to the first, its neighbour in the ring; the others have nothing to do with it."""
     if rows is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from tandem.config.settings import ParallelSettings, Settings
 from tandem.engine.drive import drive
-from tandem.engine.layout import Layout
+from tandem.engine.layout import GangLayout
 from tandem.executors.base import Executor
 from tandem.executors.cluster import ClusterExecutor
 from tandem.parity.rank import RecordingLauncher
@@ -32,7 +32,7 @@ def single(settings: Settings) -> Settings:
                                                        threads_per_rank=chosen.threads_per_rank))
 
 
-def run_layout(settings: Settings, layout: Layout, task: Task) -> Recording:
+def run_layout(settings: Settings, layout: GangLayout, task: Task) -> Recording:
     """Start the layout's ranks on this machine, compute `task`, end them. Raises UsageError and RankFailure."""
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
         path = Path(directory) / "logits"
@@ -49,7 +49,7 @@ def run_layout(settings: Settings, layout: Layout, task: Task) -> Recording:
         return split_rows(rows, tokens, task, dtype=path.with_suffix(".dtype").read_text(), gpu=ready[0].gpu)
 
 
-def run_task(executor: Executor, layout: Layout, task: Task, *, ranks: int) -> list[list[int]]:
+def run_task(executor: Executor, layout: GangLayout, task: Task, *, ranks: int) -> list[list[int]]:
     """Greedy tokens of each prompt, one prompt at a time: alone in its batch, it is computed alike in all layouts."""
     limits = _limits(layout, task)
     tokens: list[list[int]] = []
@@ -61,7 +61,7 @@ def run_task(executor: Executor, layout: Layout, task: Task, *, ranks: int) -> l
     return tokens
 
 
-def _limits(layout: Layout, task: Task) -> Limits:
+def _limits(layout: GangLayout, task: Task) -> Limits:
     longest = max(len(prompt) for prompt in task.prompts) + task.tokens
     return Limits(lanes=layout.lanes, max_batch_size=layout.lanes, prefill_chunk=task.prefill_chunk, kv_tokens=longest,
                   max_context=layout.max_context, max_queue=1, max_queue_tokens=longest, eos_token_ids=frozenset(),

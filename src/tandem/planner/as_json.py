@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tandem.planner.hardware import Machine
-from tandem.planner.types import Candidate, Plan
+from tandem.planner.types import Candidate, LayoutPlan
 
 
-def plan_json(plan: Plan, machines: Sequence[Machine]) -> dict[str, Any]:
+def plan_json(plan: LayoutPlan, machines: Sequence[Machine]) -> dict[str, Any]:
     """What was compared and chosen, and why: seconds, bytes, tokens a second."""
     return {
         "goal": plan.goal,

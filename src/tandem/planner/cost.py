@@ -44,7 +44,7 @@ _SCALE_BITS = {"mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
 """Bits of scale per group; affine has a scale and a bias of the model's type."""
 
 
-class Part(NamedTuple):
+class RankShare(NamedTuple):
     """What one rank holds of its stage."""
 
     machine: int
@@ -107,7 +107,7 @@ class Costs:
         """KV bytes of one token in one whole layer. Layers with a window count as full, as in the engine's budget."""
         return 2 * self.model.num_kv_heads * self.model.head_dim * self.item(machine)
 
-    def weights(self, part: Part, start: int, stop: int) -> float:
+    def weights(self, part: RankShare, start: int, stop: int) -> float:
         """Bytes of a rank's weights: its share of layers start..stop and of the head, and the whole embedding."""
         model, last = self.model, stop == self.model.num_layers
         stored = (self._stored[stop] - self._stored[start]) * part.share
@@ -116,11 +116,11 @@ class Costs:
             stored += (model.head_bytes + (model.embed_bytes if model.tied_head and start else 0)) * part.share
         return stored * self.factor(part.machine)
 
-    def kv(self, part: Part, layers: int, streams: int) -> float:
+    def kv(self, part: RankShare, layers: int, streams: int) -> float:
         """Bytes of KV for `streams` of the wanted context."""
         return self.kv_bytes(part.machine) * part.kv * layers * streams * self.context
 
-    def headroom(self, part: Part, streams: int, *, last: bool) -> float:
+    def headroom(self, part: RankShare, streams: int, *, last: bool) -> float:
         """Bytes besides weights and KV: the runtime, the activations of a prefill chunk, a batch's logits."""
         model, item, chunk = self.model, self.item(part.machine), self.chunk(part.machine)
         # residual, normed input, query, output, and the MLP's gate, up and product are alive together at most
@@ -151,7 +151,7 @@ class Costs:
 
     # ---- time
 
-    def rank_time(self, part: Part, start: int, stop: int, rows: int, *, prefill: bool = False) -> float:
+    def rank_time(self, part: RankShare, start: int, stop: int, rows: int, *, prefill: bool = False) -> float:
         """Seconds of one rank's part in a step: decode of `rows`, or prefill of a chunk of `rows`. Without waiting."""
         model, machine, layers = self.model, part.machine, stop - start
         context = self.context / 2 if prefill else self.context  # the average over a prompt; the end of an answer
@@ -215,7 +215,7 @@ class Costs:
     def _message(self, machines: Sequence[int], rows: int) -> int:
         return rows * self.model.hidden_size * max(self.item(m) for m in machines)
 
-    def _head_time(self, part: Part, rows: int) -> float:
+    def _head_time(self, part: RankShare, rows: int) -> float:
         stored = (self.model.head_bytes + (self.model.embed_bytes if self.model.tied_head else 0)) * part.share
         flop = 2 * rows * stored / self.stored_param_bytes
         return max(stored * self.factor(part.machine) / self._bandwidth(part.machine), flop / self._flops(part.machine))

@@ -30,9 +30,9 @@ from tandem.planner.types import (
     Experts,
     Goal,
     Layout,
+    LayoutPlan,
     ManualLayout,
     NothingFits,
-    Plan,
     Request,
 )
 from tandem.planner.words import TOLERANCE, advantage, shortage, why_lost, why_won
@@ -47,7 +47,7 @@ def plan(
     request: Request,
     *,
     experts: Experts | None = None,
-) -> Plan:
+) -> LayoutPlan:
     """Choose a layout for `machines`, or check those of `request.layouts`. Deterministic.
 
     Of layouts that are within a few percent of the best, the one with the fewest machines is taken. Raises
@@ -155,7 +155,7 @@ def _order(candidate: Candidate, goal: Goal) -> tuple[float, ...]:
     return (0, score(candidate.prediction, goal), size, len(candidate.layout.replicas[0]))
 
 
-def _judge(candidates: list[Candidate], machines: Sequence[Machine], request: Request, goal: Goal) -> Plan:
+def _judge(candidates: list[Candidate], machines: Sequence[Machine], request: Request, goal: Goal) -> LayoutPlan:
     ranked = sorted(candidates, key=lambda c: (_order(c, goal), c.label))
     fitting = [c for c in ranked if c.fits]
     chosen = _simplest(fitting, goal) if fitting else None
@@ -173,7 +173,7 @@ def _judge(candidates: list[Candidate], machines: Sequence[Machine], request: Re
             told.append(replace(c, reason=shortage(c, machines)))
         else:
             told.append(replace(c, reason=why_lost(c, chosen, goal)))
-    return Plan(
+    return LayoutPlan(
         goal=goal,
         context=request.context or 0,
         streams=request.streams,
@@ -211,7 +211,7 @@ def _without_layout(situation: Situation) -> tuple[str, ...]:
     return (f"another layout: {found.chosen.label}",) if found.chosen else ()
 
 
-def _refusal(answer: Plan, machines: Sequence[Machine]) -> str:
+def _refusal(answer: LayoutPlan, machines: Sequence[Machine]) -> str:
     closest = answer.candidates[0]
     ways = "; ".join(answer.remedies) or "no single change that the planner knows is enough"
     asked = f"{answer.context:,} tokens of context for {answer.streams} stream{'s' if answer.streams > 1 else ''}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from tandem.planner.cost import Costs, Part
+from tandem.planner.cost import Costs, RankShare
 from tandem.planner.shares import Divider
 from tandem.planner.split import INFEASIBLE, share_heads, split
 from tandem.planner.types import Goal, Layout, MachineMemory, Prediction, Stage
@@ -53,7 +53,7 @@ class Solver:
         self._layers = costs.model.num_layers
         self._heads = costs.model.num_kv_heads
         self._alike = costs.layers_alike
-        self._headrooms: dict[tuple[Part, int, bool], float] = {}
+        self._headrooms: dict[tuple[RankShare, int, bool], float] = {}
         self._known: dict[tuple[tuple[int, ...], int, int, int, _Objective], _Placed] = {}
 
     # ---- splits
@@ -121,7 +121,7 @@ class Solver:
     ) -> list[_Placed]:
         """Whole kv heads as memory allows, and shares by what each machine can do alone."""
 
-        def cost(part: Part) -> float:
+        def cost(part: RankShare) -> float:
             return self._cost(part, start, stop, streams, objective)
 
         found: list[tuple[tuple[int, ...], tuple[float, ...]]] = []
@@ -129,7 +129,7 @@ class Solver:
             found.append(((self._heads,), (1.0,)))
         elif self.divider.step:
             units, step = self._heads // self.divider.step, self.divider.step
-            parts = [[Part(m, n / units, n / units) for n in range(units + 1)] for m in group]
+            parts = [[RankShare(m, n / units, n / units) for n in range(units + 1)] for m in group]
             heads = share_heads(
                 units,
                 len(group),
@@ -138,25 +138,25 @@ class Solver:
             )
             if heads:
                 found.append((tuple(n * step for n in heads), tuple(n / units for n in heads)))
-            shares = _in_proportion([cost(Part(m, 1.0, 1.0)) for m in group], objective)
+            shares = _in_proportion([cost(RankShare(m, 1.0, 1.0)) for m in group], objective)
             if own := self.divider.heads(shares):
                 found.append((own, shares))
         placed = []
         for counts, shares in found:
-            ranks = [Part(m, s, n / self._heads) for m, s, n in zip(group, shares, counts, strict=True)]
+            ranks = [RankShare(m, s, n / self._heads) for m, s, n in zip(group, shares, counts, strict=True)]
             if all(self._fits(part, start, stop, streams, objective) for part in ranks):
                 value = max(cost(part) for part in ranks) + self._waiting(group, start, stop, objective)
                 placed.append(_Placed(value, counts, shares))
         return placed
 
-    def _cost(self, part: Part, start: int, stop: int, streams: int, objective: _Objective) -> float:
+    def _cost(self, part: RankShare, start: int, stop: int, streams: int, objective: _Objective) -> float:
         if objective.kind == "time":
             return self.costs.rank_time(part, start, stop, objective.rows)
         if objective.kind == "capacity":
             return -self._capacity(part, start, stop, streams)
         return self._short(part, start, stop, streams)
 
-    def _fits(self, part: Part, start: int, stop: int, streams: int, objective: _Objective) -> bool:
+    def _fits(self, part: RankShare, start: int, stop: int, streams: int, objective: _Objective) -> bool:
         return objective.kind == "short" or self._short(part, start, stop, streams) <= 0
 
     def _waiting(self, group: tuple[int, ...], start: int, stop: int, objective: _Objective) -> float:
@@ -168,18 +168,18 @@ class Solver:
 
     # ---- memory of a rank
 
-    def _short(self, part: Part, start: int, stop: int, streams: int) -> float:
+    def _short(self, part: RankShare, start: int, stop: int, streams: int) -> float:
         costs, last = self.costs, stop == self._layers
         needed = costs.weights(part, start, stop) + costs.kv(part, stop - start, streams)
         return needed + self._headroom(part, streams, last) - costs.budget(part.machine)
 
-    def _headroom(self, part: Part, streams: int, last: bool) -> float:
+    def _headroom(self, part: RankShare, streams: int, last: bool) -> float:
         key = (part, streams, last)
         if key not in self._headrooms:
             self._headrooms[key] = self.costs.headroom(part, streams, last=last)
         return self._headrooms[key]
 
-    def _memory(self, part: Part, start: int, stop: int, streams: int) -> MachineMemory:
+    def _memory(self, part: RankShare, start: int, stop: int, streams: int) -> MachineMemory:
         return MachineMemory(
             machine=part.machine,
             weights=int(self.costs.weights(part, start, stop)),
@@ -188,15 +188,15 @@ class Solver:
             budget=self.costs.budget(part.machine),
         )
 
-    def _capacity(self, part: Part, start: int, stop: int, streams: int) -> float:
+    def _capacity(self, part: RankShare, start: int, stop: int, streams: int) -> float:
         """KV tokens that a rank can hold beside its weights."""
         free = self.costs.budget(part.machine) - self.costs.weights(part, start, stop)
         free -= self._headroom(part, streams, stop == self._layers)
         return max(0.0, free / (self.costs.kv_bytes(part.machine) * part.kv * (stop - start)))
 
-    def _parts(self, stage: Stage) -> list[Part]:
+    def _parts(self, stage: Stage) -> list[RankShare]:
         ranks = zip(stage.machines, stage.shares, stage.kv_heads, strict=True)
-        return [Part(machine, share, heads / self._heads) for machine, share, heads in ranks]
+        return [RankShare(machine, share, heads / self._heads) for machine, share, heads in ranks]
 
     # ---- what a layout would do
 

@@ -171,7 +171,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LayoutPlan:
     """All layouts considered, best first, and the one to use."""
 
     goal: Goal
@@ -190,6 +190,6 @@ class Plan:
 class NothingFits(OutOfMemory):
     """No layout has enough memory. `plan` holds the layouts considered and what would work."""
 
-    def __init__(self, message: str, plan: Plan) -> None:
+    def __init__(self, message: str, plan: LayoutPlan) -> None:
         super().__init__(message, param="hosts")
         self.plan = plan

@@ -14,7 +14,7 @@ from tandem.protocol.step import StepPlan
 from tandem.transport.channel import Channel, FrameHeader
 
 
-class Link(Protocol):
+class StageLink(Protocol):
     """Both ends of one stage in the ring of stages; frames keep their order."""
 
     def send(self, array: mx.array, step_id: int) -> None:
@@ -106,7 +106,7 @@ class TokenInbox:
     when the engine has the result too, so that unread ones never pile up.
     """
 
-    def __init__(self, link: Link, plans_under_way: int, last: LastTokens) -> None:
+    def __init__(self, link: StageLink, plans_under_way: int, last: LastTokens) -> None:
         """What arrives goes into `last`."""
         self._link = link
         self._slack = plans_under_way

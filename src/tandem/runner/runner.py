@@ -18,7 +18,7 @@ from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.lane import LaneBatch
-from tandem.runner.links import LastTokens, Link, TokenInbox
+from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.pooler import Pooler, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.sampler import Allowed, Sampled, Sampler
@@ -79,7 +79,7 @@ class Runner:
     """Holds a stage, its lanes and their KV. Not thread-safe: one thread owns all MLX work of a process."""
 
     def __init__(self, stage: StageModel, *, lanes: int, vocab_size: int, eos_token_ids: tuple[int, ...],
-                 link: Link | None = None, group: StageGroup | None = None, samples: bool = True,
+                 link: StageLink | None = None, group: StageGroup | None = None, samples: bool = True,
                  vocabulary: Vocabulary | None = None, drafts: int = 0,
                  drafter: Drafter | None = None) -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import Settings
-from tandem.engine.layout import Layout, plan_layout
+from tandem.engine.layout import GangLayout, plan_layout
 from tandem.engine.machines import chosen_launcher, hosts_for, told_memory
 from tandem.errors import OutOfMemory, UsageError
 from tandem.executors.base import StageSpec
@@ -131,7 +131,7 @@ def _refuse_manual(settings: Settings) -> None:
                          "that Tandem starts (local, ssh, ray)", param="launcher")
 
 
-def _weights(layout: Layout, spec: StageSpec, gpu: bool) -> int:
+def _weights(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
     dequantize = spec.dequantize == "yes" or (spec.dequantize == "auto" and not gpu)
     more = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
     if (draft := _draft(spec)) is not None:
@@ -139,7 +139,7 @@ def _weights(layout: Layout, spec: StageSpec, gpu: bool) -> int:
     return more + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=gpu)
 
 
-def _kv(layout: Layout, spec: StageSpec, gpu: bool) -> int:
+def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
     """Bytes of a position on one rank; of uneven shares, the larger one."""
     count = len(range(*spec.layers))
     heads = layout.description.num_kv_heads

@@ -95,7 +95,7 @@ class Layout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loaded:
+class LoadedRank:
     """A rank that is ready."""
 
     runner: Runner
@@ -107,7 +107,7 @@ class Loaded:
 
 
 def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None, memory_share: float, lanes: int,
-         group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0, sharing: int = 1) -> Loaded:
+         group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0, sharing: int = 1) -> LoadedRank:
     """Load this rank's slice. `dtype` None is the default of the device; `drafts`: most of a sequence in one step;
     `sharing`: ranks on this machine.
 
@@ -136,5 +136,5 @@ def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None,
     runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
                     link=link, group=group, samples=layout.samples, drafts=drafts)
     wire_weights(None, memory_share)
-    return Loaded(runner=runner, stage=stage, description=description, trimmable=trimmable(stage.make_caches()),
+    return LoadedRank(runner=runner, stage=stage, description=description, trimmable=trimmable(stage.make_caches()),
                   memory_bytes=total)

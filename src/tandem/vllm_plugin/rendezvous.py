@@ -51,7 +51,7 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
-class Place:
+class WorkerPlace:
     """Where a worker runs."""
 
     machine: str

@@ -78,7 +78,7 @@ class Profile:
         return f"{self.steps} steps: {each}"
 
 
-class Output(AsyncModelRunnerOutput):
+class StepUnderWay(AsyncModelRunnerOutput):
     """A step under way; vLLM asks for its tokens in a thread of its own where it schedules ahead."""
 
     def __init__(self, scheduled: list[str], plan: StepPlan, step: Future[Any], profile: Profile,

@@ -28,12 +28,12 @@ from tandem.vllm_plugin.adapter import Adapter
 from tandem.vllm_plugin.drafts import Drafter
 from tandem.vllm_plugin.options import read_options
 from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port, ring_variables
-from tandem.vllm_plugin.results import Output, Profile
+from tandem.vllm_plugin.results import Profile, StepUnderWay
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 
-    from tandem.vllm_plugin.rank import Loaded
+    from tandem.vllm_plugin.rank import LoadedRank
 
 logger = init_logger("vllm.tandem")
 
@@ -81,13 +81,13 @@ class TandemWorker(WorkerBase):
     def load_model(self, *, load_dummy_weights: bool = False) -> None:
         """Connect to the neighbours and load this rank's slice."""
         started = time.monotonic()
-        self._loaded: Loaded = self._mlx.submit(self._load).result()
+        self._loaded: LoadedRank = self._mlx.submit(self._load).result()
         stage = self._loaded.stage
         logger.info("layers %d-%d in %.0f MiB of %s, linear algebra %s, %d worker(s) on this machine, %.1f s",
                     stage.layers.start, stage.layers.stop - 1, stage.nbytes / 2**20, stage.dtype, self._blas or "MLX's",
                     self._here, time.monotonic() - started)
 
-    def _load(self) -> Loaded:
+    def _load(self) -> LoadedRank:
         from tandem.comm.group import StageGroup
         from tandem.loading.memory import on_gpu
         from tandem.vllm_plugin.rank import load
@@ -183,14 +183,14 @@ class TandemWorker(WorkerBase):
         self._start(scheduler_output, {})
         return EMPTY_MODEL_RUNNER_OUTPUT
 
-    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Output | None:
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> StepUnderWay | None:
         """Start the step; the rank that samples returns where its tokens will be."""
         output, self._pending = self._pending, None
         assert output is not None
         plan, step = self._start(output, self._masks(grammar_output, output))
         if plan is None or step is None or not self._layout.samples:
             return None
-        return Output(list(output.num_scheduled_tokens), plan, step, self._profile, self._told)
+        return StepUnderWay(list(output.num_scheduled_tokens), plan, step, self._profile, self._told)
 
     def _told(self, output: ModelRunnerOutput) -> None:
         """A step's tokens are known."""

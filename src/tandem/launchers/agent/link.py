@@ -48,7 +48,7 @@ def paired_agent(name: str) -> Peer:
     return peer
 
 
-class Link:
+class HeadSession:
     """The head's end of one session."""
 
     def __init__(self, identity: Identity, peer: Peer, program: str) -> None:
@@ -113,7 +113,7 @@ def main() -> int:
     """Entry point."""
     name, program = sys.argv[1:]
     try:
-        link = Link(Trust("head").identity(), paired_agent(name), program)
+        link = HeadSession(Trust("head").identity(), paired_agent(name), program)
     except UsageError as error:
         sys.stderr.write(f"tandem: {error.message}\n")
         return FAILED

@@ -38,7 +38,7 @@ CANCELLED = "request_cancelled"
 _TRANSIENT = (429, 503)
 
 
-class Reply(Struct, frozen=True):
+class StoredReply(Struct, frozen=True):
     """An HTTP response with a JSON body."""
 
     status: int
@@ -53,7 +53,7 @@ class Job:
     entry: Entry
     accepted: asyncio.Future[None]
     """Done when a crash can no longer lose it."""
-    reply: asyncio.Future[Reply]
+    reply: asyncio.Future[StoredReply]
     cancelled: asyncio.Event
     waited_for: bool
     """A client is there that hears of a failure, and may try again."""
@@ -148,14 +148,14 @@ class Jobs:
         assert isinstance(record, Accepted)
         return record
 
-    def answer(self, entry: Entry) -> Reply:
+    def answer(self, entry: Entry) -> StoredReply:
         """The answer of a request that has one. Raises UnavailableError if not, JournalError when it is damaged."""
         if entry.answer is None:
             raise UnavailableError("The request is left for the next start of the server.", retry_after=10.0,
                                    code="shutting_down")
         record = self._journal.load(entry.answer)
         assert isinstance(record, Answered)
-        return Reply(record.status, record.body)
+        return StoredReply(record.status, record.body)
 
     def forget(self, entry: Entry) -> None:
         """Stop a request, if it still runs, and keep nothing of it. Raises JournalError."""
@@ -206,7 +206,7 @@ class Jobs:
         if kept:
             del self._jobs[job.entry.id]  # else the answer is here alone
 
-    async def _outcome(self, job: Job) -> Reply:
+    async def _outcome(self, job: Job) -> StoredReply:
         """Run it, again and again where that can help and nobody waits who would rather hear of it."""
         while True:
             if not job.waited_for:
@@ -222,7 +222,7 @@ class Jobs:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(job.cancelled.wait(), min(float(pause), 10.0))
 
-    async def _settle(self, job: Job, reply: Reply) -> bool:
+    async def _settle(self, job: Job, reply: StoredReply) -> bool:
         """Write down how it ended; False when the answer could not be kept."""
         entry = job.entry
         if entry.id not in self._journal.entries:
@@ -241,7 +241,7 @@ class Jobs:
             return False
         return True
 
-    async def _call(self, job: Job) -> Reply:
+    async def _call(self, job: Job) -> StoredReply:
         """The routes' response to the request."""
         record = self.request(job.entry)
         assert self.app is not None
@@ -267,7 +267,7 @@ class Jobs:
         finally:
             self._api.release(scope)
         body = b"".join(message.get("body", b"") for message in response)
-        return Reply(response[0]["status"], body, tuple(response[0]["headers"]))
+        return StoredReply(response[0]["status"], body, tuple(response[0]["headers"]))
 
     def _scope(self, record: Accepted, job: Job) -> Scope:
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(record.body)).encode())]
@@ -340,7 +340,7 @@ def request_digest(route: str, body: bytes) -> bytes:
     return hashlib.blake2b(route.encode() + b"\0" + body, digest_size=16).digest()
 
 
-def reply_of(error: RequestError) -> Reply:
+def reply_of(error: RequestError) -> StoredReply:
     """An error as the server answers it."""
     response = error_response(error)
-    return Reply(response.status_code, bytes(response.body), tuple(response.raw_headers))
+    return StoredReply(response.status_code, bytes(response.body), tuple(response.raw_headers))

@@ -15,7 +15,7 @@ from tandem.errors import RequestError
 from tandem.server.body import LARGE_BODY, read_body
 from tandem.server.chats.texts import off_loop
 from tandem.server.context import Api, get_group
-from tandem.server.journal.jobs import Job, Jobs, Reply, request_digest
+from tandem.server.journal.jobs import Job, Jobs, StoredReply, request_digest
 from tandem.server.sse import encode_json
 
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
@@ -112,7 +112,7 @@ async def _receipt(request_id: str, job: Job | None, more: dict[str, str]) -> Re
     return Response(encode_json(body), 202, {**more, **location}, "application/json")
 
 
-def _text(reply: Reply) -> list[tuple[str, str]]:
+def _text(reply: StoredReply) -> list[tuple[str, str]]:
     """The headers that say something beside the length and type of the body."""
     return [(name.decode("latin-1"), value.decode("latin-1")) for name, value in reply.headers
             if name.lower() not in (b"content-length", b"content-type")]

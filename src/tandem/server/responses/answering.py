@@ -8,7 +8,7 @@ from typing import Any
 from tandem.errors import RequestError
 from tandem.server.failures import envelope
 from tandem.server.generation.generate import Delta, Generation
-from tandem.server.responses.output import Output
+from tandem.server.responses.output import OutputItems
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.shape import Json, empty_response
 from tandem.server.sse import ChunkWriter, named_event
@@ -23,7 +23,7 @@ def error_event(error: RequestError) -> Json:
 class Answering(ChunkWriter):
     """Turns what a generation yields into the events of one response."""
 
-    def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: Output,
+    def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: OutputItems,
                  created: int) -> None:
         """`created` in seconds since 1970."""
         self._start = empty_response(fields, generation.request_id, model, created, "in_progress")

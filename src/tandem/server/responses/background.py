@@ -18,7 +18,7 @@ from starlette.responses import Response, StreamingResponse
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.body import parse_bytes
 from tandem.server.context import Api, get_api, get_group
-from tandem.server.journal.jobs import CANCELLED, Job, Jobs, Reply
+from tandem.server.journal.jobs import CANCELLED, Job, Jobs, StoredReply
 from tandem.server.journal.journal import Entry
 from tandem.server.responses.answering import Answering
 from tandem.server.responses.schemas import IGNORED, ResponsesRequest
@@ -136,7 +136,7 @@ class Stored:
         model = self.fields.model or self.api.served[0].name
         return empty_response(self.fields, response_id(self.entry), model, int(self.entry.created), status)
 
-    def _reply(self) -> Reply | None:
+    def _reply(self) -> StoredReply | None:
         if self.job is None:
             return self.jobs.answer(self.entry)
         return self.job.reply.result() if self.job.reply.done() else None

@@ -13,7 +13,7 @@ from tandem.server.tools.events import CallArguments, CallStart, Content, Event,
 Json = dict[str, Any]
 
 
-class Output:
+class OutputItems:
     """Items so far. Events are dictionaries without `sequence_number`."""
 
     def __init__(self, reply: Reply, tools: Iterable[Function] = (), ids: Callable[[], str] | None = None) -> None:

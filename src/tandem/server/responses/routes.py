@@ -22,7 +22,7 @@ from tandem.server.openai.chat import start_chat
 from tandem.server.openapi import documented
 from tandem.server.responses import background
 from tandem.server.responses.answering import Answering, error_event
-from tandem.server.responses.output import Output
+from tandem.server.responses.output import OutputItems
 from tandem.server.responses.schemas import IGNORED, ResponsesRequest
 from tandem.server.responses.shape import Json
 from tandem.server.responses.translate import chat_request, in_own_words
@@ -67,7 +67,7 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
         plan, generation, model = await start_chat(http, served, chat, response_id)
     except RequestError as error:
         raise in_own_words(error) from None
-    output = Output(Reply(plan, ids), fields.tools or (), ids)
+    output = OutputItems(Reply(plan, ids), fields.tools or (), ids)
     return Answering(fields, generation, model, output, int(created))
 
 

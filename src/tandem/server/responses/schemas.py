@@ -50,7 +50,7 @@ NAMED_FORM = {"type": "function", "name": "..."}
 CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
 
 
-class Part(Strict):
+class TextPart(Strict):
     """A piece of an item's text."""
 
     type: Literal["input_text", "output_text", "reasoning_text", "summary_text"]
@@ -72,13 +72,13 @@ class Item(Strict):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: Literal["commentary", "final_answer"] | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: list[Part] | None = None
+    content: list[TextPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: list[Part] | None = None
-    summary: list[Part] | None = None
+    output: list[TextPart] | None = None
+    summary: list[TextPart] | None = None
     encrypted_content: None = None
 
     _texts = field_validator("content", "output", mode="before")(as_parts)

@@ -8,7 +8,7 @@ from typing import Any
 from tandem.errors import RequestError
 from tandem.server.body import checked, renamed
 from tandem.server.openai.schemas import ChatRequest
-from tandem.server.responses.schemas import Form, Function, Item, Part, ResponsesRequest, qualified
+from tandem.server.responses.schemas import Form, Function, Item, ResponsesRequest, TextPart, qualified
 
 _NAMES = {
     "messages": "input",
@@ -84,7 +84,7 @@ def _add(message: Json, field: str, text: str, *, between: str) -> None:
         message[field] = between.join(filter(None, (message.get(field), text)))
 
 
-def _text(parts: Iterable[Part] | None) -> str:
+def _text(parts: Iterable[TextPart] | None) -> str:
     return "".join(part.text for part in parts or ())
 
 
