@@ -55,7 +55,7 @@ def throughput(args: argparse.Namespace, servers: Sequence[harness.Server], conc
                results: dict[str, Any]) -> None:
     """Tokens per second at one concurrency."""
 
-    def play() -> list[list[load.Answer]]:
+    def play() -> list[list[load.Timed]]:
         jobs = make_jobs(args.prompt_tokens, args.max_tokens, prompts, concurrency * args.jobs_per_client)
         return [load.closed_loop(server, jobs, concurrency) for server in servers]
 
@@ -80,7 +80,7 @@ def long_prompt(args: argparse.Namespace, servers: Sequence[harness.Server], pro
     """Waits of all requests of rounds in which a long prompt comes while the others stream."""
     concurrency = min(args.concurrency)
 
-    def play() -> list[list[load.Answer]]:
+    def play() -> list[list[load.Timed]]:
         jobs = make_jobs(args.prompt_tokens, args.max_tokens, prompts, concurrency * args.jobs_per_client)
         jobs.insert(concurrency + 1, load.Job(prompts.make(args.long_prompt), args.max_tokens[1], "long"))
         return [load.closed_loop(server, jobs, concurrency) for server in servers]
@@ -97,7 +97,7 @@ def long_prompt(args: argparse.Namespace, servers: Sequence[harness.Server], pro
         results["long_prompt"] = rows
 
 
-def _waits(answers: Sequence[load.Answer]) -> list[float]:
+def _waits(answers: Sequence[load.Timed]) -> list[float]:
     waits = [a.ttft for a in answers]
     long = [a.ttft for a in answers if a.job.name == "long"]
     others = [a.ttft for a in answers if a.job.name != "long"]

@@ -49,7 +49,7 @@ def _compare(args: argparse.Namespace, servers: Sequence[harness.Server], mix: s
     rows: list[list[object]] = []
     ratios, busy = [], {server.name: Busy(server) for server in servers}
 
-    def play() -> list[list[load.Answer]]:
+    def play() -> list[list[load.Timed]]:
         jobs = make_jobs(lengths, outputs, prompts, args.concurrency * args.jobs_per_client)
         answers = []
         for server in servers:

@@ -29,7 +29,7 @@ def main() -> None:
         rows: list[list[object]] = []
         with harness.tandem_server(model, args.threads, name, **LAYOUTS[name]) as server:
 
-            def play(server: harness.Server = server) -> list[load.Answer]:
+            def play(server: harness.Server = server) -> list[load.Timed]:
                 prefix = prompts.make(args.prefix)
                 return [load.one(server, load.Job(prefix + prompts.make(args.question), 4)) for _ in range(2)]
 

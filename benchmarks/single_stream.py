@@ -115,7 +115,7 @@ def whole_ratio(bare: dict[str, Any], ours: dict[str, Any]) -> float:
     return float(ours["tokens"] / ours["total"] * bare["total"] / bare["tokens"])
 
 
-def _measured(answer: load.Answer) -> dict[str, Any]:
+def _measured(answer: load.Timed) -> dict[str, Any]:
     return {"tokens": answer.tokens, "prompt_tokens": answer.prompt_tokens, "ttft": answer.ttft, "text": answer.text,
             "total": answer.pieces[-1] - answer.sent, "decode": answer.decode_rate}
 

@@ -18,14 +18,14 @@ from tandem.executors import assembly
 from tandem.executors.assembly import require_memory
 from tandem.executors.cluster import ClusterExecutor
 from tandem.executors.weights import Head, obtain_files, serve_model
-from tandem.executors.worker import WorkerPayload
 from tandem.launchers.local import LocalLauncher
 from tandem.models.footprint import slice_bytes
 from tandem.processes.child import ChildProcess
 from tandem.protocol.control import Output
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
-from tandem.transport.security import ClusterKeys
 
 PROMPT = [5, 9, 70, 3, 111, 42]
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)

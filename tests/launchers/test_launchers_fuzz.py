@@ -22,7 +22,7 @@ from tandem.launchers.manual import read_token
 from tandem.launchers.roster import Roster
 from tandem.planner.hosts import _read_hostfile
 from tandem.protocol.hosts import HostMessage, Join, Leave, MlxWorld, Ports, RankStarted
-from tandem.transport.security import ClusterKeys
+from tandem.protocol.keys import ClusterKeys
 
 FUZZ = settings(max_examples=120, derandomize=True, deadline=None, database=None)
 VALUES = st.recursive(

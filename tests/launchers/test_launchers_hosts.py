@@ -16,8 +16,9 @@ from msgspec import structs
 from tandem.errors import LayoutError, RankFailure, UsageError
 from tandem.launchers.facts import host_facts
 from tandem.launchers.hosts import HostsLauncher
-from tandem.launchers.rank_host import HostPayload, RankHost
+from tandem.launchers.rank_host import RankHost
 from tandem.protocol.hosts import HostFacts, MlxWorld, Ping
+from tandem.protocol.payloads import HostPayload
 
 RANK = """
 import os, sys, time

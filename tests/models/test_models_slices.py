@@ -28,8 +28,9 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe, part_of_tensor
 from tandem.models.slice_cache import fetch_slice
 from tandem.models.slices import chunks, owned_files, owned_parts, plan_parts
+from tandem.protocol.blobs import BlobFile, Range
 from tandem.testing import tiny_model
-from tandem.transport.blobs import BlobFile, Range, checksum
+from tandem.transport.blobs import checksum
 
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "mistral", "phi3", "mixtral", "gpt_neox"]
 LIMIT = 5000  # bytes of a chunk: parts of tiny models have many

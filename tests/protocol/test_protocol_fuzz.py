@@ -92,9 +92,9 @@ SAMPLES = {
             supervisor.ControlRefused("no"),
         ],
     ),
-    "blob requests": (blobs.Request, [blobs.ListFiles(1), blobs.ReadRange(2, blobs.Range("f", 0, 10))]),
+    "blob requests": (blobs.BlobRequest, [blobs.ListFiles(1), blobs.ReadRange(2, blobs.Range("f", 0, 10))]),
     "blob answers": (
-        blobs.Answer,
+        blobs.BlobAnswer,
         [blobs.FileList(1, [blobs.BlobFile("f", 10, 5, "s")]), blobs.Chunk(2, b"d" * 16), blobs.Refusal(3, "no")],
     ),
     "rank hosts": (

@@ -12,20 +12,9 @@ import pytest
 import zmq
 
 from tandem.errors import TransportError
-from tandem.transport.blobs import (
-    ATTEMPTS,
-    CHUNK,
-    WINDOW,
-    Answer,
-    BlobClient,
-    BlobServer,
-    ListFiles,
-    Range,
-    ReadRange,
-    Refusal,
-    checksum,
-)
-from tandem.transport.security import ClusterKeys
+from tandem.protocol.blobs import BlobAnswer, ListFiles, Range, ReadRange, Refusal
+from tandem.protocol.keys import ClusterKeys
+from tandem.transport.blobs import ATTEMPTS, CHUNK, WINDOW, BlobClient, BlobServer, checksum
 
 CONTENT = {"config.json": b"{}", "empty.txt": b"", "big.safetensors": random.Random(0).randbytes(CHUNK + 12345)}
 
@@ -183,7 +172,7 @@ def test_garbage_and_greedy_members_harm_nobody(server: BlobServer, client: Blob
         socket.send_multipart(frames)
     socket.send(msgspec.msgpack.encode(ReadRange(7, Range("nothing", 0, 1))))
     assert socket.poll(5000)
-    answer = msgspec.msgpack.decode(socket.recv(), type=Answer)
+    answer = msgspec.msgpack.decode(socket.recv(), type=BlobAnswer)
     assert isinstance(answer, Refusal) and answer.number == 7
     for number in range(8 * WINDOW):  # and never reads: what it asked for does not pile up, nor hold up others
         socket.send(msgspec.msgpack.encode(ReadRange(number, Range("big.safetensors", 0, CHUNK))))

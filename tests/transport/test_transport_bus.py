@@ -11,9 +11,9 @@ import zmq
 
 from tandem.errors import BatchDesync, TransportError
 from tandem.protocol.control import Failure, Hello, Stop
+from tandem.protocol.keys import ClusterKeys
 from tandem.transport.bus import EngineBus, RankBus, rank_identity
 from tandem.transport.channel import Channel, FrameHeader, MemoryChannel, TcpChannel
-from tandem.transport.security import ClusterKeys
 
 FAILURE = Failure(0, "RankFailure", "message", "trace")
 

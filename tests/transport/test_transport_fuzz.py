@@ -13,11 +13,13 @@ import pytest
 import zmq
 
 from tandem.errors import TandemError, TransportError
+from tandem.protocol.blobs import ListFiles, Range, ReadRange
 from tandem.protocol.control import Failure, Stop
-from tandem.transport.blobs import BlobClient, BlobServer, ListFiles, Range, ReadRange
+from tandem.protocol.keys import ClusterKeys
+from tandem.transport.blobs import BlobClient, BlobServer
 from tandem.transport.bus import EngineBus, RankBus, rank_identity
 from tandem.transport.channel import FrameHeader, TcpChannel
-from tandem.transport.security import Authenticator, ClusterKeys
+from tandem.transport.security import Authenticator
 
 HEADER = FrameHeader(1, "float32", (2, 2))
 GOOD = msgspec.msgpack.encode(HEADER)

@@ -11,10 +11,8 @@ import pytest
 
 import tandem.vllm_plugin as plugin
 from tandem.errors import ConfigError
-from tandem.executors.base import StageSpec
 from tandem.vllm_plugin.options import DEVICES, Options, check_devices, read_options
 from tandem.vllm_plugin.params import check, translate
-from tandem.vllm_plugin.rank import Layout
 from tandem.vllm_plugin.rendezvous import ring_variables
 
 NAMES = ("TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION", "TANDEM_BASE_PORT", "VLLM_METAL_RING_BASE_PORT",
@@ -89,17 +87,6 @@ def test_the_plugin_applies_by_hardware_and_packages(monkeypatch: pytest.MonkeyP
     assert plugin.applies()
     monkeypatch.setenv("TANDEM_VLLM", "0")
     assert plugin.register() is None
-
-
-@pytest.mark.parametrize(("stages", "size"), [(1, 1), (1, 2), (2, 1), (3, 1), (2, 2), (3, 2)])
-def test_ranks_send_to_whom_the_ranks_of_tandem_serve_send(stages: int, size: int) -> None:
-    for rank in range(stages * size):
-        layout = Layout(rank=rank, stages=stages, tp_size=size)
-        spec = StageSpec(
-            model_path="", model_name="", rank=rank, stage=layout.stage, stage_sizes=(size,) * stages, layers=(0, 1),
-            tensor_split=None, lanes=1, dtype="auto", dequantize="auto", vocab_size=1, memory_share=1.0,
-            eos_token_ids=(), channel="tcp", backend="ring", blas="none", log_level="INFO")
-        assert (layout.downstream, layout.samples, layout.part) == (spec.downstream, spec.samples, spec.tp_rank)
 
 
 def vllm_params(**changes: Any) -> SimpleNamespace:

@@ -15,7 +15,7 @@ from tandem.errors import RankFailure
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.worlds import make_world
 from tandem.processes.child import ChildProcess
-from tandem.transport.security import ClusterKeys
+from tandem.protocol.keys import ClusterKeys
 
 POLL_S = 0.05
 

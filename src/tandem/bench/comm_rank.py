@@ -16,8 +16,8 @@ from msgspec import Struct
 from tandem.bench.report import percentile
 from tandem.errors import TandemError
 from tandem.processes.child import receive_payload, watch_lifeline
+from tandem.protocol.keys import ClusterKeys
 from tandem.transport.channel import FrameHeader, TcpChannel
-from tandem.transport.security import ClusterKeys
 
 if TYPE_CHECKING:
     from tandem.comm.ring import RingLink

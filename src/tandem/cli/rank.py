@@ -10,9 +10,10 @@ import msgspec
 from tandem.errors import ConfigError
 from tandem.launchers.facts import launched_world
 from tandem.launchers.manual import read_token
-from tandem.launchers.rank_host import HostPayload, host_ranks
+from tandem.launchers.rank_host import host_ranks
 from tandem.log import set_up
 from tandem.processes.child import receive_payload
+from tandem.protocol.payloads import HostPayload
 
 
 def run(arguments: argparse.Namespace) -> int:

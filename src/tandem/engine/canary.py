@@ -17,8 +17,9 @@ from dataclasses import dataclass, replace
 from tandem.engine.drive import Drive, Driven, drive
 from tandem.engine.layout import GangLayout
 from tandem.errors import RankFailure
-from tandem.executors.base import Executor, StageSpec
+from tandem.executors.base import Executor
 from tandem.protocol.control import Ready
+from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep
 from tandem.scheduler.scheduler import Limits

@@ -17,13 +17,14 @@ from tandem.config.speculation import with_speculative_config
 from tandem.engine.draft import find_draft_model
 from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, told_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
-from tandem.executors.base import Executor, StageSpec
+from tandem.executors.base import Executor
 from tandem.launchers.base import Place
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
+from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import Pooling
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
@@ -83,7 +84,7 @@ def plan_layout(settings: Settings) -> GangLayout:
     specs = [
         StageSpec(
             model_path=str(files.path), model_name=model.served_name or files.name, rank=sum(sizes[:stage]) + part,
-            stage=stage, stage_sizes=sizes, layers=(layers.start, layers.stop), tensor_split=parallel.tensor_split,
+            stage_sizes=sizes, layers=(layers.start, layers.stop), tensor_split=parallel.tensor_split,
             lanes=lanes, dtype=model.dtype, dequantize=model.dequantize, vocab_size=description.vocab_size,
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,

@@ -12,7 +12,6 @@ from pathlib import Path
 from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
-from tandem.executors.base import StageSpec
 from tandem.guided.vocabulary import Vocabulary
 from tandem.loading.memory import cache_bytes, limit_memory, memory_bytes, on_gpu, peak_bytes, wire_weights
 from tandem.loading.stage import StageModel, load_stage
@@ -21,6 +20,7 @@ from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import slice_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
+from tandem.protocol.layout import StageSpec
 from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
 from tandem.runner.prefix_store import trimmable

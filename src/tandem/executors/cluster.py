@@ -14,10 +14,9 @@ from msgspec.structs import replace
 
 from tandem import errors
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
-from tandem.executors.base import Executor, Progress, StageSpec
+from tandem.executors.base import Executor, Progress
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import serve_model
-from tandem.executors.worker import WorkerPayload
 from tandem.launchers.base import Launcher, Place, RankProcess, World
 from tandem.protocol.control import (
     Connect,
@@ -33,10 +32,12 @@ from tandem.protocol.control import (
     Stepped,
     Stop,
 )
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.layout import StageSpec
+from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.step import StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus
-from tandem.transport.security import ClusterKeys
 
 log = logging.getLogger(__name__)
 

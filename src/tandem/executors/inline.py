@@ -10,12 +10,13 @@ from functools import partial
 
 from tandem.errors import EngineStuck, RankFailure, UsageError
 from tandem.executors.assembly import build_runner, load_slice, peak_bytes, ready_message, require_memory
-from tandem.executors.base import Executor, Progress, StageSpec
+from tandem.executors.base import Executor, Progress
 from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
 from tandem.loading.memory import choose_device
 from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
 

@@ -11,12 +11,12 @@ from tandem.checkpoints.files import METADATA, ModelFiles
 from tandem.checkpoints.index import read_headers, weight_files
 from tandem.checkpoints.resolve import download_files, hub_model
 from tandem.errors import RankFailure, TransportError
-from tandem.executors.base import StageSpec
 from tandem.models.description import describe
 from tandem.models.slice_cache import fetch_slice
 from tandem.models.slices import owned_files
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.layout import StageSpec
 from tandem.transport.blobs import PATIENCE_S, BlobClient, BlobServer
-from tandem.transport.security import ClusterKeys
 
 
 class Head(Struct, frozen=True):

@@ -17,22 +17,20 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Struct
 
 from tandem.comm.blas import preload_blas
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure
-from tandem.executors.base import StageSpec
 from tandem.executors.weights import Head, obtain_files
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
+from tandem.protocol.payloads import WorkerPayload
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
 from tandem.transport.bus import RankBus
 from tandem.transport.channel import TcpChannel
-from tandem.transport.security import ClusterKeys
 from tandem.version import __version__
 
 if TYPE_CHECKING:
@@ -49,18 +47,6 @@ HELLO_SECONDS = 2.0
 
 
 Wrap = Callable[["StageModel"], "StageModel"]
-
-
-class WorkerPayload(Struct, frozen=True, kw_only=True):
-    """What the launcher hands over."""
-
-    spec: StageSpec
-    keys: ClusterKeys
-    bus_endpoint: str
-    channel_host: str
-    generation: str
-    weights_endpoint: str = ""
-    """Where the engine's machine serves the model; empty when the rank's own machine has it."""
 
 
 class Worker:

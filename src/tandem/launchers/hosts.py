@@ -14,7 +14,7 @@ from tandem.launchers.local import thread_variables
 from tandem.launchers.member import Member, RemoteRank
 from tandem.launchers.roster import Roster
 from tandem.protocol.hosts import StartRank
-from tandem.transport.security import ClusterKeys
+from tandem.protocol.keys import ClusterKeys
 
 log = logging.getLogger(__name__)
 

@@ -9,9 +9,8 @@ from tandem.env import child_environment
 from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.worlds import make_world, visible_gpus
 from tandem.processes.child import ChildProcess
+from tandem.protocol.payloads import WORKER_MODULE
 from tandem.system.identity import machine_id
-
-WORKER_MODULE = "tandem.executors.worker"
 
 
 def thread_variables(count: int) -> dict[str, str]:

@@ -11,7 +11,7 @@ import msgspec
 
 from tandem.errors import ConfigError
 from tandem.launchers.hosts import HostsLauncher
-from tandem.transport.security import ClusterKeys
+from tandem.protocol.keys import ClusterKeys
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,12 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-from msgspec import Struct
 
 from tandem.descriptors import raise_limit
 from tandem.env import child_environment
 from tandem.errors import TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
-from tandem.launchers.local import WORKER_MODULE, thread_variables
+from tandem.launchers.local import thread_variables
 from tandem.launchers.worlds import free_ports
 from tandem.log import set_up
 from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
@@ -49,9 +48,9 @@ from tandem.protocol.hosts import (
     StartRank,
     Welcome,
 )
+from tandem.protocol.payloads import HostPayload
 from tandem.system.awake import keep_awake
 from tandem.transport.join import HostEnd
-from tandem.transport.security import ClusterKeys
 
 log = logging.getLogger(__name__)
 
@@ -63,25 +62,6 @@ END_S = 10.0
 WORLD_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING",
                    "NCCL_HOST_IP", "NCCL_PORT", "MLX_WORLD_SIZE")
 """Of the process that started this one, not for ranks: the head says which group a rank is in."""
-
-
-class HostPayload(Struct, frozen=True, kw_only=True):
-    """What a launcher hands over."""
-
-    keys: ClusterKeys
-    endpoints: list[str]
-    """HOST:PORT of the head's join socket, by each address that the machine may reach it at."""
-    slot: int | None = None
-    ticket: str = ""
-    address: str | None = None
-    """Address of the machine for other ranks; None: the one from which it reaches the head."""
-    join_timeout: float = 30.0
-    """Seconds to keep trying to join."""
-    rejoin: bool = False
-    """Join again after the head was lost."""
-    log_level: str = "INFO"
-    worker: str = WORKER_MODULE
-    """Entry point of ranks."""
 
 
 class _Rank:

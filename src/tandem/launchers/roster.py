@@ -30,8 +30,8 @@ from tandem.protocol.hosts import (
     ReservePorts,
     Welcome,
 )
+from tandem.protocol.keys import ClusterKeys
 from tandem.transport.join import HeadEnd
-from tandem.transport.security import ClusterKeys
 
 log = logging.getLogger(__name__)
 

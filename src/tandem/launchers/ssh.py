@@ -23,8 +23,8 @@ from tandem.launchers.facts import address_towards
 from tandem.launchers.host_worlds import Devices
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
 from tandem.launchers.hosts import HostsLauncher
-from tandem.launchers.rank_host import HostPayload
 from tandem.processes.interpreter import SAFE, module_command
+from tandem.protocol.payloads import HostPayload
 
 log = logging.getLogger(__name__)
 

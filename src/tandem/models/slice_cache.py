@@ -27,7 +27,8 @@ from tandem.env import cache_dir
 from tandem.errors import BrokenModel, UsageError
 from tandem.models.description import describe
 from tandem.models.slices import PartPlan, Span, chunks, plan_parts
-from tandem.transport.blobs import CHUNK, BlobFile, Range, checksum
+from tandem.protocol.blobs import BlobFile, Range
+from tandem.transport.blobs import CHUNK, checksum
 
 Progress = Callable[[int, int], None]
 """Called with bytes that are here and bytes in all."""

@@ -17,12 +17,13 @@ from tandem.comm.group import StageGroup
 from tandem.comm.ring import RingLink
 from tandem.engine.layout import GangLayout
 from tandem.executors.assembly import build_runner, load_slice, ready_message
-from tandem.executors.base import Executor, Progress, StageSpec
+from tandem.executors.base import Executor, Progress
 from tandem.parity.recording import dtype_file, recording
 from tandem.parity.reference import Recording, split_rows
 from tandem.parity.runs import run_task
 from tandem.parity.task import Task
 from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import RankStep, StepPlan, StepResult, batch_fingerprint
 from tandem.runner.runner import PendingStep, Runner
 

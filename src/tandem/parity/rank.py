@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec import Struct
 
-from tandem.executors.worker import WorkerPayload, run_rank
+from tandem.executors.worker import run_rank
 from tandem.launchers.local import LocalLauncher
 from tandem.processes.child import ChildProcess, receive_payload
+from tandem.protocol.payloads import WorkerPayload
 
 if TYPE_CHECKING:
     from tandem.loading.stage import StageModel

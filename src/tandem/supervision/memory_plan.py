@@ -11,11 +11,11 @@ from tandem.config.settings import Settings
 from tandem.engine.layout import GangLayout, plan_layout
 from tandem.engine.machines import chosen_launcher, hosts_for, told_memory
 from tandem.errors import OutOfMemory, UsageError
-from tandem.executors.base import StageSpec
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import kv_bytes_per_token, slice_bytes
 from tandem.processes.device import this_device
+from tandem.protocol.layout import StageSpec
 from tandem.supervision.engines import replica_settings
 
 HERE = "this machine"

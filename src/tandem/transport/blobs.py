@@ -16,11 +16,22 @@ from pathlib import Path
 
 import msgspec
 import zmq
-from msgspec import Struct
 
 from tandem.errors import TransportError
+from tandem.protocol.blobs import (
+    BlobAnswer,
+    BlobFile,
+    BlobRequest,
+    Chunk,
+    FileList,
+    ListFiles,
+    Range,
+    ReadRange,
+    Refusal,
+)
 from tandem.protocol.codec import Decoder
-from tandem.transport.security import Authenticator, ClusterKeys
+from tandem.protocol.keys import ClusterKeys
+from tandem.transport.security import Authenticator
 
 log = logging.getLogger(__name__)
 
@@ -38,63 +49,6 @@ SAMPLES, SAMPLE = 64, 4096
 """Blocks of a file, and bytes in each, by which files of the same size and time are told apart."""
 
 _encoder = msgspec.msgpack.Encoder()
-
-
-class Range(Struct, frozen=True, array_like=True):
-    """`length` bytes of file `name` from `offset` on."""
-
-    name: str
-    offset: int
-    length: int
-
-
-class BlobFile(Struct, frozen=True):
-    """One file that is served."""
-
-    name: str
-    size: int
-    mtime_ns: int
-    sample: str
-    """Checksum of some blocks spread over the file."""
-
-
-class ListFiles(Struct, frozen=True, tag=True):
-    """Ask for `FileList`."""
-
-    number: int
-
-
-class ReadRange(Struct, frozen=True, tag=True):
-    """Ask for `Chunk`."""
-
-    number: int
-    range: Range
-
-
-class FileList(Struct, frozen=True, tag=True):
-    """All files that are served."""
-
-    number: int
-    files: list[BlobFile]
-
-
-class Chunk(Struct, frozen=True, tag=True):
-    """The bytes follow in a frame of their own."""
-
-    number: int
-    digest: bytes
-    """`checksum` of them."""
-
-
-class Refusal(Struct, frozen=True, tag=True):
-    """The request cannot be answered."""
-
-    number: int
-    message: str
-
-
-Request = ListFiles | ReadRange
-Answer = FileList | Chunk | Refusal
 
 
 def checksum(data: bytes | memoryview) -> bytes:
@@ -122,7 +76,7 @@ class BlobServer:
         self._stop.bind("inproc://stop")
         self._stopped = self._context.socket(zmq.PAIR)
         self._stopped.connect("inproc://stop")
-        self._decoder = Decoder[Request](Request)
+        self._decoder = Decoder[BlobRequest](BlobRequest)
         self._thread = threading.Thread(target=self._run, name="blobs", daemon=True)
         self._thread.start()
 
@@ -209,7 +163,7 @@ class BlobClient:
         self._socket.maxmsgsize = MAX_ANSWER
         keys.secure_connect(self._socket)
         self._socket.connect(endpoint)
-        self._decoder = Decoder[Answer](Answer)
+        self._decoder = Decoder[BlobAnswer](BlobAnswer)
         self._number = 0
 
     def files(self) -> list[BlobFile]:
@@ -256,11 +210,11 @@ class BlobClient:
         self._number += 1
         return self._number
 
-    def _ask(self, request: Request) -> int:
+    def _ask(self, request: BlobRequest) -> int:
         self._socket.send(_encoder.encode(request))
         return request.number
 
-    def _receive(self) -> tuple[Answer, memoryview]:
+    def _receive(self) -> tuple[BlobAnswer, memoryview]:
         if not self._socket.poll(int(self._patience * 1000)):
             raise TransportError(f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?")
         frames = self._socket.recv_multipart(copy=False)

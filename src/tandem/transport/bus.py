@@ -8,7 +8,8 @@ import zmq
 from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.control import RankCommand, RankMessage
-from tandem.transport.security import Authenticator, ClusterKeys
+from tandem.protocol.keys import ClusterKeys
+from tandem.transport.security import Authenticator
 
 MAX_FRAME = 256 * 1024 * 1024
 """Bytes; a longer frame ends the peer's connection before it is read into memory."""

@@ -17,7 +17,8 @@ from msgspec import Struct
 
 from tandem.errors import BatchDesync, TransportError
 from tandem.protocol.codec import Decoder
-from tandem.transport.security import Authenticator, ClusterKeys
+from tandem.protocol.keys import ClusterKeys
+from tandem.transport.security import Authenticator
 
 FRAMES_IN_FLIGHT = 64
 """Frames that may wait unsent; the sender then blocks, so a fast stage cannot fill the memory."""

@@ -11,7 +11,8 @@ from zmq.utils.monitor import recv_monitor_message
 from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.hosts import HeadMessage, HostMessage
-from tandem.transport.security import Authenticator, ClusterKeys
+from tandem.protocol.keys import ClusterKeys
+from tandem.transport.security import Authenticator
 
 MAX_FRAME = 4 * 1024 * 1024
 """Bytes; a longer frame ends the peer's connection before it is read into memory."""

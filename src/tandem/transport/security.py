@@ -8,49 +8,16 @@ import threading
 import time
 
 import zmq
-from msgspec import Struct
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
+
+from tandem.protocol.keys import DOMAIN, ClusterKeys
 
 log = logging.getLogger(__name__)
 
 REFUSALS_S = 600.0
 """Seconds for which further refused peers of a socket are not logged."""
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
-
-DOMAIN = "tandem"
-
-
-class ClusterKeys(Struct, frozen=True):
-    """Two CURVE25519 key pairs in Z85: one for sockets that bind, one for sockets that connect.
-
-    Made anew for each run of a cluster and handed to the ranks by the launcher, never in process arguments.
-    """
-
-    bind_public: str
-    bind_secret: str
-    connect_public: str
-    connect_secret: str
-
-    @classmethod
-    def generate(cls) -> ClusterKeys:
-        """Draw fresh keys."""
-        bind_public, bind_secret = zmq.curve_keypair()
-        connect_public, connect_secret = zmq.curve_keypair()
-        return cls(bind_public.decode(), bind_secret.decode(), connect_public.decode(), connect_secret.decode())
-
-    def secure_bind(self, socket: zmq.Socket[bytes]) -> None:
-        """Make `socket` demand the cluster's keys; call before bind. Needs an `Authenticator` in its context."""
-        socket.curve_server = True
-        socket.curve_publickey = self.bind_public.encode()
-        socket.curve_secretkey = self.bind_secret.encode()
-        socket.zap_domain = DOMAIN.encode()
-
-    def secure_connect(self, socket: zmq.Socket[bytes]) -> None:
-        """Make `socket` present the cluster's keys; call before connect."""
-        socket.curve_serverkey = self.bind_public.encode()
-        socket.curve_publickey = self.connect_public.encode()
-        socket.curve_secretkey = self.connect_secret.encode()
 
 
 class Authenticator:

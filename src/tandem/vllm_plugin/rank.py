@@ -19,6 +19,7 @@ from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import slice_bytes
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
+from tandem.protocol.layout import RankPosition
 from tandem.runner.links import ChannelLink
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.runner import Runner
@@ -58,40 +59,10 @@ class MlxThread:
                 future.set_exception(error)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Which part of the model a rank has; ranks of a stage stand side by side."""
+class WorkerLayout(RankPosition, frozen=True, kw_only=True):
+    """Which part of the model a worker has."""
 
-    rank: int
-    stages: int
-    tp_size: int
     layer_split: tuple[int, ...] | None = None
-
-    @property
-    def stage(self) -> int:
-        """Number of the rank's stage."""
-        return self.rank // self.tp_size
-
-    @property
-    def part(self) -> int:
-        """Number within the stage."""
-        return self.rank % self.tp_size
-
-    @property
-    def samples(self) -> bool:
-        """True for the one rank that chooses tokens, whose output vLLM reads."""
-        return self.stage == self.stages - 1 and self.part == 0
-
-    @property
-    def downstream(self) -> list[int]:
-        """Ranks that this one sends to: activations to the next stage, tokens from the sampler to all of the first.
-
-        Every rank of a stage holds the same activations, and each serves its twin of the next stage.
-        """
-        if self.stages == 1 or (self.stage == self.stages - 1 and not self.samples):
-            return []
-        first = (self.stage + 1) % self.stages * self.tp_size
-        return list(range(first, first + self.tp_size)) if first == 0 else [first + self.part]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +77,7 @@ class LoadedRank:
     """Of the machine or device."""
 
 
-def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None, memory_share: float, lanes: int,
+def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str | None, memory_share: float, lanes: int,
          group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0, sharing: int = 1) -> LoadedRank:
     """Load this rank's slice. `dtype` None is the default of the device; `drafts`: most of a sequence in one step;
     `sharing`: ranks on this machine.
@@ -129,7 +100,7 @@ def load(model: str, revision: str | None, layout: Layout, *, dtype: str | None,
                           param="memory_fraction")
     shard = None
     if layout.tp_size > 1:
-        shard = plan_shards(description, layout.tp_size, dequantize=dequantize)[layout.part]
+        shard = plan_shards(description, layout.tp_size, dequantize=dequantize)[layout.tp_rank]
     stage = load_stage(files, description, layers, dtype=kind, dequantize=dequantize, shard=shard,
                        tensor_parallel=group)
     link = ChannelLink(channel) if channel is not None else None

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from tandem.transport.security import ClusterKeys
+from tandem.protocol.keys import ClusterKeys
 
 TIMEOUT = timedelta(minutes=10)
 """Loading torch and vLLM takes minutes on a slow machine."""

@@ -54,10 +54,10 @@ class TandemWorker(WorkerBase):
         prepare_metal()
         keep_awake()
         self._blas = preload_blas(options.blas)
-        from tandem.vllm_plugin.rank import Layout, MlxThread  # imports mlx, after the BLAS
+        from tandem.vllm_plugin.rank import MlxThread, WorkerLayout  # imports mlx, after the BLAS
 
-        self._layout = Layout(rank=self.rank, stages=parallel.pipeline_parallel_size,
-                              tp_size=parallel.tensor_parallel_size, layer_split=options.layer_split)
+        sizes = (parallel.tensor_parallel_size,) * parallel.pipeline_parallel_size
+        self._layout = WorkerLayout(rank=self.rank, stage_sizes=sizes, layer_split=options.layer_split)
         self._rendezvous: Rendezvous | None = None
         placed: dict[str, Any] = self.vllm_config.additional_config or {}
         here, address = 1, "127.0.0.1"
@@ -125,7 +125,7 @@ class TandemWorker(WorkerBase):
         layout = self._layout
         mine = endpoints[layout.stage * layout.tp_size:(layout.stage + 1) * layout.tp_size]
         logger.info("MLX ring of stage %d: %s", layout.stage, ", ".join(mine))
-        return ring_variables(mine, layout.part)
+        return ring_variables(mine, layout.tp_rank)
 
     def _channel(self) -> TcpChannel:
         assert self._rendezvous is not None

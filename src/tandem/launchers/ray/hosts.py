@@ -14,8 +14,8 @@ import msgspec
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.hosts import HostsLauncher
-from tandem.launchers.rank_host import HostPayload
 from tandem.launchers.ray.driver import RayDriver, connected_driver
+from tandem.protocol.payloads import HostPayload
 from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks, Shortage
 
 log = logging.getLogger(__name__)

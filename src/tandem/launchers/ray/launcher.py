@@ -35,10 +35,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from tandem.env import child_environment
 from tandem.errors import UsageError
 from tandem.launchers.facts import is_own
-from tandem.launchers.rank_host import HostPayload
 from tandem.launchers.ray.nodes import UNIT, RayNode, check_addresses, choose, shortage
 from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
 from tandem.processes.interpreter import module_command
+from tandem.protocol.payloads import HostPayload
 from tandem.protocol.placement import (
     ClusterRefused,
     Connected,

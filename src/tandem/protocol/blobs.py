@@ -1,0 +1,60 @@
+"""Messages by which files go from one machine to another (transport/blobs.py)."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Range(Struct, frozen=True, array_like=True):
+    """`length` bytes of file `name` from `offset` on."""
+
+    name: str
+    offset: int
+    length: int
+
+
+class BlobFile(Struct, frozen=True):
+    """One file that is served."""
+
+    name: str
+    size: int
+    mtime_ns: int
+    sample: str
+    """Checksum of some blocks spread over the file."""
+
+
+class ListFiles(Struct, frozen=True, tag=True):
+    """Ask for `FileList`."""
+
+    number: int
+
+
+class ReadRange(Struct, frozen=True, tag=True):
+    """Ask for `Chunk`."""
+
+    number: int
+    range: Range
+
+
+class FileList(Struct, frozen=True, tag=True):
+    """All files that are served."""
+
+    number: int
+    files: list[BlobFile]
+
+
+class Chunk(Struct, frozen=True, tag=True):
+    """The bytes follow in a frame of their own."""
+
+    number: int
+    digest: bytes
+    """`checksum` of them."""
+
+
+class Refusal(Struct, frozen=True, tag=True):
+    """The request cannot be answered."""
+
+    number: int
+    message: str
+BlobRequest = ListFiles | ReadRange
+BlobAnswer = FileList | Chunk | Refusal

@@ -1,0 +1,41 @@
+"""What ranks and rank hosts get on standard input when they are started."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.layout import StageSpec
+
+WORKER_MODULE = "tandem.executors.worker"
+"""Entry point of ranks."""
+
+
+class WorkerPayload(Struct, frozen=True, kw_only=True):
+    """What the launcher hands over."""
+
+    spec: StageSpec
+    keys: ClusterKeys
+    bus_endpoint: str
+    channel_host: str
+    generation: str
+    weights_endpoint: str = ""
+    """Where the engine's machine serves the model; empty when the rank's own machine has it."""
+
+class HostPayload(Struct, frozen=True, kw_only=True):
+    """What a launcher hands over."""
+
+    keys: ClusterKeys
+    endpoints: list[str]
+    """HOST:PORT of the head's join socket, by each address that the machine may reach it at."""
+    slot: int | None = None
+    ticket: str = ""
+    address: str | None = None
+    """Address of the machine for other ranks; None: the one from which it reaches the head."""
+    join_timeout: float = 30.0
+    """Seconds to keep trying to join."""
+    rejoin: bool = False
+    """Join again after the head was lost."""
+    log_level: str = "INFO"
+    worker: str = WORKER_MODULE
+    """Entry point of ranks."""
