@@ -29,3 +29,9 @@ def test_size(file):
 def test_names_say_what_is_inside():
     parts = {part for file in FILES for part in file.relative_to(SOURCE).with_suffix("").parts}
     assert not parts & FORBIDDEN_NAMES
+
+
+@pytest.mark.parametrize("folder", sorted({file.parent for file in FILES}), ids=lambda folder: folder.name)
+def test_no_folder_is_a_heap(folder):
+    if folder.name not in ("families", "tools"):
+        assert len([file for file in folder.glob("*.py") if file.name != "__init__.py"]) <= 20
