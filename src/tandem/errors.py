@@ -20,6 +20,13 @@ class TandemError(Exception):
 class UsageError(TandemError):
     """What the user asked for cannot be done as asked: exit code 2 and one line on the command line."""
 
+    rank: int | None = None
+    """The rank that found it, if one did."""
+
+
+class SpawnError(TandemError):
+    """A process could not be started: no memory, processes or open files are left. That may change."""
+
 
 class ConfigError(UsageError):
     """A flag, variable or configuration file entry has a wrong value."""

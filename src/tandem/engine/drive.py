@@ -42,7 +42,8 @@ def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest],
     """Run `requests` to their end on a started executor of `ranks` ranks that report, and leave nothing behind there.
 
     A scheduler of its own makes the plans, numbered from `first_step`; with `digest` each asks ranks for digests.
-    Raises RankFailure, also when the logits of a request are not finite, and RequestError.
+    Raises RankFailure, also when the logits of a request are not finite, and RequestError. Calls the executor's
+    `on_wait` as long as it runs.
     """
     scheduler = Scheduler(limits, first_step=first_step)
     run = Drive({request.request_id: Driven() for request in requests}, {}, first_step)
@@ -52,6 +53,8 @@ def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest],
         while (plan := scheduler.next_plan()) is not None:
             run.steps[plan.step_id] = {}
             executor.submit(replace(plan, digest=digest))
+        if executor.on_wait is not None:
+            executor.on_wait()
         for report in executor.collect(POLL_S):
             run.steps[report.step.step_id][report.step.rank] = report.step
             for message in scheduler.update(report.result) if report.result is not None else []:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
 
 from tandem.config.settings import Settings
 from tandem.engine.drain_rate import DrainRate
@@ -34,6 +33,8 @@ class Engine:
         self._report = Report(self.gang, self.metrics)
         self._scheduler: Scheduler | None = None
         self._drain_rate = DrainRate()
+        self._out: list[EngineMessage] = []
+        """What nobody has taken yet."""
 
     @property
     def executor(self) -> Executor:
@@ -106,20 +107,30 @@ class Engine:
         """
         if self._scheduler is None:
             return []
-        messages: list[EngineMessage] = []
         try:
             if self.gang.all_back():
-                messages += self._recover(None)
+                self.gang.recover(self._scheduler, None, self._out)
             self._send_plans()
             for report in self.executor.collect(timeout_s if self._scheduler.under_way else 0.0):
-                messages += self._take(report)
+                self._take(report)
             # At once, so that the ranks have their next step before anybody looks at this one's outcome.
             self._send_plans()
         except EngineStuck:
             self.gang.state = "failed"
             raise
         except RankFailure as failure:
-            messages += self._recover(failure)
+            self.gang.recover(self._scheduler, failure, self._out)
+        return self.take_messages()
+
+    def take_messages(self) -> list[EngineMessage]:
+        """What there is for clients since the last call; `pump` returns it too, once it is done."""
+        messages, self._out = self._out, []
+        for message in messages:
+            if isinstance(message, Output):
+                self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason)
+            elif isinstance(message, Refused):
+                self.metrics.refused.labels(str(message.status)).inc()
+                self.metrics.forget(message.request_id)
         return messages
 
     def _send_plans(self) -> None:
@@ -127,34 +138,21 @@ class Engine:
             self.executor.submit(plan)
         self._drain_rate.observe(time.monotonic(), self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 
-    def _take(self, report: Stepped) -> list[EngineMessage]:
+    def _take(self, report: Stepped) -> None:
         self._report.stepped(report)
         if report.result is None:
-            return []
+            return
         messages = self.scheduler.update(report.result, time.monotonic())
         self.metrics.speculated(self.scheduler.speculation.counts)
         if messages:
             self.gang.proven()
-        self._count(messages)
-        return messages
-
-    def _recover(self, failure: RankFailure | None) -> list[EngineMessage]:
-        messages = self.gang.recover(self.scheduler, failure)
-        self._count(messages)
-        return messages
-
-    def _count(self, messages: Sequence[EngineMessage]) -> None:
-        for message in messages:
-            if isinstance(message, Output):
-                self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason)
-            elif isinstance(message, Refused):
-                self.metrics.refused.labels(str(message.status)).inc()
-                self.metrics.forget(message.request_id)
+        self._out += messages
 
     def failures(self, error: Exception) -> list[EngineMessage]:
-        """End every request with an error, because the engine cannot go on."""
+        """What is left to say, and an error for every request, because the engine cannot go on."""
         live = [] if self._scheduler is None else list(self._scheduler.sequences)
-        return [Refused(request_id, 503, f"the engine stopped: {error}", code="engine_failed") for request_id in live]
+        self._out += [Refused(name, 503, f"the engine stopped: {error}", code="engine_failed") for name in live]
+        return self.take_messages()
 
     def drain(self) -> None:
         """Take no new requests; `idle` turns true when the others are done."""
@@ -162,6 +160,7 @@ class Engine:
 
     def close(self) -> None:
         """End all ranks, and let go of their machines."""
+        self.executor.on_wait = None
         self.executor.shutdown()
 
     def status(self) -> EngineStatus:

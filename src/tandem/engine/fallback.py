@@ -1,9 +1,9 @@
-"""When machines are lost for longer: the planner's layout for those that remain."""
+"""When machines are lost for longer, or cannot start: the planner's layouts for those that remain."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from tandem.config.settings import Settings
@@ -30,24 +30,48 @@ class Fallback:
     """Places of the full layout that its ranks take, in their order."""
 
 
-def fallback(settings: Settings, full: GangLayout, facts: Sequence[Ready], present: Sequence[int]) -> Fallback | None:
-    """The best layout over the places `present` of the full one, whose ranks once said `facts`; None if none fits."""
-    machines = [Machine(name=str(slot), memory=facts[slot].memory_bytes, bandwidth=BANDWIDTH, flops=FLOPS,
-                        gpu=facts[slot].gpu) for slot in present]
-    wanted = Request(context=min(full.max_context, settings.scheduler.kv_tokens or full.max_context), goal="latency",
-                     dtype=settings.model.dtype, dequantize=settings.model.dequantize,
-                     memory_fraction=settings.scheduler.memory_fraction)
-    try:
-        found = plan(full.description, machines, [LINK], wanted)
-        for candidate in found.candidates:
+class Alternatives:
+    """Layouts over fewer machines than the full one has, the best one first, and the next when one cannot start."""
+
+    def __init__(self, settings: Settings, full: GangLayout, facts: Sequence[Ready]) -> None:
+        """`facts`: what the ranks of the full layout, in their order, have said of their machines."""
+        self._settings = settings
+        self._full = full
+        self._facts = facts
+        self._present: tuple[int, ...] = ()
+        self._left: Iterator[Fallback] = iter(())
+
+    def next(self, present: Sequence[int]) -> Fallback | None:
+        """A layout over the places `present` of the full one: the best one, or the one after that which was given last
+        for the same places; after the last one the first again. None if none fits."""
+        if tuple(present) == self._present and (found := next(self._left, None)) is not None:
+            return found
+        self._present = tuple(present)
+        self._left = self._layouts(present)
+        return next(self._left, None)
+
+    def _layouts(self, present: Sequence[int]) -> Iterator[Fallback]:
+        settings, full = self._settings, self._full
+        machines = [Machine(name=str(slot), memory=self._facts[slot].memory_bytes, bandwidth=BANDWIDTH, flops=FLOPS,
+                            gpu=self._facts[slot].gpu) for slot in present]
+        wanted = Request(context=min(full.max_context, settings.scheduler.kv_tokens or full.max_context),
+                         goal="latency", dtype=settings.model.dtype, dequantize=settings.model.dequantize,
+                         memory_fraction=settings.scheduler.memory_fraction)
+        try:
+            candidates = plan(full.description, machines, [LINK], wanted).candidates
+        except UsageError as error:
+            log.warning("no layout over the machines that remain: %s", error.message)
+            return
+        for candidate in candidates:
             if candidate.layout is None or not candidate.fits or len(candidate.layout.replicas) > 1:
                 continue
             [stages] = candidate.layout.replicas
-            sizes = tuple(len(stage.machines) for stage in stages)
-            parallel = replace(settings.parallel, parallel=sizes, pipeline_parallel_size=1, tensor_parallel_size=1,
+            parallel = replace(settings.parallel, parallel=tuple(len(stage.machines) for stage in stages),
+                               pipeline_parallel_size=1, tensor_parallel_size=1,
                                layer_split=tuple(stage.layers for stage in stages), tensor_split=None)
-            layout = plan_layout(replace(settings, parallel=parallel))
-            return Fallback(layout, tuple(present[machine] for machine in candidate.layout.machines))
-    except UsageError as error:
-        log.warning("no layout over the machines that remain: %s", error.message)
-    return None
+            try:
+                layout = plan_layout(replace(settings, parallel=parallel))
+            except UsageError as error:
+                log.warning("no layout over the machines that remain: %s", error.message)
+                continue
+            yield Fallback(layout, tuple(present[machine] for machine in candidate.layout.machines))

@@ -2,6 +2,9 @@
 
 Ranks are disposable. The scheduler holds every request; a new gang gets its sequences from there, and goes on where the
 old one stopped.
+
+At the first start a mistake (a file that is missing, too little memory) is for the user to mend, and ends the engine.
+Once a gang has served, the same error says that something has gone away which may come back: it is waited for.
 """
 
 from __future__ import annotations
@@ -9,15 +12,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tandem.config.settings import Settings
 from tandem.engine.canary import REPEAT_S, send_canary
-from tandem.engine.fallback import fallback
+from tandem.engine.fallback import Alternatives
 from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.sizing import make_limits
-from tandem.errors import RankFailure
+from tandem.errors import RankFailure, UsageError
 from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import EngineMessage, Ready
 from tandem.scheduler.scheduler import Limits, Scheduler
@@ -33,6 +36,21 @@ LOSSES = ("died", "stopped", "silent", "link", "stuck")
 """Causes of a failure that may well not come again."""
 SEEK_S = 1.0
 """Seconds between two looks for machines that were lost."""
+BAR_AFTER = 2
+"""Starts in a row that one rank's place forbids before it is done without."""
+AGAIN_S, LATEST_AGAIN_S = 10.0, 300.0
+"""Seconds until all machines are tried again after they could not start; twice as long each time, up to the second."""
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """A layout, and the places of the whole one that it takes."""
+
+    layout: GangLayout
+    slots: tuple[int, ...] | None = None
+    """None: all of them."""
+    degraded: str = ""
+    """Why it is not the whole one."""
 
 
 class Gang:
@@ -42,11 +60,8 @@ class Gang:
         """Nothing is started."""
         self._settings = settings
         self._metrics = metrics
-        self._whole = layout
+        self._whole = self._laid = _Laid(layout)
         self.executor = executor
-        self.layout = layout
-        self.degraded = ""
-        """Why fewer machines serve than the settings name; empty when all do."""
         self.state = "starting"
         self.detail = "loading the model"
         self.restarts = 0
@@ -59,9 +74,24 @@ class Gang:
         self._failures_in_a_row = 0
         self._canary_s = 0.0
         self._ready_at = 0.0
-        self._facts: list[Ready] = []
-        """What the ranks of the whole layout have said of their machines."""
         self._sought_at = 0.0
+        self._accused: tuple[int, int] = (-1, 0)
+        """The place whose rank could not start last, and how often in a row."""
+        self._barred: set[int] = set()
+        """Places that are done without, though their machines are there."""
+        self._whole_at = 0.0
+        """When the whole layout may be tried again."""
+        self._whole_pause = AGAIN_S
+
+    @property
+    def layout(self) -> GangLayout:
+        """How the model lies over the ranks."""
+        return self._laid.layout
+
+    @property
+    def degraded(self) -> str:
+        """Why fewer machines serve than the settings name; empty when all do."""
+        return self._laid.degraded
 
     def start(self, progress: Progress | None = None) -> Scheduler:
         """Load the model everywhere, for the first time. Raises UsageError or RankFailure, with nothing left running.
@@ -72,21 +102,22 @@ class Gang:
             try:
                 self._launch(progress)
                 if specs := self.executor.specs:
-                    self._whole = self.layout = replace(self.layout, ranks=tuple(specs))
+                    self._whole = self._laid = _Laid(replace(self.layout, ranks=tuple(specs)))
                 limits = self._limits()
-                self._facts = self.ready
                 scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
                 break
             except RankFailure as failure:
                 if failure.cause not in LOSSES or self._failures_in_a_row >= self._settings.scheduler.max_restarts:
                     self.executor.shutdown()
                     raise
+                # The state stays `starting`: there is no scheduler yet that could take requests.
                 self._count_failure(failure)
                 self.executor.close()
-                self.state, self.detail = "starting", f"starting again after: {failure.message}"
+                self.detail = f"starting again after: {failure.message}"
             except BaseException:
                 self.executor.shutdown()
                 raise
+        self._alternatives = Alternatives(self._settings, self.layout, self.ready)
         self._metrics.kv_total.set(limits.kv_tokens)
         self._stand()
         return scheduler
@@ -117,79 +148,76 @@ class Gang:
         """The gang has brought something: what fails next is the first failure in a row."""
         self._failures_in_a_row = 0
 
-    def recover(self, scheduler: Scheduler, failure: RankFailure | None) -> list[EngineMessage]:
-        """A new gang, and every request queued again with the tokens it has.
+    # --- replacing ranks ---
 
-        Without a failure the old one ends on purpose, for the whole layout.
+    def recover(self, scheduler: Scheduler, failure: RankFailure | None, out: list[EngineMessage]) -> None:
+        """A new gang, and every request queued again with the tokens it has. Refusals go to `out` at once.
+
+        Without a failure the old gang ends on purpose, for the whole layout. Raises RankFailure when it gives up.
         """
-        noticed, before = time.monotonic(), self.layout
+        noticed, before = time.monotonic(), self._laid
         if noticed - self._ready_at > STABLE_S:
             self._failures_in_a_row = 0
-        messages = scheduler.restart(blame=failure is not None)
+        self.executor.on_wait = self.on_wait
+        refused = scheduler.restart(blame=failure is not None)
+        out += refused
         # Deaths that a request is to blame for say nothing against the machines.
-        self._failures_in_a_row = max(self._failures_in_a_row - len(messages), 0)
-        while True:
-            if failure is None:
-                self._announce("recovering", "all machines are back; the model is laid out over them again")
-            else:
-                self._count_failure(failure)
+        self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
+        if failure is None:
+            self._announce("recovering", "all machines are back; the model is laid out over them again")
             self.executor.close()
-            if failure is None:
-                self._lay_out(self._whole, None, "")
-            elif self._failures_in_a_row > self._settings.scheduler.max_restarts:
+            self._lay_out(self._whole)
+            failure = self._bring_up(scheduler, before.layout, out)
+            if failure is not None:
+                self._go_back(before, failure)
+                failure = self._bring_up(scheduler, before.layout, out)
+        while failure is not None:
+            self._count_failure(failure)
+            self.executor.close()
+            if self._failures_in_a_row > self._settings.scheduler.max_restarts:
                 self.state = "failed"
                 raise RankFailure(f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the "
                                   f"last: {failure.message}", rank=failure.rank, cause=failure.cause)
-            elif failure.cause == "host":
-                self._do_without(failure)
-            elif self._failures_in_a_row > 1:
-                self._wait(min(BACKOFF_S * 2 ** self._failures_in_a_row, MAX_BACKOFF_S))
-            try:
-                self.executor.on_wait = self.on_wait
-                self._launch()
-                if self.layout is not before:
-                    messages += scheduler.resize(self._limits())
-                    self._metrics.kv_total.set(scheduler.limits.kv_tokens)
-                if self._canary_s < REPEAT_S:
-                    scheduler.next_step = self._canary(scheduler.limits, scheduler.next_step)
-                break
-            except RankFailure as again:
-                failure = again
+            self._do_without(failure)
+            if failure.cause != "host" and self._failures_in_a_row > 1:
+                self._pause(failure)
+            failure = self._bring_up(scheduler, before.layout, out)
         self._stand()
         self._metrics.recovery_seconds.observe(self._ready_at - noticed)
         log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
                  len(scheduler.sequences))
-        return messages
 
-    # --- machines that are lost for longer ---
+    def _bring_up(self, scheduler: Scheduler, before: GangLayout, out: list[EngineMessage]) -> RankFailure | None:
+        """Start the next gang; what went wrong if it did. `before` is the layout that the scheduler's limits fit."""
+        try:
+            self._launch()
+            if self.layout is not before:
+                out += scheduler.resize(self._limits())
+                self._metrics.kv_total.set(scheduler.limits.kv_tokens)
+            if self._canary_s < REPEAT_S:
+                scheduler.next_step = self._canary(scheduler.limits, scheduler.next_step)
+        except RankFailure as failure:
+            return failure
+        except UsageError as mistake:
+            # It did serve: what is amiss came since, and may go again.
+            return RankFailure(mistake.message, rank=mistake.rank, cause="start")
+        self._accused = (-1, 0)
+        if self._laid is self._whole:
+            self._barred.clear()
+            self._whole_pause = AGAIN_S
+        return None
 
-    def _do_without(self, failure: RankFailure) -> None:
-        """Lay the model out over the machines that are there, if it fits; else go on waiting for the others."""
-        present = self.executor.present()
-        if present is None or not present or len(present) == len(self._whole.ranks):
-            return
-        found = fallback(self._settings, self._whole, self._facts, present)
-        if found is None:
-            log.error("the model does not fit on the %d machine(s) that remain; waiting for the others", len(present))
-            return
-        ranks = len(found.layout.ranks)
-        self._lay_out(found.layout, found.slots, f"{ranks} of {len(self._whole.ranks)} ranks: {failure.message}")
-
-    def _lay_out(self, layout: GangLayout, slots: tuple[int, ...] | None, degraded: str) -> None:
-        if self.degraded != degraded:
-            log.warning("degraded: %s", degraded) if degraded else log.info("all machines are back")
-        self.layout, self.degraded = layout, degraded
-        self.ready = []
-        self.executor.relay(layout.ranks, slots)
-        self._metrics.degraded.set(bool(degraded))
-
-    def all_back(self) -> bool:
-        """All machines are there, while fewer serve. Looked for once a second."""
-        now = time.monotonic()
-        if not self.degraded or now - self._sought_at < SEEK_S:
-            return False
-        self._sought_at = now
-        return len(self.executor.present() or ()) == len(self._whole.ranks)
+    def _pause(self, failure: RankFailure) -> None:
+        seconds = min(BACKOFF_S * 2 ** self._failures_in_a_row, MAX_BACKOFF_S)
+        words = (f"the ranks cannot be replaced: {failure.message}; the next try in {seconds:.0f} s (failure "
+                 f"{self._failures_in_a_row} in a row, max_restarts is {self._settings.scheduler.max_restarts})")
+        log.warning("%s", words)
+        self._announce("recovering", words)
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self.on_wait is not None:
+                self.on_wait()
+            time.sleep(WAIT_S)
 
     def _count_failure(self, failure: RankFailure) -> None:
         self._failures_in_a_row += 1
@@ -200,14 +228,64 @@ class Gang:
         self._announce("recovering", f"replacing the ranks after: {failure.message}")
 
     def _announce(self, state: str, detail: str) -> None:
-        if self.state != "draining":
+        if self.state not in ("starting", "draining"):
             self.state, self.detail = state, detail
         if self.on_wait is not None:
             self.on_wait()
 
-    def _wait(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if self.on_wait is not None:
-                self.on_wait()
-            time.sleep(WAIT_S)
+    # --- machines that are lost for longer, or cannot start their ranks ---
+
+    def _do_without(self, failure: RankFailure) -> None:
+        """Lay the model out over some of the machines if others are missing, or cannot start. If it fits nowhere the
+        layout that failed is tried again."""
+        present = self.executor.present()
+        if present is None:
+            return
+        self._accuse(failure)
+        usable = [slot for slot in present if slot not in self._barred]
+        lost = failure.cause == "host" or (failure.cause == "start" and bool(self.degraded or self._barred))
+        if not lost or not usable or len(usable) == len(self._whole.layout.ranks):
+            return
+        found = self._alternatives.next(usable)
+        if found is None:
+            log.error("the model does not fit on the %d machine(s) that remain; waiting for the others", len(usable))
+            return
+        ranks = f"{len(found.layout.ranks)} of {len(self._whole.layout.ranks)} ranks"
+        why = self.degraded.partition(": ")[2] if failure.cause == "start" and self.degraded else failure.message
+        self._lay_out(_Laid(found.layout, found.slots, f"{ranks}: {why}"))
+
+    def _accuse(self, failure: RankFailure) -> None:
+        """Note a rank of the whole layout that cannot start; a place that forbids it again and again is barred."""
+        if failure.cause != "start" or failure.rank is None or self._laid is not self._whole:
+            return
+        slot, times = self._accused
+        self._accused = (failure.rank, times + 1 if slot == failure.rank else 1)
+        if self._accused[1] >= BAR_AFTER:
+            self._barred.add(failure.rank)
+            self._whole_at = time.monotonic() + self._whole_pause
+
+    def _go_back(self, laid: _Laid, failure: RankFailure) -> None:
+        """The whole layout could not start: serve again as before, and try it later."""
+        log.warning("all machines are back, but: %s; they are tried again in %.0f s", failure.message,
+                    self._whole_pause)
+        self._metrics.failures.labels(failure.cause).inc()
+        self.executor.close()
+        self._whole_at = time.monotonic() + self._whole_pause
+        self._whole_pause = min(2 * self._whole_pause, LATEST_AGAIN_S)
+        self._lay_out(laid)
+
+    def _lay_out(self, laid: _Laid) -> None:
+        if self.degraded != laid.degraded:
+            log.warning("degraded: %s", laid.degraded) if laid.degraded else log.info("all machines are back")
+        self._laid = laid
+        self.ready = []
+        self.executor.relay(laid.layout.ranks, laid.slots)
+        self._metrics.degraded.set(bool(laid.degraded))
+
+    def all_back(self) -> bool:
+        """All machines are there, while fewer serve. Looked for once a second."""
+        now = time.monotonic()
+        if not self.degraded or now - self._sought_at < SEEK_S or now < self._whole_at:
+            return False
+        self._sought_at = now
+        return len(self.executor.present() or ()) == len(self._whole.layout.ranks)

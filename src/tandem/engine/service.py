@@ -71,6 +71,8 @@ class EngineService:
             self._publish()
             self._serving = True
             self._serve()
+        except _Over:
+            log.info("ended while ranks were being replaced")
         except EngineStuck as stuck:
             log.error("%s; this process ends, since the step cannot be ended without it", stuck.message)
             self._gateway.close()
@@ -100,6 +102,9 @@ class EngineService:
     def _meanwhile(self) -> None:
         """While ranks are being replaced: requests may come and go, and the status shows it."""
         self._take_messages()
+        self._deliver(self._engine.take_messages())
+        if self._over():
+            raise _Over
         if self._gateway.status.state != self._engine.state:
             self._publish()
         self._publish_now_and_then()
@@ -163,6 +168,10 @@ class EngineService:
     def _publish_now_and_then(self) -> None:
         if time.monotonic() - self._published > PUBLISH_S:
             self._publish()
+
+
+class _Over(Exception):
+    """The engine was told to end while it replaced ranks, and nothing is left to wait for."""
 
 
 class _ProgressLog:

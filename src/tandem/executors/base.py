@@ -17,7 +17,7 @@ class Executor(ABC):
     """A gang of ranks, or one in this process. Used by one thread."""
 
     on_wait: Callable[[], None] | None = None
-    """Called about every 0.1 s while `start` waits for ranks."""
+    """Called about every 0.1 s while `start` and `close` wait for ranks."""
 
     @abstractmethod
     def start(self, progress: Progress | None = None) -> list[Ready]:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import zmq
 from msgspec.structs import replace
 
 from tandem import errors
-from tandem.errors import RankFailure, TandemError, TransportError, UsageError
+from tandem.errors import RankFailure, SpawnError, TandemError, TransportError, UsageError
 from tandem.executors.base import Executor, Progress
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import serve_model
@@ -45,6 +46,8 @@ POLL_S = 0.1
 """Seconds between looks at whether the rank processes live."""
 STOP_GRACE_S = 2.0
 """Seconds that ranks get to end by themselves."""
+KILL_S = 10.0
+"""Seconds that killed ranks get to be gone; those of a machine that cannot be reached are not."""
 DEATH_S = 0.3
 """Seconds that the end of a process may take longer than the loss of its connections, which other ranks report."""
 FAILED = 1
@@ -106,6 +109,9 @@ class ClusterExecutor(Executor):
             ready = self._gather_ready(progress)
             self._stop_serving()
             return ready
+        except (OSError, zmq.ZMQError, SpawnError) as error:
+            self.close()
+            raise RankFailure(f"the ranks cannot be started: {error}", cause="start") from error
         except BaseException:
             self.close()
             raise
@@ -283,7 +289,9 @@ class ClusterExecutor(Executor):
         """A user's mistake that a rank found stays what it is; anything else is a failed rank."""
         kind = getattr(errors, failure.kind, None)
         if isinstance(kind, type) and issubclass(kind, UsageError):
-            return kind(f"rank {failure.rank}: {failure.message}")
+            mistake = kind(f"rank {failure.rank}: {failure.message}")
+            mistake.rank = failure.rank
+            return mistake
         log.debug("%s", failure.traceback)
         deadline = time.monotonic() + DEATH_S
         while time.monotonic() < deadline:
@@ -334,11 +342,11 @@ class ClusterExecutor(Executor):
                 except TransportError:
                     continue
         calm = not (self._watchdog.busy or self._failed)
-        deadline = time.monotonic() + (STOP_GRACE_S if calm else 0.0)
+        self._wait_for_ends(STOP_GRACE_S if calm else 0.0)
         for process in self._processes:
-            if not process.wait(max(deadline - time.monotonic(), 0.0)):
-                process.kill()
-                process.wait(10.0)
+            process.kill()
+        # All at once: of machines that are away, each would take its whole time.
+        self._wait_for_ends(KILL_S)
         self._processes = []
         self._stop_serving()
         if self._bus is not None:
@@ -347,6 +355,16 @@ class ClusterExecutor(Executor):
         for world in self._worlds:
             world.remove()
         self._worlds.clear()
+
+    def _wait_for_ends(self, seconds: float) -> None:
+        """Until all ranks have ended, but no longer than that."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes:
+            while not process.wait(max(min(deadline - time.monotonic(), POLL_S), 0.0)):
+                if time.monotonic() >= deadline:
+                    break
+                if self.on_wait is not None:
+                    self.on_wait()
 
     def shutdown(self) -> None:
         """Let go of the machines as well."""

@@ -85,9 +85,10 @@ class Launcher(ABC):
         missing that may come back.
         """
 
-    def present(self, count: int) -> list[int]:
-        """Which of `count` places could be had now; lost ones are sought again by and by."""
-        return list(range(count))
+    def present(self, count: int) -> list[int] | None:
+        """Which of `count` places could be had now; lost ones are sought again by and by. None where a place is no
+        machine that one could do without."""
+        return None
 
     @abstractmethod
     def world(self, backend: str, ranks: Sequence[int]) -> World:

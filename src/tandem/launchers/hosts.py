@@ -139,7 +139,7 @@ class HostsLauncher(Launcher):
                 self._sought_at = time.monotonic()
                 log.warning("%s; it is sought again", failure.message)
 
-    def present(self, count: int) -> list[int]:
+    def present(self, count: int) -> list[int] | None:
         """Slots whose rank hosts are there; the others are brought again."""
         found = self.roster.fill(count)
         missing = [slot for slot, member in enumerate(found) if member is None]

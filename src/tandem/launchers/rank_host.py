@@ -24,7 +24,7 @@ import msgspec
 
 from tandem.descriptors import raise_limit
 from tandem.env import child_environment
-from tandem.errors import TransportError, UsageError
+from tandem.errors import SpawnError, TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
 from tandem.launchers.local import thread_variables
 from tandem.launchers.worlds import free_ports
@@ -222,7 +222,7 @@ class RankHost:
         self._end_rank()
         try:
             self._rank = _Rank(order, self._payload.worker)
-        except OSError as error:
+        except (OSError, SpawnError) as error:
             link.send(RankExited(order.number, 1, f"could not be started: {error}"))
             return
         link.send(RankStarted(order.number, self._rank.process.pid))

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from tandem.errors import SpawnError
 from tandem.processes.interpreter import module_command
 from tandem.system.state import process_state
 
@@ -32,13 +33,16 @@ class ChildProcess:
         """Start `python -m module arguments...`.
 
         `payload` must not contain a newline; `env` is the child's whole environment, `pass_fds` are files that it
-        inherits. What it writes goes to the file `output`, if one is given.
+        inherits. What it writes goes to the file `output`, if one is given. Raises SpawnError.
         """
         self.name = name
         command = module_command(module, *arguments)
-        self._process = _spawner.submit(subprocess.Popen, command, stdin=subprocess.PIPE, env=dict(env),
-                                        start_new_session=True, pass_fds=tuple(pass_fds), stdout=output,
-                                        stderr=output).result()
+        try:
+            self._process = _spawner.submit(subprocess.Popen, command, stdin=subprocess.PIPE, env=dict(env),
+                                            start_new_session=True, pass_fds=tuple(pass_fds), stdout=output,
+                                            stderr=output).result()
+        except (OSError, RuntimeError) as error:  # RuntimeError: not even a thread can be had
+            raise SpawnError(f"the {name} cannot be started: {error}") from error
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")

@@ -1,0 +1,230 @@
+"""Ranks that cannot be replaced at once: what is waited for, what is served meanwhile, and when the engine gives up."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from tandem.engine import recovery
+from tandem.engine.engine import Engine
+from tandem.engine.layout import plan_layout
+from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UsageError
+from tandem.executors.base import Executor, Progress
+from tandem.protocol.control import Output, Ready, Refused, Stepped
+from tandem.protocol.layout import StageSpec
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import RankStep, StepPlan, StepResult
+from tandem.testing import tiny_model
+
+MEMORY = 2**30
+
+
+def missing(rank: int) -> UsageError:
+    error = BrokenModel(f"rank {rank}: config.json cannot be read")
+    error.rank = rank
+    return error
+
+
+class Machines(Executor):
+    """Ranks that answer every step with token 5, on machines that come, go, and cannot start when a test says so."""
+
+    def __init__(self, specs: Sequence[StageSpec]) -> None:
+        self.whole = self.laid = list(specs)
+        self.places: list[int] | None = None
+        self.slots = list(range(len(specs)))
+        self.broken: Callable[[list[int]], TandemError | None] = lambda slots: None
+        """What goes wrong with ranks in these places."""
+        self.starts: list[list[int]] = []
+        """The places of every gang that was to start."""
+        self.plans: deque[StepPlan] = deque()
+        self.failure: RankFailure | None = None
+
+    def start(self, progress: Progress | None = None) -> list[Ready]:
+        self.starts.append(self.slots)
+        self.plans.clear()
+        if self.places is not None and not set(self.slots) <= set(self.places):
+            raise RankFailure("machines are missing", cause="host")
+        if (error := self.broken(self.slots)) is not None:
+            raise error
+        return [Ready(rank=rank, weight_bytes=10**6, kv_bytes_per_token=256, memory_bytes=MEMORY, peak_bytes=0,
+                      gpu=False, host=f"host{slot}", pid=1, trimmable=True) for rank, slot in enumerate(self.slots)]
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def collect(self, timeout_s: float) -> list[Stepped]:
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        if not self.plans:
+            return []
+        plan = self.plans.popleft()
+        step = RankStep(0, plan.step_id, 0.0, 0)
+        return [Stepped(step, result=StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))]
+
+    def present(self) -> list[int] | None:
+        return self.places
+
+    def relay(self, specs: Sequence[StageSpec], slots: Sequence[int] | None) -> None:
+        self.laid, self.slots = list(specs), list(range(len(self.whole)) if slots is None else slots)
+
+    def close(self) -> None:
+        self.plans.clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(recovery, "WAIT_S", 0.001)
+    monkeypatch.setattr(recovery, "SEEK_S", 0.0)
+    monkeypatch.setattr(recovery, "AGAIN_S", 0.0)
+
+
+def an_engine(model: Path, ranks: int = 3, max_restarts: int = 5) -> tuple[Engine, Machines]:
+    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=ranks),
+                        scheduler=SchedulerSettings(canary=False, max_restarts=max_restarts, kv_tokens=2000))
+    layout = plan_layout(settings)
+    machines = Machines(layout.ranks)
+    engine = Engine(settings, layout, machines)
+    engine.start()
+    return engine, machines
+
+
+def ask(engine: Engine, tokens: int = 20) -> None:
+    engine.submit(EngineRequest(request_id="a", prompt=[7, 8], params=SamplingParams(max_tokens=tokens,
+                                                                                     ignore_eos=True)))
+
+
+def finish(engine: Engine) -> list[int]:
+    produced: list[int] = []
+    for _ in range(1000):
+        for message in engine.pump(0.0):
+            assert isinstance(message, Output), message
+            produced += message.tokens
+        if engine.idle:
+            return produced
+    raise AssertionError("it does not end")
+
+
+def die(rank: int = 1) -> RankFailure:
+    return RankFailure(f"rank {rank} was ended by SIGKILL", rank=rank, cause="died")
+
+
+@pytest.mark.parametrize("error", [missing(1), OutOfMemory("too little memory"), LayoutError("no cable"),
+                                   UsageError("the disk is full")], ids=lambda error: type(error).__name__)
+def test_a_mistake_that_ranks_find_once_they_have_served_is_waited_for(model: Path, error: UsageError) -> None:
+    engine, machines = an_engine(model)
+    ask(engine)
+    left = [error, error, None]
+    machines.broken = lambda slots: left.pop(0)
+    said: list[tuple[str, str]] = []
+    engine.gang.on_wait = lambda: said.append((engine.state, engine.gang.detail))
+    machines.failure = die()
+    assert finish(engine) == [5] * 20
+    assert len(machines.starts) == 4 and engine.state == "ready" and engine.restarts == 3
+    waiting = [detail for state, detail in said if "next try in" in detail]
+    assert waiting and error.message in waiting[-1] and "failure 3 in a row, max_restarts is 5" in waiting[-1]
+    assert {state for state, _ in said} == {"recovering"}
+
+
+def test_no_token_is_lost_while_the_files_are_away(model: Path) -> None:
+    engine, machines = an_engine(model)
+    ask(engine, 40)
+    produced: list[int] = []
+    left: list[UsageError | None] = [missing(0), missing(2), None]
+    machines.broken = lambda slots: left.pop(0)
+    for step in range(200):
+        if step == 7:
+            machines.failure = die()
+        for message in engine.pump(0.0):
+            assert isinstance(message, Output)
+            produced += message.tokens
+    assert produced == [5] * 40
+
+
+def test_at_the_first_start_it_is_final(model: Path) -> None:
+    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
+                        scheduler=SchedulerSettings(canary=False))
+    layout = plan_layout(settings)
+    machines = Machines(layout.ranks)
+    machines.broken = lambda slots: missing(1)
+    with pytest.raises(BrokenModel):
+        Engine(settings, layout, machines).start()
+    assert len(machines.starts) == 1
+
+
+def test_what_does_not_come_back_ends_the_engine_after_max_restarts_and_clients_are_told(model: Path) -> None:
+    engine, machines = an_engine(model, max_restarts=3)
+    ask(engine)
+    engine.pump(0.0)
+    machines.broken = lambda slots: missing(1)
+    machines.failure = die()
+    with pytest.raises(RankFailure, match="gave up after 4 failures in a row.*config.json cannot be read") as gave_up:
+        finish(engine)
+    assert len(machines.starts) == 1 + 3 and engine.state == "failed"
+    messages = engine.failures(gave_up.value)
+    assert [one.status for one in messages if isinstance(one, Refused)] == [503]
+
+
+def test_a_gang_that_loses_a_rank_while_it_starts_for_the_first_time_stays_starting(model: Path) -> None:
+    """`recovering` would mean that requests are queued."""
+    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
+                        scheduler=SchedulerSettings(canary=False))
+    layout = plan_layout(settings)
+    machines = Machines(layout.ranks)
+    left: list[TandemError | None] = [die(0), None]
+    machines.broken = lambda slots: left.pop(0)
+    engine = Engine(settings, layout, machines)
+    states: list[str] = []
+    engine.gang.on_wait = lambda: states.append(engine.state)
+    engine.start()
+    assert states == ["starting"] and engine.state == "ready"
+
+
+def test_a_machine_whose_rank_cannot_start_is_done_without_and_tried_again(model: Path) -> None:
+    """It has rejoined after a reboot, before the disk with the model was mounted."""
+    engine, machines = an_engine(model)
+    machines.places = [0, 1, 2]
+    ask(engine, 60)
+    machines.broken = lambda slots: missing(1) if 1 in slots else None
+    machines.failure = die()
+    produced: list[int] = []
+    for _ in range(10):
+        produced += [token for one in engine.pump(0.0) if isinstance(one, Output) for token in one.tokens]
+    assert engine.gang.degraded.endswith("rank 1: config.json cannot be read")
+    assert machines.starts[1:3] == [[0, 1, 2]] * 2 and 1 not in machines.starts[3]
+    assert [0, 1, 2] in machines.starts[4:], "all of them are tried again"
+    assert engine.state == "ready" and 1 not in machines.slots, "and it serves as before when they cannot start"
+    machines.broken = lambda slots: None
+    produced += finish(engine)
+    assert machines.slots == [0, 1, 2] and engine.gang.degraded == ""
+    assert produced == [5] * 60
+
+
+def test_another_of_the_smaller_layouts_is_tried_when_one_cannot_start(model: Path) -> None:
+    engine, machines = an_engine(model)
+    ask(engine)
+    machines.places = [0, 2]
+    refused: list[tuple[tuple[int, ...], ...]] = []
+
+    def broken(slots: list[int]) -> TandemError | None:
+        shape = tuple(spec.layers for spec in machines.laid)
+        if not refused:
+            refused.append(shape)
+            return OutOfMemory("no room for the draft model")
+        return OutOfMemory("no room for the draft model") if shape in refused else None
+
+    machines.failure = RankFailure("machines are missing", cause="host")
+    machines.broken = broken
+    assert finish(engine) == [5] * 20
+    assert engine.gang.degraded.endswith("machines are missing"), "not: no room for the draft model"
+    assert tuple(spec.layers for spec in machines.laid) not in refused
