@@ -28,7 +28,7 @@ def main() -> int:
     def write_down(bound: Settings) -> None:
         place.write(Record(os.getpid(), bound.server.host, bound.server.port,
                            ", ".join(one.name for one in bound.named) or bound.model.model, time.time(),
-                           bound.process.drain_timeout))
+                           bound.process.drain_timeout, "http" if bound.server.tls_cert is None else "https"))
 
     try:
         return serve(settings, write_down)

@@ -42,6 +42,7 @@ from tandem.protocol.supervisor import (
     SupervisorRequest,
     UnloadModel,
 )
+from tandem.server.connections.tls import Certificate
 from tandem.server.listener import listen
 from tandem.supervision.children import MODULE
 from tandem.supervision.control import ControlServer, control_path
@@ -78,6 +79,8 @@ def checked(settings: Settings) -> Settings:
 
 def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda settings: None) -> int:
     """Serve until a signal; `on_listening` gets the settings with the port that is bound. Raises UsageError."""
+    if settings.server.tls_cert is not None:
+        Certificate(settings.server.tls_cert, settings.server.tls_key)  # the api would say the same, after a while
     listener = listen(settings.server.host, settings.server.port)
     with listener, _with_cluster(settings) as settings:
         completed = _completed(settings, listener)
@@ -188,7 +191,8 @@ class Supervisor:
     def _announce(self, engines: list[EngineStatus]) -> None:
         self._engines.announced = True
         host, port = self._settings.server.host, self._settings.server.port
-        address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "http" if self._settings.server.tls_cert is None else "https"
+        address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         log.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
         ranks = sum(len(engine.ranks) for engine in engines)
         if isinstance(self._engines, Fleet):

@@ -86,7 +86,7 @@ class Look:
 def run(arguments: argparse.Namespace) -> int:
     """Print; 0 if everything that was asked for is ready. Raises UsageError."""
     if arguments.port is not None:
-        looks = [Look(f"port {arguments.port}", True, address=f"http://127.0.0.1:{arguments.port}")]
+        looks = [Look(f"port {arguments.port}", True, address=f"127.0.0.1:{arguments.port}")]
         _fill(looks[0], arguments.port, arguments.interval)
     else:
         names = [arguments.name] if arguments.name else [name for name in known_names() if Background(name).runs()]
@@ -108,7 +108,7 @@ def look_at(place: Background, interval: float) -> Look:
     if record is not None:
         host = f"[{record.host}]" if ":" in record.host else record.host
         look.pid, look.model, look.started_at = record.pid, record.model, record.started_at
-        look.address = f"http://{host}:{record.port}"
+        look.address = f"{record.scheme}://{host}:{record.port}"
         try:
             _fill(look, record.port, interval)
         except UsageError:

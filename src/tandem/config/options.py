@@ -30,6 +30,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "max_batch_size": ("--max-num-seqs",),
     "memory_fraction": ("--gpu-memory-utilization",),
     "enable_metrics": ("--metrics",),
+    "tls_cert": ("--ssl-certfile",),
+    "tls_key": ("--ssl-keyfile",),
     "num_speculative_tokens": ("--num-draft-tokens",),
 }
 """Names by which users of vLLM and its relatives know the same thing."""

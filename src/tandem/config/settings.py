@@ -178,6 +178,21 @@ class ServerSettings:
     """Most tokens of one client in a minute, prompts and answers together."""
     cors_origin: tuple[str, ...] = ()
     """Web origins that may call the server from a browser; * for any."""
+    allowed_origin: tuple[str, ...] = ()
+    """Web origins whose pages may use a server without keys, such as https://chat.example.com; * for any. Those of
+    `cors_origin`, the server's own and those of this machine (http://localhost:3000) may."""
+    allowed_host: tuple[str, ...] = ()
+    """Names by which clients reach a server without keys, such as gpu.example.com, or *.example.com; * for any.
+    Addresses, names without a dot, and names in .localhost, .local, .internal and .home.arpa need not be listed."""
+    tls_cert: str | None = None
+    """PEM file with the certificate, and those between it and its authority, to serve HTTPS; read anew when it changes
+    (docs/security.md)."""
+    tls_key: str | None = None
+    """PEM file with its private key, if that is not in `tls_cert`."""
+    max_connections: int | None = None
+    """Most connections at once, the next are told 503; by default as many as the limit of open files allows."""
+    max_connections_per_address: int | None = None
+    """Most of them from one address, the next are told 429; by default half of all."""
     max_body_mb: float = 32.0
     """Largest request body, in MiB."""
     default_max_tokens: int | None = None

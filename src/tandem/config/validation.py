@@ -49,6 +49,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "prompt_lookup_max": (1, MOST_LOOKUP),
     "prompt_lookup_min": (1, MOST_LOOKUP),
     "port": (0, 65535),
+    "max_connections": _AT_LEAST_ONE,
+    "max_connections_per_address": _AT_LEAST_ONE,
     "max_body_mb": _POSITIVE,
     "default_max_tokens": _AT_LEAST_ONE,
     "request_timeout": _POSITIVE,
@@ -62,7 +64,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_loaded": _AT_LEAST_ONE,
 }
 _NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "journal", "engine_socket",
-              "hostfile", "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path")
+              "hostfile", "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path",
+              "tls_cert", "tls_key")
 
 
 def default_label(name: str) -> str:
@@ -80,6 +83,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
     _check_layer_split(settings, label)
     _check_launcher(settings.parallel, label)
     _check_speculation(settings, label)
+    _check_names(settings, label)
     warnings = _check_keys(settings, label)
     if settings.model.trust_remote_code:
         warnings.append(f"{label('trust_remote_code')}: Python code that comes with the model will run on this machine")
@@ -172,6 +176,22 @@ def _check_speculation(settings: Settings, label: Label) -> None:
         raise ConfigError(f"{label('prompt_lookup_min')}: {chosen.prompt_lookup_min} is more than the "
                           f"{chosen.prompt_lookup_max} of {label('prompt_lookup_max')}; lower it",
                           param="prompt_lookup_min")
+
+
+def _check_names(settings: Settings, label: Label) -> None:
+    """Hosts and web origins are written as browsers send them, and a private key belongs to a certificate."""
+    server = settings.server
+    for host in server.allowed_host:
+        if not host or any(mark in host for mark in "/ @") or (host.count(":") == 1):
+            raise ConfigError(f"{label('allowed_host')}: {host!r} is not the name of a host; write it without scheme "
+                              "and port, such as gpu.example.com", param="allowed_host")
+    for origin in server.allowed_origin:
+        scheme, separator, rest = origin.rstrip("/").partition("://")
+        if origin != "*" and not (scheme and separator and rest and "/" not in rest):
+            raise ConfigError(f"{label('allowed_origin')}: {origin!r} is not a web origin; write scheme and host, and "
+                              "the port if it has one, such as https://chat.example.com", param="allowed_origin")
+    if server.tls_key is not None and server.tls_cert is None:
+        raise ConfigError(f"{label('tls_key')}: needs --tls-cert FILE, the certificate of the key", param="tls_cert")
 
 
 def _check_keys(settings: Settings, label: Label) -> list[str]:

@@ -1,4 +1,4 @@
-"""What every HTTP request passes first: API key, metrics, and the net under unexpected exceptions."""
+"""What every HTTP request passes first: API key or origin, metrics, and the net under unexpected exceptions."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.errors import AuthenticationError, RequestError
 from tandem.server.context import Api, key_digest, key_group
 from tandem.server.failures import error_response, internal_error
+from tandem.server.origins import Origins, check_content_type
 from tandem.server.status import page
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ class Gate:
         self._app = app
         self._api = api
         self._digests = [key_digest(key) for key in api.keys]
+        server = api.settings.server
+        self._origins = Origins(server.host, server.allowed_host, (*server.allowed_origin, *server.cors_origin))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -63,13 +66,17 @@ class Gate:
             self._account(scope, status, time.monotonic() - started)
 
     def _admit(self, scope: Scope) -> None:
-        """Note who is asking. Raises AuthenticationError for a missing or wrong key."""
+        """Note who is asking. Raises RequestError for a missing or wrong key, a page that may not, a strange body."""
         client = scope.get("client")
         scope["tandem.group"] = client[0] if client else ""
         scope["tandem.trusted"] = True
+        headers, free = Headers(scope=scope), scope["path"] in OPEN_PATHS
         if not self._digests:
+            if not free:
+                self._origins.check(headers)
+                check_content_type(scope["method"], headers)
             return
-        presented = _presented_key(Headers(scope=scope))
+        presented = _presented_key(headers)
         known = False
         if presented is not None:
             digest = key_digest(presented)
@@ -77,7 +84,8 @@ class Gate:
             known = sum(hmac.compare_digest(digest, other) for other in self._digests) > 0
             scope["tandem.group"] = key_group(presented)
         scope["tandem.trusted"] = known
-        if known or scope["path"] in OPEN_PATHS:
+        if known or free:
+            check_content_type(scope["method"], headers)
             return
         what = "No API key given" if presented is None else "Incorrect API key provided"
         message = f"{what}; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'."

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
+import ssl
 import time
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from tandem.borders import watch_loop
 from tandem.config.settings import Settings
 from tandem.env import runtime_dir
 from tandem.errors import UnavailableError
 from tandem.server.app import create_app
+from tandem.server.connections.acceptor import Acceptor, most_connections
+from tandem.server.connections.connection import Connection
+from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
 from tandem.server.engines.client import EngineClient
 from tandem.server.engines.protocol import Engines
@@ -25,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 5.0
 """Seconds for connections to close after the last request has ended."""
+_TICKS = 10
+"""Ticks of uvicorn's main loop in a second."""
 
 
 class ApiServer(uvicorn.Server):
@@ -33,8 +41,12 @@ class ApiServer(uvicorn.Server):
     """
 
     def __init__(self, config: uvicorn.Config, api: Api, drain_timeout: float) -> None:
+        """Raises ConfigError for a certificate that cannot be used."""
         super().__init__(config)
         self._api = api
+        server = api.settings.server
+        self._certificate = Certificate(server.tls_cert, server.tls_key) if server.tls_cert is not None else None
+        self._acceptors: list[Acceptor] = []
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None
 
@@ -49,14 +61,37 @@ class ApiServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and say where, in the words that people search logs for."""
-        await super().startup(sockets)
+        watch_loop(asyncio.get_running_loop())
+        await super().startup([])  # connections are taken by our own acceptor
+        most = most_connections(self._api.settings.server.max_connections)
+        most_each = self._api.settings.server.max_connections_per_address or max(most // 2, 1)
+        scheme = "http" if self._certificate is None else "https"
         for listener in sockets or ():
+            acceptor = Acceptor(listener, self._connection, most=most, most_each=most_each, tls=self._tls,
+                                clients=self._clients)
+            acceptor.start()
+            self._acceptors.append(acceptor)
             host, port = listener.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
-            logger.info("Uvicorn running on http://%s:%d (Press CTRL+C to quit)", host, port)
+            logger.info("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)", scheme, host, port)
+
+    def _connection(self) -> Connection:
+        return Connection(self.config, self.server_state, self.lifespan.state)
+
+    def _clients(self) -> list[Connection]:
+        return [one for one in self.server_state.connections if isinstance(one, Connection)]
+
+    def _tls(self) -> ssl.SSLContext | None:
+        return self._certificate.context if self._certificate is not None else None
 
     async def on_tick(self, counter: int) -> bool:
         """True when it is time to exit; called about each 0.1 s."""
+        if counter % _TICKS == 0:
+            now = asyncio.get_running_loop().time()
+            for one in self._clients():
+                one.look(now)
+        if self._certificate is not None and counter % int(LOOK_S * _TICKS) == 0:
+            self._certificate.look()
         if self._drain_until is not None and not self.should_exit:
             late = time.monotonic() > self._drain_until
             if late:
@@ -68,6 +103,8 @@ class ApiServer(uvicorn.Server):
         """Close, and do so in good order even when forced: the engine must hear that this api goes."""
         self._api.draining = True
         self._api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
+        for acceptor in self._acceptors:
+            acceptor.stop()
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()
@@ -80,9 +117,15 @@ def engine_endpoint(settings: Settings) -> str:
 
 
 def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
-    """A uvicorn server for `app` that logs through our own loggers and drains on signals."""
+    """A uvicorn server for `app` that logs through our own loggers and drains on signals.
+
+    Raises ConfigError for a certificate that cannot be used.
+    """
+    # What it warns of is what clients send; they are told themselves.
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -97,7 +140,7 @@ def run_api(settings: Settings, *, fd: int | None = None, engines: Engines | Res
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 
     `engines` is what works on the requests; by default the one engine that the settings name. Returns after the drain.
-    Raises ConfigError when the address cannot be had.
+    Raises ConfigError when the address cannot be had, or the certificate cannot be used.
     """
     listener = socket.socket(fileno=fd) if fd is not None else listen(settings.server.host, settings.server.port)
     app = create_app(settings, engines or EngineClient(engine_endpoint(settings)))

@@ -31,6 +31,7 @@ class Record(Struct, frozen=True):
     model: str
     started_at: float
     drain_timeout: float
+    scheme: str = "http"
 
 
 class Background:
@@ -81,7 +82,10 @@ class Background:
     def write(self, record: Record) -> None:
         """Write it down at once, or not at all."""
         fresh = self.path / "record.new"
-        fresh.write_bytes(msgspec.json.encode(record))
+        with contextlib.suppress(FileNotFoundError):
+            fresh.unlink()
+        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
+            file.write(msgspec.json.encode(record))
         fresh.replace(self.path / "record.json")
 
     def forget(self) -> None:

@@ -1,0 +1,112 @@
+"""Where threads and tasks that live for long end: what one raises is logged, and ends the process that cannot do
+without it, so that whoever watches that process starts another. A thread that is gone without a word is worse.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
+
+EXIT_BROKEN = 70
+"""Exit code of a process that a thread or task of its own has broken (EX_SOFTWARE)."""
+QUIET_S = 60.0
+"""Seconds between two log lines about the same failure of the event loop."""
+
+T = TypeVar("T")
+OnFailure = Callable[[BaseException], object]
+
+_own = False
+_tasks: set[asyncio.Task[Any]] = set()
+"""The event loop itself keeps no task alive."""
+
+
+def own_process() -> None:
+    """This process is Tandem's own, to be ended when a thread or task breaks. Others' (see `tandem.LLM`) go on."""
+    global _own
+    _own = True
+
+
+def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure | None = None) -> threading.Thread:
+    """A daemon thread that does `work`. An exception is logged and handed to `on_failure`, or else ends the process.
+
+    What `on_failure` raises ends the process too.
+    """
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - this is the border
+            _failed(f"the thread {name!r}", error, on_failure)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+def start_task(work: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
+    """The same as a task of the running event loop; a cancelled one has not failed."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    _tasks.add(task)
+
+    def ended(_: asyncio.Task[T]) -> None:
+        _tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _failed(f"the task {name!r}", error, on_failure)
+
+    task.add_done_callback(ended)
+    return task
+
+
+def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Log what callbacks of an event loop raise: where it happened, and each kind once in a while."""
+    quiet: dict[str, float] = {}
+
+    def on_error(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error, message = context.get("exception"), context.get("message", "an error")
+        kind = f"{message.partition('(')[0]} {type(error).__name__}"
+        now = time.monotonic()
+        if now < quiet.get(kind, 0.0):
+            return
+        if len(quiet) > 100:
+            quiet.clear()
+        quiet[kind] = now + QUIET_S
+        log.error("event loop: %s; what it concerned (a connection, a request) has ended, the rest goes on; please "
+                  "report it (others like it are not logged for a while)\n%s", kind, _places(error))
+
+    loop.set_exception_handler(on_error)
+
+
+def _failed(what: str, error: BaseException, on_failure: OnFailure | None) -> None:
+    name = type(error).__name__
+    if on_failure is not None:
+        log.error("%s has failed: %s; what it did has ended, the process goes on; please report it\n%s", what, name,
+                  _places(error))
+        try:
+            on_failure(error)
+        except Exception as second:  # noqa: BLE001 - this is the border
+            what, error, name = f"the way out of {what}", second, type(second).__name__
+        else:
+            return
+    follows = "this process ends, for another to be started in its place" if _own else "nothing replaces it"
+    log.critical("%s has failed: %s; %s; please report it\n%s", what, name, follows, _places(error))
+    if _own:
+        end_process()
+
+
+def end_process() -> None:
+    """End at once: the other threads may wait for the one that has failed."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    os._exit(EXIT_BROKEN)
+
+
+def _places(error: BaseException | None) -> str:
+    """Where it was raised. Its message is left out: that of a foreign exception may quote a prompt."""
+    return "" if error is None else "".join(traceback.format_tb(error.__traceback__)).rstrip()

@@ -1,0 +1,167 @@
+"""Takes connections from the listening socket, and no more of them than there is room for.
+
+asyncio's own server knows no limits, and when descriptors run out it logs a traceback for each connection that waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+import resource
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from tandem.borders import start_task
+from tandem.errors import OverloadedError, RequestError, UnavailableError
+from tandem.server.connections import connection
+from tandem.server.connections.connection import Connection, refusing
+
+logger = logging.getLogger(__name__)
+
+SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+PAUSE_S = 0.25
+"""Seconds without accepting when descriptors have run out."""
+QUIET_S = 60.0
+"""Seconds between two log lines about the same shortage."""
+BATCH = 64
+"""Most connections that are taken, or idle ones that are closed, at once."""
+YOUNG_S = 1.0
+"""Seconds for which a connection without a request is about to bring one."""
+REFUSED = 64
+"""Connections beyond the limit that are told why; more are closed without a word."""
+RESERVE = 128
+"""Descriptors that are not for clients: engines' sockets, the journal, the model's files."""
+
+
+def most_connections(asked: int | None) -> int:
+    """Most connections at once: `asked`, but no more than this process may have descriptors for."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = max(limit - RESERVE, limit // 2) if limit != resource.RLIM_INFINITY else 2**20
+    return min(asked, room) if asked is not None else room
+
+
+class Acceptor:
+    """Accepts on one listening socket. Belongs to the event loop that called `start`."""
+
+    def __init__(self, listener: socket.socket, make: Callable[[], Connection], *, most: int, most_each: int,
+                 tls: Callable[[], ssl.SSLContext | None], clients: Callable[[], Iterable[Connection]]) -> None:
+        """`make` makes a connection; at most `most` at once, `most_each` of one address. `clients` gives those
+        there are.
+
+        `tls` gives the certificate of the moment, or None for plain HTTP.
+        """
+        self._listener = listener
+        self._make = make
+        self._most, self._most_each = most, most_each
+        self._tls = tls
+        self._clients = clients
+        self._open: Counter[str] = Counter()
+        self._resume: asyncio.TimerHandle | None = None
+        self._quiet_until = float("-inf")
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._loop = asyncio.get_running_loop()
+        self._listener.setblocking(False)
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def stop(self) -> None:
+        """Accept no more."""
+        if self._resume is not None:
+            self._resume.cancel()
+        self._loop.remove_reader(self._listener.fileno())
+
+    @property
+    def count(self) -> int:
+        """Connections that are open, those in a TLS handshake included."""
+        return self._open.total()
+
+    def _accept(self) -> None:
+        for _ in range(BATCH):
+            try:
+                client, address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._short(error)
+                return
+            self._admit(client, group_of(str(address[0])))
+
+    def _short(self, error: OSError) -> None:
+        """No descriptor is left: wait a little, and close whatever stands idle meanwhile."""
+        closed = self._close_idle(BATCH, older_than=self._loop.time() - YOUNG_S)
+        if self._loop.time() >= self._quiet_until:
+            self._quiet_until = self._loop.time() + QUIET_S
+            remedy = ("a higher `ulimit -n` before the start gives more room" if error.errno in SHORTAGE
+                      else "this is not expected")
+            logger.warning("a connection cannot be accepted (%s; %d are open): %d idle ones are closed and new ones "
+                           "wait; %s", error.strerror, self.count, closed, remedy)
+        self._loop.remove_reader(self._listener.fileno())
+        self._resume = self._loop.call_later(PAUSE_S, self.start)
+
+    def _close_idle(self, most: int, older_than: float = math.inf) -> int:
+        """Close up to `most` connections without a request, those that have been so for longest first."""
+        idle = [one for one in self._clients()
+                if one.idle and one.since < older_than and not one.transport.is_closing()]
+        idle.sort(key=lambda one: one.since)
+        for one in idle[:most]:
+            one.transport.close()
+        return len(idle[:most])
+
+    def _admit(self, client: socket.socket, group: str) -> None:
+        refusal: RequestError | None = None
+        if self._open[group] >= self._most_each:
+            refusal = OverloadedError(f"This address has {self._open[group]} connections open "
+                                      "(--max-connections-per-address); close some.", code="too_many_connections")
+        elif self.count >= self._most and not self._close_idle(1):
+            refusal = UnavailableError("The server has as many connections as it takes (--max-connections); try again "
+                                       "later.", code="too_many_connections")
+        if self.count >= self._most + REFUSED or self._open[group] >= self._most_each + REFUSED:
+            client.close()
+            return
+        self._open[group] += 1
+        start_task(self._connect(client, group, refusal), name="connection", on_failure=lambda _: None)
+
+    async def _connect(self, client: socket.socket, group: str, refusal: RequestError | None) -> None:
+        """Hand the socket to a protocol, after the TLS handshake if there is one."""
+        left = False
+
+        def leave() -> None:
+            nonlocal left
+            if not left:
+                left = True
+                self._open[group] -= 1
+                if not self._open[group]:
+                    del self._open[group]
+
+        def make() -> Connection:
+            made = self._make()
+            made.on_lost = leave
+            if refusal is not None:
+                made.app = refusing(refusal)
+            return made
+
+        tls = self._tls()
+        try:
+            client.setblocking(False)
+            await self._loop.connect_accepted_socket(
+                make, client, ssl=tls, ssl_handshake_timeout=connection.HEAD_S if tls is not None else None)
+        except (OSError, asyncio.CancelledError) as error:  # not TLS, or gone
+            logger.debug("a connection ended at once: %s", error)
+            client.close()
+            leave()
+        except BaseException:
+            client.close()
+            leave()
+            raise
+
+
+def group_of(address: str) -> str:
+    """Whose connections count together: an IPv4 address, or the /64 network that a client of IPv6 has for itself."""
+    if ":" not in address or address.lower().startswith("::ffff:"):
+        return address
+    return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()

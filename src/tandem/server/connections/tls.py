@@ -1,0 +1,77 @@
+"""The server's certificate: read at the start, and again when its files change."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+
+from tandem.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 5.0
+"""Seconds between two looks at the files."""
+
+
+class Certificate:
+    """`context` is what new connections get; those that are open keep what they have."""
+
+    def __init__(self, cert: str, key: str | None) -> None:
+        """`cert` is a PEM file with the chain, `key` one with the private key, which else is in `cert` too.
+
+        Raises ConfigError when they cannot be used.
+        """
+        self._cert, self._key = cert, key
+        self._seen = self._state()
+        self.context = self._load()
+
+    def look(self) -> None:
+        """Take the files anew if they have changed; where they cannot be used, what was in use stays."""
+        state = self._state()
+        if state == self._seen:
+            return
+        self._seen = state
+        try:
+            self.context = self._load()
+        except ConfigError as error:
+            logger.error("%s; new connections get the certificate as it was, until the files change again",
+                         error.message)
+        else:
+            logger.info("the TLS certificate in %s was read again", self._cert)
+
+    def _state(self) -> tuple[tuple[int, ...], ...]:
+        return tuple(_stamp(path) for path in (self._cert, self._key) if path is not None)
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.set_alpn_protocols(["http/1.1"])
+        flag, path = ("--tls-cert", self._cert) if self._key is None else ("--tls-key", self._key)
+        try:
+            for one in filter(None, (self._cert, self._key)):
+                with open(one, "rb"):  # OpenSSL does not say which of the two it cannot read
+                    pass
+            context.load_cert_chain(self._cert, self._key, password=_no_password)
+        except ssl.SSLError as error:
+            reason = "there is no certificate, or no private key, in PEM format"
+            if error.reason == "KEY_VALUES_MISMATCH":
+                reason = "the key is not that of the certificate"
+            raise ConfigError(f"--tls-cert {self._cert}, {flag} {path}: {reason}", param="tls_cert") from None
+        except OSError as error:
+            wrong = "--tls-key" if error.filename == self._key else "--tls-cert"
+            message = f"{wrong} {error.filename}: cannot be read ({error.strerror})"
+            raise ConfigError(message, param="tls_cert") from None
+        return context
+
+
+def _no_password() -> str:
+    raise ConfigError("--tls-key: the key is encrypted; `openssl pkey -in KEY -out PLAIN` writes one that is not "
+                      "(mode 600)", param="tls_key")
+
+
+def _stamp(path: str) -> tuple[int, ...]:
+    try:
+        info = os.stat(path)
+    except OSError:
+        return ()
+    return info.st_mtime_ns, info.st_size, info.st_ino

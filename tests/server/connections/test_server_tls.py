@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import ssl
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from tandem.errors import ConfigError
+from tandem.server.connections import tls
+from tandem.server.connections.tls import Certificate
+
+
+def make_certificate(folder, name, *, password=None):
+    """A self-signed certificate for localhost, as docs/security.md makes one: paths of certificate and key."""
+    cert, key = folder / f"{name}.pem", folder / f"{name}.key"
+    secret = ["-pass", f"pass:{password}", "-aes256"] if password else []
+    subprocess.run(["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", *secret,
+                    "-out", key], check=True, capture_output=True)
+    subprocess.run(["openssl", "req", "-x509", "-key", key, "-days", "2", "-subj", f"/CN={name}", "-addext",
+                    "subjectAltName=DNS:localhost,IP:127.0.0.1", "-out", cert,
+                    *(["-passin", f"pass:{password}"] if password else [])], check=True, capture_output=True)
+    return str(cert), str(key)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return make_certificate(tmp_path_factory.mktemp("tls"), "first")
+
+
+def replace(path, other):
+    """As tools that renew certificates do: write beside it, and rename."""
+    fresh = f"{path}.new"
+    with open(other, "rb") as source, open(fresh, "wb") as file:
+        file.write(source.read())
+    os.replace(fresh, path)
+
+
+def subject(address):
+    """Common name of the certificate that the server shows."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    with socket.create_connection(address, 10) as plain, context.wrap_socket(plain) as secure:
+        shown = secure.getpeercert(binary_form=True)
+    return "second" if b"second" in shown else "first"
+
+
+def test_https_is_served_and_a_renewed_certificate_taken_without_a_restart(serve, pair, tmp_path, monkeypatch,
+                                                                           wait_until, caplog):
+    monkeypatch.setattr(tls, "LOOK_S", 0.1)
+    monkeypatch.setattr("tandem.server.run.LOOK_S", 0.1)
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    replace(cert, pair[0])
+    replace(key, pair[1])
+    server = serve(tls_cert=str(cert), tls_key=str(key), ready=False)
+    with httpx.Client(base_url=server.url.replace("http:", "https:"), verify=ssl.create_default_context(cafile=cert),
+                      trust_env=False) as client:
+        wait_until(lambda: client.get("/health/ready").status_code == 200)
+        headers = {"Origin": server.url.replace("http:", "https:")}
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2}, headers=headers)
+        assert answer.status_code == 200
+        second = make_certificate(tmp_path, "second")
+        replace(cert, second[0])  # the key is not there yet
+        wait_until(lambda: any("key is not that of the certificate" in one.getMessage() for one in caplog.records))
+        assert subject(server.address) == "first"
+        replace(key, second[1])
+        wait_until(lambda: subject(server.address) == "second")
+        assert client.get("/health/live").status_code == 200, "an open connection stays as it is"
+    # What does not speak TLS is turned away without a word in the log.
+    caplog.clear()
+    with socket.create_connection(server.address, 10) as plain:
+        plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert plain.recv(100)[:5] != b"HTTP/"
+    assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+def test_one_line_says_what_is_wrong_with_a_certificate(pair, tmp_path):
+    cert, key = pair
+    other_key = make_certificate(tmp_path, "other")[1]
+    secret_key = make_certificate(tmp_path, "secret", password="abcd")
+    nothing = tmp_path / "nothing.pem"
+    nothing.write_text("hello")
+    for arguments, words in (
+        (("/nowhere/c.pem", key), "--tls-cert /nowhere/c.pem: cannot be read .No such file"),
+        ((cert, "/nowhere/k.pem"), "--tls-key /nowhere/k.pem: cannot be read"),
+        ((cert, other_key), f"--tls-cert {cert}, --tls-key {other_key}: the key is not that of the certificate"),
+        ((str(nothing), key), "in PEM format"), ((cert, str(nothing)), "in PEM format"),
+        ((cert, None), "in PEM format"),
+        (secret_key, "the key is encrypted; .openssl pkey"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refused:
+            Certificate(*arguments)
+        assert "\n" not in refused.value.message
+
+
+@pytest.mark.slow
+def test_tandem_serve_refuses_a_certificate_before_it_starts_anything(tmp_path):
+    command = [sys.executable, "-m", "tandem", "serve", str(tmp_path), "--tls-cert", "/nowhere/cert.pem"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == (
+        "tandem: --tls-cert /nowhere/cert.pem: cannot be read (No such file or directory)")
