@@ -12,6 +12,7 @@ from tandem.doctor.findings import Clock, Evidence, Finding, Host, Need, Planned
 from tandem.doctor.messages import Collected, Facts, ModelFacts, Transferred
 from tandem.doctor.session import explain
 from tandem.doctor.subnets import free_subnets
+from tandem.system.privacy import LOCAL_NETWORK
 
 VERSIONS = {"python": "3.12.4", "tandem": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
 DEVICES = "    device                 node GUID\n    ------              ----------------\n"
@@ -64,7 +65,8 @@ def with_output(evidence: Evidence, **outputs: str) -> Evidence:
 
 ALL = (checks_hosts.ssh, checks_software.versions, checks_software.model, checks_software.memory, checks_hosts.hostname,
        checks_hosts.clock, checks_hosts.ports, checks_hosts.firewall, checks_links.subnets, checks_links.reachable,
-       checks_links.speed, checks_apple.thunderbolt, checks_apple.macos, checks_apple.rdma, checks_links.collective)
+       checks_links.speed, checks_apple.thunderbolt, checks_apple.macos, checks_apple.rdma, checks_apple.fences,
+       checks_apple.power, checks_links.collective)
 
 
 def bad(evidence: Evidence) -> list[Finding]:
@@ -86,6 +88,12 @@ def test_nothing_is_found_on_healthy_macs():
      "mlx.distributed_config"),
     ({"ibv_devinfo": "hca_id: rdma_en2\n\t\tstate: PORT_DOWN (1)\n"}, "rdma", "PORT_DOWN", "cable between b and a"),
     ({"os_version": "26.1\n"}, "rdma", "needs 26.2", "softwareupdate"),
+    ({"ifconfig": ifconfig("en0 inet 192.168.1.2 netmask 0xffffff00", "en2 ether 36:ab:c0:de:f0:04")}, "rdma",
+     "en2, the interface of rdma_en2 (for a), has no IPv4 address",
+     'ssh b "sudo ifconfig en2 inet 169.254.2.1 netmask 255.255.0.0 alias"'),
+    ({"battery": "Now drawing from 'Battery Power'\n"}, "power", "battery", "plug b in"),
+    ({"power": "Currently in use:\n lowpowermode         1\n"}, "power", "low power", "pmset -a lowpowermode 0"),
+    ({"translated": "1\n"}, "versions", "run by Rosetta", "macos-aarch64"),
     ({"os_build": "25D1\n"}, "macos", "build 25D1", "softwareupdate"),
     ({"os_version": "26.2\n"}, "macos", "before 26.3", "softwareupdate"),
     ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "application firewall: on", "--unblockapp"),
@@ -118,6 +126,33 @@ def test_an_address_on_wifi():
     evidence.hosts[1] = Host("b", "192.168.1.2")
     [found] = bad(evidence)
     assert (found.check, found.verdict, found.where) == ("thunderbolt", "fail", "b")
+
+
+def test_stages_that_would_go_beside_the_cable():
+    """MLX's own set-up for RDMA writes the addresses of Ethernet into the hosts file."""
+    text = ifconfig("en0 inet 192.168.1.2 netmask 0xffffff00", "en2 inet 10.254.0.2 netmask 0xfffffffc",
+                    "en7 inet 192.168.7.2 netmask 0xffffff00")
+    evidence = with_output(pair(), ifconfig=text)
+    evidence.hosts[1] = Host("b", "192.168.7.2", ("rdma_en2", None))
+    [found] = bad(evidence)
+    assert (found.check, found.verdict, found.where) == ("thunderbolt", "warn", "b")
+    assert "not over the cable, where it has 10.254.0.2" in found.detail
+
+
+@pytest.mark.parametrize("value", ["1", "0"])
+def test_fast_fences_are_told_wherever_they_are_turned_on(value):
+    fast = {"MLX_METAL_FAST_SYNCH": value}
+    found = bad(pair(variables=fast)) + bad(with_b(pair(), variables=fast))
+    assert [(one.check, one.verdict, one.where) for one in found] == (
+        [("fences", "warn", ""), ("fences", "warn", "b")] if value == "1" else [])
+
+
+def test_a_local_network_that_macos_withholds_is_told_as_that():
+    evidence = pair()
+    evidence.links["b", "a"] = Transferred(f"No route to host: {LOCAL_NETWORK}")
+    found = next(one for one in bad(evidence) if one.check == "reachable")
+    assert (found.where, found.remedy) == ("b -> a", 'ssh b "open \'x-apple.systempreferences:com.apple.preference.'
+                                           'security?Privacy_LocalNetwork\'"')
 
 
 def test_two_cables_with_one_subnet():

@@ -154,6 +154,32 @@ def test_raw_experts_are_stacked_then_cut(tmp_path):
     assert all(mx.array_equal(a, b).item() for a, b in zip(before, after, strict=True))
 
 
+@pytest.mark.parametrize("expand", [False, True])
+def test_a_file_is_read_before_a_gpu_is_made_to_wait_for_it(monkeypatch, tmp_path, expand):
+    """Metal ends a command that waits for a slow disk for some seconds: the first evaluation is of what was loaded."""
+    files = resolve(str(tiny_model(tmp_path / "m", "llama", quantized=True)))
+    unread, evaluated = {}, []
+    load_file, evaluate = mx.load, mx.eval
+
+    def loaded(path):
+        found = load_file(path)
+        unread.update({id(array): array for array in found.values()})
+        return found
+
+    def seen(*arrays):
+        evaluated.append([id(array) in unread for array in arrays])
+        for array in arrays:
+            unread.pop(id(array), None)
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "load", loaded)
+    monkeypatch.setattr(mx, "eval", seen)
+    load(files, plan_shards(describe(files), 2, dequantize=expand)[0], dequantize=expand)
+    assert [True] in evaluated
+    firsts = [all(one) for one in evaluated[::2]]
+    assert all(firsts), "something computed waited for a file"
+
+
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("dequantize", [False, True])
 def test_weights_that_contradict_the_config(quantized, dequantize, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import psutil
 
@@ -19,9 +20,9 @@ sys.stdin.read()
 """
 
 
-def ended(pid: int) -> bool:
+def eventually(condition: Callable[[], object]) -> bool:
     deadline = time.monotonic() + 20
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not condition():
         if time.monotonic() > deadline:
             return False
         time.sleep(0.05)
@@ -34,9 +35,11 @@ def test_caffeinate_holds_off_idle_sleep_and_ends_with_a_process_that_is_killed(
     with process:
         first, second = (int(one) for one in process.stdout.readline().split())
         assert first == second  # one is enough
-        assert (tmp_path / "caffeinate.log").read_text() == f"{first} -i -s -w {process.pid}\n"
+        told = tmp_path / "caffeinate.log"
+        assert eventually(lambda: told.exists() and told.read_text().endswith("\n"))
+        assert told.read_text() == f"{first} -i -s -w {process.pid}\n"
         process.kill()
-    assert ended(first)
+    assert eventually(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == "zombie")
 
 
 def test_a_mac_without_caffeinate_is_warned_of_and_served(monkeypatch, caplog):

@@ -33,11 +33,5 @@ def test_no_route_to_a_neighbour_is_the_local_network_permission(mac, number, ad
     assert ("Local Network" in privacy.connect_trouble(trouble(number), address)) == withheld
 
 
-def test_a_file_that_macos_withholds_is_not_one_without_permission_bits(mac):
-    assert "Full Disk Access" in privacy.file_trouble(trouble(errno.EPERM))
-    assert privacy.file_trouble(trouble(errno.EACCES)) == "Permission denied"
-
-
 def test_elsewhere_words_stay_what_they_are():
     assert privacy.connect_trouble(trouble(errno.EHOSTUNREACH), socket.gethostname()) == "No route to host"
-    assert privacy.file_trouble(trouble(errno.EPERM)) == "Operation not permitted"

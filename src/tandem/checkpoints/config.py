@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import BrokenModel
+from tandem.system.files import file_trouble
 
 LARGEST_NUMBER = 2**31  # no number in a config comes near it
 
@@ -33,7 +34,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise BrokenModel(f"{path}: cannot be read: {error.strerror or error}", param=path.name) from error
+        raise BrokenModel(f"{path}: cannot be read: {file_trouble(error)}", param=path.name) from error
     except (ValueError, RecursionError) as error:
         raise BrokenModel(f"{path}: is not valid JSON: {error}", param=path.name) from error
     if not isinstance(value, dict):

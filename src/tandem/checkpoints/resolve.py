@@ -11,6 +11,7 @@ from tandem.checkpoints.demo import DEMO_NAME, demo_path
 from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles
 from tandem.checkpoints.gguf.convert import convert_cached
 from tandem.errors import ModelNotFound, UsageError
+from tandem.system.files import file_trouble
 
 Progress = Callable[[int, int], None]
 """Called with bytes done and bytes in all (0 while unknown)."""
@@ -34,9 +35,13 @@ def resolve(
     if model == "demo":
         return _demo()
     path = Path(model).expanduser()
-    if path.is_dir():
+    try:
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ModelNotFound(f"{path}: cannot be read: {file_trouble(error)}", param="model") from error
+    if is_directory:
         return _directory(path)
-    if path.is_file():
+    if is_file:
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it", param="model")
         return ModelFiles(convert_cached(path, progress), path.stem)
@@ -61,7 +66,11 @@ def _demo() -> ModelFiles:
 
 
 def _directory(path: Path) -> ModelFiles:
-    if not (path / "config.json").is_file():
+    try:
+        names = {one.name for one in path.iterdir()}
+    except OSError as error:
+        raise ModelNotFound(f"{path}: cannot be read: {file_trouble(error)}", param="model") from error
+    if "config.json" not in names:
         raise ModelNotFound(f"{path}: has no config.json, so it is not a model directory", param="model")
     resolved = path.resolve()
     return ModelFiles(resolved, path.name or resolved.name)

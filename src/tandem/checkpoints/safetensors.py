@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from tandem.errors import BrokenModel
+from tandem.system.files import file_trouble
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -58,7 +59,7 @@ def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInf
             raw = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
         tensors, end = _tensors(raw, 8 + length)
     except OSError as error:
-        raise BrokenModel(f"{path}: cannot be read: {error.strerror or error}", param=str(path)) from error
+        raise BrokenModel(f"{path}: cannot be read: {file_trouble(error)}", param=str(path)) from error
     except (ValueError, RecursionError) as error:
         raise _broken(path, f"its header is not valid ({error})") from error
     described = 8 + length + (0 if header_only else end)

@@ -9,6 +9,7 @@ from tandem.doctor.findings import Evidence, Finding, alike
 from tandem.doctor.messages import Facts
 from tandem.doctor.parsing import Interface, gateways, interfaces
 from tandem.doctor.subnets import free_subnets, is_virtual
+from tandem.system.privacy import LOCAL_NETWORK, LOCAL_NETWORK_PANE
 
 SLOW_FAIL, SLOW_WARN = 10e6, 100e6
 """Bytes a second: a tenth of gigabit Ethernet, and gigabit Ethernet."""
@@ -95,8 +96,9 @@ def reachable(evidence: Evidence) -> list[Finding]:
     for (source, target), link in evidence.links.items():
         if link.error:
             address = evidence.host(target).address
-            found.append(Finding("reachable", "fail", f"{source} -> {target}", f"{address}: {link.error}",
-                                 on(evidence, source, f"ping -c 3 {address}") + f"   (then see firewall of {target})"))
+            remedy = (on(evidence, source, f"open '{LOCAL_NETWORK_PANE}'") if LOCAL_NETWORK in link.error else
+                      on(evidence, source, f"ping -c 3 {address}") + f"   (then see firewall of {target})")
+            found.append(Finding("reachable", "fail", f"{source} -> {target}", f"{address}: {link.error}", remedy))
     return alike("reachable", found, f"{len(evidence.links)} ways, each tried on a fresh port")
 
 

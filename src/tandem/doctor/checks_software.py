@@ -27,6 +27,10 @@ def versions(evidence: Evidence) -> list[Finding]:
             elif one != wanted:
                 found.append(Finding("versions", "fail", name, f"{package} is {one}, on {evidence.here} {wanted}",
                                      _install(evidence, name, package, wanted)))
+    found += [Finding("versions", "fail", name, "its Python is one for Intel, run by Rosetta: MLX needs one for Apple "
+                      "silicon", on(evidence, name, "uv python install cpython-3.12-macos-aarch64-none")
+                      + "   (then make the environment anew with it)")
+              for name, facts in evidence.facts.items() if facts.outputs.get("translated", "").strip() == "1"]
     first = next(iter(evidence.facts.values())).versions
     return alike("versions", found, ", ".join(f"{name} {value}" for name, value in first.items()))
 

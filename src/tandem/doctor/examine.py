@@ -46,7 +46,7 @@ CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
     checks_ray.cluster, checks_hosts.ssh, checks_software.versions, checks_software.model, checks_software.memory,
     checks_hosts.hostname, checks_hosts.clock, checks_hosts.ports, checks_hosts.firewall, checks_links.subnets,
     checks_links.reachable, checks_links.speed, checks_apple.thunderbolt, checks_apple.macos, checks_apple.rdma,
-    checks_links.collective)
+    checks_apple.fences, checks_apple.power, checks_links.collective)
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
 CLOCK_ROUNDS = 5
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class _Examination:
         self._links: dict[str, ProbeLink] = {}
         self._pool = ThreadPoolExecutor(max_workers=len(question.hosts) + 1)
         self._evidence = Evidence(list(question.hosts) or [Host(HERE)], HERE, question.backend, question.model,
-                                  question.weights_from_head, ray=question.ray)
+                                  question.variables, question.weights_from_head, ray=question.ray)
 
     def __enter__(self) -> _Examination:
         return self

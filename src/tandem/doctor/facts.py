@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tandem.doctor.messages import Facts, GatherFacts
 from tandem.doctor.model_files import look_at
-from tandem.env import machine_memory
+from tandem.env import machine_memory, variables
 from tandem.system.tools import output_of
 from tandem.version import __version__
 
@@ -33,6 +33,9 @@ COMMANDS = {
         "os_build": ["sw_vers", "-buildVersion"],
         "chip": ["sysctl", "-n", "machdep.cpu.brand_string"],
         "memory_pages": ["vm_stat"],
+        "power": ["pmset", "-g"],
+        "battery": ["pmset", "-g", "batt"],
+        "translated": ["sysctl", "-n", "sysctl.proc_translated"],
     },
     "Linux": {
         "addresses": ["ip", "-j", "addr"],
@@ -61,6 +64,7 @@ def gather(request: GatherFacts) -> Facts:
         executable=os.path.realpath(sys.executable), root=os.geteuid() == 0,
         chip=outputs.get("chip", "").strip() or platform.machine(), memory_bytes=memory, available_bytes=available,
         mlx_bytes=_mlx_bytes(system), versions=_versions(), outputs=outputs,
+        variables={name: value for name, value in variables().items() if name.startswith("MLX_")},
         busy_ports=[port for port in request.ports if _is_busy(port)],
         model=look_at(request.model, full_hash=request.full_hash) if request.model else None)
 

@@ -81,6 +81,8 @@ class Evidence:
     """Name of this machine among the hosts, or the one that stands for it."""
     backend: str = "ring"
     model: str | None = None
+    variables: dict[str, str] = field(default_factory=dict)
+    """For all ranks, as the hosts file has them."""
     weights_from_head: bool = False
     """Ranks get their weights from this machine, so the others need no copy."""
     planned: Planned | str | None = None

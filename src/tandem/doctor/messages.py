@@ -96,6 +96,8 @@ class Facts(Struct, frozen=True, tag=True):
     outputs: dict[str, str]
     busy_ports: list[int]
     model: ModelFacts | None = None
+    variables: dict[str, str] = {}
+    """MLX's, as a rank that is started there finds them."""
 
 
 class Time(Struct, frozen=True, tag=True):

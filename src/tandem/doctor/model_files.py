@@ -10,6 +10,7 @@ from pathlib import Path
 
 from tandem.checkpoints.demo import demo_path
 from tandem.doctor.messages import ModelFacts
+from tandem.system.files import file_trouble
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".gguf")
@@ -27,6 +28,13 @@ def is_hub_id(model: str) -> bool:
 
 def look_at(model: str, *, full_hash: bool = False) -> ModelFacts:
     """The copy of `model` (directory, GGUF file, hub id, demo) on this machine."""
+    try:
+        return _look_at(model, full_hash=full_hash)
+    except OSError as error:
+        return ModelFacts(None, f"{error.filename or model} cannot be read: {file_trouble(error)}")
+
+
+def _look_at(model: str, *, full_hash: bool) -> ModelFacts:
     path = _find(model)
     if path is None or not path.exists():
         return ModelFacts(None, f"{model} is not on this machine")

@@ -10,6 +10,7 @@ import threading
 import time
 
 from tandem.doctor.messages import Transferred
+from tandem.system.privacy import connect_trouble, network_withheld
 
 CONNECT_S = 4.0
 STALL_S = 10.0
@@ -62,7 +63,8 @@ def transfer(address: str, port: int, token: str, seconds: float) -> Transferred
         with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
             return _measure(connection, token.encode(), seconds)
     except OSError as error:
-        return Transferred(str(error) or type(error).__name__)
+        words = connect_trouble(error, address) if network_withheld(error, address) else str(error)
+        return Transferred(words or type(error).__name__)
 
 
 def _measure(connection: socket.socket, token: bytes, seconds: float) -> Transferred:

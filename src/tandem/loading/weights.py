@@ -20,6 +20,7 @@ from tandem.errors import BrokenModel
 from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
 from tandem.models.description import stored_bare
 from tandem.models.families.table import Family
+from tandem.system.files import file_trouble
 
 Weights = dict[str, mx.array]
 
@@ -57,9 +58,18 @@ def _load(path: Path) -> Weights:
     try:
         loaded = mx.load(str(path))
     except (RuntimeError, ValueError) as error:
-        raise BrokenModel(f"{path}: cannot be read: {one_line(error)}", param=path.name) from error
+        raise BrokenModel(f"{path}: cannot be read: {_why(path, error)}", param=path.name) from error
     assert isinstance(loaded, dict)
     return loaded
+
+
+def _why(path: Path, error: Exception) -> str:
+    """MLX says only that it failed to open a file; the system knows more."""
+    try:
+        path.open("rb").close()
+    except OSError as trouble:
+        return file_trouble(trouble)
+    return one_line(error)
 
 
 def _absent(tensors: dict[str, TensorInfo]) -> Weights:
@@ -191,16 +201,15 @@ class PartLoader:
                 group = {s: weights.pop(_join(base, s)) for s in ("weight", *_companions(settings))}
                 nbytes = sum(array.nbytes for array in group.values())
                 name = _join(base, "weight")
+                _read(f"{root}.{name}", *group.values())
                 array = self._expand_cut(f"{root}.{name}", group, settings, cutter.slice_of(name) if cutter else None)
                 del group
             else:
                 array = weights.pop(name)
                 nbytes = array.nbytes
+                _read(f"{root}.{name}", array)
                 array = self._cast(f"{root}.{name}", cutter.take(name, array) if cutter else array)
-            try:
-                mx.eval(array)
-            except RuntimeError as error:  # not on this machine, or the file has gone meanwhile
-                raise BrokenModel(f"weight {root}.{name}: cannot be read: {one_line(error)}", param="model") from error
+            mx.eval(array)
             self._loaded(nbytes)
             yield f"part.{name}", array
 
@@ -233,6 +242,14 @@ class PartLoader:
             group.get("global_scale"),
         )
         return self._cast("weight", array)
+
+
+def _read(name: str, *arrays: mx.array) -> None:
+    """Read arrays before a GPU waits for them: Metal ends commands that wait for seconds, as for a slow disk."""
+    try:
+        mx.eval(*arrays)
+    except RuntimeError as error:  # not on this machine, or the file has gone meanwhile
+        raise BrokenModel(f"weight {name}: cannot be read: {one_line(error)}", param="model") from error
 
 
 def _check_shapes(root: str, holder: nn.Module, weights: Weights) -> None:

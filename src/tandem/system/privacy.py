@@ -1,4 +1,4 @@
-"""What macOS withholds from programs until a person allows it, and how that looks to a program."""
+"""The local network, which macOS withholds from programs until a person allows it, and how that looks to a program."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from tandem.system.tools import output_of
 LOCAL_NETWORK = ("macOS withholds the local network from the app that started this (iTerm, VS Code, tmux or a launch "
                  "agent need a permission, Terminal and ssh do not): System Settings, Privacy & Security, Local "
                  "Network, turn it on there; or start it from Terminal or over ssh")
-FILES = ("macOS withholds this folder from programs that were started over ssh or by an app without permission: move "
-         "the model out of Documents, Desktop, Downloads and external volumes, or turn on System Settings, General, "
-         "Sharing, Remote Login (i), Allow full disk access for remote users; or Privacy & Security, Full Disk Access")
+LOCAL_NETWORK_PANE = "x-apple.systempreferences:com.apple.preference.security?Privacy_LocalNetwork"
+"""What `open` opens that page of the settings with."""
 _INET = re.compile(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", re.MULTILINE)
 
 
@@ -44,14 +43,3 @@ def connect_trouble(error: OSError, address: str) -> str:
     """Why a connection to `address` failed, in words that say what to do where macOS refused it."""
     words = error.strerror or str(error)
     return f"{words}: {LOCAL_NETWORK}" if network_withheld(error, address) else words
-
-
-def files_withheld(error: OSError) -> bool:
-    """True when macOS's privacy rules kept a file from this program: they answer EPERM, file modes answer EACCES."""
-    return sys.platform == "darwin" and error.errno == errno.EPERM
-
-
-def file_trouble(error: OSError) -> str:
-    """Why a file cannot be read, in words that say what to do where macOS withholds it."""
-    words = error.strerror or str(error)
-    return f"{words}: {FILES}" if files_withheld(error) else words
