@@ -1,8 +1,10 @@
-"""Rising load with a random fault every so often: nothing may be lost, wrong, or grow.
+"""Rising load with a random fault every so often and bad clients beside it: nothing may be lost, wrong, twice, or grow.
 
-Every request is one of a fixed set, whose answers were taken before the first fault. In the end requests sent =
-answered + refused + broken (only an api that is killed breaks connections), no answer differs, and no process that
-lived throughout has grown. The exit code is 1 otherwise.
+Every request is one of a fixed set (soak_requests.py), whose answers were taken before the first fault. In the end
+requests sent = answered + refused (429 or 503, with Retry-After) + broken (only an api that is killed breaks
+connections); no answer differs, none hangs, and no process that lived throughout has grown or keeps more files open.
+Before the faults, one stream's gaps between tokens are measured without and with the bad clients. The exit code is 1
+when anything of that does not hold.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import json
 import os
 import random
 import signal
@@ -21,65 +22,29 @@ import time
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 from harness import Server, table, tandem_server
+from soak_bad_clients import BadClients
+from soak_requests import PATIENCE_S, Request, ask, requests, same
 
 from tandem.testing import tiny_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2}, "dp": {"data_parallel_size": 2}}
-PATIENCE_S = 120.0
+    "pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2}, "2,1": {"parallel": "2,1"},
+    "dp": {"data_parallel_size": 2}, "dpxpp": {"data_parallel_size": 2, "pipeline_parallel_size": 2}}
 GROWTH, GROWTH_MB = 1.25, 32.0
 """A process may grow by this factor or so much, whichever is more: heaps settle late."""
-KINDS = 24
-
-
-def bodies(rng: random.Random) -> list[dict[str, Any]]:
-    """The set of requests: greedy and seeded, short and long, whole and streamed, some with a common prefix."""
-    prefix = [rng.randrange(10, 500) for _ in range(200)]
-    made = []
-    for number in range(KINDS):
-        prompt = [rng.randrange(10, 500) for _ in range(rng.choice([3, 30, 300]))]
-        hot = {"temperature": 1.0, "seed": number, "presence_penalty": 0.5, "repetition_penalty": 1.1, "top_p": 0.9}
-        made.append({"model": "default", "prompt": prefix + prompt if number % 4 == 0 else prompt, "ignore_eos": True,
-                     "max_tokens": rng.choice([4, 40, 160]), "stream": number % 3 > 0,
-                     **(hot if number % 2 else {"temperature": 0})})
-    return made
-
-
-def ask(url: str, body: dict[str, Any]) -> tuple[str, str]:
-    """What became of one request: `answered` and the text, or `refused` or `broken` and why."""
-    try:
-        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE_S) as got:
-            if got.status_code != 200:
-                got.read()
-                return "refused", f"{got.status_code} {got.json()['error']['code']}"
-            if not body["stream"]:
-                got.read()
-                return "answered", got.json()["choices"][0]["text"]
-            return _read(got)
-    except httpx.TransportError as error:
-        return "broken", type(error).__name__
-
-
-def _read(got: httpx.Response) -> tuple[str, str]:
-    text = ""
-    for line in got.iter_lines():
-        if line == "data: [DONE]":
-            return "answered", text
-        if line.startswith("data: "):
-            chunk = json.loads(line[6:])
-            if "error" in chunk:
-                return "refused", f"stream {chunk['error']['code']}"
-            text += chunk["choices"][0]["text"] if chunk["choices"] else ""
-    return "broken", "the stream ended early"
+GROWTH_FILES = 16
+GAP = 2.0
+"""With bad clients beside it, the 99th percentile of a stream's gaps may be so many times what it is without."""
+NEAR_S = 0.02
+"""A percentile below this is noise of the machine, not waiting."""
 
 
 class Clients:
     """So many clients as `wanted`, each with one request after the other, until `over`."""
 
-    def __init__(self, url: str, work: list[dict[str, Any]], expected: list[str]) -> None:
+    def __init__(self, url: str, work: list[Request], expected: list[dict[str, Any]]) -> None:
         self._url, self._work, self._expected = url, work, expected
         self._lock = threading.Lock()
         self.over = False
@@ -103,30 +68,30 @@ class Clients:
             index = rng.randrange(len(self._work))
             with self._lock:
                 self.sent += 1
-            outcome, detail = ask(self._url, self._work[index])
+            got = ask(self._url, self._work[index])
             with self._lock:
-                self.outcomes[outcome] += 1
-                if outcome != "answered":
-                    self.reasons[f"{outcome}: {detail}"] += 1
-                elif detail != self._expected[index]:
-                    self.wrong.append(f"request {index}: {detail!r} instead of {self._expected[index]!r}")
-            if outcome != "answered":
+                self.outcomes[got.kind] += 1
+                if got.kind != "answered":
+                    self.reasons[f"{got.kind}: {got.detail}"] += 1
+                elif not same(got.answer, self._expected[index]):
+                    self.wrong.append(f"{self._work[index].name}: {got.answer} instead of {self._expected[index]}")
+            if got.kind != "answered":
                 time.sleep(0.2)
 
     def end(self) -> bool:
         """Let all finish; False if one does not."""
         self.over = True
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(2 * PATIENCE_S)
         return not any(thread.is_alive() for thread in self._threads)
 
 
 class Family:
-    """The server's processes: for hurting them, and their memory."""
+    """The server's processes: for hurting them, their memory and their open files."""
 
     def __init__(self, server: Server) -> None:
         self._root = psutil.Process(server.processes[0].pid)
-        self._memory: dict[psutil.Process, list[float]] = {}
+        self._sizes: dict[psutil.Process, list[tuple[float, int]]] = {}
 
     def of(self, kind: str) -> list[psutil.Process]:
         """Processes with a word in their command line."""
@@ -149,32 +114,70 @@ class Family:
         return f"{sig.name} {kind.rsplit('.', 1)[-1]}"
 
     def sample(self) -> None:
-        """Note the memory of every process that is older than 15 s."""
+        """Note memory and open files of every process that is older than 15 s."""
         for one in [self._root, *self._root.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
+            with contextlib.suppress(psutil.Error):
                 size = one.memory_info().rss / 2**20
                 if size and time.time() - one.create_time() > 15:  # one that has just died has none
-                    self._memory.setdefault(one, []).append(size)
+                    self._sizes.setdefault(one, []).append((size, one.num_fds()))
 
-    def grown(self) -> list[tuple[str, int, float, float, bool]]:
-        """(process, samples, MB at first, MB at last, too much) of each process."""
+    def grown(self) -> list[tuple[str, int, float, float, int, int, bool]]:
+        """(process, samples, MB at first, MB at last, files at first, files at last, too much) of each process."""
         rows = []
-        for one, sizes in self._memory.items():
+        for one, sizes in self._sizes.items():
             few = max(1, len(sizes) // 10)
-            first, last = max(sizes[:few]), min(sizes[-few:])
-            rows.append((str(one.pid), len(sizes), first, last, last > max(first * GROWTH, first + GROWTH_MB)))
+            first, last = max(size for size, _ in sizes[:few]), min(size for size, _ in sizes[-few:])
+            before, after = max(files for _, files in sizes[:few]), min(files for _, files in sizes[-few:])
+            much = last > max(first * GROWTH, first + GROWTH_MB) or after > before + GROWTH_FILES
+            rows.append((str(one.pid), len(sizes), first, last, before, after, much))
         return sorted(rows, key=lambda row: -row[1])
+
+
+def watch_stream(url: str, work: list[Request], seconds: float) -> float:
+    """99th percentile of the gaps between tokens of one stream after the other, in seconds."""
+    streams = [one for one in work if one.path == "/v1/completions" and one.body["stream"]
+               and one.body["max_tokens"] > 30]
+    gaps: list[float] = []
+    started, number = time.monotonic(), 0
+    while time.monotonic() < started + seconds:
+        gaps += ask(url, streams[number % len(streams)]).gaps
+        number += 1
+    return sorted(gaps)[int(len(gaps) * 0.99)] if gaps else float("inf")
 
 
 def play(args: argparse.Namespace, server: Server) -> bool:
     """The soak; True when all is well."""
     rng = random.Random(args.seed)
     url = f"http://127.0.0.1:{server.port}"
-    work = bodies(rng)
-    outcomes = [ask(url, body) for body in work]
-    assert all(kind == "answered" for kind, _ in outcomes), outcomes
-    clients, family = Clients(url, work, [text for _, text in outcomes]), Family(server)
-    kinds = [*(["engine"] * 6 if args.layout == "dp" else ["tandem.executors.worker"] * 4 + ["engine"] * 2), "api"]
+    work = requests(rng)
+    outcomes = [ask(url, one) for one in work]
+    assert all(got.kind == "answered" for got in outcomes), [got for got in outcomes if got.kind != "answered"]
+    clients, family = Clients(url, work, [got.answer for got in outcomes]), Family(server)
+    clients.rise(2)
+    alone = watch_stream(url, work, args.minutes * 60 * 0.05)
+    bad = BadClients(server.port, args.seed)
+    bad.start(heavy=args.heavy)
+    beside = watch_stream(url, work, args.minutes * 60 * 0.05)
+    faults = _disturb(args, clients, family, rng)
+    ended = clients.end()
+    bad.end()
+    print(f"p99 between tokens: {alone * 1000:.1f} ms alone, {beside * 1000:.1f} ms beside bad clients "
+          f"({beside / alone:.2f} times); {bad.deeds} bad deeds")
+    well = report(clients, family, faults, ended)
+    if beside > GAP * max(alone, NEAR_S):
+        print("bad clients held up a good one's stream")
+        well = args.no_gaps and well
+    if server.processes[0].poll() is not None or any("shutting_down" in reason for reason in clients.reasons):
+        print(f"the server has ended, or was about to:\n{server.log()}")
+        return False
+    return well
+
+
+def _disturb(args: argparse.Namespace, clients: Clients, family: Family,
+             rng: random.Random) -> collections.Counter[str]:
+    """Rising load and faults, until the time is over; what was done."""
+    only_engines = args.layout == "dp"
+    kinds = [*(["engine"] * 6 if only_engines else ["tandem.executors.worker"] * 4 + ["engine"] * 2), "api"]
     faults: collections.Counter[str] = collections.Counter()
     started = time.monotonic()
     next_fault = started + args.every / 2
@@ -187,30 +190,29 @@ def play(args: argparse.Namespace, server: Server) -> bool:
             print(f"{spent:6.0f} s: {what}; {clients.sent} sent", flush=True)
         family.sample()
         time.sleep(1.0)
-    ended = clients.end()
-    well = report(clients, family, faults, ended)
-    if server.processes[0].poll() is not None or any("shutting_down" in reason for reason in clients.reasons):
-        print(f"the server has ended, or was about to:\n{server.log()}")
-        return False
-    return well
+    return faults
 
 
 def report(clients: Clients, family: Family, faults: collections.Counter[str], ended: bool) -> bool:
     """Print what happened; True when all is well."""
     rows = family.grown()
-    table(("process", "samples", "MB at first", "MB at last"), [row[:4] for row in rows[:8]])
+    table(("process", "samples", "MB at first", "MB at last", "files at first", "files at last"),
+          [row[:6] for row in rows[:8]])
     api_faults = sum(count for what, count in faults.items() if what.endswith("api"))
     counts = clients.outcomes
-    print(f"sent {clients.sent} = answered {counts['answered']} + refused {counts['refused']} + broken "
-          f"{counts['broken']}; wrong {len(clients.wrong)}; faults {dict(faults)}; {dict(clients.reasons)}")
+    kinds = ("answered", "refused", "failed", "broken", "hung")
+    print(f"sent {clients.sent} = " + " + ".join(f"{kind} {counts[kind]}" for kind in kinds) +
+          f"; wrong {len(clients.wrong)}; faults {dict(faults)}; {dict(clients.reasons)}")
     problems = []
-    if not ended or clients.sent != sum(counts.values()):
+    if not ended or counts["hung"] or clients.sent != sum(counts.values()):
         problems.append("requests were lost")
+    if counts["failed"]:
+        problems.append("requests failed that should have been answered, or refused with 429 or 503 and Retry-After")
     if clients.wrong:
-        problems.append("wrong texts: " + "; ".join(clients.wrong[:3]))
+        problems.append("wrong answers: " + "; ".join(clients.wrong[:3]))
     if counts["broken"] and not api_faults:
         problems.append("connections broke though no api was hurt")
-    if any(row[4] for row in rows):
+    if any(row[-1] for row in rows):
         problems.append("a process has grown")
     if not counts["answered"] or not faults:
         problems.append("nothing was tried")
@@ -226,6 +228,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16, help="clients in the end (default: %(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="pp", help="which layout (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
+    parser.add_argument("--heavy", type=int, default=1, help="bad clients with heavy bodies (default: %(default)s)")
+    parser.add_argument("--no-gaps", action="store_true",
+                        help="only print the gaps between tokens: on a busy machine they say nothing")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as directory:
         model = tiny_model(Path(directory), dtype="float32", config={"max_position_embeddings": 1024})

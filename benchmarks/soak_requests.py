@@ -1,0 +1,215 @@
+"""The requests of the soak: every kind that the server answers, how to send one, and when two answers are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+PATIENCE_S = 240.0
+"""Seconds without a byte after which a request counts as hung."""
+CLOSE = 2e-3
+"""Log probabilities and vectors may differ by so much: float32, added in another order in another batch."""
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer"}},
+          "required": ["name", "age"], "additionalProperties": False}
+TOOL = {"name": "weather", "description": "of a place",
+        "parameters": {"type": "object", "properties": {"place": {"enum": ["Oslo", "Rome", "Lima"]}},
+                       "required": ["place"]}}
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request whose answer must always be the same."""
+
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        extra = sorted(set(self.body) - {"model", "messages", "prompt", "input", "max_tokens", "stream"})
+        return f"{self.path}{' streamed' if self.body.get('stream') else ''} {' '.join(extra)}"
+
+
+@dataclass
+class Outcome:
+    """What became of one request."""
+
+    kind: str
+    """answered, refused (429 or 503 with Retry-After), failed (any other answer), broken (the connection ended),
+    hung."""
+    detail: str = ""
+    answer: dict[str, Any] = field(default_factory=dict)
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between pieces of a stream."""
+
+
+def requests(rng: random.Random) -> list[Request]:
+    """The set: greedy and seeded, short and long, whole and streamed, of every endpoint."""
+    def ids(count: int) -> list[int]:
+        return [rng.randrange(10, 500) for _ in range(count)]
+
+    def talk(words: int) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": " ".join(rng.choice(["one", "two", "red", "sea"]) for _ in range(words))}]
+
+    hot = {"temperature": 1.0, "seed": 11, "top_p": 0.9}
+    penal = {**hot, "presence_penalty": 0.5, "repetition_penalty": 1.1, "frequency_penalty": 0.3}
+    shared = ids(200)
+    made: list[Request] = []
+    for number in range(12):
+        prompt = ids(rng.choice([3, 30, 300]))
+        made.append(Request("/v1/completions", {
+            "prompt": shared + prompt if number % 4 == 0 else prompt, "max_tokens": rng.choice([4, 40, 160]),
+            "stream": number % 3 > 0, "ignore_eos": True, **(penal if number % 2 else {"temperature": 0})}))
+    for stream in (False, True):
+        base: dict[str, Any] = {"stream": stream, "max_tokens": 24}
+        cold = {**base, "temperature": 0}
+        form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+        tools = [{"type": "function", "function": TOOL}]
+        chat = "/v1/chat/completions"
+        made += [
+            Request(chat, {**cold, "messages": talk(8)}),
+            Request(chat, {**base, **hot, "messages": talk(8)}),
+            Request(chat, {**base, **hot, "n": 3, "messages": talk(6)}),
+            Request(chat, {**cold, "n": 3, "logprobs": True, "top_logprobs": 2, "messages": talk(6)}),
+            Request(chat, {**base, **hot, "max_tokens": 60, "response_format": form, "messages": talk(5)}),
+            Request(chat, {**base, **hot, "tools": tools, "tool_choice": "required", "messages": talk(5)}),
+            Request(chat, {**cold, "tools": tools, "messages": talk(5),
+                           "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+            Request(chat, {**base, **penal, "stop": ["q"], "messages": talk(40)}),
+            Request("/v1/completions", {**cold, "prompt": ids(20), "logprobs": 2, "ignore_eos": True}),
+            Request("/v1/responses", {"stream": stream, "max_output_tokens": 24, "temperature": 0, "store": False,
+                                      "input": "tell me " * 6}),
+            Request("/v1/messages", {**cold, "messages": talk(7)}),
+        ]
+    made.append(Request("/v1/embeddings", {"input": ["red sea", "one two three"]}))
+    return [Request(one.path, {"model": "default", **one.body}) for one in made]
+
+
+def ask(url: str, request: Request) -> Outcome:
+    """Send it and read the answer to its end."""
+    pieces: list[float] = []
+    try:
+        with httpx.stream("POST", url + request.path, json=request.body, timeout=PATIENCE_S) as got:
+            if got.status_code != 200:
+                got.read()
+                return _refused(got)
+            if not request.body.get("stream"):
+                got.read()
+                return Outcome("answered", answer=_whole(request.path, got.json()))
+            answer: dict[str, Any] = {}
+            if problem := _stream(request.path, _events(got, pieces), answer):
+                return problem
+            return Outcome("answered", answer=answer, gaps=[b - a for a, b in zip(pieces, pieces[1:], strict=False)])
+    except httpx.TimeoutException:
+        return Outcome("hung", request.name)
+    except httpx.TransportError as error:
+        return Outcome("broken", type(error).__name__)
+
+
+def _refused(got: httpx.Response) -> Outcome:
+    try:
+        code = got.json()["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        code = got.text[:80]
+    promised = got.status_code in (429, 503) and "retry-after" in got.headers
+    return Outcome("refused" if promised else "failed", f"{got.status_code} {code}")
+
+
+def _events(got: httpx.Response, pieces: list[float]) -> Iterator[dict[str, Any]]:
+    for line in got.iter_lines():
+        if line.startswith("data: "):
+            pieces.append(time.monotonic())
+            yield {"done": True} if line == "data: [DONE]" else json.loads(line[6:])
+
+
+def _stream(path: str, events: Iterator[dict[str, Any]], answer: dict[str, Any]) -> Outcome | None:
+    """Read a stream into `answer`; what went wrong, if anything did."""
+    over = False
+    for event in events:
+        if event.get("done") or event.get("type") in ("response.completed", "response.incomplete", "message_stop"):
+            over = True
+        elif "error" in event or event.get("type") in ("error", "response.failed"):
+            return Outcome("failed", f"in the stream: {json.dumps(event)[:120]}")
+        else:
+            _READ[path](event, answer)
+    return None if over else Outcome("broken", "the stream ended early")
+
+
+def _add(answer: dict[str, Any], key: str, text: str | None) -> None:
+    if text:
+        answer[key] = answer.get(key, "") + text
+
+
+def _choice(choice: dict[str, Any], answer: dict[str, Any], part: str) -> None:
+    number = choice["index"]
+    said = choice if part == "text" else choice[part]
+    _add(answer, f"text {number}", said.get("text") or said.get("content"))
+    for call in said.get("tool_calls") or ():
+        _add(answer, f"call {number}", call["function"].get("name"))
+        _add(answer, f"arguments {number}", call["function"].get("arguments"))
+    if logprobs := choice.get("logprobs"):
+        found = logprobs.get("token_logprobs") or [one["logprob"] for one in logprobs.get("content") or ()]
+        answer.setdefault(f"logprobs {number}", []).extend(found)
+    if choice.get("finish_reason"):
+        answer[f"finish {number}"] = choice["finish_reason"]
+
+
+def _completion(event: dict[str, Any], answer: dict[str, Any]) -> None:
+    for choice in event.get("choices", ()):
+        _choice(choice, answer, "text")
+
+
+def _chat(event: dict[str, Any], answer: dict[str, Any]) -> None:
+    for choice in event.get("choices", ()):
+        _choice(choice, answer, "delta" if "delta" in choice else "message")
+
+
+def _response(event: dict[str, Any], answer: dict[str, Any]) -> None:
+    if event.get("type") == "response.output_text.delta":
+        _add(answer, "text", event["delta"])
+    for item in event.get("output", ()):
+        for part in item.get("content") or ():
+            _add(answer, "text", part.get("text"))
+
+
+def _message(event: dict[str, Any], answer: dict[str, Any]) -> None:
+    _add(answer, "text", event.get("delta", {}).get("text"))
+    for block in event.get("content", ()):
+        _add(answer, "text", block.get("text"))
+
+
+def _embedding(event: dict[str, Any], answer: dict[str, Any]) -> None:
+    answer["vectors"] = [number for one in event["data"] for number in one["embedding"]]
+
+
+_READ: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
+    "/v1/completions": _completion, "/v1/chat/completions": _chat, "/v1/responses": _response,
+    "/v1/messages": _message, "/v1/embeddings": _embedding}
+
+
+def _whole(path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    _READ[path](body, answer)
+    return answer
+
+
+def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Equal answers; numbers as close as float32 allows."""
+    if mine.keys() != theirs.keys():
+        return False
+    for key, value in mine.items():
+        other = theirs[key]
+        if isinstance(value, list):
+            if len(value) != len(other) or any(abs((a or 0.0) - (b or 0.0)) > CLOSE
+                                               for a, b in zip(value, other, strict=True)):
+                return False
+        elif value != other:
+            return False
+    return True
