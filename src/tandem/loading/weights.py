@@ -13,13 +13,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers, weight_files
 from tandem.checkpoints.safetensors import TensorInfo, encode_header
 from tandem.errors import BrokenModel
+from tandem.loading.foreign import converted, sanitized
 from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
 from tandem.models.description import stored_bare
 from tandem.models.families.table import Family
+from tandem.models.quantization import read_quantization
 from tandem.system.files import file_trouble
 
 Weights = dict[str, mx.array]
@@ -44,9 +47,12 @@ def open_weights(files: ModelFiles, model: nn.Module, family: Family) -> Weights
     if stored_bare(weights, family.layers):
         root = family.layers.partition(".")[0]
         weights = {f"{root}.{name}": array for name, array in weights.items()}
+    foreign = read_quantization(read_config(files.path), files.name).foreign
+    if foreign is not None:
+        weights = converted(weights, foreign)
     if hasattr(model, "sanitize"):
         try:
-            weights = model.sanitize(weights)
+            weights = sanitized(weights, model.sanitize) if foreign is not None else model.sanitize(weights)
         except (KeyError, ValueError, AttributeError, TypeError) as error:
             raise BrokenModel(
                 f"{files.path}: weights do not fit config.json: {one_line(error)}", param="model"

@@ -15,6 +15,7 @@ from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.families.sharding import SHARDING, Width
 from tandem.models.families.table import FAMILIES, Family
+from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embed_in")
@@ -24,11 +25,6 @@ _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length",
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
-_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
-_HF_QUANT = {
-    "mxfp4": {"group_size": 32, "bits": 4, "mode": "mxfp4"},
-    "mxfp8": {"group_size": 32, "bits": 8, "mode": "mxfp8"},
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +49,7 @@ class ModelDescription:
     tied_head: bool
     """The output projection is the embedding, so the last stage needs the embedding too."""
     layer_bytes: tuple[int, ...]
-    """Stored bytes of each layer."""
+    """Stored bytes of each layer; what is expanded at load (fp8) counts expanded, here and in the next two."""
     embed_bytes: int
     head_bytes: int
     """Stored bytes of everything else that the last stage holds; without the embedding, even where it is tied."""
@@ -88,7 +84,8 @@ def describe(files: ModelFiles) -> ModelDescription:
     quantization = read_quantization(config, files.name)
     tensors = {name: info for header in read_headers(files).values() for name, info in header.items()}
     facts = _Facts(files.path, family, config)
-    layers, embed, norm, head = _bytes(tensors, facts.num_layers, files.path)
+    loaded = loaded_bytes(tensors, quantization.foreign)
+    layers, embed, norm, head = _bytes(loaded, facts.num_layers, files.path)
     tied = _tied(family, config, has_head=head > 0)
     headless = not tied and not head and stored_bare(tensors, family.layers)
     tied = tied or headless
@@ -102,7 +99,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         head_dim=facts.number("head_dim", facts.hidden_size // facts.num_heads),
         max_context=facts.max_context(),
         dtype=_stored_dtype(tensors),
-        quantization=quantization,
+        quantization=quantization.settings,
         tied_head=tied,
         layer_bytes=layers,
         embed_bytes=embed,
@@ -164,29 +161,6 @@ class _Facts:
         return _DEFAULT_CONTEXT
 
 
-def read_quantization(config: dict[str, Any], name: str) -> dict[str, Any] | None:
-    """MLX's quantisation settings of a config, or None. Raises `UnsupportedModel` naming the method."""
-    settings = config.get("quantization")
-    if settings is None:
-        foreign = config.get("quantization_config")
-        if not foreign:
-            return None
-        method = foreign.get("quant_method") if isinstance(foreign, dict) else foreign
-        settings = _HF_QUANT.get(str(method))
-        if settings is None:
-            raise UnsupportedModel(
-                f"{name}: quantisation {method!r} is not supported; use a model in MLX format, or convert one with "
-                "`mlx_lm.convert`",
-                param="model",
-            )
-    ok = isinstance(settings, dict) and {"group_size", "bits"} <= settings.keys() and all(
-        type(one[key]) is int and one[key] > 0 for one in (settings, *settings.values()) if isinstance(one, dict)
-        for key in ("group_size", "bits") if key in one)
-    if not ok or settings.get("mode", "affine") not in _MODES:
-        raise UnsupportedModel(f"{name}: quantization settings {settings!r} are not MLX's", param="model")
-    return dict(settings)
-
-
 def stored_bare(names: Iterable[str], layers: str) -> bool:
     """True when tensors are named as in the model without its output projection: `norm.weight`, not
     `model.norm.weight`. `layers` is the family's path of the layers."""
@@ -210,15 +184,15 @@ def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head",
     return "head" if any(part in _HEADS for part in parts) else "rest"
 
 
-def _bytes(tensors: dict[str, TensorInfo], count: int, path: Path) -> tuple[tuple[int, ...], int, int, int]:
+def _bytes(sizes: dict[str, int], count: int, path: Path) -> tuple[tuple[int, ...], int, int, int]:
     """Stored bytes: per layer, of the embedding, of the rest (the final norm), and of the head (0 if none)."""
     layers, others = [0] * count, {"embed": 0, "rest": 0, "head": 0}
-    for name, info in tensors.items():
+    for name, nbytes in sizes.items():
         part = part_of_tensor(name, count)
         if isinstance(part, int):
-            layers[part] += info.nbytes
+            layers[part] += nbytes
         elif part is not None:
-            others[part] += info.nbytes
+            others[part] += nbytes
     if 0 in layers:
         raise BrokenModel(f"{path}: no weights of layer {layers.index(0)} of {count}", param="model")
     return tuple(layers), others["embed"], others["rest"], others["head"]

@@ -1,0 +1,175 @@
+"""Weights in formats of others, made into plain weights or MLX's packed ones: lazily, tensor by tensor (mlx)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import mlx.core as mx
+
+from tandem.errors import BrokenModel
+from tandem.models.quantization import Foreign
+
+Weights = dict[str, mx.array]
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Places of eight neighbours in a word of AWQ."""
+_SCALES = ("_scale_inv", "_scale")
+_HELPERS = ("_scale_inv", ".weight_scale", ".input_scale", ".activation_scale", ".weight_shape", ".g_idx",
+            ".weight_g_idx", ".weight_zero_point", ".qzeros", "_activation_scale")  # fmt: skip
+
+
+def converted(weights: Weights, foreign: Foreign) -> Weights:
+    """The same weights with `weight` alone (fp8), or with `weight`, `scales` and `biases` as MLX packs them.
+
+    Nothing is computed. Raises `BrokenModel` for tensors that contradict one another.
+    """
+    suffix, convert = _CONVERTERS[foreign.method]
+    found: Weights = {}
+    used: set[str] = set()
+    for name, array in weights.items():
+        if not name.endswith(suffix):
+            continue
+        try:
+            made = convert(name.removesuffix(suffix), array, weights, foreign)
+        except (KeyError, ValueError) as error:
+            raise BrokenModel(f"weight {name}: does not fit its scales: {str(error)[:200]}", param="model") from error
+        if made:
+            used.update((name, *(f"{name.removesuffix(suffix)}.{own}" for own in ("scales", "weight"))))
+            found.update(made)
+    rest = {
+        name: array for name, array in weights.items()
+        if name not in used and not (name.endswith(_HELPERS) and _stem(name) + ".weight" in found)
+    }
+    return {**rest, **found}
+
+
+def _stem(name: str) -> str:
+    for ending in ("_scale_inv", "_activation_scale"):
+        if name.endswith(ending):
+            return name.removesuffix(ending).removesuffix(".weight")
+    return name.rpartition(".")[0]
+
+
+def sanitized(weights: Weights, sanitize: Callable[[Weights], Weights]) -> Weights:
+    """`sanitize(weights)`, with scales and biases of packed weights renamed and stacked as the weights are.
+
+    Most of mlx-lm's models look for `weight` alone when they join experts, so that the others go the same way under
+    that name.
+    """
+    scales = {name.removesuffix(".scales") for name in weights if name.endswith(".scales")}
+    done = sanitize(dict(weights))
+    if not any(name.endswith(".scales") and name.removesuffix("scales") + "weight" not in done for name in done):
+        return done
+    alone = {name: array for name, array in weights.items() if not name.endswith((".scales", ".biases"))}
+    plain = sanitize(dict(alone))
+    packed = {name for name, array in plain.items() if array.dtype == mx.uint32}
+    found = dict(plain)
+    for suffix in ("scales", "biases"):
+        other = {
+            name: weights.get(f"{name.removesuffix('.weight')}.{suffix}", array)
+            if name.removesuffix(".weight") in scales else array
+            for name, array in alone.items()
+        }  # fmt: skip
+        moved = sanitize(other)
+        found.update({f"{name.removesuffix('.weight')}.{suffix}": moved[name] for name in packed
+                      if moved[name].dtype != mx.uint32})  # fmt: skip
+    return found
+
+
+def _fp8(base: str, weight: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
+    name = f"{base}.weight"
+    scale = next((weights[name + ending] for ending in _SCALES if name + ending in weights), None)
+    if scale is None or weight.dtype != mx.uint8:
+        return {}
+    return {name: expanded_fp8(weight, scale, foreign.block)}
+
+
+def expanded_fp8(weight: mx.array, scale: mx.array, block: tuple[int, int]) -> mx.array:
+    """bfloat16 weights [..., M, N] of fp8 bytes; one scale for all, for each row, or for each block.
+
+    Raises ValueError. The arithmetic is that of mlx-lm's models.
+    """
+    plain = mx.from_fp8(weight, dtype=mx.bfloat16)
+    *_, rows, columns = weight.shape
+    blocks = (-(-rows // block[0]), -(-columns // block[1]))
+    if scale.ndim < 2 or scale.shape[-2:] in ((1, 1), (rows, 1)):
+        if scale.size not in (1, rows) and scale.shape[:-2] != weight.shape[:-2]:
+            raise ValueError(f"scales {scale.shape} for weights {weight.shape}")
+        wide = scale[:, None] if scale.ndim == 1 and scale.size > 1 else scale
+        return (plain * wide).astype(mx.bfloat16)
+    if scale.shape[-2:] != blocks:
+        raise ValueError(f"scales {scale.shape} for weights {weight.shape} in blocks of {block[0]} by {block[1]}")
+    padding = [(0, 0)] * (weight.ndim - 2) + [(0, blocks[0] * block[0] - rows), (0, blocks[1] * block[1] - columns)]
+    lead = weight.shape[:-2]
+    tiles = mx.pad(plain, padding).reshape(*lead, blocks[0], block[0], blocks[1], block[1])
+    scaled = (tiles * scale[..., :, None, :, None]).reshape(*lead, blocks[0] * block[0], blocks[1] * block[1])
+    return scaled[..., :rows, :columns].astype(mx.bfloat16)
+
+
+def _packed(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
+    """compressed-tensors: as MLX packs them, with the middle as zero point unless there are others."""
+    weight, scales = packed.view(mx.uint32), weights[f"{base}.weight_scale"]
+    columns = weight.shape[-1] * 32 // foreign.bits
+    zeros = weights.get(f"{base}.weight_zero_point")
+    if zeros is None:
+        biases = -(1 << (foreign.bits - 1)) * scales
+    else:
+        biases = -_unpacked(zeros.view(mx.uint32), foreign.bits, -2).astype(mx.float32) * scales
+    return _affine(base, weight, scales, biases.astype(scales.dtype), columns, foreign)
+
+
+def _mxfp4(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
+    return {f"{base}.weight": packed.view(mx.uint32), f"{base}.scales": weights[f"{base}.weight_scale"]}
+
+
+def _awq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
+    """[in, out / 8] words, whose eight neighbours stand in an order of their own."""
+    columns = packed.shape[0]
+    values = _unpacked(packed.view(mx.uint32), 4, -1, _AWQ_ORDER).T
+    words = values.reshape(values.shape[0], columns // 8, 8) << (mx.arange(8, dtype=mx.uint32) * 4)
+    scales = mx.contiguous(weights[f"{base}.scales"].T)
+    zeros = weights.get(f"{base}.qzeros")
+    if zeros is None:
+        biases = -8 * scales
+    else:
+        biases = -_unpacked(zeros.view(mx.uint32), 4, -1, _AWQ_ORDER).T.astype(mx.float32) * scales
+    return _affine(base, words.sum(axis=-1).astype(mx.uint32), scales, biases.astype(scales.dtype), columns, foreign)
+
+
+def _gptq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign: Foreign) -> Weights:
+    """[in / 8, out] words: MLX's, turned."""
+    weight = mx.contiguous(packed.view(mx.uint32).T)
+    scales = mx.contiguous(weights[f"{base}.scales"].T)
+    zeros = _unpacked(weights[f"{base}.qzeros"].view(mx.uint32), foreign.bits, -1).T + foreign.zero_offset
+    biases = -(zeros & ((1 << foreign.bits) - 1)).astype(mx.float32) * scales
+    columns = weight.shape[-1] * 32 // foreign.bits
+    return _affine(base, weight, scales, biases.astype(scales.dtype), columns, foreign)
+
+
+def _unpacked(words: mx.array, bits: int, axis: int, order: tuple[int, ...] | None = None) -> mx.array:
+    """Whole numbers that stand in words along `axis`, the lowest bits first unless `order` says otherwise."""
+    places = mx.array(order or tuple(range(32 // bits)), dtype=mx.uint32) * bits
+    turned = words if axis == -1 else words.swapaxes(-1, axis)
+    values = (turned[..., None] >> places) & ((1 << bits) - 1)
+    values = values.reshape(*turned.shape[:-1], -1)
+    return values if axis == -1 else values.swapaxes(-1, axis)
+
+
+def _affine(
+    base: str, weight: mx.array, scales: mx.array, biases: mx.array, columns: int, foreign: Foreign
+) -> Weights:
+    """Parameters of a packed matrix; groups that are larger than MLX's are divided. Raises ValueError."""
+    groups = columns // foreign.group_size
+    if scales.shape != biases.shape or scales.shape[:-1] != weight.shape[:-1] or groups % scales.shape[-1]:
+        raise ValueError(f"scales {scales.shape}, zero points {biases.shape}, weights {weight.shape}")
+    if groups > scales.shape[-1]:
+        scales, biases = (mx.repeat(array, groups // scales.shape[-1], axis=-1) for array in (scales, biases))
+    return {f"{base}.weight": weight, f"{base}.scales": scales, f"{base}.biases": biases}
+
+
+_CONVERTERS: dict[str, tuple[str, Callable[[str, mx.array, Mapping[str, mx.array], Foreign], Weights]]] = {
+    "fp8": (".weight", _fp8),
+    "packed": (".weight_packed", _packed),
+    "packed-mxfp4": (".weight_packed", _mxfp4),
+    "awq": (".qweight", _awq),
+    "gptq": (".qweight", _gptq),
+}

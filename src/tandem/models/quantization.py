@@ -1,0 +1,181 @@
+"""How weights are quantised, as `config.json` says it: in MLX's formats, or in others that are converted at load. No mlx.
+
+Converted are block-scaled and per-channel fp8 (which becomes plain weights, as in mlx-lm), packed integers of
+compressed-tensors, AWQ and GPTQ (which stay packed). Whatever else there is, is refused from config.json alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NoReturn
+
+from tandem.checkpoints.safetensors import TensorInfo
+from tandem.errors import UnsupportedModel
+
+_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
+_MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+_MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+_PACKED = (4, 8)
+"""Bits of foreign integers that fill whole words as MLX's do."""
+_GROUPS = (32, 64, 128)
+"""Columns in a group of MLX's affine format; larger groups are divided."""
+_F8 = ("F8_E4M3", "U8")
+Method = Literal["fp8", "packed", "packed-mxfp4", "awq", "gptq"]
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A format that is converted at load."""
+
+    method: Method
+    bits: int
+    group_size: int
+    """Columns in a group after conversion; 0 where weights become plain."""
+    block: tuple[int, int] = (128, 128)
+    """Rows and columns that share a scale, for fp8 in blocks."""
+    zero_offset: int = 0
+    """What is to be added to stored zero points."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Of one model."""
+
+    settings: dict[str, Any] | None = None
+    """MLX's settings (group_size, bits, mode, per-layer exceptions) once the weights are loaded; None for plain ones."""
+    foreign: Foreign | None = None
+
+
+def read_quantization(config: Mapping[str, Any], name: str) -> Quantization:
+    """Quantisation of a config. Raises `UnsupportedModel` naming the method, or the setting that is in the way."""
+    settings = config.get("quantization")
+    if settings is not None:
+        return Quantization(_own(settings, name))
+    text = config.get("text_config")
+    given = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    if not given:
+        return Quantization()
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if method == "mxfp4":
+        return Quantization(_MXFP4)
+    if method == "mxfp8":
+        return Quantization(_MXFP8)
+    if not isinstance(given, dict) or method not in _READERS:
+        if isinstance(given, dict) and {"group_size", "bits"} <= given.keys() and method is None:
+            return Quantization(_own(given, name))  # MLX's settings under the other name
+        _refuse(name, f"quantisation {str(method)[:60]!r}")
+    foreign = _READERS[str(method)](given, name)
+    if foreign is None:
+        return Quantization(_MXFP8)
+    if foreign.method == "packed-mxfp4":
+        return Quantization(_MXFP4, foreign)
+    if not foreign.group_size:
+        return Quantization(None, foreign)
+    return Quantization({"group_size": foreign.group_size, "bits": foreign.bits, "mode": "affine"}, foreign)
+
+
+def _own(settings: Any, name: str) -> dict[str, Any]:
+    ok = isinstance(settings, dict) and {"group_size", "bits"} <= settings.keys() and all(
+        type(one[key]) is int and one[key] > 0 for one in (settings, *settings.values()) if isinstance(one, dict)
+        for key in ("group_size", "bits") if key in one)
+    if not ok or settings.get("mode", "affine") not in _MODES:
+        raise UnsupportedModel(f"{name}: quantization settings {str(settings)[:200]} are not MLX's", param="model")
+    return dict(settings)
+
+
+def _fp8(given: Mapping[str, Any], name: str) -> Foreign | None:
+    """None for what MLX holds as it is: powers of two over blocks of 32 by 32."""
+    block = given.get("weight_block_size") or (128, 128)
+    if not isinstance(block, list | tuple) or len(block) != 2 or not all(type(n) is int and n > 0 for n in block):
+        _refuse(name, f"fp8 with weight_block_size {str(block)[:60]}")
+    if given.get("scale_fmt") == "ue8m0" and tuple(block) == (32, 32):
+        return None
+    if given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        _refuse(name, f"fp8 of format {str(given['fmt'])[:60]!r}")
+    return Foreign("fp8", 8, 0, block=(block[0], block[1]))
+
+
+def _compressed(given: Mapping[str, Any], name: str) -> Foreign:
+    form = given.get("format")
+    if form == "float-quantized":
+        return Foreign("fp8", 8, 0)
+    if form == "mxfp4-pack-quantized":
+        return Foreign("packed-mxfp4", 4, 32)
+    if form != "pack-quantized":
+        _refuse(name, f"compressed-tensors format {str(form)[:60]!r}")
+    found = [group.get("weights") for group in (given.get("config_groups") or {}).values() if isinstance(group, dict)]
+    kinds = {(one.get("num_bits"), one.get("group_size"), one.get("type", "int"), one.get("actorder"))
+             for one in found if isinstance(one, dict)}  # fmt: skip
+    if len(kinds) != 1:
+        _refuse(name, f"compressed-tensors with {len(kinds)} kinds of weights in config_groups")
+    bits, group, kind, order = kinds.pop()
+    if kind != "int" or order in ("group", "dynamic", True):
+        _refuse(name, f"compressed-tensors with {kind} weights" + (" in another order (actorder)" if order else ""))
+    return Foreign("packed", _bits(bits, name), _group(group, name))
+
+
+def _awq(given: Mapping[str, Any], name: str) -> Foreign:
+    if str(given.get("version", "gemm")).lower() != "gemm":
+        _refuse(name, f"AWQ version {str(given['version'])[:60]!r}")
+    if given.get("bits", 4) != 4:
+        _refuse(name, f"AWQ with {given['bits']} bits")
+    return Foreign("awq", 4, _group(given.get("group_size", 128), name))
+
+
+def _gptq(given: Mapping[str, Any], name: str) -> Foreign:
+    if given.get("desc_act"):
+        _refuse(name, "GPTQ with desc_act (columns in another order)")
+    offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+    return Foreign("gptq", _bits(given.get("bits", 4), name), _group(given.get("group_size", 128), name),
+                   zero_offset=offset)  # fmt: skip
+
+
+_READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}
+
+
+def _bits(bits: Any, name: str) -> int:
+    if type(bits) is not int or bits not in _PACKED:
+        _refuse(name, f"quantisation with {str(bits)[:60]} bits")
+    return bits
+
+
+def _group(size: Any, name: str) -> int:
+    if size in _GROUPS:
+        return int(size)
+    if size in (None, -1) or (type(size) is int and size > 0 and size % _GROUPS[-1] == 0):
+        return _GROUPS[-1]
+    _refuse(name, f"quantisation in groups of {str(size)[:60]}")
+
+
+def _refuse(name: str, what: str) -> NoReturn:
+    raise UnsupportedModel(
+        f"{name}: {what} is not supported; use a model in MLX format, or convert one with `mlx_lm.convert`",
+        param="model",
+    )
+
+
+def loaded_bytes(tensors: Mapping[str, TensorInfo], foreign: Foreign | None) -> dict[str, int]:
+    """Bytes that each stored tensor comes to once it is loaded and before it is cast: what is expanded counts so, and
+    what only helps to convert others counts nothing."""
+    if foreign is None:
+        return {name: info.nbytes for name, info in tensors.items()}
+    return {name: _loaded(name, info, tensors, foreign) for name, info in tensors.items()}
+
+
+def _loaded(name: str, info: TensorInfo, tensors: Mapping[str, TensorInfo], foreign: Foreign) -> int:
+    base, _, last = name.rpartition(".")
+    if foreign.method == "fp8":
+        if name.endswith(("_scale_inv", "weight_scale", "input_scale", "activation_scale")):
+            return 0
+        scaled = f"{name}_scale_inv" in tensors or f"{name}_scale" in tensors
+        return info.nbytes * 2 if scaled and info.dtype in _F8 else info.nbytes
+    packed = tensors.get(f"{base}.qweight") or tensors.get(f"{base}.weight_packed")
+    if packed is None:
+        return info.nbytes
+    if last in ("qzeros", "g_idx", "weight_shape", "weight_zero_point", "weight_g_idx"):
+        return 0
+    if last in ("scales", "weight_scale") and foreign.method != "packed-mxfp4":
+        weights = packed.nbytes * 8 // foreign.bits
+        return 2 * 2 * weights // foreign.group_size  # scales and biases, two bytes each
+    return info.nbytes
