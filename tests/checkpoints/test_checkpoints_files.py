@@ -106,7 +106,7 @@ def test_no_weights_at_all(tmp_path):
     [
         ({"model_type": "mamba"}, UnsupportedModel, "model_type 'mamba' is not supported; supported are .*llama"),
         ({"model_type": None}, UnsupportedModel, "model_type None"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, UnsupportedModel, "'gptq' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, UnsupportedModel, "'hqq' is not supported"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, UnsupportedModel, "'bitsandbytes'"),
         ({"quantization": {"bits": "x"}}, UnsupportedModel, "are not MLX's"),
         ({"quantization": {"bits": 4, "group_size": 0}}, UnsupportedModel, "are not MLX's"),

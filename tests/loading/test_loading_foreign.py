@@ -66,7 +66,8 @@ class Twin:
         arrays = mx.load(str(self.source / "model.safetensors"))
         # Exact in bfloat16 and in float16.
         self.plain = {
-            name: np.array(mx.where(mx.abs(array) < 1e-3, 0, array).astype(mx.float32)) for name, array in arrays.items()
+            name: np.array(mx.where(mx.abs(array) < 1e-3, 0, array).astype(mx.float32))
+            for name, array in arrays.items()
         }
         self.foreign: dict[str, tuple[str, np.ndarray]] = {}
         self.own: dict[str, tuple[str, np.ndarray]] = {}
@@ -130,8 +131,8 @@ def stored(array: np.ndarray, dtype: str) -> np.ndarray:
 def words(values: np.ndarray, bits: int) -> np.ndarray:
     """Numbers along the last axis in words of 32 bits, the first in the lowest."""
     count = 32 // bits
-    parts = values.reshape(*values.shape[:-1], -1, count).astype(np.uint64) << (np.arange(count, dtype=np.uint64) * bits)
-    return parts.sum(-1).astype(np.uint32)
+    parts = values.reshape(*values.shape[:-1], -1, count).astype(np.uint64)
+    return (parts << (np.arange(count, dtype=np.uint64) * bits)).sum(-1).astype(np.uint32)
 
 
 def numbers(twin: Twin, shape: tuple[int, ...], group: int, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -314,7 +315,10 @@ def test_scales_that_do_not_fit_are_refused(tmp_path):
     ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, "0 kinds of weights"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, "fp8 of format 'e5m2'"),
     ({"quant_method": "fp8", "weight_block_size": [0, 1]}, "weight_block_size"),
-    ("words", "quantisation 'words'"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": [1]}, "0 kinds of weights"),
+    ({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {
+        "a": {"weights": {"num_bits": [4], "group_size": {}}}}}, "quantisation with .4. bits"),
+    ({"quant_method": ["fp8"]}, "quantisation"), ("words", "quantisation 'words'"),
 ])
 def test_other_formats_are_refused_from_the_configuration_alone(settings, words_, tmp_path):
     path = tiny_model(tmp_path)

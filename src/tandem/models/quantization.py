@@ -1,4 +1,4 @@
-"""How weights are quantised, as `config.json` says it: in MLX's formats, or in others that are converted at load. No mlx.
+"""How weights are quantised: in MLX's formats, or in others that are converted at load, as `config.json` says. No mlx.
 
 Converted are block-scaled and per-channel fp8 (which becomes plain weights, as in mlx-lm), packed integers of
 compressed-tensors, AWQ and GPTQ (which stay packed). Whatever else there is, is refused from config.json alone.
@@ -43,7 +43,7 @@ class Quantization:
     """Of one model."""
 
     settings: dict[str, Any] | None = None
-    """MLX's settings (group_size, bits, mode, per-layer exceptions) once the weights are loaded; None for plain ones."""
+    """MLX's (group_size, bits, mode, per-layer exceptions) once the weights are loaded; None for plain ones."""
     foreign: Foreign | None = None
 
 
@@ -61,7 +61,7 @@ def read_quantization(config: Mapping[str, Any], name: str) -> Quantization:
         return Quantization(_MXFP4)
     if method == "mxfp8":
         return Quantization(_MXFP8)
-    if not isinstance(given, dict) or method not in _READERS:
+    if not isinstance(given, dict) or str(method) not in _READERS:
         if isinstance(given, dict) and {"group_size", "bits"} <= given.keys() and method is None:
             return Quantization(_own(given, name))  # MLX's settings under the other name
         _refuse(name, f"quantisation {str(method)[:60]!r}")
@@ -104,14 +104,19 @@ def _compressed(given: Mapping[str, Any], name: str) -> Foreign:
         return Foreign("packed-mxfp4", 4, 32)
     if form != "pack-quantized":
         _refuse(name, f"compressed-tensors format {str(form)[:60]!r}")
-    found = [group.get("weights") for group in (given.get("config_groups") or {}).values() if isinstance(group, dict)]
-    kinds = {(one.get("num_bits"), one.get("group_size"), one.get("type", "int"), one.get("actorder"))
-             for one in found if isinstance(one, dict)}  # fmt: skip
+    groups = given.get("config_groups")
+    found = [one.get("weights") for one in groups.values() if isinstance(one, dict)] if isinstance(groups, dict) else []
+    kinds: list[tuple[Any, ...]] = []
+    for one in found:
+        if isinstance(one, dict):
+            facts = one.get("num_bits"), one.get("group_size"), one.get("type", "int"), one.get("actorder")
+            kinds += [facts] if facts not in kinds else []
     if len(kinds) != 1:
         _refuse(name, f"compressed-tensors with {len(kinds)} kinds of weights in config_groups")
-    bits, group, kind, order = kinds.pop()
+    bits, group, kind, order = kinds[0]
     if kind != "int" or order in ("group", "dynamic", True):
-        _refuse(name, f"compressed-tensors with {kind} weights" + (" in another order (actorder)" if order else ""))
+        order = " in another order (actorder)" if order else ""
+        _refuse(name, f"compressed-tensors with {str(kind)[:60]} weights{order}")
     return Foreign("packed", _bits(bits, name), _group(group, name))
 
 
