@@ -56,6 +56,8 @@ def test_help_of_serve_lists_every_setting():
         (("serve", "demo", "--port", "x"), "--port: 'x' is not a whole number"),
         (("serve", "demo", "--port", "70000"), "--port: 70000 is out of range: must be 0 to 65535"),
         (("serve", "demo", "--layer-split", "20,16"), "--layer-split: 20,16 is for 2 stage(s)"),
+        (("generate", "demo", "--prompt", "a", "--top-p", "3"), "--top-p 3.0: must be above 0 and at most 1"),
+        (("generate", "demo", "--prompt", "a", "--min-p", "nan"), "--min-p nan: must be at least 0 and at most 1"),
         (("serve", "demo", "--dtype", "int8"), "--dtype: 'int8' is not one of auto, float32"),
         (("serve", "demo", "--config", "/nowhere.toml"), "cannot read /nowhere.toml"),
         (("serve", "demo", "--api-key", ""), "--api-key: a key must not be empty"),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
-from tandem.cli.options import agent, bench, doctor, lifecycle, parity, plan
+from tandem.cli.options import agent, bench, doctor, lifecycle, parity, plan, sampling
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -82,11 +82,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
             group.add_argument("--prompt", "-p", help="the text to complete; by default standard input.")
         else:
             group.add_argument("--system", help="a system message to begin with.")
-        group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="most tokens of one answer [256]")
-        group.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy [0.7]")
-        group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="nucleus sampling [1.0]")
-        group.add_argument("--top-k", type=int, default=0, metavar="N", help="0 is off [0]")
-        group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text.")
+        sampling.add_sampling(group)
         parser.set_defaults(run=_generate if name == "generate" else _chat)
 
 

@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from tandem.cli.arguments import load_settings
+from tandem.cli.options.sampling import sampling_of
 from tandem.errors import UsageError
 from tandem.llm import LLM
 from tandem.log import set_up
-from tandem.protocol.request import SamplingParams
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Complete one prompt; the text goes to standard output as it comes."""
     prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
     with _open(arguments) as llm:
-        for piece in llm.stream(prompt, _params(arguments)):
+        for piece in llm.stream(prompt, sampling_of(arguments)):
             print(piece, end="", flush=True)
         print()
     return 0
@@ -45,16 +45,11 @@ def run_chat(arguments: argparse.Namespace) -> int:
             elif said:
                 messages.append({"role": "user", "content": said})
                 answer = ""
-                for piece in llm.stream(messages, _params(arguments)):
+                for piece in llm.stream(messages, sampling_of(arguments)):
                     print(piece, end="", flush=True)
                     answer += piece
                 print()
                 messages.append({"role": "assistant", "content": answer})
-
-
-def _params(arguments: argparse.Namespace) -> SamplingParams:
-    return SamplingParams(max_tokens=arguments.max_tokens, temperature=arguments.temperature, top_p=arguments.top_p,
-                          top_k=arguments.top_k, seed=arguments.seed)
 
 
 @contextmanager

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import math
-
 from tandem.errors import RequestError
+from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
-
-MAX_STOPS = 16
-MAX_LOGPROBS = 20
-MAX_BIASES = 1024
-
-_RANGES: dict[str, tuple[float, float, str]] = {
-    "max_tokens": (1, math.inf, "at least 1"),
-    "min_tokens": (0, math.inf, "at least 0"),
-    "temperature": (0.0, 2.0, "between 0 and 2"),
-    "top_p": (math.ulp(0.0), 1.0, "above 0 and at most 1"),
-    "top_k": (0, math.inf, "at least 0 (0 turns it off)"),
-    "min_p": (0.0, 1.0, "between 0 and 1"),
-    "repetition_penalty": (math.ulp(0.0), math.inf, "above 0"),
-    "frequency_penalty": (-2.0, 2.0, "between -2 and 2"),
-    "presence_penalty": (-2.0, 2.0, "between -2 and 2"),
-}
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise RequestError, naming field, value and range, for the first parameter that is out of its range."""
-    for name, (low, high, words) in _RANGES.items():
+    for name, allowed in RANGES.items():
         value = getattr(params, name)
-        if not (low <= value <= high and math.isfinite(value)):
-            raise RequestError(f"{name} is {value}; it must be {words}", param=name)
+        if value not in allowed:
+            raise RequestError(f"{name} is {value}; it must be {allowed}", param=name)
     if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
         raise RequestError(f"logprobs is {params.logprobs}; it must be between 0 and {MAX_LOGPROBS}", param="logprobs")
     if len(params.stop) > MAX_STOPS or any(not text for text in params.stop):
@@ -72,6 +55,5 @@ def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
         raise RequestError(f"logit_bias has {len(params.logit_bias)} entries; give at most {MAX_BIASES}",
                            param="logit_bias")
     for token, bias in params.logit_bias.items():
-        if not -100.0 <= bias <= 100.0:
-            raise RequestError(f"logit_bias of token {token} is {bias}; it must be between -100 and 100",
-                               param="logit_bias")
+        if bias not in BIAS:
+            raise RequestError(f"logit_bias of token {token} is {bias}; it must be {BIAS}", param="logit_bias")

@@ -29,7 +29,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens. Plain data; the api validates it, the sampler trusts it."""
 
     max_tokens: int = 16
-    """Most tokens to produce; >= 1, but 0 for a request with `pooling`."""
+    """Most tokens to produce; 0 for a request with `pooling` alone."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens are ignored until so many tokens are out."""
     temperature: float = 1.0
@@ -49,9 +49,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
     """Added to the logits of these token ids."""
     seed: int | None = None
-    """Same seed, same text, whatever else is in the batch; None lets the engine draw one."""
+    """Same seed, same text, whatever else is in the batch; without one the engine draws it."""
     stop: tuple[str, ...] = ()
-    """Strings that end the output (and do not appear in it); found by the detokeniser, not by ranks."""
+    """Strings that end the output (and do not appear in it)."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the output, beside the model's own end-of-sequence ids."""
     ignore_eos: bool = False

@@ -7,14 +7,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
 from tandem.server.openai.messages import NAMED_FORM, TOOL_CHOICE, Message, Strict, Tool, ToolChoice, Tools
 
-MAX_STOP_STRINGS = 16
-"""OpenAI takes 4. More cost time per token, as each is searched for."""
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 256
-MAX_LOGIT_BIAS = 1024
-MAX_TOP_LOGPROBS = 20
 SEED_LIMIT = 2**63
 
 
@@ -62,23 +59,24 @@ class StructuredFields(Strict):
     grammar: str | None = None
 
 
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Bias = Annotated[float, Field(**BIAS.bounds)]
 
 
 class SamplingFields(Strict):
     """How to choose tokens; the same for chat and completions."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_LOGIT_BIAS)] | None = None
+    max_tokens: Annotated[int, Field(**RANGES["max_tokens"].bounds)] | None = None
+    min_tokens: Annotated[int, Field(**RANGES["min_tokens"].bounds)] | None = None
+    temperature: Annotated[float, Field(**RANGES["temperature"].bounds)] | None = None
+    top_p: Annotated[float, Field(**RANGES["top_p"].bounds)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=RANGES["top_k"].high)] | None = None
+    """-1 is off too, as vLLM has it."""
+    min_p: Annotated[float, Field(**RANGES["min_p"].bounds)] | None = None
+    repetition_penalty: Annotated[float, Field(**RANGES["repetition_penalty"].bounds)] | None = None
+    frequency_penalty: Annotated[float, Field(**RANGES["frequency_penalty"].bounds)] | None = None
+    presence_penalty: Annotated[float, Field(**RANGES["presence_penalty"].bounds)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
     seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
     stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] | None = None
     stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS)] | None = None
@@ -98,8 +96,8 @@ class SamplingFields(Strict):
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         stops = [value] if isinstance(value, str) else value
-        if isinstance(stops, list) and len(stops) > MAX_STOP_STRINGS:
-            context = {"limit": MAX_STOP_STRINGS, "count": len(stops)}
+        if isinstance(stops, list) and len(stops) > MAX_STOPS:
+            context = {"limit": MAX_STOPS, "count": len(stops)}
             raise PydanticCustomError("too_many_stops", "at most {limit} stop strings, not {count}", context)
         return stops
 
@@ -115,7 +113,7 @@ class ChatRequest(SamplingFields):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
@@ -151,7 +149,7 @@ class CompletionRequest(SamplingFields):
     prompt: list[Any]
     """Strings or lists of token ids, whatever form they came in."""
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod

@@ -1,0 +1,42 @@
+"""One table of ranges: HTTP takes what the engine takes, and refuses what it refuses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from pydantic import ValidationError
+
+from tandem.errors import RequestError
+from tandem.protocol.checks import check_params
+from tandem.protocol.ranges import RANGES
+from tandem.protocol.request import SamplingParams
+from tandem.server.openai.schemas import SamplingFields
+
+WHOLE = ("max_tokens", "min_tokens", "top_k")
+
+
+def values(name: str) -> list[float]:
+    """Around both ends of a range."""
+    allowed = RANGES[name]
+    ends = [allowed.low] if allowed.high == math.inf else [allowed.low, allowed.high]
+    step = 1 if name in WHOLE else 0.001
+    around = [end + step * sign for end in ends for sign in (-1, 0, 1)]
+    return [int(value) for value in around] if name in WHOLE else around
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_http_and_engine_agree_on_every_parameter(name):
+    for value in values(name):
+        try:
+            check_params(SamplingParams(**{"max_tokens": 2**40, **{name: value}}), 100)
+            engine = True
+        except RequestError as error:
+            assert error.param == name
+            engine = False
+        try:
+            SamplingFields(**{name: value})
+            http = True
+        except ValidationError:
+            http = False
+        assert (engine, http) == (value in RANGES[name], value in RANGES[name] or (name == "top_k" and value == -1))
