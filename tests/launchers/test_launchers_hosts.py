@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +22,7 @@ from tandem.launchers.hosts import HostsLauncher
 from tandem.launchers.rank_host import RankHost
 from tandem.protocol.hosts import HostFacts, MlxWorld, Ping
 from tandem.protocol.payloads import HostPayload
+from tandem.transport.security import ClusterKeys
 
 RANK = """
 import os, sys, time
@@ -191,7 +195,7 @@ def test_a_host_that_falls_silent_is_lost_with_its_rank(cluster: Cluster, monkey
 def test_a_head_that_is_not_there_is_named_with_what_was_tried(cluster: Cluster) -> None:
     cluster.add(0, endpoints=["127.0.0.1:1"], join_timeout=1.0)
     message = str(cluster.code(0))
-    assert "could not join the head within 1 s: tried 127.0.0.1:1 (nothing answers there)" in message
+    assert "could not join the head within 1 s: tried 127.0.0.1:1 (Connection refused)" in message
 
 
 def test_a_host_without_the_address_that_is_given_for_it_says_so(cluster: Cluster) -> None:
@@ -267,6 +271,21 @@ def test_mpi_without_mpirun_is_refused(cluster: Cluster) -> None:
     with pytest.raises(LayoutError, match="--backend mpi: every rank must be started by mpirun"):
         cluster.head.world("mpi", [0, 1])
 
+
+
+def test_a_head_that_macos_hides_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh reaches it, Python does not: "no route to host" towards a machine on the same cable."""
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", refused)
+    monkeypatch.setattr("tandem.launchers.rank_host.JOIN_S", 0.2)
+    for platform, words in (("linux", r"\(No route to host\)"), ("darwin", "No route to host: macOS withholds")):
+        monkeypatch.setattr(sys, "platform", platform)
+        monkeypatch.setattr("tandem.system.privacy.output_of", lambda _: "\tinet 127.0.0.1 netmask 0xff000000\n")
+        host = RankHost(HostPayload(keys=ClusterKeys.generate(), endpoints=["127.0.0.1:9"], join_timeout=0.1))
+        with pytest.raises(UsageError, match=f"could not join the head.*127.0.0.1:9 .*{words}"):
+            host.run()
 
 
 @pytest.mark.parametrize(("machines", "shares"), [(("a", "b"), 1), (("a", "a"), 2)])

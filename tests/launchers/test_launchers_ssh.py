@@ -61,6 +61,54 @@ def test_otherwise_that_of_the_same_path_or_what_a_login_shell_finds(
     assert run(remote_command(None), HOME=str(tmp_path)) == "tandem rank --stdin"
 
 
+SHELL = """#!/bin/sh
+# As zsh: a login shell reads .zprofile, an interactive one .zshrc too, which may print what it likes.
+[ -e "$HOME/.zprofile" ] && . "$HOME/.zprofile"
+case "$1" in *i*) [ -e "$HOME/.zshrc" ] && . "$HOME/.zshrc";; esac
+eval "$2"
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a user on a machine where nothing lies at the same path as here."""
+    monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
+    there = tmp_path / "a home"
+    fake_python(there / "zsh", "").write_text(SHELL)
+    return there
+
+
+def found_in(home: Path, command: str | None = None) -> str:
+    return run(command or remote_command(None), HOME=str(home), SHELL=str(home / "zsh"))
+
+
+@pytest.mark.parametrize("place", [".local/bin/tandem", ".pyenv/shims/tandem"])
+def test_where_uv_pipx_and_pyenv_put_it_though_no_shell_is_told(home: Path, place: str) -> None:
+    fake_python(home / place, "tandem")
+    assert found_in(home) == "tandem rank --stdin"
+
+
+def test_what_only_an_interactive_shell_finds(home: Path) -> None:
+    fake_python(home / "envs" / "tandem", "conda")
+    (home / ".zshrc").write_text(f'echo welcome; cat >/dev/null; PATH="{home}/envs:$PATH"; echo "a warning" >&2\n')
+    assert found_in(home) == "conda rank --stdin"
+
+
+def test_a_login_shells_own_goes_first(home: Path) -> None:
+    fake_python(home / ".local/bin/tandem", "uv")
+    fake_python(home / "chosen" / "tandem", "chosen")
+    (home / ".zprofile").write_text(f'PATH="{home}/chosen:$PATH"; export TOLD=1\n')
+    assert found_in(home) == "chosen rank --stdin"
+
+
+def test_the_same_place_below_another_users_home(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/Users/ann")
+    monkeypatch.setattr(sys, "executable", "/Users/ann/my venv/bin/python")
+    command = remote_command(None)
+    fake_python(home / "my venv" / "bin" / "python", "theirs")
+    assert found_in(home, command) == f"theirs -P -m {RANK_HOST_MODULE}"
+
+
 def test_the_command_is_one_word_for_any_login_shell() -> None:
     words = shlex.split(remote_command(None))
     assert words[:3] == ["exec", "sh", "-c"] and len(words) == 4
@@ -78,6 +126,8 @@ def test_the_command_is_one_word_for_any_login_shell() -> None:
     (255, [], "nothing was said (ssh ended with 255)"),
     (127, ["sh: 1: exec: python3: not found"], "no Python with Tandem was found there"),
     (1, ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
+     "no Python with Tandem was found there"),
+    (1, ["xcode-select: note: No developer tools were found, requesting install."],
      "no Python with Tandem was found there"),
     (2, ["Unknown option: -P", "usage: python3 [option] ...", "Try `python -h' for more information."],
      "its Python is older than 3.11"),

@@ -14,6 +14,7 @@ from pathlib import Path
 from tandem.doctor.messages import Facts, GatherFacts
 from tandem.doctor.model_files import look_at
 from tandem.env import machine_memory, variables
+from tandem.system.ports import is_shadowed
 from tandem.system.tools import output_of
 from tandem.version import __version__
 
@@ -116,6 +117,8 @@ def _versions() -> dict[str, str | None]:
 
 
 def _is_busy(port: int) -> bool:
+    if is_shadowed("", port):
+        return True
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be taken
         try:

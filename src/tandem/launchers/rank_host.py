@@ -50,7 +50,8 @@ from tandem.protocol.hosts import (
 )
 from tandem.protocol.payloads import HostPayload
 from tandem.system.awake import keep_awake
-from tandem.transport.join import HostEnd
+from tandem.system.privacy import silent_because
+from tandem.transport.join import SILENT, HostEnd
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,8 @@ class RankHost:
                 if link is not None:
                     log.info("joined the head at %s", endpoint)
                     return link
+                if troubles[endpoint] == SILENT:
+                    troubles[endpoint] = silent_because(head, int(port)) or SILENT
             except OSError as error:
                 troubles[endpoint] = error.strerror or str(error)
                 time.sleep(REPEAT_S)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import secrets
 import shlex
 import socket
@@ -12,6 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 
@@ -51,18 +53,40 @@ REMEDIES = (
     ("network is unreachable", "it cannot be reached", "check this machine's network and the address: `ping {ssh}`"),
 )
 """Words of ssh, what they mean, and what helps."""
+PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem", "/usr/local/bin/tandem")
+"""Where installers put programs that a login shell need not find; relative ones are below the home directory."""
 
 
 def remote_command(python: str | None, module: str = RANK_HOST_MODULE, words: str = "rank --stdin") -> str:
-    """What the host's login shell is to run: `module`, which `tandem` with `words` runs too, by the interpreter that is
-    named, or that of the same path as here, or the one that a login shell finds."""
+    """What the host's login shell is to run: `module`, which `tandem` with `words` runs too.
+
+    By the interpreter that is named, or that of the same path as here (below the home directory too), or what a login
+    shell finds, or lies where uv, pipx and Homebrew put programs, or what an interactive shell finds: many people's
+    zsh has its PATH there alone.
+    """
     run = f"{SAFE} -m {module}"
     if python is not None:
         return f"exec {shlex.quote(python)} {run}"
-    same = shlex.quote(sys.executable)
-    found = f"command -v tandem >/dev/null 2>&1 && exec tandem {words}; exec python3 {run}"
-    script = f'[ -x {same} ] && exec {same} {run}; exec "${{SHELL:-/bin/sh}}" -lc {shlex.quote(found)}'
+    look = "command -v tandem"
+    interpreters = " ".join([shlex.quote(sys.executable), *_below_home(sys.executable)])
+    places = " ".join(f'"$HOME/{one}"' if not one.startswith("/") else one for one in PLACES)
+    script = "; ".join([
+        f'for one in {interpreters}; do [ -x "$one" ] && exec "$one" {run}; done',
+        'shell="${SHELL:-/bin/sh}"',
+        f'[ -n "$("$shell" -lc {shlex.quote(look)} </dev/null 2>/dev/null)" ] && '
+        f'exec "$shell" -lc {shlex.quote(f"exec tandem {words}")}',
+        f'found="$("$shell" -ilc {shlex.quote(look)} </dev/null 2>/dev/null | tail -n 1)"',
+        f'for one in {places} "$found"; do [ -x "$one" ] && exec "$one" {words}; done',
+        f'exec "$shell" -lc {shlex.quote(f"exec python3 {run}")}'])
     return f"exec sh -c {shlex.quote(script)}"
+
+
+def _below_home(path: str) -> list[str]:
+    """The same place below another user's home, as a word of shell; empty for a path that is elsewhere."""
+    home = str(Path.home())
+    if not path.startswith(home + os.sep):
+        return []
+    return ['"$HOME"' + shlex.quote(path.removeprefix(home))]
 
 
 def ssh_command(host: str, command: str) -> list[str]:
@@ -81,7 +105,7 @@ def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
     if "unknown option: -p" in text:
         return (f"host {entry.ssh}: its Python is older than 3.11, which Tandem needs; name another with "
                 "--remote-python or `python` in the hostfile")
-    if code == NOT_FOUND or "no module named" in text or "no such file" in text:
+    if code == NOT_FOUND or "no module named" in text or "no such file" in text or "xcode-select" in text:
         return (f"host {entry.ssh}: no Python with Tandem was found there ({said}); install it, or name its "
                 "interpreter with --remote-python or `python` in the hostfile")
     ended = f" (ssh ended with {code})" if code != 2 and agent_name(entry.ssh) is None else ""

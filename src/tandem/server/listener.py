@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import socket
 
 from tandem.errors import ConfigError
+from tandem.system.ports import is_shadowed
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises ConfigError when the address cannot be had."""
     try:
+        if is_shadowed(host, port):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]

@@ -39,6 +39,17 @@ def _own_networks() -> list[ipaddress.IPv4Network]:
             for address, mask in _INET.findall(text)]
 
 
+def silent_because(host: str, port: int, timeout_s: float = 1.0) -> str:
+    """Why no connection to `host`:`port` comes about, where the system knows; else empty. For what did not answer."""
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except TimeoutError:
+        return ""
+    except OSError as error:
+        return connect_trouble(error, host)
+    return ""
+
+
 def connect_trouble(error: OSError, address: str) -> str:
     """Why a connection to `address` failed, in words that say what to do where macOS refused it."""
     words = error.strerror or str(error)

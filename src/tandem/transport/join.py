@@ -17,6 +17,9 @@ from tandem.transport.security import Authenticator
 MAX_FRAME = 4 * 1024 * 1024
 """Bytes; a longer frame ends the peer's connection before it is read into memory."""
 
+SILENT = "nothing answers there"
+"""Trouble of which no more is known."""
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -93,7 +96,7 @@ class HostEnd:
             self._refused = event not in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED)
         if self._refused:
             return "refused: the token is not that of this head"
-        return "connected, but no answer" if self._connected else "nothing answers there"
+        return "connected, but no answer" if self._connected else SILENT
 
     def send(self, message: HostMessage) -> None:
         """Queue a message; it is dropped when the head has not taken any for long."""

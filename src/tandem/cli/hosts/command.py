@@ -16,6 +16,7 @@ from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.agent import PORT
 from tandem.launchers.agent.discovery import Found, find
 from tandem.launchers.agent.trust import NAME, Peer, Trust
+from tandem.system.privacy import LOCAL_NETWORK
 
 _GIB = 2**30
 _WIDTH = 160
@@ -51,6 +52,8 @@ def _find(seconds: float, *, as_json: bool) -> int:
         return 0
     if not rows:
         print(f"no agent answered within {seconds:g} s; run `tandem agent` on each machine, on this local network")
+        if sys.platform == "darwin":
+            print(f"if they run: {LOCAL_NETWORK}")
         return 0
     table = Table("name", "address", "chip", "memory", "system", "links", "tandem", "paired", box=None)
     for row, one in zip(rows, agents, strict=True):

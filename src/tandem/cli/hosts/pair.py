@@ -22,6 +22,7 @@ from tandem.protocol.agent import (
     PairRequest,
 )
 from tandem.protocol.codec import Decoder
+from tandem.system.privacy import silent_because
 
 ANSWER_S = 5.0
 T = TypeVar("T", bound=PairReply)
@@ -55,7 +56,10 @@ def _asked_for(name: str) -> str:
 def _ask(link: zmq.Socket[bytes], there: str, request: PairRequest, kind: type[T]) -> T:
     link.send(msgspec.msgpack.encode(request))
     if not link.poll(int(ANSWER_S * 1000)):
-        raise UsageError(f"no agent answers at {there}; is `tandem agent` running there, and the port open?")
+        host, _, port = there.rpartition(":")
+        why = silent_because(host, int(port))
+        raise UsageError(f"no agent answers at {there}{f' ({why})' if why else ''}; is `tandem agent` running there, "
+                         "and the port open?")
     try:
         reply = Decoder[PairReply](PairReply).decode(link.recv())
     except TransportError as error:

@@ -19,6 +19,7 @@ from tandem.launchers.agent.trust import Identity, Peer, Trust
 from tandem.processes.interpreter import module_command
 from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
 from tandem.protocol.codec import Decoder
+from tandem.system.privacy import silent_because
 
 MODULE = "tandem.launchers.agent.link"
 PREFIX = "agent:"
@@ -60,6 +61,7 @@ class HeadSession:
         self._socket.curve_serverkey = peer.public.encode()
         self._socket.curve_publickey = identity.public.encode()
         self._socket.curve_secretkey = identity.secret.encode()
+        self._address = peer.address
         self._socket.connect(f"tcp://{peer.address}")
         self._decode = Decoder[SessionReply](SessionReply).decode
         self._send(OpenSession(program))
@@ -94,8 +96,12 @@ class HeadSession:
                 beaten = now
                 self._send(Beat())
             if now - heard > SILENCE_S:
-                return FAILED, ("nothing is heard of the agent any more" if ever else
-                                "the agent does not answer: is it running there, and still paired with this machine?")
+                if ever:
+                    return FAILED, "nothing is heard of the agent any more"
+                host, _, port = self._address.rpartition(":")
+                why = silent_because(host, int(port))
+                return FAILED, (f"the agent does not answer{f' ({why})' if why else ''}: is it running there, and "
+                                "still paired with this machine?")
 
     def _receive(self) -> SessionReply | None:
         try:

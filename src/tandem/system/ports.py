@@ -1,0 +1,28 @@
+"""Ports that another process has, though the system would give them out again."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+import sys
+
+ANSWER_S = 0.5
+
+
+def is_shadowed(host: str, port: int) -> bool:
+    """True when somebody listens at `host`:`port` already and this system would not say so when one binds to it.
+
+    macOS lets a listener of all addresses stand beside one of 127.0.0.1, and each gets some of the connections.
+    """
+    if sys.platform != "darwin" or port == 0:
+        return False
+    try:
+        if ipaddress.ip_address(host or "0.0.0.0").is_unspecified:
+            host = "127.0.0.1"
+    except ValueError:
+        pass  # a name
+    try:
+        socket.create_connection((host, port), timeout=ANSWER_S).close()
+    except OSError:
+        return False
+    return True
