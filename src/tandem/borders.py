@@ -84,18 +84,17 @@ def watch_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _failed(what: str, error: BaseException, on_failure: OnFailure | None) -> None:
-    name = type(error).__name__
     if on_failure is not None:
-        log.error("%s has failed: %s; what it did has ended, the process goes on; please report it\n%s", what, name,
-                  _places(error))
         try:
             on_failure(error)
-        except Exception as second:  # noqa: BLE001 - this is the border
-            what, error, name = f"the way out of {what}", second, type(second).__name__
+        except BaseException as second:  # noqa: BLE001 - this is the border
+            error = second
         else:
+            log.error("%s has failed: %s; what it did has ended, the process goes on; please report it\n%s", what,
+                      type(error).__name__, _places(error))
             return
     follows = "this process ends, for another to be started in its place" if _own else "nothing replaces it"
-    log.critical("%s has failed: %s; %s; please report it\n%s", what, name, follows, _places(error))
+    log.critical("%s has failed: %s; %s; please report it\n%s", what, type(error).__name__, follows, _places(error))
     if _own:
         end_process()
 

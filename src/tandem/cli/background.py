@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+from tandem.borders import own_process
 from tandem.cli.arguments import fail
 from tandem.cli.serve import serve
 from tandem.config.loading import from_json
@@ -21,6 +22,7 @@ MODULE = "tandem.cli.background"
 
 def main() -> int:
     """Serve until a signal. The lock stays open, and is nobody else's, until this process ends."""
+    own_process()
     settings = from_json(receive_payload())
     place = Background(sys.argv[1])
     set_up(settings.process.log_level)

@@ -6,7 +6,6 @@ import argparse
 import json
 import queue
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tandem.borders import start_thread
 from tandem.cli.bench import api_key, base_url
 from tandem.errors import UsageError
 
@@ -156,7 +156,7 @@ def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tup
             results.put(_ask(server, line))
 
     for _ in range(min(concurrency, len(todo))):
-        threading.Thread(target=ask_all, daemon=True).start()
+        start_thread(ask_all, name="requests")
     for _ in todo:
         yield results.get()
 

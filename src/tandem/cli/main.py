@@ -7,6 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from tandem.borders import own_process
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
 from tandem.cli.options import agent, bench, doctor, lifecycle, parity, plan, sampling
 from tandem.descriptors import raise_limit
@@ -230,6 +231,8 @@ def _version(arguments: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code: 2 for a mistake of the user's, 3 for a failure of the engine."""
+    if argv is None:  # the command itself, not somebody who calls this
+        own_process()
     parser = build_parser()
     arguments = parser.parse_args(argv)
     if arguments.command is None:

@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 
+from tandem.borders import own_process
 from tandem.cli.arguments import fail, load_settings
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
@@ -109,6 +110,7 @@ def _api_child(settings: Settings, fd: int) -> int:
 
 def main() -> int:
     """Entry point of a child."""
+    own_process()
     raise_limit()
     settings = from_json(receive_payload())
     kind = sys.argv[1]

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.borders import start_thread
 from tandem.descriptors import raise_limit
 from tandem.doctor.facts import gather
 from tandem.doctor.messages import (
@@ -109,7 +110,7 @@ def main() -> int:
             requests.put(line)
         os._exit(0)
 
-    threading.Thread(target=read, name="requests", daemon=True).start()
+    start_thread(read, name="requests", on_failure=lambda _: os._exit(1))
     probe = Probe()
     while True:
         try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import queue
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from tandem.borders import start_thread
 from tandem.doctor.messages import MARK, ProbeError, Reply, Request
 from tandem.env import child_environment
 from tandem.errors import TandemError
@@ -40,9 +40,8 @@ class ProbeLink:
                                          start_new_session=True)
         self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._complaints: list[str] = []
-        self._readers = [threading.Thread(target=one, daemon=True) for one in (self._read, self._read_errors)]
-        for reader in self._readers:
-            reader.start()
+        self._readers = [start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
+                         start_thread(self._read_errors, name="errors", on_failure=lambda _: None)]
 
     def _read(self) -> None:
         assert self._process.stdout is not None

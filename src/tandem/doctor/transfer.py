@@ -6,9 +6,10 @@ import contextlib
 import socket
 import statistics
 import struct
-import threading
 import time
+from functools import partial
 
+from tandem.borders import start_thread
 from tandem.doctor.messages import Transferred
 from tandem.system.privacy import connect_trouble, network_withheld
 
@@ -28,7 +29,7 @@ class Listener:
         self._token = token.encode()
         self._socket = socket.create_server(("", 0), backlog=64)
         self.port: int = self._socket.getsockname()[1]
-        threading.Thread(target=self._accept, name="listener", daemon=True).start()
+        start_thread(self._accept, name="listener")
 
     def _accept(self) -> None:
         while True:
@@ -36,7 +37,7 @@ class Listener:
                 connection, _ = self._socket.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+            start_thread(partial(self._serve, connection), name="transfer", on_failure=lambda _: None)
 
     def _serve(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):

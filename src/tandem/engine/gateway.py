@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from tandem.borders import start_thread
 from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.control import (
@@ -65,8 +65,7 @@ class Gateway:
         self._decoder = Decoder[ApiMessage](ApiMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._inbound: list[Inbound] = []
-        self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="gateway")
 
     def _bind(self) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,7 +110,8 @@ class Gateway:
 
     def close(self) -> None:
         """Flush, end the thread and remove the socket file."""
-        self.engine_end.send_multipart([b"", b""])
+        with contextlib.suppress(zmq.Again):  # a thread that has failed reads no more
+            self.engine_end.send_multipart([b"", b""], zmq.NOBLOCK)
         self._thread.join(5.0)
         self.engine_end.close()
         self._context.term()
@@ -124,15 +124,17 @@ class Gateway:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
         poller.register(self._inside, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll(1000))
-            if self._inside in ready and not self._forward_outputs():
-                break
-            if self._router in ready:
-                self._take_requests()
-            self._forget_silent()
-        self._router.close()
-        self._inside.close()
+        try:
+            while True:
+                ready = dict(poller.poll(1000))
+                if self._inside in ready and not self._forward_outputs():
+                    break
+                if self._router in ready:
+                    self._take_requests()
+                self._forget_silent()
+        finally:  # whatever happens: `close` waits for them
+            self._router.close()
+            self._inside.close()
 
     def _forward_outputs(self) -> bool:
         """False when the engine closes the gateway."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from tandem.borders import own_process
 from tandem.comm.blas import preload_blas
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure
@@ -154,6 +155,7 @@ def main() -> None:
 def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
     """The rest of `main`, for entry points that are given more than a rank's payload. Ends the process."""
     raise_limit()
+    own_process()
     prepare_metal()
     keep_awake()
     import_models_only()

@@ -22,6 +22,7 @@ from types import FrameType
 
 import msgspec
 
+from tandem.borders import own_process
 from tandem.descriptors import raise_limit
 from tandem.env import child_environment
 from tandem.errors import SpawnError, TransportError, UsageError
@@ -262,6 +263,7 @@ def host_ranks(payload: HostPayload) -> int:
 
 def main() -> int:
     """Entry point for launchers."""
+    own_process()
     payload = msgspec.json.decode(receive_payload(), type=HostPayload)
     set_up(payload.log_level, prefix="[rank host]")
     try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from tandem.borders import start_thread
 from tandem.errors import RankFailure, TransportError
 from tandem.launchers.facts import versions
 from tandem.launchers.member import Member, RemoteRank
@@ -68,8 +69,7 @@ class Roster:
         self._bell, self._ring = socket.socketpair()
         self._closing = False
         self._pinged = 0.0
-        self._thread = threading.Thread(target=self._run, name="roster", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="roster", on_failure=self._broken)
 
     # --- the engine's thread ---
 
@@ -189,6 +189,13 @@ class Roster:
         with self._changed:
             self._members.clear()
         self._end.close()
+
+    def _broken(self, error: BaseException) -> None:
+        """Nobody hears the rank hosts any more: for the engine they are lost, and in a process of its own it ends."""
+        with self._changed:
+            for member in list(self._members.values()):
+                self._strike(member, "cannot be heard: the thread that listens has failed")
+        raise error
 
     def _send_outbox(self) -> None:
         with self._changed:

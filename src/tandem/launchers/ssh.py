@@ -10,13 +10,13 @@ import shlex
 import socket
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
+from tandem.borders import start_thread
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
 from tandem.launchers.agent.link import agent_name, link_command, paired_agent
@@ -124,8 +124,7 @@ class _Connection:
         """Its rank host has been one of a whole gang."""
         self._label = label
         self._on_end = on_end
-        self._reader = threading.Thread(target=self._copy, name=f"log of {label}", daemon=True)
-        self._reader.start()
+        self._reader = start_thread(self._copy, name=f"log of {label}")
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")

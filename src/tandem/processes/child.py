@@ -8,10 +8,10 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from tandem.borders import start_thread
 from tandem.errors import SpawnError
 from tandem.processes.interpreter import module_command
 from tandem.system.state import process_state
@@ -111,4 +111,4 @@ def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:
 
     if on_loss is None and sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    threading.Thread(target=wait, name="lifeline", daemon=True).start()
+    start_thread(wait, name="lifeline")

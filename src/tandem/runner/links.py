@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import queue
-import threading
 from collections.abc import Sequence
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from tandem.borders import start_thread
 from tandem.protocol.step import StepPlan
 from tandem.transport.channel import Channel, FrameHeader
 
@@ -34,7 +34,7 @@ class ChannelLink:
         self._channel = channel
         self._outbox: queue.SimpleQueue[tuple[FrameHeader, mx.array] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
-        threading.Thread(target=self._send_all, name="channel", daemon=True).start()
+        start_thread(self._send_all, name="channel")
 
     def send(self, array: mx.array, step_id: int) -> None:
         """Dispatch `array` and queue it for sending. Raises what an earlier send raised."""

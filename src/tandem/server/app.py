@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.middleware.cors import CORSMiddleware
 
+from tandem.borders import start_task
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
@@ -19,7 +20,7 @@ from tandem.server.body import refuse_query
 from tandem.server.context import Api
 from tandem.server.engines.protocol import Engines
 from tandem.server.engines.residents import Residents
-from tandem.server.failures import add_handlers
+from tandem.server.failures import add_handlers, internal_error
 from tandem.server.gate import Gate
 from tandem.server.journal import requests
 from tandem.server.journal.jobs import Jobs
@@ -81,7 +82,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     if api.jobs is not None:
         await api.jobs.start()
     # Where there are several models, each gets its tokenizer when it is loaded.
-    preload = [asyncio.create_task(_preload(api), name="tokenizer-preload")] if api.residents is None else []
+    preload = [start_task(_preload(api), name="tokenizer-preload")] if api.residents is None else []
     try:
         yield
     finally:
@@ -106,4 +107,7 @@ async def _preload(api: Api) -> None:
                 await served.load_texts()
             except UnavailableError:
                 failed_source = status.source  # said in the log; requests try again and tell their clients
+            except Exception as error:  # noqa: BLE001 - a model's files may do anything; /health must not go for it
+                internal_error(error, "a tokenizer")
+                failed_source = status.source
         await asyncio.sleep(_PRELOAD_FIRST_S if status is None else _PRELOAD_S)

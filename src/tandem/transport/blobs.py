@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from tandem.borders import start_thread
 from tandem.errors import TransportError
 from tandem.protocol.blobs import (
     BlobAnswer,
@@ -77,8 +77,7 @@ class BlobServer:
         self._stopped = self._context.socket(zmq.PAIR)
         self._stopped.connect("inproc://stop")
         self._decoder = Decoder[BlobRequest](BlobRequest)
-        self._thread = threading.Thread(target=self._run, name="blobs", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="blobs")
 
     def _run(self) -> None:
         poller = zmq.Poller()

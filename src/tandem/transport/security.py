@@ -11,6 +11,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
+from tandem.borders import start_thread
 from tandem.protocol.keys import DOMAIN, ClusterKeys
 
 log = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ class Authenticator:
         """Log when a peer is refused at `socket`, a bound one, in whose messages it is called `name`."""
         monitor = socket.get_monitor_socket(_EVENTS)
         endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        thread = threading.Thread(target=_log_refusals, args=(monitor, name, endpoint), name="refusals", daemon=True)
-        thread.start()
+        thread = start_thread(lambda: _log_refusals(monitor, name, endpoint), name="refusals",
+                              on_failure=lambda _: None)  # it only writes to the log
         self._watched.append((socket, thread))
 
     def stop(self) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tandem.borders import start_thread
 from tandem.checkpoints.resolve import resolve
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
@@ -36,8 +36,7 @@ class MlxThread:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="mlx", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, name="mlx")
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue a call."""

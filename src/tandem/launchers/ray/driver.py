@@ -10,7 +10,6 @@ import queue
 import socket
 import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.borders import start_thread
 from tandem.env import child_environment, runtime_dir, variable
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.ray.nodes import RayNode
@@ -94,8 +94,8 @@ class RayDriver:
                                          name="Ray driver", arguments=(str(far.fileno()),), pass_fds=[far.fileno()],
                                          output=writing)
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
-        threading.Thread(target=self._read_words, args=(reading,), name="ray-words", daemon=True).start()
-        threading.Thread(target=self._read, name="ray-driver", daemon=True).start()
+        start_thread(lambda: self._read_words(reading), name="ray-words")
+        start_thread(self._read, name="ray-driver", on_failure=self._broken)
 
     def _read_words(self, reading: int) -> None:
         """What Ray prints: much, and of little use unless the driver dies of it."""
@@ -112,6 +112,11 @@ class RayDriver:
                     self._on_host(message)
                 else:
                     self._news.put(message)
+        self._closed = True
+        self._news.put(None)
+
+    def _broken(self, error: BaseException) -> None:
+        """Nothing of the driver is heard any more, as if it had ended."""
         self._closed = True
         self._news.put(None)
 

@@ -32,6 +32,7 @@ from ray.util import get_node_ip_address, placement_group_table, remove_placemen
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from tandem.borders import own_process, start_thread
 from tandem.env import child_environment
 from tandem.errors import UsageError
 from tandem.launchers.facts import is_own
@@ -141,7 +142,7 @@ class Driver:
                                              scheduling_strategy=strategy, max_restarts=0).remote()
         self._actors.append(actor)
         lines = actor.run.options(num_returns="streaming").remote(request.payloads[rank], node.address)
-        threading.Thread(target=self._watch, args=(request.number, rank, node.where, lines), daemon=True).start()
+        start_thread(lambda: self._watch(request.number, rank, node.where, lines), name=f"rank {rank}")
 
     def _watch(self, placement: int, rank: int, place: str, lines: Iterator[Any]) -> None:
         """Pass on what a rank host writes, and how it ends."""
@@ -245,7 +246,7 @@ def _run_there(address: str, node_id: str, module: str) -> None:
             ray.get(actor.write.remote(data))
         actor.write.remote(b"")
 
-    threading.Thread(target=pass_on, daemon=True).start()
+    start_thread(pass_on, name="input")
     try:
         for line in actor.read.options(num_returns="streaming").remote():
             sys.stdout.buffer.write(ray.get(line))
@@ -338,6 +339,7 @@ def main() -> None:
             return _list(sys.argv[2]) if sys.argv[1] == "nodes" else _run_there(*sys.argv[2:])
         except UsageError as error:
             sys.exit(f"tandem: {error.message}")
+    own_process()
     payload = msgspec.json.decode(receive_payload(), type=DriverPayload)
     watch_lifeline()
     with socket.socket(fileno=int(sys.argv[1])) as link:

@@ -15,6 +15,7 @@ import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from tandem.borders import start_task
 from tandem.errors import TransportError, UnavailableError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.control import (
@@ -32,6 +33,7 @@ from tandem.protocol.control import (
 from tandem.protocol.request import EngineRequest
 from tandem.server.engines.protocol import EngineLost, ReplicaState, Sink, outputs_of, refusal, replica_state
 from tandem.server.engines.subscription import Subscription
+from tandem.server.failures import internal_error
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +86,7 @@ class EngineClient:
         self._loop.add_reader(self._socket.FD, self._drain)
         self._loop.add_reader(self._monitor.FD, self._drain_monitor)
         self._socket.connect(self.endpoint)
-        self._beat = asyncio.create_task(self._heartbeat(), name="engine-heartbeat")
+        self._beat = start_task(self._heartbeat(), name="engine-heartbeat")
 
     async def close(self) -> None:
         """Tell the engine that this api is going, and close the socket. All subscriptions fail."""
@@ -201,10 +203,21 @@ class EngineClient:
             except zmq.Again:
                 return
             try:
-                self._handle(self._decode(frame))
+                self._hand_on(self._decode(frame))
             except TransportError as error:
-                logger.error("unreadable message from the engine: %s", error)
+                logger.error("unreadable message from the engine: %s; it is dropped, and what it was for waits; are "
+                             "api and engine of one version?", error)
         self._loop.call_soon(self._drain)
+
+    def _hand_on(self, message: EngineMessage) -> None:
+        """A border: what a request makes of its message ends that request, not those that come after it."""
+        try:
+            self._handle(message)
+        except Exception as error:  # noqa: BLE001 - as said
+            failure = internal_error(error, "a message of the engine")
+            sink = self._sinks.pop(getattr(message, "request_id", ""), None)
+            if sink is not None:
+                sink.fail(failure)
 
     def _handle(self, message: EngineMessage) -> None:
         self._heard = True

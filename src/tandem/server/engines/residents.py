@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
+from tandem.borders import start_task
 from tandem.cache.residency import Seat, decide
 from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.protocol.control import EngineStatus
@@ -88,7 +89,7 @@ class Residents:
 
     async def start(self) -> None:
         """Connect to the supervisor, and through it to engines."""
-        self._task = asyncio.create_task(self._run(), name="residents")
+        self._task = start_task(self._run(), name="residents")
         await self._link.start(self._listed, self._reached)
 
     async def close(self) -> None:
@@ -258,7 +259,7 @@ class Residents:
         status = place.served.client.status
         there = place.served.client.alive and status is not None and status.state == "ready"
         if status is not None and there and not place.served.texts.ready(status) and place.reading is None:
-            place.reading = asyncio.create_task(self._read_texts(place))
+            place.reading = start_task(self._read_texts(place), name="tokenizer")
         before = seat.state
         if info is not None and (info.commands > place.asked_after or _now() - place.asked_at > ASK_AGAIN_S):
             seat.state = _state(seat, info, there)

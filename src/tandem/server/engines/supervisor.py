@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from tandem.borders import start_task
 from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import (
@@ -55,7 +56,7 @@ class SupervisorLink:
             self._socket.setsockopt(option, value)
         self._socket.connect(f"ipc://{self._path}")
         self._decode = Decoder[SupervisorReply](SupervisorReply).decode
-        self._task = asyncio.create_task(self._run(on_replicas, reached), name="supervisor-link")
+        self._task = start_task(self._run(on_replicas, reached), name="supervisor-link")
 
     async def close(self) -> None:
         """Stop asking."""

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from fastapi import Request
 
-from tandem.errors import TimeoutExceeded
+from tandem.borders import start_task
+from tandem.errors import ServerError, TimeoutExceeded
 from tandem.protocol.request import EngineRequest
 from tandem.server.context import Api, LiveRequest, get_group
 from tandem.server.engines.served_model import Served
@@ -64,7 +65,7 @@ class Running(ABC):
             subscription=self.subscription,
         )
         api.live[request_id] = self._live
-        self._watcher = asyncio.create_task(self._watch(http))
+        self._watcher = start_task(self._watch(http), name="client-watch", on_failure=self._unwatched)
         self._deadline = self._limit(timeout)
 
     @property
@@ -98,6 +99,10 @@ class Running(ABC):
             seconds = time.monotonic() - self.started_at
             counts = (self.prompt_tokens, self._live.completion_tokens)
             logger.info("%s %s: %d prompt and %d output tokens, %.2f s", self.request_id, how, *counts, seconds)
+
+    def _unwatched(self, error: BaseException) -> None:
+        """It could not be told any more when the client leaves."""
+        self.subscription.fail(ServerError("Internal server error", code="internal_error"))
 
     async def _watch(self, http: Request) -> None:
         """End the request as soon as its client leaves."""

@@ -18,7 +18,8 @@ from typing import Any
 from msgspec import Struct
 from starlette.types import ASGIApp, Message, Scope
 
-from tandem.errors import OverloadedError, RequestError, UnavailableError
+from tandem.borders import start_task
+from tandem.errors import OverloadedError, RequestError, ServerError, UnavailableError
 from tandem.server.context import Api
 from tandem.server.engines.residents import LOAD_FAILED
 from tandem.server.failures import error_response, internal_error
@@ -93,7 +94,7 @@ class Jobs:
             logger.info("the journal has %d requests that are not answered; they go on", len(pending))
         for entry in pending:
             self._run(entry, waited_for=False)
-        self._keeper = asyncio.create_task(self._keep(), name="journal")
+        self._keeper = start_task(self._keep(), name="journal")
 
     async def close(self) -> None:
         """End; what is not answered is taken up by the next process."""
@@ -184,7 +185,7 @@ class Jobs:
         job = Job(entry, loop.create_future(), loop.create_future(), asyncio.Event(), waited_for)
         job.reply.add_done_callback(lambda _: job.log.wake())
         self._jobs[entry.id] = job
-        job.task = loop.create_task(self._work(job), name=f"job-{entry.id}")
+        job.task = start_task(self._work(job), name=f"job-{entry.id}", on_failure=lambda _: _broken(job))
         return job
 
     async def _work(self, job: Job) -> None:
@@ -327,6 +328,14 @@ class Jobs:
             return
         self._next_size, self._synced = 0, self._journal.end
         logger.info("the journal was rewritten: %d bytes of %d were needed", self._journal.end, before)
+
+
+def _broken(job: Job) -> None:
+    """Its work has failed in a way that nobody foresaw: whoever waits hears so."""
+    for future in (job.accepted, job.reply):
+        if not future.done():
+            future.set_exception(ServerError("Internal server error", code="internal_error"))
+            future.exception()  # nobody need be waiting for it
 
 
 def _cancelled() -> RequestError:
