@@ -19,7 +19,7 @@ from huggingface_hub.utils import tqdm as hub_bar
 from tandem.checkpoints.index import weight_names
 from tandem.checkpoints.safetensors import header_length, read_header
 from tandem.env import cache_dir
-from tandem.errors import BrokenModel, ModelNotFound
+from tandem.errors import BrokenModel, ModelNotFound, TandemError
 
 Progress = Callable[[int, int], None]
 
@@ -28,8 +28,11 @@ HEADER_GUESS = 128 * 1024
 PARALLEL = 8
 TIMEOUT_S = 30.0
 
-_HTTP_ERROR: type[Exception] = errors.HfHubHTTPError.__bases__[0]
-"""Base of all errors of the HTTP library that the client uses, which differs between its versions."""
+HUB_ERRORS: tuple[type[Exception], ...] = (
+    *(one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception)),
+    errors.HfHubHTTPError.__bases__[0], OSError, RuntimeError)
+"""Whatever the client raises: its errors have no common base, those of the HTTP library below it differ between its
+versions, and its downloader in Rust has but the last."""
 
 
 def download(repo: str, revision: str | None, patterns: Sequence[str], progress: Progress | None = None) -> Path:
@@ -77,7 +80,7 @@ def download_headers(repo: str, snapshot: Path, patterns: Sequence[str]) -> Path
 def _matching(repo: str, snapshot: Path, patterns: Sequence[str]) -> list[str]:
     try:
         names = HfApi().list_repo_files(repo, revision=snapshot.name)
-    except _HTTP_ERROR:
+    except HUB_ERRORS:
         names = [file.name for file in snapshot.iterdir()]
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns) and "/" not in name]
 
@@ -146,7 +149,9 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
         raise ModelNotFound(f"{where}: no such directory here, and no such model on the hub", param="model") from error
     except (errors.HFValidationError, ValueError) as error:
         raise ModelNotFound(f"{where}: not a valid hub id: {_line(error)}", param="model") from error
-    except (_HTTP_ERROR, OSError) as error:
+    except TandemError:
+        raise
+    except HUB_ERRORS as error:
         raise ModelNotFound(
             f"{where}: no such directory here, and the hub cannot be reached ({_line(error)}); name a local directory "
             "or try again online",

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from tandem.errors import BrokenModel
+from tandem.protocol.codec import UNREADABLE
 from tandem.system.files import file_trouble
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
@@ -60,7 +61,7 @@ def read_header(path: Path, *, header_only: bool = False) -> dict[str, TensorInf
         tensors, end = _tensors(raw, 8 + length)
     except OSError as error:
         raise BrokenModel(f"{path}: cannot be read: {file_trouble(error)}", param=str(path)) from error
-    except (ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise _broken(path, f"its header is not valid ({error})") from error
     described = 8 + length + (0 if header_only else end)
     if described != size:

@@ -121,7 +121,7 @@ def from_json(line: bytes) -> Settings:
     """The settings that `to_json` wrote. Raises ConfigError when they are not that."""
     try:
         return msgspec.json.decode(line, type=Settings)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ConfigError(f"settings on standard input are not valid: {error}") from None
 
 

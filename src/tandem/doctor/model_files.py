@@ -77,11 +77,12 @@ def _find(model: str) -> Path | None:
 def _hub_copy(repo: str) -> Path | None:
     # Imported here: it is slow, and most models are directories.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    from tandem.checkpoints.hub import HUB_ERRORS
 
     try:
         return Path(snapshot_download(repo, local_files_only=True))
-    except LocalEntryNotFoundError:
+    except HUB_ERRORS:  # not here, or not to be used
         return None
 
 

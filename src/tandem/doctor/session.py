@@ -17,6 +17,7 @@ from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
 from tandem.launchers.ssh import remote_command, ssh_command
 from tandem.processes.interpreter import module_command
+from tandem.protocol.codec import UNREADABLE
 
 PROBE = "tandem.doctor.probe"
 
@@ -70,7 +71,10 @@ class ProbeLink:
         if line is None:
             self._replies.put(None)
             raise self._explain()
-        reply: Reply = msgspec.json.decode(line, type=Reply)
+        try:
+            reply: Reply = msgspec.json.decode(line, type=Reply)
+        except UNREADABLE as error:
+            raise ProbeLost(f"its answer cannot be read: {error}; has it the same version of Tandem?") from None
         if isinstance(reply, ProbeError):
             raise ProbeLost(reply.message)
         return reply

@@ -49,6 +49,22 @@ class Gateway:
         self._status = (status, time.monotonic())
         self._metrics = metrics
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            self._open()
+        except UsageError:
+            self._context.destroy(0)
+            raise
+        except (zmq.ZMQBaseError, NotImplementedError, OSError) as error:
+            self._context.destroy(0)
+            raise UsageError(f"cannot listen on {self.path}: {error}; choose another --engine-socket, or more open "
+                             "files with `ulimit -n`", param="engine_socket") from error
+        self._seen: dict[Client, float] = {}
+        self._decoder = Decoder[ApiMessage](ApiMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._inbound: list[Inbound] = []
+        self._thread = start_thread(self._run, name="gateway")
+
+    def _open(self) -> None:
         self._router = self._context.socket(zmq.ROUTER)
         self._router.linger = 500
         self._router.maxmsgsize = MAX_FRAME
@@ -61,11 +77,6 @@ class Gateway:
             end.linger = 500
         self._inside.bind("inproc://engine")
         self.engine_end.connect("inproc://engine")
-        self._seen: dict[Client, float] = {}
-        self._decoder = Decoder[ApiMessage](ApiMessage)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._inbound: list[Inbound] = []
-        self._thread = start_thread(self._run, name="gateway")
 
     def _bind(self) -> None:
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -74,12 +85,8 @@ class Gateway:
                              "--engine-socket", param="engine_socket")
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
-        try:
-            self._router.bind(f"ipc://{self.path}")
-            self.path.chmod(0o600)
-        except (zmq.ZMQError, OSError) as error:
-            raise UsageError(f"cannot listen on {self.path}: {error}; choose another --engine-socket",
-                             param="engine_socket") from error
+        self._router.bind(f"ipc://{self.path}")
+        self.path.chmod(0o600)
 
     # --- the engine's thread ---
 

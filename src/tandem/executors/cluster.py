@@ -109,7 +109,7 @@ class ClusterExecutor(Executor):
             ready = self._gather_ready(progress)
             self._stop_serving()
             return ready
-        except (OSError, zmq.ZMQError, SpawnError) as error:
+        except (OSError, zmq.ZMQBaseError, TransportError, SpawnError) as error:
             self.close()
             raise RankFailure(f"the ranks cannot be started: {error}", cause="start") from error
         except BaseException:

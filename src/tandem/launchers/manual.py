@@ -11,6 +11,7 @@ import msgspec
 
 from tandem.errors import ConfigError
 from tandem.launchers.hosts import HostsLauncher
+from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.keys import ClusterKeys
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,6 @@ def read_token(path: str, label: str = "--token-file") -> ClusterKeys:
                           f"{path}`", param="token_file")
     try:
         return msgspec.json.decode(content, type=ClusterKeys)
-    except (ValueError, RecursionError):
+    except UNREADABLE:
         raise ConfigError(f"{label}: {path} is not a token file; delete it, and let the head make a new one",
                           param="token_file") from None

@@ -8,6 +8,7 @@ from mlx.utils import tree_unflatten
 
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.loading.shard_modules import Slice, sharding_of, take
+from tandem.loading.weights import load_file
 from tandem.models.adapter_files import Adapter
 from tandem.models.description import ModelDescription
 from tandem.models.shard import Part, Shard, part_of
@@ -38,9 +39,7 @@ class AdapterLoader:
         self._layers = layers
         self._description = description
         self._shard = shard
-        loaded = mx.load(str(adapter.path))
-        assert isinstance(loaded, dict)
-        self._weights: dict[str, mx.array] = loaded
+        self._weights: dict[str, mx.array] = load_file(adapter.path)
 
     def apply(self, number: int, layer: nn.Module) -> None:
         """Adapt the loaded (and cut) layer of that number.

@@ -40,7 +40,7 @@ def open_weights(files: ModelFiles, model: nn.Module, family: Family) -> Weights
     """
     weights: Weights = {}
     for path in weight_files(files.path) if files.headers is None else files.weights:
-        weights.update(_load(path))
+        weights.update(load_file(path))
     if files.headers is not None:
         everything = {name: info for header in read_headers(files).values() for name, info in header.items()}
         weights.update(_absent({name: info for name, info in everything.items() if name not in weights}))
@@ -60,10 +60,15 @@ def open_weights(files: ModelFiles, model: nn.Module, family: Family) -> Weights
     return {name: array for name, array in weights.items() if not name.endswith(_COMPUTED)}
 
 
-def _load(path: Path) -> Weights:
+MLX_ERRORS = (RuntimeError, ValueError, TypeError, IndexError, OverflowError, MemoryError, SystemError)
+"""As what C++ exceptions reach Python: MLX has none of its own."""
+
+
+def load_file(path: Path) -> Weights:
+    """Lazy arrays of a file. Raises BrokenModel."""
     try:
         loaded = mx.load(str(path))
-    except (RuntimeError, ValueError) as error:
+    except MLX_ERRORS as error:
         raise BrokenModel(f"{path}: cannot be read: {_why(path, error)}", param=path.name) from error
     assert isinstance(loaded, dict)
     return loaded
@@ -85,7 +90,7 @@ def _absent(tensors: dict[str, TensorInfo]) -> Weights:
         file.write(header)
         file.flush()
         os.truncate(file.name, len(header) + max((info.nbytes for info in tensors.values()), default=0))
-        weights = _load(Path(file.name))
+        weights = load_file(Path(file.name))
         os.truncate(file.name, len(header))
     return weights
 

@@ -10,6 +10,7 @@ import msgspec
 from tandem.env import child_environment
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
+from tandem.protocol.codec import UNREADABLE
 
 MODULE = "tandem.loading.device"
 
@@ -35,4 +36,7 @@ def this_device(device: str = "auto") -> Device:
     if done.returncode:
         words = done.stderr.strip() or f"exit code {done.returncode}"
         raise UsageError(f"MLX does not start on this machine: {words.splitlines()[-1]}")
-    return msgspec.json.decode(done.stdout, type=Device)
+    try:
+        return msgspec.json.decode(done.stdout, type=Device)
+    except UNREADABLE as error:
+        raise UsageError(f"what MLX prints on this machine cannot be read: {error}") from None

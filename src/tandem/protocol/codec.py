@@ -10,6 +10,10 @@ from tandem.errors import TransportError
 
 Message = TypeVar("Message")
 
+UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
+"""What msgspec raises for bytes that are not what they should be; text that is not UTF-8 and nesting without end are no
+`MsgspecError`."""
+
 
 class Decoder(Generic[Message]):
     """Decodes MessagePack into `Message`, a struct or a union of tagged ones."""
@@ -22,6 +26,5 @@ class Decoder(Generic[Message]):
         """The message in `data`. Raises TransportError for anything else."""
         try:
             return cast(Message, self._decode(data))
-        # Text that is not UTF-8 and nesting without end are no DecodeErrors.
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNREADABLE as error:
             raise TransportError(f"{len(data)} bytes cannot be read as a message: {error}") from None

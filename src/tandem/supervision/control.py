@@ -16,6 +16,7 @@ from tandem.env import runtime_dir
 from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import ControlRefused, SupervisorReply, SupervisorRequest
+from tandem.transport.errors import translated
 
 log = logging.getLogger("tandem.cli")
 
@@ -51,7 +52,7 @@ class ControlServer:
         try:
             self._socket.bind(f"ipc://{path}")
             path.chmod(0o600)
-        except (zmq.ZMQError, OSError) as error:
+        except (zmq.ZMQBaseError, NotImplementedError, OSError) as error:
             self._socket.close()
             self._context.term()
             raise UsageError(f"cannot listen on {path}: {error}; set TANDEM_RUNTIME_DIR to another place") from error
@@ -85,16 +86,17 @@ def ask(path: Path, request: SupervisorRequest, timeout_s: float = ANSWER_S) -> 
     if not _answers(path):
         raise UsageError(f"no server listens on {path}; name its port with --port, and run this as the same user",
                          param="port")
-    with zmq.Context() as context, context.socket(zmq.REQ) as client:
-        client.linger = 0
-        client.connect(f"ipc://{path}")
-        client.send(msgspec.msgpack.encode(request))
-        if not client.poll(int(timeout_s * 1000)):
-            raise UsageError(f"the server on {path} does not answer within {timeout_s:g} s; it may be shutting down")
-        try:
+    try:
+        with translated("no connection"), zmq.Context() as context, context.socket(zmq.REQ) as client:
+            client.linger = 0
+            client.connect(f"ipc://{path}")
+            client.send(msgspec.msgpack.encode(request))
+            if not client.poll(int(timeout_s * 1000)):
+                raise UsageError(f"the server on {path} does not answer within {timeout_s:g} s; it may be shutting "
+                                 "down")
             reply = _replies.decode(client.recv())
-        except TransportError as error:
-            raise UsageError(f"the server's answer cannot be read: {error}; is it the same version?") from None
+    except TransportError as error:
+        raise UsageError(f"the server's answer cannot be read: {error}; is it the same version?") from None
     if isinstance(reply, ControlRefused):
         raise UsageError(reply.message)
     return reply

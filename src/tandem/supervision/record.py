@@ -15,6 +15,7 @@ from msgspec import Struct
 
 from tandem.env import state_dir
 from tandem.errors import UsageError
+from tandem.protocol.codec import UNREADABLE
 
 DEFAULT_NAME = "default"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
@@ -76,7 +77,7 @@ class Background:
         """What the server wrote down, or None while there is nothing; it may be that of an earlier one."""
         try:
             return msgspec.json.decode((self.path / "record.json").read_bytes(), type=Record)
-        except (FileNotFoundError, msgspec.MsgspecError):
+        except (FileNotFoundError, *UNREADABLE):
             return None
 
     def write(self, record: Record) -> None:

@@ -31,6 +31,7 @@ from tandem.protocol.blobs import (
 )
 from tandem.protocol.codec import Decoder
 from tandem.protocol.keys import ClusterKeys
+from tandem.transport.errors import translated
 from tandem.transport.security import Authenticator
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,8 @@ class BlobServer:
         self._socket.maxmsgsize = MAX_REQUEST
         self._socket.sndhwm = 2 * WINDOW  # a peer that asks without reading loses answers; the memory stays bounded
         keys.secure_bind(self._socket)
-        port = self._socket.bind_to_random_port(f"tcp://{host}")
+        with translated(f"no free port on {host}", self._give_up):
+            port = self._socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind("inproc://stop")
@@ -78,6 +80,11 @@ class BlobServer:
         self._stopped.connect("inproc://stop")
         self._decoder = Decoder[BlobRequest](BlobRequest)
         self._thread = start_thread(self._run, name="blobs")
+
+    def _give_up(self) -> None:
+        self._socket.close()
+        self._authenticator.stop()
+        self._context.term()
 
     def _run(self) -> None:
         poller = zmq.Poller()

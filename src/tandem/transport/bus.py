@@ -9,6 +9,7 @@ from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.control import RankCommand, RankMessage
 from tandem.protocol.keys import ClusterKeys
+from tandem.transport.errors import translated
 from tandem.transport.security import Authenticator
 
 MAX_FRAME = 256 * 1024 * 1024
@@ -28,17 +29,16 @@ class EngineBus:
         self.socket.maxmsgsize = MAX_FRAME
         self.socket.router_mandatory = True
         keys.secure_bind(self.socket)
-        port = self.socket.bind_to_random_port(f"tcp://{host}")
+        with translated(f"no free port on {host}", self.close):
+            port = self.socket.bind_to_random_port(f"tcp://{host}")
         self.endpoint = f"tcp://{host}:{port}"
         self._authenticator.watch(self.socket, "bus")
         self._decoder = Decoder[RankMessage](RankMessage)
 
     def send(self, rank: int, generation: str, command: RankCommand) -> None:
         """Send to one rank. Raises TransportError when that rank is not connected."""
-        try:
+        with translated(f"rank {rank} is not connected to the bus"):
             self.socket.send_multipart([rank_identity(rank, generation), _encoder.encode(command)])
-        except zmq.ZMQError as error:
-            raise TransportError(f"rank {rank} is not connected to the bus: {error}") from error
 
     def receive(self, timeout_s: float) -> tuple[str, RankMessage] | None:
         """Next message as (sender's identity, message), or None when `timeout_s` seconds pass.

@@ -18,6 +18,7 @@ from msgspec import Struct
 from tandem.errors import BatchDesync, TransportError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.keys import ClusterKeys
+from tandem.transport.errors import translated
 from tandem.transport.security import Authenticator
 
 FRAMES_IN_FLIGHT = 64
@@ -75,15 +76,13 @@ class TcpChannel(Channel):
         self._authenticator = Authenticator(self._context, keys)
         self._inbound = self._socket(zmq.PULL)
         keys.secure_bind(self._inbound)
-        if port is None:
-            port = self._inbound.bind_to_random_port(f"tcp://{host}")
-        else:
-            try:
-                self._inbound.bind(f"tcp://{host}:{port}")
-            except zmq.ZMQError as error:
-                raise TransportError(f"{host}:{port} cannot be listened on: {error}") from error
-        self.endpoint = f"tcp://{host}:{port}"
         self._outbound: list[zmq.Socket[bytes]] | None = None
+        with translated(f"{host}:{port or '*'} cannot be listened on", self.close):
+            if port is None:
+                port = self._inbound.bind_to_random_port(f"tcp://{host}")
+            else:
+                self._inbound.bind(f"tcp://{host}:{port}")
+        self.endpoint = f"tcp://{host}:{port}"
         self._decoder = Decoder[FrameHeader](FrameHeader)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:

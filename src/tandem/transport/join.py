@@ -12,6 +12,7 @@ from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.hosts import HeadMessage, HostMessage
 from tandem.protocol.keys import ClusterKeys
+from tandem.transport.errors import translated
 from tandem.transport.security import Authenticator
 
 MAX_FRAME = 4 * 1024 * 1024
@@ -47,10 +48,8 @@ class HeadEnd:
 
     def send(self, identity: bytes, message: HeadMessage) -> None:
         """Send to one rank host. Raises TransportError when it is not connected."""
-        try:
+        with translated("the rank host is not connected"):
             self.socket.send_multipart([identity, _encoder.encode(message)], zmq.DONTWAIT)
-        except zmq.ZMQError as error:
-            raise TransportError(f"the rank host is not connected: {error}") from error
 
     def receive(self) -> tuple[bytes, HostMessage] | None:
         """Next (identity, message); None when there is none. Raises TransportError for bytes that are no message."""

@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from tandem.env import state_dir
 from tandem.errors import ConfigError, UsageError
+from tandem.protocol.codec import UNREADABLE
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -77,7 +78,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.MsgspecError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{path} cannot be read: {error}; delete it to begin anew") from None
 
 

@@ -23,6 +23,7 @@ from tandem.errors import RankFailure, UsageError
 from tandem.launchers.ray.nodes import RayNode
 from tandem.processes.child import ChildProcess
 from tandem.processes.interpreter import module_command
+from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.placement import (
     ClusterRefused,
     Connected,
@@ -191,7 +192,10 @@ def _ask_nodes(address: str, token: bool) -> list[RayNode]:
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise UsageError(lines[-1].removeprefix("tandem: ") if lines else "the Ray cluster does not tell its nodes")
-    nodes: list[RayNode] = msgspec.json.decode(done.stdout, type=list[RayNode])
+    try:
+        nodes: list[RayNode] = msgspec.json.decode(done.stdout, type=list[RayNode])
+    except UNREADABLE as error:
+        raise UsageError(f"what the Ray cluster says of its nodes cannot be read: {error}") from None
     return nodes
 
 

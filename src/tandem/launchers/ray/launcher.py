@@ -92,6 +92,8 @@ class Driver:
                     self._place(request)
                 except UsageError as error:
                     self._send(ClusterRefused(error.message))
+                except ray.exceptions.RayError as error:
+                    sys.exit(f"tandem: the Ray cluster does not go on: {_reason(error)}")  # the engine starts another
 
     def close(self) -> None:
         """End what was placed, and the cluster if it is this driver's own."""
@@ -298,13 +300,16 @@ def _trouble(node: dict[str, Any]) -> str:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split())
+    try:
+        return " ".join(str(error).split()) or type(error).__name__
+    except Exception:  # noqa: BLE001 - some of Ray's errors cannot be printed where a part of them is missing
+        return type(error).__name__
 
 
 def _reason(error: ray.exceptions.RayError) -> str:
     """Why a rank host is no more, in one line."""
-    if isinstance(error, ray.exceptions.RayTaskError):
-        return f"{error.cause}"
+    if isinstance(error, ray.exceptions.RayTaskError) and (cause := getattr(error, "cause", None)) is not None:
+        return _line(cause)
     if isinstance(error, ray.exceptions.ActorUnavailableError | ray.exceptions.NodeDiedError):
         return "was lost with its node, or with the Ray processes there"
     return _line(error)
