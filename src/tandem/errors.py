@@ -120,9 +120,10 @@ class TimeoutExceeded(ServerError):
     status = 504
 
 
-CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "error")
+CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "memory", "timeout", "error")
 """Why a gang ended: a rank's process ended, stands still by a signal, does not answer; a link brings nothing; a step
-does not move; ranks did not come up in time; machines are missing; a rank raised."""
+does not move; ranks did not come up in time; machines are missing; a GPU's memory is full; a GPU
+waited for another rank until the system ended that; a rank raised."""
 
 
 class RankFailure(TandemError):

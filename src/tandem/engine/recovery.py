@@ -36,6 +36,11 @@ LOSSES = ("died", "stopped", "silent", "link", "stuck")
 """Causes of a failure that may well not come again."""
 SEEK_S = 1.0
 """Seconds between two looks for machines that were lost."""
+FEWER = "machines were lost, and those that remain have no room"
+FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
+"""Why a request no longer fits."""
+MOST_SHED = 2
+"""Times that limits are halved because a GPU's memory was full; then requests are blamed as for other failures."""
 BAR_AFTER = 2
 """Starts in a row that one rank's place forbids before it is done without."""
 AGAIN_S, LATEST_AGAIN_S = 10.0, 300.0
@@ -72,6 +77,10 @@ class Gang:
         self.on_wait: Callable[[], None] | None = None
         """Called about every 0.1 s while ranks are replaced. It may submit and abort requests."""
         self._failures_in_a_row = 0
+        self._shed = self._shed_last = 0
+        """How often the limits were halved, now and for the last gang."""
+        self._spared = 0
+        """Failures in a row that no request was blamed for."""
         self._canary_s = 0.0
         self._ready_at = 0.0
         self._sought_at = 0.0
@@ -107,7 +116,8 @@ class Gang:
                 scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
                 break
             except RankFailure as failure:
-                if failure.cause not in LOSSES or self._failures_in_a_row >= self._settings.scheduler.max_restarts:
+                worth_it = self._lighten(failure) or failure.cause in LOSSES
+                if not worth_it or self._failures_in_a_row >= self._settings.scheduler.max_restarts:
                     self.executor.shutdown()
                     raise
                 # The state stays `starting`: there is no scheduler yet that could take requests.
@@ -117,6 +127,7 @@ class Gang:
             except BaseException:
                 self.executor.shutdown()
                 raise
+        self._shed_last = self._shed
         self._alternatives = Alternatives(self._settings, self.layout, self.ready)
         self._metrics.kv_total.set(limits.kv_tokens)
         self._stand()
@@ -134,7 +145,7 @@ class Gang:
         self._ready_at = time.monotonic()
 
     def _limits(self) -> Limits:
-        return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded))
+        return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded), shed=self._shed)
 
     def _canary(self, limits: Limits, first_step: int) -> int:
         """Check the ranks against one another; returns the number of the next step. Raises RankFailure."""
@@ -146,7 +157,23 @@ class Gang:
 
     def proven(self) -> None:
         """The gang has brought something: what fails next is the first failure in a row."""
-        self._failures_in_a_row = 0
+        self._failures_in_a_row = self._spared = 0
+
+    def _lighten(self, failure: RankFailure) -> bool:
+        """After a GPU's memory was full: let the next gang hold and do half as much. False when it is not worth it."""
+        if failure.cause != "memory" or self._shed >= MOST_SHED:
+            return False
+        self._shed += 1
+        log.warning("the next ranks get half as much to do at once, and half the KV cache (%d of at most %d times)",
+                    self._shed, MOST_SHED)
+        return True
+
+    def _blames(self, failure: RankFailure | None) -> bool:
+        """Whether the requests under way may be what ended the gang; a GPU's limits are not, unless they go on."""
+        if failure is None or failure.cause not in ("memory", "timeout") or self._spared >= MOST_SHED:
+            return failure is not None
+        self._spared += 1
+        return False
 
     # --- replacing ranks ---
 
@@ -159,7 +186,7 @@ class Gang:
         if noticed - self._ready_at > STABLE_S:
             self._failures_in_a_row = 0
         self.executor.on_wait = self.on_wait
-        refused = scheduler.restart(blame=failure is not None)
+        refused = scheduler.restart(blame=self._blames(failure))
         out += refused
         # Deaths that a request is to blame for say nothing against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
@@ -173,6 +200,7 @@ class Gang:
                 failure = self._bring_up(scheduler, before.layout, out)
         while failure is not None:
             self._count_failure(failure)
+            self._lighten(failure)
             self.executor.close()
             if self._failures_in_a_row > self._settings.scheduler.max_restarts:
                 self.state = "failed"
@@ -191,8 +219,9 @@ class Gang:
         """Start the next gang; what went wrong if it did. `before` is the layout that the scheduler's limits fit."""
         try:
             self._launch()
-            if self.layout is not before:
-                out += scheduler.resize(self._limits())
+            if self.layout is not before or self._shed != self._shed_last:
+                out += scheduler.resize(self._limits(), FULL if self._shed != self._shed_last else FEWER)
+                self._shed_last = self._shed
                 self._metrics.kv_total.set(scheduler.limits.kv_tokens)
             if self._canary_s < REPEAT_S:
                 scheduler.next_step = self._canary(scheduler.limits, scheduler.next_step)

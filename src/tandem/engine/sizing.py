@@ -16,18 +16,21 @@ from tandem.speculation.proposers import SpeculationLimits
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
-def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool) -> Limits:
+def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool,
+                shed: int = 0) -> Limits:
     """What the scheduler must keep to with these ranks. Raises OutOfMemory.
 
-    `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more.
+    `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more. `shed`: how often a
+    GPU's memory has been full in spite of these limits; each time they are halved.
     """
     chosen = settings.scheduler
     chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
-    kv_tokens = _kv_tokens(settings, layout, ranks, shrink=shrink)
+    kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> shed, 2)
     return Limits(
         prefix_tokens=int(kv_tokens * chosen.prefix_cache),
         prefix_trimmable=all(ready.trimmable for ready in ranks),
-        lanes=layout.lanes, max_batch_size=chosen.max_batch_size, prefill_chunk=chunk, kv_tokens=kv_tokens,
+        lanes=layout.lanes, max_batch_size=max(chosen.max_batch_size >> shed, 1),
+        prefill_chunk=max(chunk >> shed, 1), kv_tokens=kv_tokens,
         max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
         eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
         speculation=_speculation(settings.speculation))
@@ -45,7 +48,7 @@ def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *
     """What the tightest memory has room for, or what the settings say if that is less."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
-        pools.setdefault((ready.machine, ready.rank if ready.own_memory else -1), []).append(ready)
+        pools.setdefault((ready.machine or ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
                         [(ready.weight_bytes + ready.cache_bytes, ready.kv_bytes_per_token) for ready in together])
             for together in pools.values()]

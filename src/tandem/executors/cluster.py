@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -16,7 +17,8 @@ from msgspec.structs import replace
 from tandem import errors
 from tandem.errors import RankFailure, SpawnError, TandemError, TransportError, UsageError
 from tandem.executors.base import Executor, Progress
-from tandem.executors.watchdog import Watchdog
+from tandem.executors.faults import rank_failure
+from tandem.executors.watchdog import SILENT_S, Watchdog
 from tandem.executors.weights import serve_model
 from tandem.launchers.base import Launcher, Place, RankProcess, World
 from tandem.protocol.control import (
@@ -50,6 +52,8 @@ KILL_S = 10.0
 """Seconds that killed ranks get to be gone; those of a machine that cannot be reached are not."""
 DEATH_S = 0.3
 """Seconds that the end of a process may take longer than the loss of its connections, which other ranks report."""
+LAST_PING = 2**31
+"""Number of the pings to the peers of a rank whose GPU waited too long."""
 FAILED = 1
 """Exit code of a rank that has reported why it ends."""
 
@@ -301,8 +305,33 @@ class ClusterExecutor(Executor):
                     return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank,
                                        cause="died")
             time.sleep(DEATH_S / 10)
-        return RankFailure(f"rank {failure.rank}: {failure.kind}: {failure.message}", rank=failure.rank,
-                           details=failure.traceback)
+        found = rank_failure(failure.rank, failure.kind, failure.message, failure.traceback)
+        return (self._absent_peer(failure.rank) if found.cause == "timeout" else None) or found
+
+    def _absent_peer(self, waiting: int) -> RankFailure | None:
+        """Whom the GPU of the rank `waiting` waited for, if a rank of its stage is stopped or answers no ping."""
+        assert self._bus is not None
+        stage = self._specs[waiting].stage
+        peers = {spec.rank for spec in self._specs if spec.stage == stage} - {waiting}
+        deadline = time.monotonic() + SILENT_S
+        with contextlib.suppress(TransportError):
+            for rank in peers:
+                self._bus.send(rank, self._generation, Ping(LAST_PING))
+        while peers and time.monotonic() < deadline:
+            if stopped := [rank for rank in peers if self._processes[rank].stopped]:
+                return self._kept_waiting(stopped[0], waiting, "stopped", "stands still: its process is stopped")
+            with contextlib.suppress(TransportError):
+                received = self._bus.receive(POLL_S)  # also that it has lost this rank: it lives
+                name, _, generation = received[0].partition(":") if received is not None else ("", "", "")
+                if generation == self._generation and name.isdecimal():
+                    peers.discard(int(name))
+        silent = min(peers, default=None)
+        return None if silent is None else self._kept_waiting(silent, waiting, "silent", "does not answer")
+
+    @staticmethod
+    def _kept_waiting(rank: int, waiting: int, cause: str, words: str) -> RankFailure:
+        return RankFailure(f"rank {rank} {words}; the GPU of rank {waiting} waited for it until macOS ended that",
+                           rank=rank, cause=cause)
 
     def _check_processes(self) -> None:
         for rank, process in enumerate(self._processes):

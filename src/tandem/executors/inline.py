@@ -11,6 +11,7 @@ from functools import partial
 from tandem.errors import EngineStuck, RankFailure, UsageError
 from tandem.executors.assembly import build_runner, load_slice, peak_bytes, ready_message, require_memory
 from tandem.executors.base import Executor, Progress
+from tandem.executors.faults import rank_failure
 from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
@@ -98,7 +99,7 @@ class InlineExecutor(Executor):
             event.__traceback__ = event.__context__ = event.__cause__ = None
             if known:
                 raise event
-            raise RankFailure(f"rank 0: {type(event).__name__}: {event}", rank=0) from event
+            raise rank_failure(0, type(event).__name__, str(event)) from event
         return events
 
     @property

@@ -17,13 +17,14 @@ from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers, weight_files
 from tandem.checkpoints.safetensors import TensorInfo, encode_header
-from tandem.errors import BrokenModel
+from tandem.errors import BrokenModel, OutOfMemory
 from tandem.loading.foreign import converted, sanitized
 from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
 from tandem.models.description import stored_bare
 from tandem.models.families.table import Family
 from tandem.models.quantization import read_quantization
 from tandem.system.files import file_trouble
+from tandem.system.metal import fault_of
 
 Weights = dict[str, mx.array]
 
@@ -260,6 +261,9 @@ def _read(name: str, *arrays: mx.array) -> None:
     try:
         mx.eval(*arrays)
     except RuntimeError as error:  # not on this machine, or the file has gone meanwhile
+        if fault_of(str(error)) == "memory":
+            raise OutOfMemory(f"weight {name}: the GPU's memory is full ({one_line(error)}); give this machine fewer "
+                              "layers (--layer-split), or use a smaller or quantised model") from error
         raise BrokenModel(f"weight {name}: cannot be read: {one_line(error)}", param="model") from error
 
 

@@ -441,8 +441,9 @@ class Scheduler:
                 self.waiting.append(sequence)
         return refused
 
-    def resize(self, limits: Limits) -> list[EngineMessage]:
-        """Other limits from now on; only right after `restart`. Returns refusals for requests that no longer fit."""
+    def resize(self, limits: Limits, why: str) -> list[EngineMessage]:
+        """Other limits from now on; only right after `restart`. Returns refusals for requests that no longer fit, which
+        begin with `why`."""
         assert not self._under_way
         self.limits = limits
         self.lanes = [Lane(i) for i in range(limits.lanes)]
@@ -452,8 +453,7 @@ class Scheduler:
             need = sequence.prompt_len + sequence.request.params.max_tokens
             if need > min(limits.kv_tokens, limits.max_context):
                 self._finish(sequence)
-                refused.append(Refused(sequence.request_id, 503, f"machines were lost, and those that remain have no "
-                                       f"room for {need} tokens", code="degraded"))
+                refused.append(Refused(sequence.request_id, 503, f"{why} for {need} tokens", code="degraded"))
         return refused
 
     def check(self) -> None:

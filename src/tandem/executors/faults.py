@@ -1,0 +1,22 @@
+"""What a rank's error says of its GPU, as the cause of the gang's failure. Pure."""
+
+from __future__ import annotations
+
+from tandem.errors import RankFailure
+from tandem.system.metal import fault_of
+
+FULL = ("its GPU's memory is full: lower --max-batch-size, --prefill-chunk, --kv-tokens or --memory-fraction, or give "
+        "this machine fewer layers")
+WAITED = ("a command took its GPU longer than macOS allows; where it waited for another rank of its stage, that one "
+          "is slow, but answers")
+
+
+def rank_failure(rank: int, kind: str, message: str, details: str = "") -> RankFailure:
+    """The failure of a rank that raised an error of the class `kind` with `message`.
+
+    The causes `memory` (the GPU's is full) and `timeout` (it waited, perhaps for another rank, until the system ended
+    that) say nothing against the requests that it worked on.
+    """
+    fault = fault_of(message)
+    words = {"memory": f"{FULL} ({message})", "timeout": f"{WAITED} ({message})"}.get(fault or "", f"{kind}: {message}")
+    return RankFailure(f"rank {rank}: {words}", rank=rank, details=details, cause=fault or "error")

@@ -1,0 +1,166 @@
+"""What Metal's errors lead to: ranks raise them in its words, for no Metal is at hand."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from tandem.engine import recovery
+from tandem.engine.engine import Engine
+from tandem.engine.layout import plan_layout
+from tandem.executors.cluster import ClusterExecutor
+from tandem.executors.faults import rank_failure
+from tandem.launchers.local import LocalLauncher
+from tandem.protocol.control import Output, Refused
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.testing import tiny_model
+
+FULL = ("[METAL] Command buffer execution failed: Insufficient Memory "
+        "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")
+LATE = ("[METAL] Command buffer execution failed: Caused GPU Timeout Error "
+        "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)")
+PROMPT = [*range(10, 50)]
+
+RANK = f'''
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import msgspec
+
+from tandem.executors.worker import WorkerPayload, run_rank
+from tandem.processes.child import receive_payload
+
+payload = msgspec.json.decode(receive_payload(), type=WorkerPayload)
+rank, how, marks = payload.spec.rank, os.environ["HOW"], Path(os.environ["MARKS"])
+
+
+def once():
+    """True for the first gang alone."""
+    mark = marks / f"{{rank}}"
+    first = not mark.exists()
+    mark.touch()
+    return first
+
+
+def wrap(stage):
+    from tandem.loading.stage import StageModel
+
+    class Wrapped(StageModel):
+        def __init__(self):
+            vars(self).update(vars(stage))
+
+        def forward(self, h, caches):
+            positions = h.shape[0] * h.shape[1]
+            if how == "full" and rank == 1 and positions > 4:
+                raise RuntimeError("{FULL}")
+            if how == "always full" and rank == 1:
+                raise RuntimeError("{FULL}")
+            if how in ("stopped", "slow") and positions > 1 and once():
+                if rank == 0:
+                    time.sleep(0.5)
+                    raise RuntimeError("{LATE}")
+                if how == "stopped":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+            return super().forward(h, caches)
+
+    return Wrapped()
+
+
+run_rank(payload, wrap)
+'''
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(recovery, "BACKOFF_S", 0.01)
+    (tmp_path / "tandem_metal_rank.py").write_text(RANK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("MARKS", str(tmp_path))
+    return "tandem_metal_rank"
+
+
+def answered(model: Path, module: str, **parallel: int) -> tuple[Engine, list[int], list[Refused]]:
+    """The engine after one greedy request, its tokens, and refusals."""
+    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(**parallel),
+                        scheduler=SchedulerSettings(prefill_chunk=16, canary=False, kv_tokens=400))
+    layout = plan_layout(settings)
+    executor = ClusterExecutor(list(layout.ranks), LocalLauncher(1, module), start_timeout_s=60.0, step_timeout_s=60.0,
+                               rejoin_timeout_s=60.0)
+    engine = Engine(settings, layout, executor)
+    engine.start()
+    try:
+        engine.submit(EngineRequest(request_id="a", prompt=PROMPT, params=SamplingParams(
+            max_tokens=6, temperature=0.0, ignore_eos=True)))
+        tokens: list[int] = []
+        refused: list[Refused] = []
+        while not engine.idle:
+            for message in engine.pump(0.1):
+                tokens += message.tokens if isinstance(message, Output) else []
+                refused += [message] if isinstance(message, Refused) else []
+        return engine, tokens, refused
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(model: Path) -> list[int]:
+    return answered(model, "tandem.executors.worker")[1]
+
+
+def failures(engine: Engine, cause: str) -> float:
+    return engine.metrics.failures.labels(cause)._value.get()
+
+
+@pytest.mark.slow
+def test_a_gpu_that_is_full_gets_less_to_do_and_the_request_is_answered(
+        model: Path, module: str, undisturbed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOW", "full")
+    engine, tokens, refused = answered(model, module, pipeline_parallel_size=2)
+    assert (tokens, refused) == (undisturbed, [])
+    assert failures(engine, "memory") == engine.gang.restarts == 2
+    limits = engine.scheduler.limits
+    assert (limits.prefill_chunk, limits.kv_tokens, limits.max_batch_size) == (4, 100, 8)
+
+
+@pytest.mark.slow
+def test_a_request_that_no_gpu_has_room_for_does_not_end_the_engine(
+        model: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOW", "always full")
+    engine, tokens, refused = answered(model, module, pipeline_parallel_size=2)
+    assert tokens == []
+    assert [(one.status, one.code) for one in refused] == [(500, "rank_failure")]
+    assert failures(engine, "memory") == 5  # twice with less to do, three times blamed on the request
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "cause"), [("stopped", "stopped"), ("slow", "timeout")])
+def test_the_rank_whose_gpu_waited_is_not_to_blame(
+        model: Path, module: str, undisturbed: list[int], how: str, cause: str, monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("HOW", how)
+    engine, tokens, refused = answered(model, module, tensor_parallel_size=2)
+    assert (tokens, refused) == (undisturbed, [])
+    assert failures(engine, cause) == engine.gang.restarts == 1
+    words = {"stopped": "rank 1 stands still: its process is stopped; the GPU of rank 0 waited for it",
+             "slow": "rank 0: a command took its GPU longer than macOS allows"}
+    assert words[how] in caplog.text
+
+
+@pytest.mark.parametrize(("message", "cause"), [(FULL, "memory"), (LATE, "timeout"), ("division by zero", "error")])
+def test_errors_are_told_apart_by_their_words(message: str, cause: str) -> None:
+    failure = rank_failure(3, "RuntimeError", message)
+    assert (failure.cause, failure.rank) == (cause, 3)
+    assert message in failure.message
+    assert ("lower --max-batch-size" in failure.message) == (cause == "memory")
