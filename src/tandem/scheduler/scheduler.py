@@ -30,6 +30,7 @@ from tandem.protocol.step import (
     batch_fingerprint,
 )
 from tandem.scheduler.lane import Lane
+from tandem.scheduler.placement import choose_lane
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
 from tandem.scheduler.suspects import acquit, may_join, strike, suspect
@@ -250,9 +251,10 @@ class Scheduler:
         inserts: list[InsertOp] = []
         restores: list[SnapshotOp] = []
         while self.waiting:
-            if any(len(other.members) < len(lane.members) for other in self.lanes):
-                break
             sequence = self._first()
+            if choose_lane(self.lanes, self._length(sequence), asking=lane, rows=self._rows,
+                           drafts=self.speculation.most) is not lane:
+                break  # it waits for its own lane's next plan
             if any(sequence.request_id in other.removes for other in self.lanes if other is not lane):
                 break  # the ranks have not been told yet that it has left another lane
             if sequence.inflight or not may_join(sequence, self._members()) or not self._fits(lane, sequence):
@@ -283,17 +285,24 @@ class Scheduler:
 
     def _fits(self, lane: Lane, sequence: Sequence) -> bool:
         """True if there is a place in the batch and room in the KV cache."""
-        rows = -(-self.limits.max_batch_size // len(self.lanes))
-        if len(lane.members) >= rows or self.running >= self.limits.max_batch_size:
+        if len(lane.members) >= self._rows or self.running >= self.limits.max_batch_size:
             return False
-        rest = sequence.request.params.max_tokens - sequence.produced
-        length = len(sequence.tokens) + min(rest, HEADROOM)
         drafts = self.speculation.most
         others = sum(other.positions(drafts=drafts) for other in self.lanes if other is not lane)
-        need = others + lane.positions([length + drafts], drafts)
+        need = others + lane.positions([self._length(sequence)], drafts)
         # What is kept for later gives way to what is there now; a first request always runs.
         self.prefixes.shrink(need + self.prefixes.positions - self.limits.kv_tokens)
         return need <= self.limits.kv_tokens or self.running == 0
+
+    @property
+    def _rows(self) -> int:
+        """Most rows of one lane."""
+        return -(-self.limits.max_batch_size // len(self.lanes))
+
+    def _length(self, sequence: Sequence) -> int:
+        """Positions that must be free for it to be admitted."""
+        rest = sequence.request.params.max_tokens - sequence.produced
+        return len(sequence.tokens) + min(rest, HEADROOM) + self.speculation.most
 
     def _make_way(self, lane: Lane) -> None:
         """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""

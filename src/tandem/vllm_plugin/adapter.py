@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
+from tandem.cache.budget import batch_positions
 from tandem.cache.prefix import PrefixIndex
 from tandem.errors import BatchDesync
 from tandem.protocol.request import SamplingParams
@@ -246,9 +247,6 @@ class Adapter:
         sequence.decoding = target == total
 
     def _make_room(self) -> None:
-        """Let go of snapshots where running sequences need the room. Rows are as long as the longest of their lane."""
-        used = 0
-        for members in self._members:
-            lengths = [self._sequences[one].computed for one in members]
-            used += len(lengths) * max(lengths, default=0)
+        """Let go of snapshots where running sequences need the room. """
+        used = sum(batch_positions(self._sequences[one].computed for one in members) for members in self._members)
         self._prefixes.shrink(used + self._prefixes.positions - self._kv_tokens)
