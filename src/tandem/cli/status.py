@@ -183,7 +183,8 @@ def _show(look: Look) -> None:
     if not look.replicas:
         return
     table = Table("replica", "state", "running", "waiting", "KV tokens", "tokens/s", "restarts", box=None)
-    ranks = Table("replica", "rank", "host", "stage", "layers", "weights", "KV", "peak", "ms/step", "process", box=None)
+    ranks = Table("replica", "rank", "host", "stage", "layers", "weights", "wired", "KV", "peak", "ms/step",
+                  "process", box=None)
     for one in look.replicas:
         status, restarts = one.status, one.info.restarts
         if status is None:
@@ -194,8 +195,8 @@ def _show(look: Look) -> None:
                       f"{status.kv_tokens_used}/{status.kv_tokens_total}", rate, str(restarts + status.restarts))
         for rank in status.ranks:
             ranks.add_row(str(one.info.replica), str(rank.rank), rank.host, f"{rank.stage + 1}/{status.stages}",
-                          f"{rank.layers[0]}-{rank.layers[1] - 1}", *map(_size, (rank.weight_bytes, rank.kv_bytes,
-                          rank.peak_bytes)), f"{rank.step_s * 1e3:.1f}", str(rank.pid))
+                          f"{rank.layers[0]}-{rank.layers[1] - 1}", *map(_size, (rank.weight_bytes, rank.wired_bytes,
+                          rank.kv_bytes, rank.peak_bytes)), f"{rank.step_s * 1e3:.1f}", str(rank.pid))
     console.print(table)
     if ranks.row_count:
         console.print(ranks)

@@ -1,0 +1,147 @@
+"""Tandem on a machine that it takes for a Mac (fake_mac/README.md): what asks the system goes macOS's way."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from macs import TOOLS, answers, mac_environment
+from tandem.testing import tiny_model
+
+BODY = {"model": "default", "prompt": [7, 8, 9], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+class Mac:
+    """The command there, with a long TMPDIR, a home with a space, and 256 open files, as macOS has them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = str(tiny_model(directory / "tiny"))
+        self.said = directory / "said"
+        home, temporary = directory / "a home", directory / "T" / ("zyxvpxvq6csfxvn_n" + "0" * 13) / "T"
+        for one in (home, temporary):
+            one.mkdir(parents=True)
+        whole = mac_environment(self.said, HOME=str(home), TMPDIR=str(temporary))
+        names = ("PATH", "PYTHONPATH", "FAKE_MAC", "HOME", "TMPDIR", "OPENBLAS_NUM_THREADS")
+        self.environment = {name: whole[name] for name in names}  # as with `env -i`
+        self.environment["PATH"] = f"{TOOLS}:/usr/bin:/bin"
+
+    def start(self, *words: str, **options: object) -> subprocess.Popen[str]:
+        code = ("import resource, runpy, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+                "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); sys.argv[0] = 'tandem'; "
+                "runpy.run_module('tandem', run_name='__main__')")
+        return subprocess.Popen([sys.executable, "-P", "-c", code, *words], env=self.environment, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
+
+    def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
+        process = self.start(*words)
+        out, errors = process.communicate(timeout=240)
+        return subprocess.CompletedProcess(words, process.returncode, out, errors)
+
+    def caffeinated(self) -> set[int]:
+        """Processes that sleep is held off for."""
+        log = self.said / "caffeinate.log"
+        return {int(line.split()[-1]) for line in log.read_text().splitlines()} if log.exists() else set()
+
+
+@pytest.fixture(scope="module")
+def mac(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mac]:
+    one = Mac(tmp_path_factory.mktemp("mac"))
+    yield one
+    one("down", "--now")
+
+
+def eventually(condition: Callable[[], object], what: str, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_a_server_in_the_background_its_faults_and_its_end(mac: Mac) -> None:
+    up = mac("up", mac.model, "--port", "0", "-pp", "2", "--device", "cpu")
+    assert up.returncode == 0, up.stderr
+    [server] = json.loads(mac("status", "--json", "--interval", "0").stdout)
+    ranks = [rank["pid"] for rank in server["replicas"][0]["ranks"]]
+    assert all(rank["wired_bytes"] == 0 for rank in server["replicas"][0]["ranks"])  # it computes on the CPU
+    assert {*ranks, server["replicas"][0]["pid"]} <= mac.caffeinated()
+    assert all(psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256 for pid in ranks)
+    url = f"{server['address']}/v1/completions"
+    calm = httpx.post(url, json=BODY, timeout=120).json()["choices"][0]["text"]
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        victim = json.loads(mac("status", "--json", "--interval", "0").stdout)[0]["replicas"][0]["ranks"][1]["pid"]
+        os.kill(victim, number)
+        assert httpx.post(url, json=BODY, timeout=120).json()["choices"][0]["text"] == calm
+        assert not psutil.pid_exists(victim) or psutil.Process(victim).status() == "zombie"
+    assert mac("down").returncode == 0
+    holders = [int(line.split()[0]) for line in (mac.said / "caffeinate.log").read_text().splitlines()]
+    eventually(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in holders),
+               "something holds sleep off, though nothing runs")
+
+
+@pytest.mark.slow
+def test_a_port_that_another_server_has_at_loopback_alone(mac: Mac) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        done = mac("serve", mac.model, "--host", "0.0.0.0", "--port", str(port), "--device", "cpu")
+    assert done.returncode == 2
+    assert f"--port {port}: cannot listen there (Address already in use)" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_doctor_and_the_plan(mac: Mac) -> None:
+    done = mac("doctor", "--model", mac.model, "--json")
+    verdicts = {one["check"]: one["verdict"] for one in json.loads(done.stdout)["findings"]}
+    assert done.returncode == 0
+    looked_at = ("versions", "model", "memory", "firewall", "subnets", "fences", "power")
+    assert {verdicts[name] for name in looked_at} == {"ok"}
+    answers(mac.said, {"pmset-batt": "Now drawing from 'Battery Power'\n"})
+    mac.environment["MLX_METAL_FAST_SYNCH"] = "1"
+    try:
+        found = json.loads(mac("doctor", "--json").stdout)["findings"]
+        assert {one["check"] for one in found if one["verdict"] == "warn"} == {"fences", "power"}
+    finally:
+        del mac.environment["MLX_METAL_FAST_SYNCH"]
+        (mac.said / "pmset-batt").unlink()
+    plan = mac("plan", mac.model, "--json")
+    assert plan.returncode == 0, plan.stderr
+    assert json.loads(plan.stdout)["chosen"]
+
+
+@pytest.mark.slow
+def test_agents_and_who_looks_for_them(mac: Mac) -> None:
+    pytest.importorskip("zeroconf")
+    with mac.start("agent", "--no-announce", "--host", "127.0.0.1", "--port", "0") as agent:
+        try:
+            assert agent.stdout is not None
+            assert select.select([agent.stdout], [], [], 60)[0], "the agent says nothing"
+            assert agent.stdout.readline()
+        finally:
+            agent.send_signal(signal.SIGTERM)
+            agent.communicate(timeout=60)
+    found = mac("hosts", "find", "--timeout", "0.5")
+    assert found.returncode == 0
+    if "no agent answered" in found.stdout:
+        assert "Privacy & Security, Local Network" in found.stdout
+
+
+@pytest.mark.slow
+def test_a_device_that_is_not_there_is_named(mac: Mac) -> None:
+    if os.path.exists("/dev/nvidia0"):
+        pytest.skip("this machine has a GPU")
+    done = mac("generate", mac.model, "--prompt", "a", "--device", "gpu")
+    assert done.returncode == 2
+    assert "--device gpu: MLX has no GPU on this machine" in done.stderr
