@@ -8,12 +8,48 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 
 from rich.console import Console
 from rich.logging import RichHandler
 
 ROOT = "tandem"
 """Name of the logger above all of ours."""
+
+
+SELDOM_S = 60.0
+"""Seconds between two lines about the same thing that anybody can bring about as often as he likes."""
+_MOST_KINDS = 64
+
+
+class Seldom:
+    """Logs each kind of trouble once a minute, and then says how often it was left out."""
+
+    def __init__(self, logger: logging.Logger) -> None:
+        """Lines go to `logger`. From any thread."""
+        self._logger = logger
+        self._seen: dict[str, tuple[float, int]] = {}
+
+    def log(self, level: int, message: str, *arguments: object, kind: str = "") -> None:
+        """As of a logger; lines of one `kind`, by default of one `message`, count as the same."""
+        now, kind = time.monotonic(), kind or message
+        until, left_out = self._seen.get(kind, (0.0, 0))
+        if now < until:
+            self._seen[kind] = (until, left_out + 1)
+            return
+        if len(self._seen) > _MOST_KINDS:
+            self._seen.clear()
+        self._seen[kind] = (now + SELDOM_S, 0)
+        more = f" ({left_out} more like it since the last line)" if left_out else ""
+        self._logger.log(level, f"{message}%s", *arguments, more)
+
+    def warning(self, message: str, *arguments: object) -> None:
+        """At that level."""
+        self.log(logging.WARNING, message, *arguments)
+
+    def error(self, message: str, *arguments: object) -> None:
+        """At that level."""
+        self.log(logging.ERROR, message, *arguments)
 
 
 class _Prefix(logging.Filter):

@@ -83,3 +83,11 @@ def test_a_stopped_process_is_seen(tmp_path):
         child.kill()
         assert child.wait(10)
     assert not child.stopped
+
+
+def test_what_is_wrong_is_said_once_while_a_killed_process_ends(clock):
+    watch = Vigil(Child(), 5.0)
+    watch.heard()
+    assert "has not answered" in clock(6, watch)
+    assert clock(20, watch) is None, "a process with gigabytes to give back is still there for a while"
+    assert "has not answered" in clock(20, watch)

@@ -58,7 +58,8 @@ def send_canary(executor: Executor, layout: GangLayout, limits: Limits, ready: l
     started = time.perf_counter()
     length = min(2 * limits.prefill_chunk + BEYOND, min(limits.max_context, limits.kv_tokens // 2) - NEW_TOKENS)
     if length < 3:
-        log.warning("no canary: a KV cache of %d tokens has no room for it", limits.kv_tokens)
+        log.warning("no canary: a KV cache of %d tokens has no room for it; it serves unchecked (--kv-tokens)",
+                    limits.kv_tokens)
         return Outcome(0.0, first_step)
     chunk = (length - 1) // 2
     alone = _drive(executor, layout, _limits(limits, 1, chunk), _requests(limits, length, 1), first_step)

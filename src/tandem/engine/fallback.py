@@ -60,7 +60,7 @@ class Alternatives:
         try:
             candidates = plan(full.description, machines, [LINK], wanted).candidates
         except UsageError as error:
-            log.warning("no layout over the machines that remain: %s", error.message)
+            log.warning("no layout over the machines that remain: %s; the others are waited for", error.message)
             return
         for candidate in candidates:
             if candidate.layout is None or not candidate.fits or len(candidate.layout.replicas) > 1:
@@ -72,6 +72,6 @@ class Alternatives:
             try:
                 layout = plan_layout(replace(settings, parallel=parallel))
             except UsageError as error:
-                log.warning("no layout over the machines that remain: %s", error.message)
+                log.warning("no layout over the machines that remain: %s; another is tried", error.message)
                 continue
             yield Fallback(layout, tuple(present[machine] for machine in candidate.layout.machines))

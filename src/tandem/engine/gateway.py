@@ -14,6 +14,7 @@ import zmq
 
 from tandem.borders import start_thread
 from tandem.errors import TransportError, UsageError
+from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
 from tandem.protocol.control import (
     Abort,
@@ -28,6 +29,7 @@ from tandem.protocol.control import (
 )
 
 log = logging.getLogger(__name__)
+seldom = Seldom(log)
 
 SILENCE_S = 15.0
 """An api that says nothing for so long is gone; its requests are aborted."""
@@ -169,7 +171,7 @@ class Gateway:
                 # Decoded here and once more by the engine's thread, so that nothing unreadable gets that far.
                 message = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
             except TransportError as error:
-                log.warning("a message of an api cannot be read: %s; dropped", error)
+                seldom.warning("a message of an api cannot be read: %s; it is dropped; are both of one version?", error)
                 continue
             self._seen[client] = time.monotonic()
             if isinstance(message, QueryStatus):

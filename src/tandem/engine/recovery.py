@@ -305,7 +305,10 @@ class Gang:
 
     def _lay_out(self, laid: _Laid) -> None:
         if self.degraded != laid.degraded:
-            log.warning("degraded: %s", laid.degraded) if laid.degraded else log.info("all machines are back")
+            if laid.degraded:
+                log.warning("degraded: %s; all is answered, slower, until they are back", laid.degraded)
+            else:
+                log.info("all machines are back")
         self._laid = laid
         self.ready = []
         self.executor.relay(laid.layout.ranks, laid.slots)

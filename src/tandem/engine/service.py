@@ -79,7 +79,7 @@ class EngineService:
             # Not an exit in good order, which would wait for the thread that is stuck.
             os._exit(EXIT_STUCK)
         except RankFailure as failure:
-            log.error("%s", failure.message)
+            log.error("%s; this engine ends, and its requests are told", failure.message)
             report(failure.message)
             self._deliver(self._engine.failures(failure))
             return EXIT_FAILED
@@ -206,5 +206,5 @@ def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[
     try:
         return service.run(report)
     except KeyboardInterrupt:
-        log.warning("stopped at once")
+        log.warning("stopped at once; what was under way is lost")
         return 128 + signal.SIGTERM

@@ -21,6 +21,7 @@ from tandem.executors.faults import rank_failure
 from tandem.executors.watchdog import SILENT_S, Watchdog
 from tandem.executors.weights import serve_model
 from tandem.launchers.base import Launcher, Place, RankProcess, World
+from tandem.log import Seldom
 from tandem.protocol.control import (
     Connect,
     Failure,
@@ -43,6 +44,7 @@ from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus
 
 log = logging.getLogger(__name__)
+seldom = Seldom(log)
 
 POLL_S = 0.1
 """Seconds between looks at whether the rank processes live."""
@@ -274,14 +276,14 @@ class ClusterExecutor(Executor):
         try:
             received = self._bus.receive(timeout_s)
         except TransportError as error:
-            log.warning("%s; dropped", error)
+            seldom.warning("%s; it is dropped, and whose it was shows by its silence", error)
             return None
         if received is None or not received[0].endswith(self._generation):
             return None
         message = received[1]
         rank = message.step.rank if isinstance(message, Stepped) else message.rank
         if received[0] != f"{rank}:{self._generation}":
-            log.warning("rank %s sends a message of rank %d; dropped", received[0].partition(":")[0], rank)
+            seldom.warning("rank %s sends a message of rank %d; dropped", received[0].partition(":")[0], rank)
             return None
         if isinstance(message, Failure):
             raise self._translate(message)

@@ -94,7 +94,8 @@ class InlineExecutor(Executor):
                 continue
             known = isinstance(event, RankFailure | UsageError)
             if not known:
-                log.error("rank 0 failed\n%s", "".join(traceback.format_exception(event)))
+                log.error("rank 0 failed; it is loaded anew, and requests go on\n%s",
+                          "".join(traceback.format_exception(event)))
             # Its frames hold the model; another may be loaded while the error is handled.
             event.__traceback__ = event.__context__ = event.__cause__ = None
             if known:

@@ -170,7 +170,7 @@ def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
         Worker(payload, bus, wrap).run()
     except Exception as error:  # noqa: BLE001 - the border of the process: failures cross it as data
         message = str(error) or repr(error)
-        log.error("%s: %s", type(error).__name__, message)
+        log.error("%s: %s; this rank ends, and the engine decides what follows", type(error).__name__, message)
         details = error.details if isinstance(error, RankFailure) else ""
         trace = "".join(traceback.format_exception(error))
         bus.send(Failure(spec.rank, type(error).__name__, message, trace + details))

@@ -74,6 +74,6 @@ class GrammarCheck:
             [trouble] = json.loads(done.stdout)
         except ValueError:
             if done.returncode > 0:
-                log.error("a grammar could not be tried: %s", done.stderr.strip()[-MAX_WORDS:])
+                log.error("a grammar could not be tried: %s; its request is refused", done.stderr.strip()[-MAX_WORDS:])
             return TOO_COMPLEX
         return " ".join(str(trouble).split())[:MAX_WORDS]

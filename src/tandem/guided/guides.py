@@ -45,7 +45,8 @@ class Guides:
             return
         if token < 0 or token in self._vocabulary.eos or not matcher.consume_token(token):
             if matcher.is_error():
-                log.error("a token that the mask allows is not in the grammar: %s", matcher.get_error())
+                log.error("a token that the mask allows is not in the grammar: %s; its request goes on without; please "
+                          "report it", matcher.get_error())
             self._matchers[request_id] = None
 
     def mask(self, ids: Sequence[str]) -> tuple[npt.NDArray[np.bool_], list[int]]:
@@ -70,7 +71,8 @@ class Guides:
         mask = np.unpackbits(bits.view(np.uint8), axis=1, count=size, bitorder="little").view(np.bool_)
         for matcher, row in live:
             if matcher.is_error():
-                log.warning("gave up a grammar: %s", matcher.get_error().partition("\n")[0][:200])
+                log.warning("gave up a grammar: %s; its request ends with an error",
+                            matcher.get_error().partition("\n")[0][:200])
                 self._matchers[ids[row]] = None
                 mask[row] = True
                 given_up.append(row)
@@ -84,6 +86,7 @@ def _built(future: Future[LLMatcher]) -> LLMatcher | None:
     """The matcher; None when it could not be built, whatever the reason: one request must not end a rank."""
     error = future.exception()
     if error is not None:
-        log.error("a grammar that was accepted cannot be used: %s: %s", type(error).__name__, str(error)[:200])
+        log.error("a grammar that was accepted cannot be used: %s: %s; its request ends with an error",
+                  type(error).__name__, str(error)[:200])
         return None
     return future.result()

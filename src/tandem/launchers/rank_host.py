@@ -29,7 +29,7 @@ from tandem.errors import SpawnError, TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
 from tandem.launchers.local import thread_variables
 from tandem.launchers.worlds import free_ports
-from tandem.log import set_up
+from tandem.log import Seldom, set_up
 from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
 from tandem.protocol.hosts import (
     HeadMessage,
@@ -55,6 +55,7 @@ from tandem.system.privacy import silent_because
 from tandem.transport.join import SILENT, HostEnd
 
 log = logging.getLogger(__name__)
+seldom = Seldom(log)
 
 POLL_S = 0.1
 JOIN_S = 3.0
@@ -165,7 +166,7 @@ class RankHost:
                 try:
                     answer = link.receive(REPEAT_S)
                 except TransportError as error:
-                    log.warning("%s; dropped", error)
+                    seldom.warning("%s; it is dropped; is the head of this version?", error)
                     continue
                 if isinstance(answer, Refuse):
                     raise UsageError(f"the head at {head}:{port} refuses this machine: {answer.reason}")
@@ -188,7 +189,7 @@ class RankHost:
             try:
                 message = link.receive(POLL_S)
             except TransportError as error:
-                log.warning("%s; dropped", error)
+                seldom.warning("%s; it is dropped; is the head of this version?", error)
                 continue
             now = time.monotonic()
             if message is not None:

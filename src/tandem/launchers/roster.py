@@ -14,6 +14,7 @@ from tandem.borders import start_thread
 from tandem.errors import RankFailure, TransportError
 from tandem.launchers.facts import versions
 from tandem.launchers.member import Member, RemoteRank
+from tandem.log import Seldom
 from tandem.protocol.hosts import (
     HeadMessage,
     HostMessage,
@@ -35,6 +36,7 @@ from tandem.protocol.keys import ClusterKeys
 from tandem.transport.join import HeadEnd
 
 log = logging.getLogger(__name__)
+seldom = Seldom(log)
 
 POLL_MS = 100
 PING_S = 1.0
@@ -166,7 +168,6 @@ class Roster:
         poller = zmq.Poller()
         poller.register(self._end.socket, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
-        complained = False
         while not self._closing:
             if self._bell.fileno() in dict(poller.poll(POLL_MS)):
                 self._bell.recv(4096)
@@ -175,9 +176,7 @@ class Roster:
                 try:
                     received = self._end.receive()
                 except TransportError as error:
-                    if not complained:
-                        log.warning("join socket: %s; dropped, as are others like it", error)
-                    complained = True
+                    seldom.warning("join socket: %s; it is dropped, and nobody is disturbed", error)
                     continue
                 if received is None:
                     break
@@ -240,7 +239,8 @@ class Roster:
                         return  # this one was under way for long; the rank host has connected anew since
                     self._strike(earlier, "has joined anew")
                 if (reason := self._objection(join)) is not None:
-                    log.warning("refused %s (%s): %s", join.facts.name, join.facts.address, reason)
+                    seldom.warning("refused %s (%s): %s; it may join when that is mended", join.facts.name,
+                                   join.facts.address, reason)
                     self._refusals[join.slot] = reason
                     self._post(identity, Refuse(reason))
                     self._changed.notify_all()
@@ -288,7 +288,7 @@ class Roster:
 
     def _strike(self, member: Member, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]
-        log.log(level, "%s is lost: %s", member.facts.name, reason)
+        log.log(level, "%s is lost: %s; its rank counts as ended", member.facts.name, reason)
         if member.rank is not None:
             member.rank.ended(LOST, f"is lost with its host, which {reason}")
         self._changed.notify_all()

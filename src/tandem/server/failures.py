@@ -19,8 +19,10 @@ from tandem.errors import (
     ServerError,
     UnavailableError,
 )
+from tandem.log import Seldom
 
 logger = logging.getLogger(__name__)
+seldom = Seldom(logger)
 
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC = {
@@ -70,8 +72,9 @@ def internal_error(error: BaseException, where: str) -> ServerError:
 
     Only the places in the code are logged: the message of a foreign exception may quote a prompt.
     """
-    frames = "".join(traceback.format_tb(error.__traceback__))
-    logger.error("unexpected %s in %s\n%s", type(error).__name__, where, frames)
+    frames = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    seldom.log(logging.ERROR, "unexpected %s in %s; it ends with status 500, all else goes on; please report it\n%s",
+               type(error).__name__, where, frames, kind=frames)
     return ServerError("Internal server error", code="internal_error")
 
 

@@ -14,11 +14,13 @@ import zmq
 
 from tandem.env import runtime_dir
 from tandem.errors import TransportError, UsageError
+from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import ControlRefused, SupervisorReply, SupervisorRequest
 from tandem.transport.errors import translated
 
 log = logging.getLogger("tandem.cli")
+seldom = Seldom(log)
 
 MAX_FRAME = 64 * 1024
 ANSWER_S = 5.0
@@ -70,7 +72,7 @@ class ControlServer:
         except UsageError as error:
             return ControlRefused(error.message)
         except TransportError as error:
-            log.warning("a message on the control socket cannot be read: %s", error)
+            seldom.warning("a message on the control socket cannot be read: %s; its sender is told so", error)
             return ControlRefused(f"the message cannot be read: {error}; is this the same version of Tandem?")
 
     def close(self) -> None:

@@ -8,6 +8,8 @@ from typing import Protocol
 
 STOPPED_S = 1.0
 """Seconds that a child may stand still (SIGSTOP)."""
+ENDING_S = 30.0
+"""Seconds that the kernel may take to end a killed process, with gigabytes to give back."""
 PAUSE_S = 1.0
 """A gap between two looks that is longer was the supervisor's own, and counts for nobody."""
 
@@ -30,14 +32,25 @@ class Vigil:
         self._looked_at = time.monotonic()
         self._heard_at = math.inf
         self._stopped_at = math.inf
+        self._silent_until = -math.inf
 
     def heard(self) -> None:
         """It has answered."""
         self._heard_at = time.monotonic()
 
     def verdict(self) -> str | None:
-        """Why it must be replaced, in words; None while it need not be. To be asked again and again."""
+        """Why it must be replaced, in words, said once; None while it need not be, and for the `ENDING_S` in which a
+        process that was killed may still be there. To be asked again and again.
+        """
         now = time.monotonic()
+        if now < self._silent_until:
+            return None
+        words = self._trouble(now)
+        if words is not None:
+            self._silent_until = now + ENDING_S
+        return words
+
+    def _trouble(self, now: float) -> str | None:
         gap, self._looked_at = now - self._looked_at, now
         if gap > PAUSE_S:
             self._heard_at += gap

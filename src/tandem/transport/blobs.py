@@ -18,6 +18,7 @@ import zmq
 
 from tandem.borders import start_thread
 from tandem.errors import TransportError
+from tandem.log import Seldom
 from tandem.protocol.blobs import (
     BlobAnswer,
     BlobFile,
@@ -35,6 +36,7 @@ from tandem.transport.errors import translated
 from tandem.transport.security import Authenticator
 
 log = logging.getLogger(__name__)
+seldom = Seldom(log)
 
 CHUNK = 4 * 1024 * 1024
 """Most bytes of one answer."""
@@ -104,7 +106,8 @@ class BlobServer:
         try:
             request = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
         except TransportError as error:
-            log.warning("a request for a file cannot be read: %s; dropped", error)
+            seldom.warning("a request for a file cannot be read: %s; it is dropped; is the rank of this version?",
+                           error)
             return None
         try:
             if isinstance(request, ListFiles):

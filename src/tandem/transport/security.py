@@ -69,6 +69,6 @@ def _log_refusals(monitor: zmq.Socket[bytes], name: str, endpoint: str) -> None:
             strangers.remove(int(event["value"]))
             if time.monotonic() >= quiet_until:
                 quiet_until = time.monotonic() + REFUSALS_S
-                log.warning("refused a peer at the %s %s: it does not hold this cluster's keys (others are not logged "
-                            "for a while)", name, endpoint)
+                log.warning("refused a peer at the %s %s: it does not hold this cluster's keys; it is not let in, and "
+                            "disturbs nobody (others are not logged for a while)", name, endpoint)
     monitor.close()

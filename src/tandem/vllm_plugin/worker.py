@@ -216,7 +216,7 @@ class TandemWorker(WorkerBase):
         """Of a rank whose output it does not read vLLM only logs errors, and the others would wait for ever."""
         error = step.exception()
         if error is not None and not self._layout.samples:
-            logger.error("rank %d cannot go on and ends", self.rank, exc_info=error)
+            logger.error("rank %d cannot go on; it ends, and vLLM with it", self.rank, exc_info=error)
             os._exit(1)
 
     def _masks(self, grammar: GrammarOutput | None, output: SchedulerOutput) -> dict[str, npt.NDArray[np.bool_]]:

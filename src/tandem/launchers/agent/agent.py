@@ -24,6 +24,7 @@ from tandem.errors import TransportError, UsageError
 from tandem.launchers.agent.link import BEAT_S, CHUNK, MAX_FRAME, SILENCE_S
 from tandem.launchers.agent.pairing import AgentSide
 from tandem.launchers.agent.trust import NAME, Peer, Trust
+from tandem.log import Seldom
 from tandem.processes.interpreter import module_command
 from tandem.protocol.agent import (
     Beat,
@@ -40,6 +41,7 @@ from tandem.protocol.agent import (
 from tandem.protocol.codec import Decoder
 
 log = logging.getLogger(__name__)
+seldom = Seldom(log)
 
 PROGRAMS = {"rank-host": "tandem.launchers.rank_host", "probe": "tandem.doctor.probe"}
 """What a head may have run, and the module that it is."""
@@ -152,7 +154,8 @@ class Agent:
         try:
             message = self._decode(frames[-1])
         except TransportError as error:
-            log.warning("a message of a paired head cannot be read: %s", error)
+            seldom.warning("a message of a paired head cannot be read: %s; it is dropped; is it of this version?",
+                           error)
             return
         session = self._sessions.get(frames[0])
         if isinstance(message, OpenSession):
@@ -204,7 +207,8 @@ class Agent:
             self._keys = {peer.public for peer in self._trust.peers().values()}
             log.info("paired with %s: it may run ranks here", head.name)
         elif isinstance(reply, PairRefused):
-            log.warning("pairing refused: %s", reply.reason)
+            seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again",
+                           reply.reason)
         self._pairs.send_multipart([frames[0], msgspec.msgpack.encode(reply)])
 
     def _watch(self) -> None:

@@ -12,10 +12,12 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings
 from tandem.errors import TandemError, UnavailableError
 from tandem.guided.check import GrammarCheck
+from tandem.log import Seldom
 from tandem.protocol.control import EngineStatus
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
+seldom = Seldom(logger)
 
 LARGE = 8192
 """Characters (or tokens) from which on text work is done in a thread: about a millisecond of tokenising."""
@@ -64,7 +66,7 @@ class Texts:
                 trust_remote_code=self._settings.trust_remote_code,
             )
         except TandemError as error:
-            logger.error("cannot load the tokenizer: %s", error)
+            seldom.error("cannot load the tokenizer: %s; requests get 503 until its files are mended", error)
             raise UnavailableError(f"The tokenizer cannot be loaded: {error.message}", retry_after=30.0) from error
 
 

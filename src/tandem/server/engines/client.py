@@ -17,6 +17,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from tandem.borders import start_task
 from tandem.errors import TransportError, UnavailableError
+from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
 from tandem.protocol.control import (
     Abort,
@@ -36,6 +37,7 @@ from tandem.server.engines.subscription import Subscription
 from tandem.server.failures import internal_error
 
 logger = logging.getLogger(__name__)
+seldom = Seldom(logger)
 
 HEARTBEAT_S = 1.0
 """Seconds between two `QueryStatus`."""
@@ -205,7 +207,7 @@ class EngineClient:
             try:
                 self._hand_on(self._decode(frame))
             except TransportError as error:
-                logger.error("unreadable message from the engine: %s; it is dropped, and what it was for waits; are "
+                seldom.error("unreadable message from the engine: %s; it is dropped, and what it was for waits; are "
                              "api and engine of one version?", error)
         self._loop.call_soon(self._drain)
 
@@ -265,12 +267,13 @@ class EngineClient:
             else:
                 self._missed += 1
                 if self._missed == MISSED_BEATS and self._fresh:
-                    logger.warning("no answer from the engine for %.1f s", self._missed * self._heartbeat_s)
+                    logger.warning("no answer from the engine for %.1f s; it counts as gone",
+                                   self._missed * self._heartbeat_s)
                     self._lost("The engine does not answer; try again shortly.")
 
     def _lost(self, message: str) -> None:
         if self._fresh:
-            logger.warning("the engine is gone; it had %d requests", len(self._sinks))
+            logger.warning("the engine is gone; its %d requests wait for another or end with 503", len(self._sinks))
         self._fresh = False
         if self.status is not None and self.status.state == "draining":
             self._fail_all("The engine was shut down before the request was done.", code="shutting_down")

@@ -14,6 +14,7 @@ import zmq
 
 from tandem.borders import start_task
 from tandem.errors import TransportError
+from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import (
     ControlRefused,
@@ -26,6 +27,7 @@ from tandem.protocol.supervisor import (
 )
 
 logger = logging.getLogger(__name__)
+seldom = Seldom(logger)
 
 INTERVAL_S, BEGIN_S = 1.0, 0.1
 """Seconds between two questions, and while not all replicas are reached."""
@@ -106,9 +108,9 @@ class SupervisorLink:
             try:
                 message = self._decode(frames[-1])
             except TransportError as error:
-                logger.error("unreadable message from the supervisor: %s", error)
+                seldom.error("unreadable message from the supervisor: %s; it is asked again", error)
                 continue
             if isinstance(message, ReplicaList):
                 latest = message
             elif isinstance(message, ControlRefused):
-                logger.error("the supervisor refuses: %s", message.message)
+                seldom.error("the supervisor refuses: %s; it is asked again", message.message)

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem import log
+from tandem.log import Seldom
+
+SOURCES = Path(tandem.__file__).parent
+TROUBLE = {"warning", "error", "critical"}
+WHOLE = {
+    "%s": "the sentence is made elsewhere",
+    "replica %d cannot start: %s": "the model's own error, which names its remedy",
+}
+"""Lines that need no second half."""
+
+
+def lines_of_trouble() -> Iterator[tuple[str, str]]:
+    """Where, and the text of each call that logs a warning or worse."""
+    for path in sorted(SOURCES.rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or not call.args:
+                continue
+            holder = getattr(call.func.value, "id", "")
+            if call.func.attr in TROUBLE and holder in ("log", "logger", "seldom"):
+                yield f"{path.relative_to(SOURCES)}:{call.lineno}", ast.unparse(call.args[0]).strip("'\"f")
+
+
+def test_every_line_of_trouble_says_what_follows_or_what_to_do() -> None:
+    found = list(lines_of_trouble())
+    assert len(found) > 50
+    short = [f"{where}: {text}" for where, text in found
+             if ";" not in text and text not in WHOLE and not where.startswith((
+                 "server/journal/", "supervision/engines.py", "supervision/fleet.py", "cli/serve.py"))]
+    assert not short, "write what is, a semicolon, and what follows or what to do: " + "; ".join(short)
+
+
+def test_what_anybody_can_bring_about_is_logged_once_a_minute_and_then_counted(
+        caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(log.time, "monotonic", lambda: now[0])
+    seldom = Seldom(logging.getLogger("tandem.test"))
+    for number in range(100):
+        seldom.warning("refused %s; nothing follows", number)
+    seldom.error("another thing: %s", 100 * "%")
+    now[0] += 61
+    seldom.warning("refused %s; nothing follows", "again")
+    assert [one.getMessage() for one in caplog.records] == [
+        "refused 0; nothing follows", "another thing: " + 100 * "%",
+        "refused again; nothing follows (99 more like it since the last line)"]
+
+
+def test_kinds_without_end_take_no_memory_without_end(caplog: pytest.LogCaptureFixture) -> None:
+    seldom = Seldom(logging.getLogger("tandem.test"))
+    for number in range(1000):
+        seldom.log(logging.WARNING, "a line", kind=str(number))
+    assert len(seldom._seen) < 100
