@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
@@ -75,23 +76,29 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
     model = tiny_model(tmp_path / "model")
     journal = tmp_path / "journal"
 
-    def post(url: str, **headers: str) -> httpx.Response:
-        return httpx.post(f"{url}/v1/completions", json=BODY, headers=headers, timeout=60)
+    def post(url: str, temperature: float = 0.0, **headers: str) -> httpx.Response:
+        body = {**BODY, "temperature": temperature}
+        return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
+
+    def drawn(url: str, key: str) -> httpx.Response:
+        return post(url, 1.0, **{"idempotency-key": key})
 
     with serving(model, journal) as (url, server):
         undisturbed = post(url, **{"idempotency-key": "before"})
-        waiting = threading.Thread(target=lambda: _lost(lambda: post(url, **{"idempotency-key": "waiting"})))
+        unkept, seen = without_room(url, server, drawn)
+        waiting = threading.Thread(target=lambda: _maybe_lost(lambda: post(url, **{"idempotency-key": "waiting"})))
         waiting.start()
         name = post(url, prefer="respond-async").json()["id"]
-        wait_until(lambda: httpx.get(f"{url}/v1/status", timeout=10).json()["num_running"] == 2)
+        wait_until(lambda: _status(url, "waiting") is not None)
         with asking(url) as client, client.responses.create(input="hi", background=True, stream=True) as stream:
             begun = [event.model_dump() for event in itertools.islice(stream, 6)]
         kill(server)
         waiting.join(60)
-    with open(journal / "journal", "ab") as file:
+    with open(journal / "journal.db-wal", "ab") as file:
         file.write(os.urandom(100))
     with serving(model, journal) as (url, _):
         assert post(url, **{"idempotency-key": "before"}).content == undisturbed.content
+        assert drawn(url, unkept).json()["choices"] == seen.json()["choices"], "though its answer was on no disk"
         again = post(url, **{"idempotency-key": "waiting"})
         assert again.headers["idempotent-replayed"] == "true"
         wait_until(lambda: httpx.get(f"{url}/v1/requests/{name}", timeout=10).json()["status"] == "completed")
@@ -104,6 +111,32 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
         assert events[-1].type in ("response.completed", "response.incomplete")
 
 
+def without_room(
+    url: str, server: psutil.Process, ask: Callable[[str, str], httpx.Response]
+) -> tuple[str, httpx.Response]:
+    """A key and its answer, of a request that was written down while its answer could not be."""
+    if not hasattr(psutil, "RLIMIT_FSIZE"):  # macOS cannot limit another process
+        return "drawn", ask(url, "drawn")
+    api = api_of(server)
+    before = api.rlimit(psutil.RLIMIT_FSIZE)
+    for key in map("drawn-{}".format, range(10)):  # an answer may be on the disk before the limit is there
+        answers: list[httpx.Response] = []
+        thread = threading.Thread(target=lambda key=key, answers=answers: answers.append(ask(url, key)))
+        thread.start()
+        wait_until(lambda key=key: _status(url, key) is not None)
+        api.rlimit(psutil.RLIMIT_FSIZE, (10, before[1]))
+        thread.join(60)
+        api.rlimit(psutil.RLIMIT_FSIZE, before)
+        if "tandem_journal_errors_total 0.0" not in httpx.get(f"{url}/metrics", timeout=10).text:
+            return key, answers[0]
+    raise AssertionError("every answer was written in time")
+
+
+def api_of(server: psutil.Process) -> psutil.Process:
+    [api] = [one for one in server.children(recursive=True) if one.cmdline()[-2:-1] == ["api"]]
+    return api
+
+
 def asking(url: str) -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
 
@@ -112,7 +145,7 @@ def test_the_death_of_the_api_alone_costs_a_pause(tmp_path: Path) -> None:
     with serving(tiny_model(tmp_path / "model"), tmp_path / "journal") as (url, server):
         accepted = httpx.post(f"{url}/v1/completions", json=BODY, headers={"prefer": "respond-async"}, timeout=60)
         name = accepted.json()["id"]
-        [api] = [one for one in server.children(recursive=True) if one.cmdline()[-2:-1] == ["api"]]
+        api = api_of(server)
         api.kill()
         wait_until(lambda: _status(url, name) == "completed")
         assert not api.is_running()
@@ -120,11 +153,13 @@ def test_the_death_of_the_api_alone_costs_a_pause(tmp_path: Path) -> None:
 
 def _status(url: str, name: str) -> str | None:
     try:
-        return str(httpx.get(f"{url}/v1/requests/{name}", timeout=10).json()["status"])
+        found = httpx.get(f"{url}/v1/requests/{name}", timeout=10)
     except httpx.TransportError:
         return None
+    return str(found.json()["status"]) if found.status_code == 200 else None
 
 
-def _lost(call: Callable[[], object]) -> None:
-    with pytest.raises(httpx.TransportError):
+def _maybe_lost(call: Callable[[], object]) -> None:
+    """A call that the death of the server may reach before its answer does."""
+    with contextlib.suppress(httpx.TransportError):
         call()

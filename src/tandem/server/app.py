@@ -46,7 +46,7 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
     Raises ConfigError when the file with API keys cannot be read, or the journal cannot be used.
     """
     api = Api(settings, client, api_keys(settings))
-    api.jobs = Jobs(api) if settings.server.journal is not None else None
+    jobs = Jobs(api) if settings.server.journal is not None else None
     app = TandemApp(
         title="Tandem",
         version=__version__,
@@ -55,14 +55,14 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
         redirect_slashes=False,
         lifespan=_lifespan,
     )
-    app.state.api = api
+    app.state.api, app.state.jobs = api, jobs
     for module in (anthropic, chat, completions, embeddings, info, models, page, plan, requests, responses, tokens):
         app.include_router(module.router)
     add_handlers(app)
     app.add_exception_handler(RequestValidationError, refuse_query)
-    if api.jobs is not None:
-        api.jobs.root = app
-        app.add_middleware(Keeper, api=api, jobs=api.jobs)
+    if jobs is not None:
+        jobs.root = app
+        app.add_middleware(Keeper, api=api, jobs=jobs)
     app.add_middleware(Gate, api=api)
     if settings.server.cors_origin:
         app.add_middleware(
@@ -78,9 +78,10 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
 @contextlib.asynccontextmanager
 async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     api: Api = app.state.api
+    jobs: Jobs | None = app.state.jobs
     await api.client.start()
-    if api.jobs is not None:
-        await api.jobs.start()
+    if jobs is not None:
+        await jobs.start()
     # Where there are several models, each gets its tokenizer when it is loaded.
     preload = [start_task(_preload(api), name="tokenizer-preload")] if api.residents is None else []
     try:
@@ -91,8 +92,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*preload, return_exceptions=True)
         api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
-        if api.jobs is not None:
-            await api.jobs.close()
+        if jobs is not None:
+            await jobs.close()
         await api.client.close()
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from fastapi import Request
 from starlette.types import Scope
@@ -23,9 +23,6 @@ from tandem.server.engines.subscription import Subscription
 from tandem.server.failures import ClientGone
 from tandem.server.limits.quotas import Quotas
 from tandem.server.status.metrics import ApiMetrics
-
-if TYPE_CHECKING:
-    from tandem.server.journal.jobs import Jobs
 
 
 @dataclass(kw_only=True)
@@ -59,8 +56,8 @@ class Api:
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
         self.metrics = ApiMetrics()
         self.live: dict[str, LiveRequest] = {}
-        self.jobs: Jobs | None = None
-        """Journalled requests; None without a journal."""
+        self.at_end: list[Callable[[RequestError], None]] = []
+        """Called with what whoever still waits is to be told."""
         self.draining = False
         self.heartbeat_s = 5.0
         """Seconds of silence after which a stream gets a comment."""
@@ -136,8 +133,8 @@ class Api:
             live.subscription.fail(error)
         if self.residents is not None:
             self.residents.fail_waiting(error)
-        if self.jobs is not None:
-            self.jobs.release(error)
+        for tell in self.at_end:
+            tell(error)
 
 
 async def unless_gone(http: Request, waiting: Coroutine[Any, Any, None]) -> None:

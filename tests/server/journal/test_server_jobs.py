@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import resource
+import shutil
 import signal
+import sqlite3
 import threading
 
 import httpx
 import pytest
+
+from tandem.server.journal.journal import JournalError
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 ROUTE = "/v1/chat/completions"
@@ -212,17 +217,24 @@ def test_others_cannot_see_it(serve, engine, place):
     assert len(engine.submitted) == 2
 
 
-def test_without_room_for_the_journal_such_requests_are_refused(serve, engine, place, caplog):
-    server = serve(journal=place)
-    ask(server, "before")
+@contextlib.contextmanager
+def no_room():
+    """No file can grow beyond a few bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_without_room_for_the_journal_such_requests_are_refused(serve, engine, place):
+    server = serve(journal=place)
+    ask(server, "before")
+    with no_room():
         refused = ask(server, "k")
         assert ask(server).status_code == 200, "those without a key are served"
         assert ask(server, "before").status_code == 200
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "journal_unavailable"
     assert int(refused.headers["retry-after"]) > 0
@@ -235,17 +247,146 @@ def test_an_answer_that_cannot_be_written_is_given_and_kept_in_memory(serve, eng
     engine.hold = True
     thread, results = in_thread(server, "k")
     wait_until(lambda: engine.submitted)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
+    with no_room():
         engine.hold = False
         thread.join(20)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert results[0].status_code == 200
     assert ask(server, "k").content == results[0].content
     assert status(server, "k") == "completed"
     assert len(engine.submitted) == 1 and errors(server) == 1
+
+
+def seeds(engine, before=()):
+    """Of what the engine was given since then, in the order of the choices."""
+    return [one.params.seed for name, one in sorted(engine.submitted.items()) if name not in before]
+
+
+@pytest.mark.parametrize("moment", ["accepted", "working", "answered unkept"])
+def test_a_key_draws_one_text_whenever_everything_dies(serve, engine, place, wait_until, tmp_path, moment):
+    """The seed is fixed when the request is accepted: what is begun again gives what the first client saw."""
+    server = serve(journal=place)
+    asked = {"n": 2, "temperature": 1.0, "prompt": ["a", "b"], "route": "/v1/completions"}
+    engine.hold = True
+    if moment == "accepted":
+        engine.refusal = (429, "full", "overloaded", 5.0)
+    thread, results = in_thread(server, "k", **asked, prefer="respond-async" if moment == "accepted" else None)
+    wait_until(lambda: len(engine.submitted) == 4 or (moment == "accepted" and engine.submitted))
+    with no_room() if moment == "answered unkept" else contextlib.nullcontext():
+        engine.hold = moment != "answered unkept"
+        if moment != "working":
+            thread.join(20)
+            assert results
+    first, before = seeds(engine), set(engine.submitted)
+    shutil.copytree(place, tmp_path / "after")  # what a kill -9 leaves
+    engine.hold, engine.refusal = False, None
+    successor = serve(journal=str(tmp_path / "after"))
+    again = ask(successor, "k", **asked)
+    assert again.status_code == 200 and again.headers["idempotent-replayed"] == "true"
+    later = seeds(engine, before)[:4]
+    assert None not in first and len(set(later)) == 4, "each choice has its own"
+    assert first == later[:len(first)]
+    given = ask(successor, "given", seed=7, temperature=1.0)
+    assert given.status_code == 200 and list(engine.submitted.values())[-1].params.seed == 7
+    thread.join(20)
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("fault", ["raises", "says nothing"])
+@pytest.mark.parametrize("prefer", [None, "respond-async"])
+def test_work_that_breaks_is_told_and_ends(serve, place, wait_until, fault, prefer):
+    server = serve(journal=place)
+    jobs = server.app.state.jobs
+    routes = jobs.app
+
+    async def broken(scope, receive, send):
+        if fault == "raises":
+            raise Broken
+
+    jobs.app = broken
+    told = ask(server, "k", prefer=prefer)
+    if prefer is None:
+        assert told.status_code == 500 and told.json()["error"]["code"] == "internal_error"
+        jobs.app = routes
+        assert ask(server, "k").status_code == 200, "the client has been told, so the key is free again"
+    else:
+        wait_until(lambda: status(server, "k") == "failed")
+        assert retrieve(server, "k").json()["status_code"] == 500
+    wait_until(lambda: "tandem_journal_open_requests 0.0" in server.http.get("/metrics").text)
+
+
+def test_a_writer_that_breaks_is_told_too(serve, place, monkeypatch):
+    server = serve(journal=place)
+    journal = server.app.state.jobs._journal
+
+    def broken(*_, **__):
+        raise MemoryError
+
+    monkeypatch.setattr(journal, "request", broken)
+    assert ask(server, "k").status_code == 500
+    monkeypatch.undo()
+    monkeypatch.setattr(journal, "accept", broken)
+    assert ask(server, "k").status_code == 500
+    monkeypatch.undo()
+    assert ask(server, "k").status_code == 200
+
+
+def test_a_locked_journal_is_waited_for_in_the_background(serve, place, monkeypatch, wait_until):
+    server = serve(journal=place)
+    journal = server.app.state.jobs._journal
+    tried = threading.Event()
+
+    def locked(*_):
+        tried.set()
+        raise sqlite3.OperationalError("locked")
+
+    monkeypatch.setattr(journal, "request", locked)
+    monkeypatch.setattr("tandem.server.journal.writer.told", lambda _: JournalError("locked", retry_after=0.1))
+    name = ask(server, prefer="respond-async").json()["id"]
+    assert tried.wait(20)
+    assert status(server, name) == "in_progress"
+    monkeypatch.undo()
+    wait_until(lambda: status(server, name) == "completed")
+
+
+def test_looking_does_not_read_what_was_asked(serve, engine, place, wait_until, monkeypatch):
+    server = serve(journal=place)
+    engine.hold = True
+    ask(server, "k", prefer="respond-async", messages=[{"role": "user", "content": "x" * 50}])
+    response = server.http.post("/v1/responses", json={"input": "x", "background": True}).json()["id"]
+    wait_until(lambda: len(engine.submitted) == 2)
+    reads = []
+    journal = server.app.state.jobs._journal
+    monkeypatch.setattr(journal, "request", reads.append)
+    assert status(server, "k") == "in_progress"
+    assert server.http.get(f"/v1/responses/{response}").json()["status"] == "in_progress"
+    engine.hold = False
+    wait_until(lambda: status(server, "k") == "completed")
+    wait_until(lambda: server.http.get(f"/v1/responses/{response}").json()["status"] == "completed")
+    assert reads == []
+
+
+def test_a_slow_disk_holds_up_nobody_else(serve, engine, place, monkeypatch):
+    server = serve(journal=place)
+    journal = server.app.state.jobs._journal
+    accept, stuck, go_on = journal.accept, threading.Event(), threading.Event()
+
+    def slow(*arguments, **options):
+        stuck.set()
+        assert go_on.wait(30)
+        return accept(*arguments, **options)
+
+    monkeypatch.setattr(journal, "accept", slow)
+    thread, results = in_thread(server, "k")
+    assert stuck.wait(20)
+    assert ask(server).status_code == 200, "while the journal's thread waits for its disk"
+    assert ask(server, stream=True).text.rstrip().endswith("[DONE]")
+    assert not results
+    go_on.set()
+    thread.join(20)
+    assert results[0].status_code == 200
 
 
 @pytest.mark.parametrize("policy", ["everysec", "no"])

@@ -1,122 +1,259 @@
-"""The journal's bytes: torn, damaged, forged, full disks, rewriting."""
+"""The journal's file: torn, damaged, of another kind, full disks, crashes at any moment, room given back."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import resource
 import shutil
+import signal
+import sqlite3
 import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tandem.errors import ConfigError
-from tandem.server.journal.journal import MAGIC, START, Accepted, Answered, Dropped, Journal, JournalError
+from tandem.errors import ConfigError, ServerError, UnavailableError
+from tandem.server.journal.journal import Entry, Journal, told
 
 
-def accepted(name, body=b"{}", **changes):
+def accept(journal, name, body=b"{}", refusal=None, **changes):
     values = {"group": "g", "key": f"key-{name}", "digest": b"d", "route": "/v1/completions", "created": 1000.0}
-    return Accepted(id=name, body=body, background=False, **{**values, **changes})
+    entry = Entry(number=0, id=name, background=0, **{**values, **changes})
+    with journal.transaction():
+        return journal.accept(entry, body, everybody=False, refusal=refusal)
+
+
+def answer(journal, entry, status, body):
+    with journal.transaction():
+        journal.answer(entry, status, body)
+
+
+def find(journal, name, group="g", everybody=False):
+    with journal.transaction():
+        return journal.find(group, name, everybody=everybody)
+
+
+def drop(journal, entry):
+    with journal.transaction():
+        journal.drop(entry)
+
+
+def contents(journal):
+    """What can be had of r0, r1, ...: (body, status, answer) by id; None in the place of what is damaged."""
+    found = {}
+    for number in range(400):
+        entry = find(journal, f"r{number}")
+        if entry is not None:
+            body, reply = None, None
+            with contextlib.suppress(ServerError):
+                body = journal.request(entry)
+            with contextlib.suppress(ServerError):
+                reply = journal.reply(entry) if entry.status is not None else b""
+            found[entry.id] = (body, entry.status, reply)
+    return found
+
+
+def snapshot(directory, to):
+    """The files as a crash would leave them."""
+    shutil.rmtree(to, ignore_errors=True)
+    shutil.copytree(directory, to)
+    return to / "journal.db"
 
 
 @pytest.fixture
 def journal(tmp_path):
     one = Journal(tmp_path / "j")
-    for number in range(4):
-        one.append(accepted(f"r{number}", b"x" * number))
-    one.append(Answered("r0", 200, b"zero"))
-    one.append(Answered("r1", 500, b"one"))
-    one.append(Dropped("r2"))
+    entries = [accept(one, f"r{number}", b"x" * number) for number in range(4)]
+    answer(one, entries[0], 200, b"zero")
+    answer(one, entries[1], 500, b"one")
+    drop(one, entries[2])
     yield one
     one.close()
 
 
-def reopened(directory, data):
-    """A journal over a copy of the file."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    (directory / "journal").write_bytes(data)
-    return Journal(directory)
+HELD = {"r0": (b"", 200, b"zero"), "r1": (b"x", 500, b"one"), "r3": (b"xxx", None, b"")}
 
 
 def test_what_was_written_is_there_again(journal, tmp_path):
-    directory = tmp_path / "copy"
-    again = reopened(directory, journal.path.read_bytes())
-    assert list(again.entries) == ["r0", "r1", "r3"]
-    assert again.load(again.entries["r0"].answer) == Answered("r0", 200, b"zero")
-    assert again.load(again.entries["r3"].request) == accepted("r3", b"xxx")
-    assert again.entries["r3"].answer is None and again.entries["r3"].key == "key-r3"
-    assert again.damaged == 0 and not (directory / "journal.damaged").exists()
-    assert (directory / "journal").stat().st_size == again.end
+    snapshot(journal.path.parent, tmp_path / "copy")
+    again = Journal(tmp_path / "copy")
+    assert contents(again) == HELD == contents(journal)
+    assert [entry.id for entry in again.pending()] == ["r3"]
+    assert find(again, "key-r3") == find(again, "r3") == find(journal, "r3")
+    assert find(again, "r3", group="h") is None and find(again, "r3", group="h", everybody=True) is not None
+    assert not (tmp_path / "copy" / "journal.damaged").exists()
     again.close()
-    assert journal.path.stat().st_mode & 0o777 == 0o600 and journal.path.parent.stat().st_mode & 0o777 == 0o700
+    for path in journal.path.parent.iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
+    assert journal.path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_torn_anywhere(journal, tmp_path):
-    data = journal.path.read_bytes()
-    ends = sorted({sum(span) for span in journal.spans()})
-    for cut in range(len(data)):
-        again = reopened(tmp_path / "copy", data[:cut])
-        known = set(again.entries)
-        assert {entry.id for entry in journal.entries.values() if sum(entry.request) <= cut} <= known
-        again.append(accepted("after"))
+def test_a_key_is_accepted_once_and_found_whatever_else_is_refused(journal):
+    refusal = UnavailableError("not now")
+    first = find(journal, "r0")
+    assert accept(journal, "other", key="key-r0", refusal=refusal) == first
+    with pytest.raises(UnavailableError, match="not now"):
+        accept(journal, "other", key="new", refusal=refusal)
+    assert find(journal, "other") is None and find(journal, "") is None
+    assert accept(journal, "other", key="key-r0", group="h").id == "other", "another client's key is another key"
+
+
+def test_an_answer_to_what_was_dropped_is_kept_nowhere(journal):
+    gone = find(journal, "r3")
+    drop(journal, gone)
+    later = accept(journal, "later")
+    answer(journal, gone, 200, b"too late")
+    assert find(journal, "r3") is None and find(journal, "later") == later
+
+
+def test_torn_anywhere(tmp_path):
+    """The last file that is written is cut off at any byte: what stood before the cut is there, in order."""
+    whole = Journal(tmp_path / "j")
+    sizes = []
+    for number in range(6):
+        entry = accept(whole, f"r{number}", b"y" * 5000 * number)
+        answer(whole, entry, 200, b"z" * number)
+        sizes.append(whole.path.with_name("journal.db-wal").stat().st_size)
+    data = snapshot(tmp_path / "j", tmp_path / "copy").with_name("journal.db-wal").read_bytes()
+    whole.close()
+    rng = random.Random(1)
+    for cut in sorted({0, 31, 33, *sizes, *(size - 1 for size in sizes), *rng.sample(range(len(data)), 20)}):
+        (tmp_path / "torn").mkdir()
+        shutil.copy(tmp_path / "copy" / "journal.db", tmp_path / "torn")
+        (tmp_path / "torn" / "journal.db-wal").write_bytes(data[:cut])
+        again = Journal(tmp_path / "torn")
+        known = contents(again)
+        assert list(known) == [f"r{number}" for number in range(len(known))]
+        assert len(known) >= sum(size <= cut for size in sizes)
+        for number in range(sum(size <= cut for size in sizes)):
+            assert known[f"r{number}"] == (b"y" * 5000 * number, 200, b"z" * number)
+        accept(again, "after")
         again.close()
-        after = Journal(tmp_path / "copy")
-        assert set(after.entries) == known | {"after"}
-        assert after.damaged == 0
+        after = Journal(tmp_path / "torn")
+        assert contents(after) == known and find(after, "after") is not None
         after.close()
-    assert ends[-1] <= len(data)
+        shutil.rmtree(tmp_path / "torn")
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_damage_costs_only_the_records_that_it_hits(journal, tmp_path, seed):
+KILLED = """
+import sys
+from pathlib import Path
+from tandem.server.journal.journal import Entry, Journal
+journal = Journal(Path(sys.argv[1]))
+start = int(sys.argv[2])
+for number in range(start, start + 10**6):
+    entry = Entry(0, f"r{number}", "g", f"k{number}", b"d", "/v1/completions", 1.0, 0)
+    with journal.transaction():
+        entry = journal.accept(entry, b"b" * (number * 977 % 20000), everybody=False, refusal=None)
+    print("accepted", number, flush=True)
+    with journal.transaction():
+        journal.answer(entry, 200, b"%d" % number)
+    print("answered", number, flush=True)
+"""
+
+
+def test_what_was_said_to_be_kept_is_there_after_kill_9_at_any_moment(tmp_path):
+    accepted, answered = set(), set()
+    for kill_after in (1, 2, 7, 20, 33):
+        start = 50 * len(accepted)
+        process = subprocess.Popen([sys.executable, "-P", "-c", KILLED, str(tmp_path / "j"), str(start)],
+                                   stdout=subprocess.PIPE, text=True)
+        said = [process.stdout.readline() for _ in range(kill_after)]
+        process.send_signal(signal.SIGKILL)
+        said += process.stdout.read().splitlines()
+        process.stdout.close()
+        process.wait()
+        for word, number in (line.split() for line in said):
+            (accepted if word == "accepted" else answered).add(int(number))
+        journal = Journal(tmp_path / "j")
+        for number in accepted:
+            entry = find(journal, f"k{number}")
+            assert len(journal.request(entry)) == number * 977 % 20000
+            if number in answered:
+                assert (entry.status, journal.reply(entry)) == (200, b"%d" % number)
+        journal.close()
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_damage_anywhere_shows_nobody_anything_else(tmp_path, seed):
     rng = random.Random(seed)
-    data = bytearray(journal.path.read_bytes())
-    hit = rng.randrange(START, len(data))
-    data[hit] ^= rng.randrange(1, 256)
-    if rng.random() < 0.5:  # bytes that are lost or come in
-        data[hit:hit + rng.randrange(4)] = rng.randbytes(rng.randrange(4))
-    again = reopened(tmp_path / "copy", bytes(data))
-    whole = {entry.id for entry in journal.entries.values() if not entry.request[0] <= hit < sum(entry.request) + 4}
-    assert whole - {"r0"} <= set(again.entries) | {"r2"}
-    assert set(again.entries) <= {"r0", "r1", "r2", "r3"}
-    assert (tmp_path / "copy" / "journal.damaged").read_bytes() == bytes(data)
-    again.append(accepted("after"))
-    again.close()
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_noise_is_no_journal(tmp_path, seed):
-    rng = random.Random(seed)
-    head = Journal(tmp_path / "j")
-    head.close()
-    noise = b"".join(rng.choice([MAGIC, rng.randbytes(rng.randrange(40))]) for _ in range(50))
-    again = reopened(tmp_path / "copy", head.path.read_bytes() + noise)
-    assert again.entries == {} and again.damaged == len(noise)
-    again.close()
-
-
-def test_a_file_of_another_kind_is_left_alone(tmp_path):
-    with pytest.raises(ConfigError, match="move it away"):
-        reopened(tmp_path / "copy", b"some letters of great value")
-    assert (tmp_path / "copy" / "journal").read_bytes() == b"some letters of great value"
-
-
-def test_a_record_inside_a_body_is_not_taken_for_one(tmp_path):
-    """Even where the record around it is damaged: another journal's checksums do not hold here."""
-    other = Journal(tmp_path / "other")
-    other.append(accepted("forged"))
-    other.close()
-    forged = other.path.read_bytes()[START:]
     journal = Journal(tmp_path / "j")
-    journal.append(accepted("carrier", forged))
-    journal.append(accepted("next"))
+    for number in range(12):
+        entry = accept(journal, f"r{number}", rng.randbytes(rng.choice([10, 900, 9000])))
+        if number % 3:
+            answer(journal, entry, 200, rng.randbytes(rng.choice([10, 9000])))
+    before = contents(journal)
     journal.close()
-    data = bytearray(journal.path.read_bytes())
-    data[START + 5] ^= 1
-    again = reopened(tmp_path / "copy", bytes(data))
-    assert set(again.entries) == {"next"}
+    path = tmp_path / "j" / "journal.db"
+    data = bytearray(path.read_bytes())
+    hit = rng.randrange(100, len(data))  # what stands before tells SQLite what file it is
+    data[hit:hit + 1] = bytes([data[hit] ^ rng.randrange(1, 256)])
+    if seed % 3 == 0:
+        data[hit:hit + 4096] = rng.randbytes(len(data[hit:hit + 4096]))
+    path.write_bytes(data)
+    again = Journal(tmp_path / "j")
+    for name, (body, status, reply) in contents(again).items():
+        assert body in (before[name][0], None)
+        assert status in (before[name][1], None)
+        assert reply in (before[name][2], None) or status is None
+    if (tmp_path / "j" / "journal.damaged").exists():
+        assert (tmp_path / "j" / "journal.damaged").read_bytes() == bytes(data)
+    accept(again, "after", b"fine")
     again.close()
+    after = Journal(tmp_path / "j")
+    assert after.request(find(after, "key-after")) == b"fine"
+    after.close()
+
+
+def test_damage_costs_only_what_it_hits(tmp_path, caplog):
+    journal = Journal(tmp_path / "j")
+    for number in range(300):
+        answer(journal, accept(journal, f"r{number}", b"<%03d>" % number * 1500), 200, b"[%03d]" % number * 500)
+    before = contents(journal)
+    journal.close()
+    path = tmp_path / "j" / "journal.db"
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"<150>" * 400, b"<150>" * 399 + b"<151>", 1))
+    again = Journal(tmp_path / "j")
+    assert not (tmp_path / "j" / "journal.damaged").exists()
+    found = contents(again)
+    assert [name for name in before if found[name] != before[name]] == ["r150"]
+    again.close()
+    damaged = bytearray(data)
+    at = data.index(b"<150>" * 200) // 4096 * 4096  # a page of the tree of requests or answers, or of a row's rest
+    for page in range(at, at + 3 * 4096, 4096):
+        damaged[page:page + 8] = b"\xff" * 8
+    path.write_bytes(damaged)
+    again = Journal(tmp_path / "j")
+    found = contents(again)
+    whole = [name for name in before if found.get(name) == before[name]]
+    assert 280 <= len(whole) < 300
+    assert (tmp_path / "j" / "journal.damaged").read_bytes() == bytes(damaged)
+    assert "journal.damaged is the file as it was" in caplog.text
+    again.close()
+
+
+def test_files_of_another_kind_are_left_alone(tmp_path):
+    path = tmp_path / "journal.db"
+    path.write_bytes(b"some letters of great value " * 400)
+    with pytest.raises(ConfigError, match=r"--journal: .*journal.db is not a journal .* move it away"):
+        Journal(tmp_path)
+    assert path.read_bytes() == b"some letters of great value " * 400
+    path.unlink()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE letters(text)")
+    data = path.read_bytes()
+    with pytest.raises(ConfigError, match="is not a journal that this version can read; move it away"):
+        Journal(tmp_path)
+    assert path.read_bytes() == data
+    path.unlink()
+    (tmp_path / "journal").write_bytes(b"tandem journal 1\nabcd")
+    with pytest.raises(ConfigError, match="of an earlier version of Tandem, .* give another directory, or move"):
+        Journal(tmp_path)
+    assert (tmp_path / "journal").read_bytes() == b"tandem journal 1\nabcd" and not path.exists()
 
 
 def test_one_server_at_a_time(journal):
@@ -128,29 +265,39 @@ def test_directories_that_cannot_be(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--journal: cannot use"):
         Journal(tmp_path / "file")
+    with pytest.raises(ConfigError, match="cannot be a directory"):
+        Journal(Path("a\0b"))
 
 
-def test_a_size_limit_leaves_the_file_whole(journal):
-    before = journal.path.read_bytes()
+@contextlib.contextmanager
+def largest_file(size):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 40, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
-        with pytest.raises(JournalError, match="cannot be written") as caught:
-            journal.append(accepted("big", b"y" * 1000))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caught.value.status == 503
-    assert journal.path.read_bytes() == before
-    assert "big" not in journal.entries
-    journal.append(accepted("later"))
-    assert "later" in journal.entries
+
+
+def test_a_size_limit_leaves_the_file_whole(journal, tmp_path):
+    with largest_file(journal.path.with_name("journal.db-wal").stat().st_size + 40), \
+            pytest.raises(sqlite3.Error) as caught:
+        accept(journal, "big", b"y" * 100_000)
+    refused = told(caught.value)
+    assert (refused.status, refused.code) == (503, "journal_unavailable")
+    assert contents(journal) == HELD and find(journal, "big") is None
+    accept(journal, "later")
+    snapshot(journal.path.parent, tmp_path / "copy")
+    again = Journal(tmp_path / "copy")
+    assert contents(again) == HELD and find(again, "later") is not None
+    again.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="needs root to mount a file system")
 def test_a_full_disk(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", disk], check=False).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "none", disk], check=False).returncode:
         pytest.skip("may not mount a file system")
     try:
         fill_and_reopen(disk / "j")
@@ -160,63 +307,140 @@ def test_a_full_disk(tmp_path):
 
 def fill_and_reopen(directory):
     journal = Journal(directory)
-    with pytest.raises(JournalError, match="No space left"):
+    with pytest.raises(sqlite3.Error) as caught:
         fill(journal)
-    written = len(journal.entries)
+    assert "the disk is full" in told(caught.value).message
+    written = len(contents(journal))
     assert written > 5
     journal.close()
     again = Journal(directory)
-    assert len(again.entries) == written and again.damaged == 0
-    compaction = again.compaction()
-    with pytest.raises(OSError, match="No space left"):
-        compaction.copy(list(again.spans()))
-    compaction.abandon()
-    assert again.load(again.entries["r0"].request).id == "r0"
+    assert contents(again) == {f"r{number}": (b"y" * 3000, None, b"") for number in range(written)}
     again.close()
 
 
 def fill(journal):
     for number in range(1000):
-        journal.append(accepted(f"r{number}", b"y" * 3000))
+        accept(journal, f"r{number}", b"y" * 3000)
 
 
-def test_rewriting_keeps_what_is_needed(journal):
-    journal.append(accepted("large", b"z" * 100_000))
-    journal.append(Dropped("large"))
-    assert journal.dead > 100_000
-    compaction = journal.compaction()
-    compaction.copy(list(journal.spans()))
-    journal.append(accepted("meanwhile"))
-    journal.append(Answered("r3", 200, b"three"))
-    journal.replace(compaction)
-    assert journal.dead == 0 and journal.path.stat().st_size == journal.end < 2000
-    assert journal.load(journal.entries["r3"].answer) == Answered("r3", 200, b"three")
-    journal.append(accepted("after"))
-    journal.close()
-    again = Journal(journal.path.parent)
-    assert set(again.entries) == {"r0", "r1", "r3", "meanwhile", "after"} and again.damaged == 0
-    assert again.load(again.entries["r1"].answer) == Answered("r1", 500, b"one")
-    journal.__dict__.update(again.__dict__)
-
-
-def test_what_is_dropped_while_it_is_copied_stays_dropped(journal):
-    kept = set(journal.entries) - {"r0"}
-    compaction = journal.compaction()
-    compaction.copy(list(journal.spans()))
-    journal.append(Dropped("r0"))
-    journal.replace(compaction)
-    journal.close()
-    again = Journal(journal.path.parent)
-    assert set(again.entries) == kept and again.damaged == 0
-    journal.__dict__.update(again.__dict__)
-
-
-def test_old_answers_expire_and_open_requests_do_not(tmp_path):
+def test_old_answers_expire_open_requests_do_not_and_their_room_is_given_back(tmp_path):
     journal = Journal(tmp_path / "j", clock=lambda: 5000.0)
-    for name, created in (("old", 1000.0), ("open", 1000.0), ("new", 4500.0)):
-        journal.append(accepted(name, created=created))
-    journal.append(Answered("old", 200, b""))
-    journal.append(Answered("new", 200, b""))
-    assert [entry.id for entry in journal.expire(1000.0)] == ["old"]
-    assert set(journal.entries) == {"open", "new"}
+    for number in range(60):
+        answer(journal, accept(journal, f"old{number}", b"y" * 2**20), 200, b"")
+    accept(journal, "open", created=1000.0)
+    answer(journal, accept(journal, "new", created=4500.0), 200, b"")
+    before = journal.size()
+    for _ in range(8):
+        journal.tidy(1000.0)
+    assert find(journal, "old0") is None and find(journal, "old59") is None
+    assert find(journal, "open").status is None and find(journal, "new").status == 200
     journal.close()
+    assert before > 60 * 2**20 and journal.size() < 20 * 2**20
+
+
+def test_the_oldest_answers_are_found_without_reading_the_others(journal):
+    """And so are keys, ids and bodies: a look costs the same in a large journal."""
+    plans = []
+    journal._database.set_trace_callback(plans.append)
+    find(journal, "key-r0")
+    journal.tidy(1e9)
+    journal._database.set_trace_callback(None)
+    queries = {query for query in plans if query.lstrip().startswith(("SELECT", "DELETE"))}
+    assert queries
+    for query in queries:
+        steps = [row[-1] for row in journal._database.execute(f"EXPLAIN QUERY PLAN {query}")]
+        assert not [step for step in steps if step.startswith("SCAN")]
+
+
+def test_with_everysec_a_look_around_takes_everything_to_the_disk(tmp_path):
+    journal = Journal(tmp_path / "j", "everysec")
+    accept(journal, "r0")
+    journal.tidy(1e9)
+    shutil.copytree(tmp_path / "j", tmp_path / "copy", ignore=shutil.ignore_patterns("*-wal"))
+    again = Journal(tmp_path / "copy")
+    assert find(again, "r0") is not None
+    again.close()
+    journal.close()
+
+
+# --- what SQLite raises ---
+
+
+def full(journal, _):
+    journal._database.execute(f"PRAGMA max_page_count = {journal._database.execute('PRAGMA page_count').fetchone()[0]}")
+
+
+def read_only(journal, _):
+    journal._database.execute("PRAGMA query_only = ON")
+
+
+def damaged(journal, _):
+    journal.close()
+    path, copy = journal.path, bytearray(journal.path.read_bytes())
+    copy[4096 * 2:] = b"\xff" * (len(copy) - 4096 * 2)
+    path.write_bytes(copy)
+    journal._database = sqlite3.connect(path, isolation_level=None)
+
+
+def locked(journal, stack):
+    journal.close()
+    other = stack.enter_context(contextlib.closing(sqlite3.connect(journal.path, isolation_level=None)))
+    other.execute("BEGIN IMMEDIATE")
+    journal._database = sqlite3.connect(journal.path, isolation_level=None, timeout=0)
+
+
+def failing_disk(journal, stack):
+    stack.enter_context(largest_file(10))
+
+
+def too_large(journal, _):
+    journal._database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, 50_000)
+
+
+def gone(journal, _):
+    journal.close()
+    shutil.rmtree(journal.path.parent)
+    journal._database = sqlite3.connect(":memory:")
+    journal._database.close()
+    journal._database = _Unopened(journal.path)
+
+
+class _Unopened:
+    """A connection that is made only when it is used, as SQLite's own are."""
+
+    def __init__(self, path):
+        self._path = path
+
+    def execute(self, _):
+        sqlite3.connect(self._path)
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize(("provoke", "words"), [
+    (full, r"the disk is full \(SQLITE_FULL\)"),
+    (read_only, r"it cannot be written to \(SQLITE_READONLY\)"),
+    (damaged, r"it is damaged; a restart of the server keeps what is whole \(SQLITE_CORRUPT\)"),
+    (locked, r"another process has locked it \(SQLITE_BUSY\)"),
+    (failing_disk, r"the disk fails \(SQLITE_IOERR_WRITE\)"),
+    (too_large, r"this is larger than a row may be \(SQLITE_TOOBIG\)"),
+    (gone, r"it cannot be opened \(SQLITE_CANTOPEN\)"),
+])
+def test_each_failure_of_sqlite_is_told_in_plain_words(journal, provoke, words):
+    with contextlib.ExitStack() as stack:
+        provoke(journal, stack)
+        with pytest.raises(sqlite3.Error) as caught:
+            accept(journal, "r9", b"y" * 100_000)
+    failure = told(caught.value)
+    assert (failure.status, failure.code, failure.retry_after) == (503, "journal_unavailable", 30.0)
+    with pytest.raises(type(failure), match=words):
+        raise failure
+
+
+@pytest.mark.parametrize("kind", [kind for kind in vars(sqlite3).values()
+                                  if isinstance(kind, type) and issubclass(kind, sqlite3.Error)])
+def test_every_kind_of_sqlites_errors_has_words(kind):
+    failure = told(kind("anything"))
+    assert failure.code == "journal_unavailable" and kind.__name__ in failure.message
+    assert "anything" not in failure.message

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fastapi import Request
+from msgspec.structs import replace
 
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, TokenLogprob
@@ -72,6 +74,16 @@ class Choice:
         return "".join(parts), len(tokens)
 
 
+def _seeded(requests: Sequence[EngineRequest], name: str | None) -> list[EngineRequest]:
+    """With seeds that follow from `name` where the client gave none: what is begun again draws the same text."""
+    seeds = [hashlib.blake2b(f"{name}:{index}".encode(), digest_size=8).digest() for index in range(len(requests))]
+    return [
+        request if name is None or request.params.seed is not None
+        else replace(request, params=replace(request.params, seed=int.from_bytes(seed)))
+        for request, seed in zip(requests, seeds, strict=True)
+    ]
+
+
 class Generation(Running):
     """Sequences that produce text."""
 
@@ -99,7 +111,7 @@ class Generation(Running):
             api,
             http,
             served,
-            requests,
+            _seeded(requests, http.scope.get("tandem.seed")),
             request_id=request_id,
             prompt_tokens=prompt_tokens,
             choices=len(requests),

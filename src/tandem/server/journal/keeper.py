@@ -53,20 +53,20 @@ class Keeper:
         await response(scope, receive, send)
 
     async def _serve(self, group: str, route: str, body: bytes, key: str, background: bool) -> Response:
-        entry = self._jobs.find(group, key) if key else None
-        replayed = entry is not None
-        if entry is None:
-            entry = self._jobs.start_job(group, route, body, key=key, background=background).entry
-        elif entry.digest != request_digest(route, body):
+        entry, fresh = await self._jobs.start_job(group, route, body, key=key, background=background)
+        job = self._jobs.job(entry)
+        if entry.digest != request_digest(route, body):
             reused = RequestError(f"The Idempotency-Key '{key}' belongs to another request; use a new one for each "
                                   "request.", param="Idempotency-Key", code="idempotency_key_reused")
             reused.status = 422
             raise reused
-        more = {"x-request-id": entry.id} | ({"idempotent-replayed": "true"} if replayed else {})
-        job = self._jobs.job(entry)
+        more = {"x-request-id": entry.id} | ({} if fresh else {"idempotent-replayed": "true"})
         if background:
-            return await _receipt(entry.id, job, more)
-        reply = self._jobs.answer(entry) if job is None else await asyncio.shield(job.reply)
+            return _receipt(entry.id, job, more)
+        if job is not None:
+            await asyncio.wait((job.reply,))
+        reply = await self._jobs.reply(entry, job)
+        assert reply is not None
         return Response(reply.body, reply.status, dict(_text(reply)) | more, "application/json")
 
 
@@ -103,10 +103,8 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return first
 
 
-async def _receipt(request_id: str, job: Job | None, more: dict[str, str]) -> Response:
-    """202, once a crash can no longer lose the request."""
-    if job is not None:
-        await asyncio.shield(job.accepted)
+def _receipt(request_id: str, job: Job | None, more: dict[str, str]) -> Response:
+    """202."""
     body = {"id": request_id, "object": "request", "status": "completed" if job is None else "in_progress"}
     location = {"location": f"/v1/requests/{request_id}", "preference-applied": "respond-async"}
     return Response(encode_json(body), 202, {**more, **location}, "application/json")

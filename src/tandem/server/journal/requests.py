@@ -7,20 +7,21 @@ from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import NotFoundError
-from tandem.server.context import get_api, get_group
-from tandem.server.journal.jobs import Entry, Jobs
+from tandem.server.context import get_group
+from tandem.server.journal.jobs import Jobs, get_jobs
+from tandem.server.journal.journal import Entry
 from tandem.server.responses.background import ROUTE as RESPONSES
 from tandem.server.sse import encode_json
 
 router = APIRouter()
 
 
-def _find(http: Request, name: str) -> tuple[Jobs, Entry]:
-    jobs = get_api(http).jobs
+async def _find(http: Request, name: str) -> tuple[Jobs, Entry]:
+    jobs = get_jobs(http)
     if jobs is None:
         raise NotFoundError("This server keeps no requests (--journal).", param="request_id", code="request_not_found")
-    entry = jobs.find(get_group(http), name)
-    if entry is None or jobs.request(entry).route == RESPONSES:
+    entry = await jobs.find(get_group(http), name)
+    if entry is None or entry.route == RESPONSES:
         raise NotFoundError(f"No request '{name[:100]}' is kept.", param="request_id", code="request_not_found")
     return jobs, entry
 
@@ -28,11 +29,8 @@ def _find(http: Request, name: str) -> tuple[Jobs, Entry]:
 @router.get("/v1/requests/{request_id}")
 async def retrieve(http: Request, request_id: str) -> Response:
     """A journalled request by its id or Idempotency-Key, with the response if there is one."""
-    jobs, entry = _find(http, request_id)
-    job = jobs.job(entry)
-    reply = job.reply.result() if job is not None and job.reply.done() else None
-    if job is None:
-        reply = jobs.answer(entry)
+    jobs, entry = await _find(http, request_id)
+    reply = await jobs.reply(entry, jobs.job(entry))
     state = "in_progress" if reply is None else "completed" if reply.status == 200 else "failed"
     body = {
         "id": entry.id,
@@ -49,6 +47,6 @@ async def retrieve(http: Request, request_id: str) -> Response:
 @router.delete("/v1/requests/{request_id}")
 async def forget(http: Request, request_id: str) -> Response:
     """Stop a journalled request if it still runs, and drop its answer."""
-    jobs, entry = _find(http, request_id)
-    jobs.forget(entry)
+    jobs, entry = await _find(http, request_id)
+    await jobs.forget(entry)
     return Response(encode_json({"id": entry.id, "object": "request", "deleted": True}), media_type="application/json")

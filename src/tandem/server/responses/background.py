@@ -16,12 +16,11 @@ from pydantic_core import from_json
 from starlette.responses import Response, StreamingResponse
 
 from tandem.errors import NotFoundError, RequestError
-from tandem.server.body import parse_bytes
-from tandem.server.context import Api, get_api, get_group
-from tandem.server.journal.jobs import CANCELLED, Job, Jobs, StoredReply
+from tandem.server.context import get_api, get_group
+from tandem.server.journal.jobs import CANCELLED, Job, Jobs, StoredReply, get_jobs
 from tandem.server.journal.journal import Entry
 from tandem.server.responses.answering import Answering
-from tandem.server.responses.schemas import IGNORED, ResponsesRequest
+from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.shape import Json, empty_response
 from tandem.server.responses.translate import chat_request
 from tandem.server.sse import KEEP_ALIVE, encode_json, named_event
@@ -31,12 +30,11 @@ _PREFIX, _JOB_PREFIX = "resp_", "req-"
 
 
 class Ids:
-    """Ids and a seed that are the same whenever a job is begun again; ids have 32 hex digits."""
+    """Ids that are the same whenever a job is begun again; they have 32 hex digits."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
         self._count = 0
-        self.seed = int(self(), 16) % 2**63
 
     def __call__(self) -> str:
         """The next id."""
@@ -51,20 +49,20 @@ def response_id(entry: Entry) -> str:
 
 async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Response:
     """Start a job. Raises RequestError for what can be told at once, so when there is no journal."""
-    api = get_api(http)
-    if api.jobs is None:
+    api, jobs = get_api(http), get_jobs(http)
+    if jobs is None:
         raise RequestError("'background' needs a journal: start the server with --journal DIR (docs/journal.md), or "
                            "leave it out and wait for the answer or stream it.", param="background",
                            code="unsupported_parameter")
     chat_request(fields)
     api.find(fields.model)
     http.scope["tandem.metered"] = True
-    job = api.jobs.start_job(get_group(http), ROUTE, raw, background=True)
-    await asyncio.shield(job.accepted)
-    stored = Stored(api, api.jobs, job.entry, fields, job)
+    outline = empty_response(fields, "", fields.model or api.served[0].name, 0, "queued")
+    entry, _ = await jobs.start_job(get_group(http), ROUTE, raw, background=True, outline=encode_json(outline))
+    stored = Stored(jobs, entry, jobs.job(entry))
     if fields.stream:
         return stored.stream(http, -1)
-    return Response(encode_json(stored.response()), media_type="application/json")
+    return Response(encode_json(await stored.response(http)), media_type="application/json")
 
 
 async def work(job: Job, answer: Answering) -> Response:
@@ -93,15 +91,13 @@ def wanted_events(http: Request) -> int | None:
     return -1 if after is None else int(after)
 
 
-def find(http: Request, name: str) -> Stored:
+async def find(http: Request, name: str) -> Stored:
     """A background response of this client. Raises NotFoundError."""
-    api = get_api(http)
-    if api.jobs is not None and name.startswith(_PREFIX):
-        entry = api.jobs.find(get_group(http), _JOB_PREFIX + name.removeprefix(_PREFIX))
-        record = api.jobs.request(entry) if entry is not None else None
-        if entry is not None and record is not None and record.route == ROUTE:
-            fields = parse_bytes(record.body, ResponsesRequest, IGNORED)
-            return Stored(api, api.jobs, entry, fields, api.jobs.job(entry))
+    jobs = get_jobs(http)
+    if jobs is not None and name.startswith(_PREFIX):
+        entry = await jobs.find(get_group(http), _JOB_PREFIX + name.removeprefix(_PREFIX))
+        if entry is not None and entry.route == ROUTE:
+            return Stored(jobs, entry, jobs.job(entry))
     raise NotFoundError(f"Response with id '{name[:100]}' not found; only responses with 'background': true are kept, "
                         "by a server with --journal.", param="response_id", code="response_not_found")
 
@@ -110,18 +106,18 @@ def find(http: Request, name: str) -> Stored:
 class Stored:
     """One background response."""
 
-    api: Api
     jobs: Jobs
     entry: Entry
-    fields: ResponsesRequest
     job: Job | None
     """None when it was over before."""
 
-    def response(self) -> Json:
+    async def response(self, http: Request) -> Json:
         """The response object as it is now. Raises RequestError when the server ends."""
-        reply = self._reply()
+        return self._response(await self.jobs.reply(self.entry, self.job), http)
+
+    def _response(self, reply: StoredReply | None, http: Request) -> Json:
         if reply is None:
-            return self._empty("in_progress" if response_id(self.entry) in self.api.live else "queued")
+            return self._empty("in_progress" if response_id(self.entry) in get_api(http).live else "queued")
         if reply.status == 200:
             last = reply.body[reply.body.rindex(b"\ndata: ") + len(b"\ndata: "):]
             response: Json = from_json(last)["response"]
@@ -133,13 +129,8 @@ class Stored:
         return self._empty("failed") | {"error": {"code": code, "message": error["message"]}}
 
     def _empty(self, status: str) -> Json:
-        model = self.fields.model or self.api.served[0].name
-        return empty_response(self.fields, response_id(self.entry), model, int(self.entry.created), status)
-
-    def _reply(self) -> StoredReply | None:
-        if self.job is None:
-            return self.jobs.answer(self.entry)
-        return self.job.reply.result() if self.job.reply.done() else None
+        outline = from_json(self.entry.outline)
+        return {**outline, "id": response_id(self.entry), "created_at": int(self.entry.created), "status": status}
 
     def stream(self, http: Request, after: int) -> StreamingResponse:
         """The events after number `after` as they come."""
@@ -152,22 +143,23 @@ class Stored:
             if len(log.events) > sent:
                 yield b"".join(log.events[sent:])
                 sent = len(log.events)
-            elif not await log.changed(self.api.heartbeat_s):
+            elif not await log.changed(get_api(http).heartbeat_s):
                 yield KEEP_ALIVE
             if await http.is_disconnected():
                 return
         try:
-            reply, final = self._reply(), self.response()
+            reply = await self.jobs.reply(self.entry, self.job)
         except RequestError as error:
             yield named_event({"type": "error", "code": error.code, "message": error.message, "param": None,
                                "sequence_number": sent})
             return
-        if reply is not None and reply.status == 200:
+        if reply is None or reply.status != 200:
+            final = self._response(reply, http)
+            yield named_event({"type": "response.failed", "response": final, "sequence_number": sent})
+        else:
             events = reply.body.split(b"\n\n")[:-1]
             # After a restart there may be fewer than a client has seen, as more tokens came at once; the last is sent.
             yield b"".join(event + b"\n\n" for event in events[sent if sent <= len(events) else -1:])
-        else:
-            yield named_event({"type": "response.failed", "response": final, "sequence_number": sent})
 
     async def cancel(self) -> None:
         """Stop it, and wait until that is written down."""
@@ -175,6 +167,6 @@ class Stored:
             self.job.cancelled.set()
             await asyncio.shield(self.job.reply)
 
-    def forget(self) -> None:
+    async def forget(self) -> None:
         """Stop it, and keep nothing of it."""
-        self.jobs.forget(self.entry)
+        await self.jobs.forget(self.entry)

@@ -63,7 +63,7 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
     response_id = background.response_id(job.entry) if job is not None else f"resp_{uuid.uuid4().hex}"
     created = time.time() if job is None else job.entry.created
     try:
-        chat = chat_request(fields, seed=ids.seed if ids is not None else None)
+        chat = chat_request(fields)
         plan, generation, model = await start_chat(http, served, chat, response_id)
     except RequestError as error:
         raise in_own_words(error) from None
@@ -74,23 +74,23 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
 @router.get("/v1/responses/{response_id}", openapi_extra=_STREAMS)
 async def retrieve(http: Request, response_id: str) -> Response:
     """A background response as it is now, or with `stream` its events after number `starting_after`."""
-    stored = background.find(http, response_id)
+    stored = await background.find(http, response_id)
     after = background.wanted_events(http)
-    return _json(stored.response()) if after is None else stored.stream(http, after)
+    return _json(await stored.response(http)) if after is None else stored.stream(http, after)
 
 
 @router.post("/v1/responses/{response_id}/cancel")
 async def cancel(http: Request, response_id: str) -> Response:
     """Stop a background response; one that is over stays as it is."""
-    stored = background.find(http, response_id)
+    stored = await background.find(http, response_id)
     await stored.cancel()
-    return _json(stored.response())
+    return _json(await stored.response(http))
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete(http: Request, response_id: str) -> Response:
     """Stop a background response if it still runs, and keep nothing of it."""
-    background.find(http, response_id).forget()
+    await (await background.find(http, response_id)).forget()
     return _json({"id": response_id, "object": "response", "deleted": True})
 
 

@@ -20,11 +20,11 @@ _NAMES = {
 Json = dict[str, Any]
 
 
-def chat_request(fields: ResponsesRequest, seed: int | None = None) -> ChatRequest:
-    """The same request in the words of chat completions, with a seed. Raises RequestError."""
+def chat_request(fields: ResponsesRequest) -> ChatRequest:
+    """The same request in the words of chat completions. Raises RequestError."""
     same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
     data: Json = {name: getattr(fields, name) for name in same}
-    data |= {"messages": _conversation(fields), "max_tokens": fields.max_output_tokens, "seed": seed}
+    data |= {"messages": _conversation(fields), "max_tokens": fields.max_output_tokens}
     data["tool_choice"] = fields.tool_choice
     if isinstance(fields.tool_choice, dict):
         data["tool_choice"] = {"type": "function", "function": {"name": fields.tool_choice["name"]}}

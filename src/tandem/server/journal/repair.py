@@ -1,0 +1,88 @@
+"""A journal that a disk has damaged: what can be read of it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import sqlite3
+from pathlib import Path
+
+from tandem.server.journal.database import COLUMNS, code_of, connect
+
+logger = logging.getLogger(__name__)
+
+
+def open_whole(path: Path, *, durable: bool) -> sqlite3.Connection:
+    """The database; where it is damaged, one with what can be read of it in its place.
+
+    Raises ConfigError, OSError, sqlite3.Error.
+    """
+    try:
+        database = connect(path, durable=durable)
+    except sqlite3.DatabaseError as error:
+        if code_of(error) != sqlite3.SQLITE_CORRUPT:
+            raise
+    else:
+        with contextlib.suppress(sqlite3.DatabaseError):
+            if database.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",):
+                return database
+        database.close()
+    _mend(path)
+    return connect(path, durable=durable)
+
+
+def _mend(path: Path) -> None:
+    copy, new = path.with_name("journal.damaged"), path.with_name("journal.new")
+    new.unlink(missing_ok=True)
+    os.close(os.open(new, os.O_CREAT | os.O_WRONLY, 0o600))
+    with contextlib.closing(connect(new, durable=True)) as database:
+        kept, lost = _copy(path, database)
+    logger.error("%s is damaged: %d of its rows are kept, %d or more are lost; %s is the file as it was",
+                 path, kept, lost, copy)
+    try:
+        shutil.copyfile(path, copy)
+        copy.chmod(0o600)
+    except OSError as error:
+        logger.warning("%s cannot be written: %s", copy, error.strerror)
+    path.with_name(path.name + "-wal").unlink(missing_ok=True)  # it belongs to the old file
+    os.replace(new, path)
+
+
+def _copy(path: Path, new: sqlite3.Connection) -> tuple[int, int]:
+    """Copy row by row, as a search stops at the first page that is damaged; how many could be read, and could not."""
+    kept = lost = 0
+    try:
+        old = connect(path, durable=True)
+    except sqlite3.DatabaseError as error:
+        if code_of(error) != sqlite3.SQLITE_CORRUPT:
+            raise
+        return 0, 1  # not even the tables are known
+    new.execute("PRAGMA foreign_keys = OFF")
+    with contextlib.closing(old), new:
+        with contextlib.suppress(sqlite3.DatabaseError):
+            old.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        new.execute("BEGIN IMMEDIATE")
+        for table, width in COLUMNS.items():
+            for number in _numbers(old):
+                try:
+                    rows = old.execute(f"SELECT * FROM {table} WHERE number = ?", (number,)).fetchall()
+                except sqlite3.DatabaseError:
+                    lost += 1
+                    continue
+                kept += len(rows)
+                new.executemany(f"INSERT OR IGNORE INTO {table} VALUES ({', '.join('?' * width)})", rows)
+        # A request whose answer is lost is answered once more.
+        new.execute("DELETE FROM answers WHERE number NOT IN (SELECT number FROM requests)")
+    return kept, lost
+
+
+def _numbers(old: sqlite3.Connection) -> range:
+    ends: list[int] = []
+    for table in COLUMNS:
+        for order in ("ASC", "DESC"):
+            with contextlib.suppress(sqlite3.DatabaseError):
+                query = f"SELECT number FROM {table} ORDER BY number {order} LIMIT 1"
+                ends += [number for (number,) in old.execute(query)]
+    return range(min(ends), max(ends) + 1) if ends else range(0)

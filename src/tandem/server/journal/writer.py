@@ -1,0 +1,108 @@
+"""The journal off the event loop, in a thread of its own: calls that have come together share one sync of the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tandem.borders import start_task
+from tandem.errors import RequestError, UnavailableError
+from tandem.server.journal.journal import Journal, told
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Call = tuple[Callable[[], Any], asyncio.Future[Any]]
+
+
+class Writer:
+    """Makes calls in the order in which they come, and gives what they return in that order. Belongs to one loop."""
+
+    def __init__(self, journal: Journal, on_error: Callable[[], None]) -> None:
+        """`on_error` is called, in the thread, for each failure of the journal."""
+        self._journal = journal
+        self._on_error = on_error
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._calls: list[Call] = []
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._trouble = ""
+
+    async def run(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+        """What a method of the journal returns, once a crash cannot undo it. Raises JournalError, and what
+        it raises.
+        """
+        if self._closed:
+            raise UnavailableError("The server is shutting down.", code="shutting_down")
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._calls.append((functools.partial(call, *arguments, **options), future))
+        if self._task is None or self._task.done():
+            self._task = start_task(self._work(), name="journal")
+        return await future
+
+    async def tidy(self, keep_s: float) -> None:
+        """See Journal. What goes wrong is said in the log."""
+        await self._in_thread(self._try, functools.partial(self._journal.tidy, keep_s))
+
+    async def close(self) -> None:
+        """Do what has been asked for, and close the journal."""
+        self._closed = True
+        if self._task is not None:
+            await self._task
+        await self._in_thread(self._try, self._journal.close)
+        self._thread.shutdown()
+
+    async def _work(self) -> None:
+        while self._calls:
+            calls, self._calls = self._calls, []
+            outcomes = await self._in_thread(self._together, [call for call, _ in calls])
+            for (_, future), outcome in zip(calls, outcomes, strict=True):
+                if future.done():
+                    continue  # nobody waits any more
+                if isinstance(outcome, Exception):
+                    future.set_exception(outcome)
+                else:
+                    future.set_result(outcome)
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+    # --- in the thread ---
+
+    def _together(self, calls: list[Callable[[], Any]]) -> list[Any]:
+        """What each call returns, or the exception that it raises."""
+        def all_of_them() -> list[Any]:
+            with self._journal.transaction():
+                return [_result(call) for call in calls]
+
+        outcome = self._try(all_of_them)
+        if isinstance(outcome, list):
+            return outcome
+        # One of them may be at fault: the others are not to suffer for it.
+        return [outcome] if len(calls) == 1 else [one for call in calls for one in self._together([call])]
+
+    def _try(self, function: Callable[[], Any]) -> Any:
+        """What it returns, or the exception that it raises; a failure of the journal is said once, until it changes."""
+        try:
+            return function()
+        except sqlite3.Error as error:
+            self._on_error()
+            failure = told(error)
+            if failure.message != self._trouble:
+                logger.error("%s", failure.message)
+            self._trouble = failure.message
+            return failure
+        except Exception as error:  # noqa: BLE001 - the edge of the thread: whoever called gets it
+            return error
+
+
+def _result(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except RequestError as error:
+        return error
