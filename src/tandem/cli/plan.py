@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from tandem.planner.hardware import Link, Machine
 from tandem.planner.hosts import read_hosts, read_links, this_machine
 from tandem.planner.manual import parse_layout
 from tandem.planner.plan import plan
+from tandem.planner.presets import Planned, find, planned, presets
 from tandem.planner.types import LayoutPlan, NothingFits, Request
 
 _WIDTH = 160
@@ -27,17 +29,33 @@ _WIDTH = 160
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Raises UsageError for wrong arguments, `NothingFits` after printing what was compared."""
-    files = resolve(arguments.model, revision=arguments.revision, weights=False)
-    description = describe(files)
+    model = _model(arguments)
     machines, links, notes = _cluster(arguments)
-    request = _request(arguments, description)
+    notes = [model.note, *notes] if model.note else notes
+    request = _request(arguments, model.description)
     try:
-        answer = plan(description, machines, links, request, experts=read_experts(files, description))
+        answer = plan(model.description, machines, links, request, experts=model.experts)
     except NothingFits as refusal:
         _show(arguments, refusal.plan, machines, notes)
         raise
     _show(arguments, answer, machines, notes)
     return 0
+
+
+def _model(arguments: argparse.Namespace) -> Planned:
+    """The model of a preset, or of files. Raises ConfigError for --quant with files: they are as they are."""
+    preset = find(arguments.model)
+    if preset is not None and arguments.revision is None and not Path(arguments.model).exists():
+        return planned(*preset, arguments.quant or "native")
+    if arguments.quant is not None:
+        raise ConfigError(
+            f"--quant {arguments.quant}: {arguments.model} is planned for as its files are; --quant is for "
+            f"{', '.join(presets())}",
+            param="quant",
+        )
+    files = resolve(arguments.model, revision=arguments.revision, weights=False)
+    description = describe(files)
+    return Planned(description, read_experts(files, description), "")
 
 
 def _cluster(arguments: argparse.Namespace) -> tuple[list[Machine], list[Link], list[str]]:

@@ -63,6 +63,12 @@ class ModelDescription:
     shared_width: int = 0
     """Intermediate width of the shared experts together."""
     num_experts: int = 0
+    token_elements: float = 0.0
+    """Cache elements of one token in one layer, on average over the layers; 0 for keys and values of all kv heads."""
+    state_elements: float = 0.0
+    """Elements of recurrent state of one sequence in one layer, on average, whatever its length."""
+    replicated_cache: bool = False
+    """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
     generates: bool = True
     """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
     embedding then stands in for the projection."""
@@ -106,6 +112,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         head_bytes=norm if tied else norm + head,
         eos_token_ids=eos_token_ids(files.path),
         generates=not headless,
+        replicated_cache=False,
         **facts.widths(str(name)),
     )
 

@@ -24,8 +24,13 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
 
 
 def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:
-    """Bytes of keys and values of one position in so many layers, over all ranks of the stage."""
-    return 2 * description.num_kv_heads * description.head_dim * layers * compute_item(description, dtype, gpu=gpu)
+    """Bytes of the cache of one position in so many layers, over all ranks of the stage."""
+    return int(token_elements(description) * layers) * compute_item(description, dtype, gpu=gpu)
+
+
+def token_elements(description: ModelDescription) -> float:
+    """Elements of the cache of one position in one layer."""
+    return description.token_elements or 2 * description.num_kv_heads * description.head_dim
 
 
 def compute_item(description: ModelDescription, dtype: str, *, gpu: bool) -> int:

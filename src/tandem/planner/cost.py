@@ -26,7 +26,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tandem.models.description import ModelDescription
-from tandem.models.footprint import compute_item
+from tandem.models.footprint import compute_item, token_elements
 from tandem.planner.hardware import Link, Machine, Network
 from tandem.planner.types import Experts, Request
 
@@ -103,9 +103,17 @@ class Costs:
             return 1.0
         return self.item(machine) / self.stored_param_bytes
 
-    def kv_bytes(self, machine: int) -> int:
-        """KV bytes of one token in one whole layer. Layers with a window count as full, as in the engine's budget."""
-        return 2 * self.model.num_kv_heads * self.model.head_dim * self.item(machine)
+    def kv_bytes(self, part: RankShare) -> float:
+        """A rank's KV bytes of one token in one layer, on average. Layers with a window count as full, as in the
+        engine's budget."""
+        return token_elements(self.model) * self.item(part.machine) * self._kv_share(part)
+
+    def state(self, part: RankShare, layers: int, streams: int) -> float:
+        """A rank's bytes of recurrent state."""
+        return self.model.state_elements * self.item(part.machine) * self._kv_share(part) * layers * streams
+
+    def _kv_share(self, part: RankShare) -> float:
+        return 1.0 if self.model.replicated_cache else part.kv
 
     def weights(self, part: RankShare, start: int, stop: int) -> float:
         """Bytes of a rank's weights: its share of layers start..stop and of the head, and the whole embedding."""
@@ -117,8 +125,8 @@ class Costs:
         return stored * self.factor(part.machine)
 
     def kv(self, part: RankShare, layers: int, streams: int) -> float:
-        """Bytes of KV for `streams` of the wanted context."""
-        return self.kv_bytes(part.machine) * part.kv * layers * streams * self.context
+        """Bytes of KV for `streams` of the wanted context, and of their recurrent state."""
+        return self.kv_bytes(part) * layers * streams * self.context + self.state(part, layers, streams)
 
     def headroom(self, part: RankShare, streams: int, *, last: bool) -> float:
         """Bytes besides weights and KV: the runtime, the activations of a prefill chunk, a batch's logits."""
@@ -140,6 +148,12 @@ class Costs:
         return int(self.machines[machine].memory * self.request.memory_fraction)
 
     @cached_property
+    def _attending(self) -> float:
+        """Share of the layers that attend: others keep a state instead, and add nothing to the cache of a token."""
+        full = 2 * self.model.num_kv_heads * self.model.head_dim
+        return 1.0 if self.model.replicated_cache else min(1.0, token_elements(self.model) / full)
+
+    @cached_property
     def _mlp_width(self) -> float:
         """Columns of the MLP that a token passes through; where the description has none, from a layer's bytes."""
         model, used = self.model, self._experts.used if self._experts else 0
@@ -155,9 +169,10 @@ class Costs:
         """Seconds of one rank's part in a step: decode of `rows`, or prefill of a chunk of `rows`. Without waiting."""
         model, machine, layers = self.model, part.machine, stop - start
         context = self.context / 2 if prefill else self.context  # the average over a prompt; the end of an answer
-        kv = self.kv_bytes(machine) * context * (1 if prefill else rows) * part.kv * layers
+        kv = self.kv_bytes(part) * layers * context * (1 if prefill else rows)
+        kv += self.state(part, layers, 1 if prefill else rows)
         read = self._range(self._touched(rows), start, stop) * part.share * self.factor(machine) + kv
-        attention = 4 * rows * context * model.num_heads * model.head_dim * part.kv * layers
+        attention = 4 * rows * context * model.num_heads * model.head_dim * part.kv * layers * self._attending
         flop = 2 * rows * self._range(self._active, start, stop) * part.share + attention
         seconds = max(read / self._bandwidth(machine), flop / self._flops(machine))
         if stop == model.num_layers and not prefill:

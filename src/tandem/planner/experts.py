@@ -13,7 +13,8 @@ from tandem.planner.types import Experts
 
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _USED = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
-_ROUTED = re.compile(r"\.(?:experts|switch_mlp|switch_glu|input_linear|output_linear)\.")
+ROUTED = re.compile(r"\.(?:experts|switch_mlp|switch_glu|input_linear|output_linear)\.")
+"""Paths of routed experts, as they are stored and as mlx-lm joins them."""
 
 
 def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | None:
@@ -26,7 +27,7 @@ def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | 
     for header in read_headers(files).values():
         for name, tensor in header.items():
             part = part_of_tensor(name, len(layers))
-            if isinstance(part, int) and _ROUTED.search(name):
+            if isinstance(part, int) and ROUTED.search(name):
                 layers[part] += tensor.nbytes
     return Experts(count=count, used=used, layer_bytes=tuple(layers)) if any(layers) else None
 

@@ -192,7 +192,8 @@ class Solver:
         """KV tokens that a rank can hold beside its weights."""
         free = self.costs.budget(part.machine) - self.costs.weights(part, start, stop)
         free -= self._headroom(part, streams, stop == self._layers)
-        return max(0.0, free / (self.costs.kv_bytes(part.machine) * part.kv * (stop - start)))
+        free -= self.costs.state(part, stop - start, streams)
+        return max(0.0, free / (self.costs.kv_bytes(part) * (stop - start)))
 
     def _parts(self, stage: Stage) -> list[RankShare]:
         ranks = zip(stage.machines, stage.shares, stage.kv_heads, strict=True)

@@ -15,7 +15,17 @@ SUMMARY = "Compare the ways to spread a model over machines, before anything is 
 def add_parser(commands: Any) -> Parser:
     """Add the command to the parser's subcommands; the caller sets `run`."""
     parser = add_command(commands, "plan", SUMMARY)
-    parser.add_argument("model", metavar="MODEL", help="directory, GGUF file, hub id, or demo.")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="directory, GGUF file, hub id, or demo. Well-known hub ids are planned for without their files "
+        "(docs/planning.md lists them).",
+    )
+    parser.add_argument(
+        "--quant",
+        metavar="BITS",
+        help="how weights of such a model would be stored: native, bf16, 2bit to 8bit, mxfp4, nvfp4, mxfp8 [native].",
+    )
     parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
     _add_machines(parser)
     _add_wanted(parser)

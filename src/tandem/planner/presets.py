@@ -1,0 +1,168 @@
+"""Models that can be planned for by name, without their files: counted from their public config.json. Pure.
+
+`scripts/presets` makes the rows of `presets.json`: numbers of weights by layer and cache elements by layer, counted on
+mlx-lm's own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, NamedTuple
+
+import msgspec
+
+from tandem.errors import ConfigError
+from tandem.models.description import ModelDescription
+from tandem.planner.types import Experts
+
+_PLAIN = 16
+"""Bits of what is not packed."""
+_AFFINE_SCALE = 32
+"""Bits of scale and bias of a group, in MLX's affine format."""
+
+
+class Preset(msgspec.Struct, frozen=True):
+    """One model."""
+
+    family: str
+    hidden: int
+    vocab: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    latent: bool
+    """The cache is one latent for all heads: each rank of a tensor-parallel stage holds it whole."""
+    native: tuple[int, int, int] | None
+    """Bits, group size and bits of scale of routed experts that are published packed."""
+    context: int
+    experts: tuple[int, int]
+    """Routed experts of a layer, and how many of them a token passes through; 0 for a dense model."""
+    widths: tuple[int, int, int]
+    """Of the dense MLP, of an expert, of the shared experts together."""
+    layers: list[tuple[int, int, int, int]]
+    """So many layers with so many weights that can be quantised, others, and weights of routed experts."""
+    embed: int
+    head: int
+    """0 where the embedding is used."""
+    norm: int
+    cache: list[tuple[int, int, int]]
+    """So many caches with elements for each token, and for a sequence whatever its length."""
+
+
+class Packing(NamedTuple):
+    """How quantised weights are stored."""
+
+    bits: int
+    group_size: int
+    scale_bits: int
+    mode: str = "affine"
+
+    @property
+    def each(self) -> float:
+        """Bits of one weight, its part of the scales included."""
+        return self.bits + self.scale_bits / self.group_size
+
+
+QUANTS: Mapping[str, Packing | None] = {
+    "native": None,
+    "bf16": None,
+    **{f"{bits}bit": Packing(bits, 64, _AFFINE_SCALE) for bits in (2, 3, 4, 5, 6, 8)},
+    "mxfp4": Packing(4, 32, 8, "mxfp4"),
+    "nvfp4": Packing(4, 16, 8, "nvfp4"),
+    "mxfp8": Packing(8, 32, 8, "mxfp8"),
+}
+"""What `--quant` takes. native: 16 bits, except for experts that are published packed."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the planner needs of a model."""
+
+    description: ModelDescription
+    experts: Experts | None
+    note: str
+
+
+@cache
+def presets() -> Mapping[str, Preset]:
+    """All presets by their hub id."""
+    text = resources.files("tandem.planner").joinpath("presets.json").read_bytes()
+    return msgspec.json.decode(text, type=dict[str, Preset])
+
+
+def find(name: str) -> tuple[str, Preset] | None:
+    """A preset and its id, by the id or its last part, in any case."""
+    wanted = name.lower()
+    for known, preset in presets().items():
+        if wanted in (known.lower(), known.lower().partition("/")[2]):
+            return known, preset
+    return None
+
+
+def planned(name: str, preset: Preset, quant: str) -> Planned:
+    """What the model is with its weights stored as `quant` says. Raises ConfigError for an unknown one."""
+    if quant not in QUANTS:
+        raise ConfigError(f"--quant {quant}: is not one of {', '.join(QUANTS)}", param="quant")
+    packing = QUANTS[quant]
+    expert = packing
+    if packing is None and quant == "native" and preset.native:
+        expert = Packing(*preset.native, "mxfp4" if preset.native[2] == 8 else "affine")
+    layers: list[int] = []
+    routed: list[int] = []
+    for count, linear, other, experts in preset.layers:
+        own = _bytes(experts, expert)
+        layers += [_bytes(linear, packing) + _bytes(other, None) + own] * count
+        routed += [own] * count
+    used = preset.experts[1]
+    return Planned(
+        _description(preset, layers, packing, expert),
+        Experts(count=preset.experts[0], used=used, layer_bytes=tuple(routed)) if used and any(routed) else None,
+        f"{name} is planned for from its published config.json, with weights of {_words(quant, packing, expert)}; "
+        "its files were not looked at." + (" Serve a copy that is stored so." if packing else ""),
+    )
+
+
+def _description(preset: Preset, layers: list[int], packing: Packing | None, expert: Packing | None
+                 ) -> ModelDescription:  # fmt: skip
+    count = len(layers)
+    shown = packing or expert
+    settings: dict[str, Any] | None = None
+    if shown is not None:
+        settings = {"group_size": shown.group_size, "bits": shown.bits, "mode": shown.mode}
+    return ModelDescription(
+        family=preset.family,
+        num_layers=count,
+        hidden_size=preset.hidden,
+        vocab_size=preset.vocab,
+        num_heads=preset.heads,
+        num_kv_heads=preset.kv_heads,
+        head_dim=preset.head_dim,
+        max_context=preset.context,
+        dtype="bfloat16",
+        quantization=settings,
+        tied_head=not preset.head,
+        layer_bytes=tuple(layers),
+        embed_bytes=_bytes(preset.embed, packing),
+        head_bytes=_bytes(preset.head, packing) + _bytes(preset.norm, None),
+        eos_token_ids=(),
+        mlp_width=preset.widths[0],
+        expert_width=preset.widths[1],
+        shared_width=preset.widths[2],
+        num_experts=preset.experts[0],
+        token_elements=sum(n * tokens for n, tokens, _ in preset.cache) / count,
+        state_elements=sum(n * state for n, _, state in preset.cache) / count,
+        replicated_cache=preset.latent,
+    )
+
+
+def _bytes(weights: int, packing: Packing | None) -> int:
+    return int(weights * (packing.each if packing else _PLAIN) / 8)
+
+
+def _words(quant: str, packing: Packing | None, expert: Packing | None) -> str:
+    if packing is not None:
+        return f"{packing.bits} bits ({quant}, {packing.each:.2f} with scales)"
+    return f"16 bits and experts of {expert.bits}" if expert is not None else "16 bits"
