@@ -18,7 +18,7 @@ from tandem.engine.machines import replica_hosts, sharing, stage_memory, with_la
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.local import LocalLauncher
-from tandem.supervision.engines import replica_settings
+from tandem.supervision.replica import replica_settings
 from tandem.testing import tiny_model
 
 

@@ -14,7 +14,7 @@ from tandem.router.affinity import MOST_BLOCKS, SentPrefixes, prompt_hashes
 from tandem.router.router import EXPECTED_OUTPUT, TAIL, Router
 
 STATES = ("ready", "starting", "recovering", "draining", "failed", "silent")
-TAKING = ("ready", "starting", "recovering")
+TAKING = ("ready", "recovering")
 
 
 def ready(count: int, **options: bool) -> Router:
@@ -102,10 +102,16 @@ def test_a_replica_that_was_lost_has_no_prefixes():
     assert router.place("c", prompt, 10) == 1
 
 
-@pytest.mark.parametrize("worse", ["starting", "recovering"])
-def test_those_that_cannot_work_at_once_wait_until_nobody_else_can(worse):
+def test_one_that_loads_for_the_first_time_gets_nothing():
     router = ready(2)
-    router.set_state(0, worse)
+    router.set_state(0, "starting")
+    router.set_state(1, "draining")
+    assert router.place("x", [1], 10) is None
+
+
+def test_those_that_cannot_work_at_once_wait_until_nobody_else_can():
+    router = ready(2)
+    router.set_state(0, "recovering")
     assert [router.place(f"r{i}", [i], 1000) for i in range(3)] == [1] * 3
     router.set_state(1, "draining")
     assert router.place("x", [1], 10) == 0

@@ -176,6 +176,18 @@ def test_loading_engine_without_limits_yet(serve, engine):
     assert server.chat().json()["error"]["code"] == "model_loading"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_has_never_served_takes_nothing_and_no_stream_begins(server, engine, wait_until, stream):
+    """It knows its limits already, and holds what it is sent until it has loaded; that may never be."""
+    engine.hold = True
+    engine.set_status(state="starting")
+    wait_until(lambda: server.http.get("/health").json()["status"] == "starting")
+    response = server.chat(stream=stream)
+    assert response.status_code == 503 and response.json()["error"]["code"] == "model_loading"
+    assert int(response.headers["retry-after"]) >= 1
+    assert not engine.submitted
+
+
 def test_requests_wait_while_the_engine_recovers(server, engine, wait_until):
     engine.set_status(state="recovering")
     engine.hold = True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -18,7 +19,8 @@ from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaList
 from tandem.supervision.control import ControlServer, ask
-from tandem.supervision.engines import EngineSet, gpus_of, replica_settings
+from tandem.supervision.engines import EngineSet
+from tandem.supervision.replica import gpus_of, replica_settings
 
 
 def settings(**values):
@@ -120,6 +122,7 @@ class FakeChild:
 
     def __init__(self, module, payload, *, env, name, arguments, pass_fds):
         self.name, self.arguments, self.code, self.pid = name, arguments, None, 1
+        self.words = os.dup(pass_fds[0]) if pass_fds else None
         self.started.append(self)
 
     stopped = False
@@ -143,8 +146,9 @@ class FakeChild:
 @pytest.fixture
 def children(monkeypatch):
     FakeChild.started = []
-    monkeypatch.setattr("tandem.supervision.engines.ChildProcess", FakeChild)
-    monkeypatch.setattr("tandem.supervision.engines.BACKOFF_S", 0.0)
+    monkeypatch.setattr("tandem.supervision.replica.ChildProcess", FakeChild)
+    monkeypatch.setattr("tandem.supervision.replica.BACKOFF_S", 0.0)
+    monkeypatch.setattr("tandem.supervision.replica.REST_S", 0.2)
     return FakeChild.started
 
 
@@ -167,7 +171,7 @@ def test_a_single_engine_that_is_killed_is_started_again_within_bounds(children,
         assert [info.state for info in engines.infos()] == ["restarting"]
         assert engines.look() is None
         assert engines.infos()[0].restarts == deaths
-        assert children[-1].arguments == ("engine",)
+        assert children[-1].arguments[0] == "engine" and len(children[-1].arguments) == 2
     children[-1].code = code
     assert engines.look() == 3
 
@@ -195,7 +199,7 @@ def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatc
                ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))]
 
     class Probe:
-        def __init__(self, endpoint):
+        def __init__(self, endpoint, context):
             pass
 
         def ask(self):
@@ -221,19 +225,35 @@ def test_one_of_several_is_started_again_within_bounds(children):
     engines = EngineSet(settings(data_parallel_size=2))
     engines.start()
     engines.announced = True
-    assert [child.arguments for child in children] == [("engine", "0"), ("engine", "1")]
+    assert [child.arguments[::2] for child in children] == [("engine", "0"), ("engine", "1")]
     for deaths in range(1, 6):
         children[-1].code = -9
         assert engines.look() is None
         assert [info.state for info in engines.infos()] == ["running", "restarting"]
         assert engines.look() is None
         assert engines.infos()[1].restarts == deaths
-        assert children[-1].arguments == ("engine", "1")
+        assert children[-1].arguments[::2] == ("engine", "1")
     children[-1].code = -9
     assert engines.look() is None
-    assert [info.replica for info in engines.infos()] == [0]
-    children[0].code = 2
-    assert engines.look() == 3, "none is left"
+    assert [info.state for info in engines.infos()] == ["running", "failed"]
+    assert engines.running == {0: True}, "nobody waits for it"
+    count = len(children)
+    assert engines.look() is None
+    assert len(children) == count, "it rests"
+    time.sleep(0.25)
+    assert engines.look() is None
+    assert len(children) == count + 1, "and is tried again"
+    children[-1].code = -9
+    assert engines.look() is None
+    assert "given up for now" in engines.infos()[1].detail
+    with pytest.raises(UsageError, match="last one"):
+        engines.drain(0)
+    for _ in range(6):
+        children[0].code = -9
+        code = engines.look()
+        engines.look()
+        children[0] = children[-1]
+    assert code == 3, "none is left"
 
 
 def test_a_mistake_in_the_settings_ends_all_at_the_start(children):
@@ -259,3 +279,101 @@ def test_numbers_are_never_given_twice_and_the_last_stays(children):
         engines.drain(0)
     assert engines.look() is None
     assert Path(engines.infos()[0].endpoint).name == "engine-8000-2.sock"
+
+
+class Answers:
+    """Engines that say that they are ready."""
+
+    def __init__(self, endpoint, context):
+        pass
+
+    def ask(self):
+        return EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
+                            queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, lanes=1,
+                            ranks=[])
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_an_engine_finds_amiss_once_it_has_served_is_waited_for(children, monkeypatch, count):
+    """Its model's files are away: that was no mistake in the settings."""
+    monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
+    engines = EngineSet(settings(data_parallel_size=count))
+    engines.start()
+    assert len(engines.statuses()) == count
+    engines.announced = True
+    for deaths in range(1, 6):
+        os.write(children[-1].words, b"config.json cannot be read")
+        children[-1].code = 2
+        assert engines.look() is None
+        info = engines.infos()[-1]
+        assert (info.state, info.restarts) == ("restarting", deaths - 1)
+        assert "config.json cannot be read" in info.detail
+        assert engines.look() is None
+        assert engines.infos()[-1].detail == ""
+    children[-1].code = 2
+    assert engines.look() == (3 if count == 1 else None)
+    engines.close()
+
+
+def test_an_added_replica_that_cannot_start_is_not_kept(children, monkeypatch):
+    monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
+    engines = EngineSet(settings())
+    engines.start()
+    engines.statuses()
+    engines.announced = True
+    engines.add()
+    children[-1].code = 2
+    assert engines.look() is None
+    assert [info.replica for info in engines.infos()] == [0]
+    engines.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors")
+@pytest.mark.parametrize("error", [BlockingIOError(11, "Resource temporarily unavailable"), MemoryError(),
+                                   OSError(12, "Cannot allocate memory"), OSError(24, "Too many open files"),
+                                   RuntimeError("can't start new thread")], ids=lambda error: type(error).__name__)
+def test_a_process_that_cannot_be_had_is_tried_again_and_leaves_nothing_open(monkeypatch, error):
+    real, left = subprocess.Popen, [error] * 3
+
+    def popen(*arguments, **options):
+        if left:
+            raise left.pop()
+        return real(["true"], stdin=subprocess.PIPE, pass_fds=options["pass_fds"])
+
+    monkeypatch.setattr("tandem.processes.child.subprocess.Popen", popen)
+    monkeypatch.setattr("tandem.supervision.replica.BACKOFF_S", 0.0)
+    engines = EngineSet(settings())
+    before = len(os.listdir("/proc/self/fd"))
+    engines.start()
+    for _ in range(2):
+        assert [info.state for info in engines.infos()] == ["restarting"]
+        assert "cannot be started" in engines.infos()[0].detail
+        assert len(os.listdir("/proc/self/fd")) == before
+        assert engines.look() is None
+    assert engines.look() is None
+    assert [(info.state, info.restarts) for info in engines.infos()] == [("running", 0)], "it has not died"
+    [child] = engines.children
+    assert child.wait(10)
+    engines.close()
+
+
+def test_no_descriptor_for_a_pipe_or_a_probe_ends_nothing(children, monkeypatch):
+    engines = EngineSet(settings())
+    monkeypatch.setattr("tandem.supervision.replica.os.pipe", lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
+    engines.start()
+    assert engines.look() is None and not children
+    monkeypatch.undo()
+    monkeypatch.setattr("tandem.supervision.replica.ChildProcess", FakeChild)
+    engines._replicas[0].restart_at = 0.0
+    assert engines.look() is None and len(children) == 1
+
+    def no_socket(context, kind):
+        raise zmq.ZMQError(24)
+
+    monkeypatch.setattr("tandem.supervision.engines.zmq.Context.socket", no_socket)
+    assert engines.statuses() == {}
+    monkeypatch.undo()
+    engines.close()

@@ -72,8 +72,8 @@ def _engine_child(settings: Settings) -> int:
 
 def _last_words(message: str) -> None:
     """Tell a supervisor that wants to know why this engine ends. Its pipe has room for it, so this cannot block."""
-    if sys.argv[1] == "engine" and len(sys.argv) > 3:
-        os.write(int(sys.argv[3]), message.encode()[:LAST_WORDS])
+    if sys.argv[1] == "engine":
+        os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
 
 
 def _api_child(settings: Settings, fd: int) -> int:
@@ -114,7 +114,7 @@ def main() -> int:
     raise_limit()
     settings = from_json(receive_payload())
     kind = sys.argv[1]
-    number = " " + sys.argv[2] if kind == "engine" and len(sys.argv) > 2 else ""
+    number = " " + sys.argv[3] if kind == "engine" and len(sys.argv) > 3 else ""
     set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
     try:
         return _engine_child(settings) if kind == "engine" else _api_child(settings, int(sys.argv[2]))

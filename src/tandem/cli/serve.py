@@ -22,10 +22,9 @@ from typing import Any
 from rich.console import Console
 
 from tandem.cli.processes import prepared
-from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.engine.machines import ranks_of
-from tandem.env import child_environment, engine_socket_path
+from tandem.env import engine_socket_path
 from tandem.errors import UsageError
 from tandem.launchers.ray.driver import new_cluster
 from tandem.processes.child import ChildProcess
@@ -44,19 +43,14 @@ from tandem.protocol.supervisor import (
 )
 from tandem.server.connections.tls import Certificate
 from tandem.server.listener import listen
-from tandem.supervision.children import MODULE
+from tandem.supervision.api import ApiProcess
 from tandem.supervision.control import ControlServer, control_path
-from tandem.supervision.engines import EXIT_FAILED, EngineSet
+from tandem.supervision.engines import EngineSet
 from tandem.supervision.fleet import Fleet, several, with_names
-from tandem.supervision.vigil import Vigil
 
 log = logging.getLogger("tandem.cli")
 
 POLL_S = 0.1
-API_WINDOW_S = 60.0
-"""An api that dies more than `max_restarts` times within so long is not started again."""
-API_SILENT_S = 15.0
-"""Seconds without a sign of life after which the api is replaced."""
 GRACE_S = 10.0
 """Seconds beyond `drain_timeout` that children get to end by themselves."""
 HURRY_S = 3.0
@@ -114,9 +108,10 @@ class Supervisor:
         self._settings = settings
         self._listener = listener
         self._engines: EngineSet | Fleet = Fleet(settings) if several(settings) else EngineSet(settings)
-        self._api: ChildProcess | None = None
+        self._api = ApiProcess(settings, listener)
+        self._over = ""
+        """Why no engine will come any more."""
         self._signals = 0
-        self._api_deaths: list[float] = []
         self._reached = 0
         """Replicas that the api is connected to, as it said last."""
 
@@ -127,7 +122,7 @@ class Supervisor:
         self._control = ControlServer(control_path(self._settings.server.port), self._answer)
         try:
             self._engines.start()
-            self._start_api()
+            self._api.start()
             code = self._wait_until_ready()
             if code is None:
                 code = self._watch()
@@ -144,8 +139,7 @@ class Supervisor:
 
     def _answer(self, request: SupervisorRequest) -> SupervisorReply:
         """Answer the control socket. Raises UsageError."""
-        if isinstance(request, ListReplicas) and self._api is not None and request.api == self._api.pid:
-            self._vigil.heard()
+        if isinstance(request, ListReplicas) and self._api.heard(request.api):
             self._reached = request.reached
         if isinstance(request, AddReplica):
             return ReplicaChanged(self._engines.add())
@@ -154,21 +148,16 @@ class Supervisor:
         if isinstance(self._engines, EngineSet):
             if isinstance(request, LoadModel | UnloadModel):
                 raise UsageError("this server has one model, which stays loaded")
-            return ReplicaList(self._engines.infos())
+            return ReplicaList(self._engines.infos(), over=self._over)
         if isinstance(request, LoadModel):
             return ModelChanged(self._engines.load(request.model))
         if isinstance(request, UnloadModel):
             return ModelChanged(self._engines.unload(request.model))
-        return ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget)
+        return ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget, self._over)
 
     @property
     def _children(self) -> list[ChildProcess]:
-        return [*([self._api] if self._api else []), *self._engines.children]
-
-    def _start_api(self) -> None:
-        self._api = ChildProcess(MODULE, to_json(self._settings), env=child_environment(), name="api",
-                                 arguments=("api", str(self._listener.fileno())), pass_fds=[self._listener.fileno()])
-        self._vigil = Vigil(self._api, API_SILENT_S)
+        return [*([self._api.child] if self._api.child else []), *self._engines.children]
 
     def _wait_until_ready(self) -> int | None:
         """None once requests can be served by all replicas, else an exit code."""
@@ -212,40 +201,36 @@ class Supervisor:
         self._control.serve(POLL_S)
         if self._signals:
             return 0
-        code = self._engines.look()
-        if code is None and self._api is not None:
-            if self._api.poll() is not None:
-                code = self._restart_api(self._api)
-            elif (trouble := self._vigil.verdict()) is not None:
-                log.error("the api %s; replacing it", trouble)
-                self._api.kill()
-        return code
+        return code if (code := self._look_at_engines()) is not None else self._api.look()
 
-    def _restart_api(self, api: ChildProcess) -> int | None:
-        now = time.monotonic()
-        self._api_deaths = [at for at in self._api_deaths if now - at < API_WINDOW_S] + [now]
-        if api.poll() == 2 or len(self._api_deaths) > self._settings.scheduler.max_restarts:
-            log.error("the api %s; giving up", api.describe_exit())
-            return 2 if api.poll() == 2 else EXIT_FAILED
-        log.error("the api %s; starting another", api.describe_exit())
-        time.sleep(POLL_S * min(len(self._api_deaths) - 1, 10))
-        self._start_api()
-        return None
+    def _look_at_engines(self) -> int | None:
+        code = self._engines.look()
+        if code is not None:
+            self._over = self._engines.last_words or f"its engine ended with code {code}"
+        return code
 
     def _end(self, code: int) -> int:
         """Drain the api, then end the engines; a second signal ends all at once."""
-        if self._api is not None:
-            self._end_all([self._api])
+        if self._api.child is not None:
+            self._end_all([self._api.child], self._while_draining)
         self._end_all(self._engines.children)
         return code
 
-    def _end_all(self, children: list[ChildProcess]) -> None:
+    def _while_draining(self) -> None:
+        """The requests that the api still has need their engines, also those that die now. If no engine can come any
+        more, the api hears that, and tells its clients."""
+        self._control.serve(POLL_S)
+        if not self._over:
+            self._look_at_engines()
+
+    def _end_all(self, children: list[ChildProcess], meanwhile: Callable[[], None] = lambda: None) -> None:
         for child in children:
             child.terminate()
         deadline = time.monotonic() + self._settings.process.drain_timeout + GRACE_S
         for child in children:
             hurried = False
             while not child.wait(POLL_S):
+                meanwhile()
                 if self._signals > 1 and not hurried:
                     hurried, deadline = True, min(deadline, time.monotonic() + HURRY_S)
                     child.terminate()  # its second signal: no more draining, but its clients hear why

@@ -44,6 +44,12 @@ class Replica:
         return "unreachable" if self.status is None else self.status.state
 
 
+    @property
+    def detail(self) -> str:
+        """What it is about, or waits for; empty while it serves."""
+        return self.info.detail if self.status is None else self.status.detail or self.status.degraded
+
+
 @dataclass
 class Look:
     """A server as it is just now."""
@@ -74,8 +80,8 @@ class Look:
 
     @property
     def detail(self) -> str:
-        """What the slowest engine is about."""
-        return next((one.status.detail for one in self.replicas if one.status is not None and one.state != "ready"), "")
+        """What the first engine that is not ready is about."""
+        return next((one.detail for one in self.replicas if one.state != "ready" and one.detail), "")
 
     @property
     def running(self) -> int:
@@ -159,10 +165,11 @@ def _as_json(look: Look) -> dict[str, Any]:
     for one in look.replicas:
         entry: dict[str, Any] = {"replica": one.info.replica, "model": one.info.model or look.model,
                                  "state": one.state, "pid": one.info.pid,
-                                 "process_restarts": one.info.restarts, "tokens_per_s": one.tokens_per_s}
+                                 "process_restarts": one.info.restarts, "tokens_per_s": one.tokens_per_s,
+                                 "detail": one.detail}
         if (status := one.status) is not None:
             entry |= {name: getattr(status, name) for name in ("running", "queued", "kv_tokens_used",
-                                                               "kv_tokens_total", "restarts", "stages", "detail")}
+                                                               "kv_tokens_total", "restarts", "stages")}
             entry["ranks"] = [{name: getattr(rank, name) for name in rank.__struct_fields__ if name != "replica"}
                               for rank in status.ranks]
         replicas.append(entry)
@@ -198,6 +205,9 @@ def _show(look: Look) -> None:
                           f"{rank.layers[0]}-{rank.layers[1] - 1}", *map(_size, (rank.weight_bytes, rank.wired_bytes,
                           rank.kv_bytes, rank.peak_bytes)), f"{rank.step_s * 1e3:.1f}", str(rank.pid))
     console.print(table)
+    for one in look.replicas:
+        if one.detail:
+            console.print(f"replica {one.info.replica}: {one.detail}", markup=False, soft_wrap=True)
     if ranks.row_count:
         console.print(ranks)
 

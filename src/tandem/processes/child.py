@@ -41,8 +41,8 @@ class ChildProcess:
             self._process = _spawner.submit(subprocess.Popen, command, stdin=subprocess.PIPE, env=dict(env),
                                             start_new_session=True, pass_fds=tuple(pass_fds), stdout=output,
                                             stderr=output).result()
-        except (OSError, RuntimeError) as error:  # RuntimeError: not even a thread can be had
-            raise SpawnError(f"the {name} cannot be started: {error}") from error
+        except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: not even a thread can be had
+            raise SpawnError(f"the {name} cannot be started: {str(error) or 'out of memory'}") from error
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")

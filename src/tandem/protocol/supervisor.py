@@ -48,13 +48,16 @@ class ReplicaInfo(Struct, frozen=True):
     endpoint: str
     """zmq address of its socket for apis."""
     state: str
-    """`running` (its process is), `draining`, or `restarting` (its process has died and is to be replaced)."""
+    """`running` (its process is), `draining`, `restarting` (its process has died and is to be replaced), or `failed`
+    (it did so too often, and is tried again at long intervals)."""
     pid: int | None
     """Of its engine process."""
     restarts: int
     """Times that its process was replaced."""
     model: str = ""
     """Which of several models it serves; empty where there is one."""
+    detail: str = ""
+    """Why its process does not run, and what follows."""
 
 
 class ModelInfo(Struct, frozen=True):
@@ -85,6 +88,8 @@ class ReplicaList(Struct, frozen=True, tag=True):
     """Where there are several: all of them, the first is the one called `default`."""
     budget: dict[str, int] = {}
     """Bytes that models may take together on each machine."""
+    over: str = ""
+    """Why the server ends, and no engine will come back; empty while it does not."""
 
 
 class ReplicaChanged(Struct, frozen=True, tag=True):

@@ -17,8 +17,9 @@ EXPECTED_OUTPUT = 256
 TAIL = 32
 """Tokens that are still expected of one that has gone beyond that."""
 
-_RANK = {"ready": 0, "starting": 1, "recovering": 1}
-"""States in which a replica takes requests; a rank above 0 only while none of a lower one can."""
+_RANK = {"ready": 0, "recovering": 1}
+"""States in which a replica takes requests; a rank above 0 only while none of a lower one can. One that loads for the
+first time refuses them, for it may never serve; what was accepted elsewhere waits until it does."""
 
 
 @dataclass
@@ -72,7 +73,7 @@ class Router:
             del self._jobs[request_id]
 
     def set_state(self, replica: int, state: str) -> None:
-        """`ready`, `starting`, `recovering`, or one in which it takes nothing (`draining`, `failed`, `silent`)."""
+        """`ready`, `recovering`, or one in which it takes nothing (`starting`, `draining`, `failed`, `silent`)."""
         known = self._replicas[replica]
         if known.state != state and state != "draining":
             known.sent.clear()  # its ranks were or will be replaced, and their caches with them

@@ -85,6 +85,8 @@ class Fleet:
         for one in self._models.values():
             check_fit(one.name, one.found, self.budget, kept)
         self.announced = False
+        self.last_words = ""
+        """Why the server cannot begin."""
 
     def _plan(self, one: NamedModel) -> _Model:
         settings, models = settings_of(self._settings, one), self._settings.models
@@ -178,6 +180,7 @@ class Fleet:
                 log.info("model %s is unloaded", one.name)
             elif not self.announced and not one.commands:  # one that the configuration loads, not a request
                 log.error("model %s cannot be loaded", one.name)
+                self.last_words = reason
                 return code
             else:
                 one.failure = reason or f"its engine ended with code {code}"

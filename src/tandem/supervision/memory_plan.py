@@ -16,7 +16,7 @@ from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import kv_bytes_per_token, slice_bytes
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
-from tandem.supervision.engines import replica_settings
+from tandem.supervision.replica import replica_settings
 
 HERE = "this machine"
 MARGIN = 1.03

@@ -19,9 +19,13 @@ AGAIN_S = 1.0
 class StatusProbe:
     """Keeps asking one engine at a zmq `endpoint`."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+    def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
+        """A `context` stays the caller's. Raises TransportError when no socket can be had."""
+        self._own = zmq.Context() if context is None else None
+        try:
+            self._socket = (context or self._own or zmq.Context()).socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise TransportError(f"no socket can be opened: {error}") from error
         for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
         self._socket.connect(endpoint)
@@ -70,4 +74,5 @@ class StatusProbe:
     def close(self) -> None:
         """Close the socket."""
         self._socket.close()
-        self._context.term()
+        if self._own is not None:
+            self._own.term()

@@ -155,6 +155,8 @@ class EngineClient:
         status = self.status
         if status is None or not self.alive:
             raise UnavailableError("The engine is not reachable (it is starting or has gone); try again shortly.")
+        if status.state == "starting":
+            raise UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
         if status.state in ("failed", "draining"):
             what = "has failed" if status.state == "failed" else "is shutting down"
             detail = f": {status.detail}" if status.detail else ""

@@ -109,10 +109,11 @@ async def outputs_of(engines: Engines, request: EngineRequest) -> AsyncIterator[
 
 
 def replica_state(replica: int, status: EngineStatus | None, *, alive: bool, state: str | None = None,
-                  outstanding_tokens: int = 0) -> ReplicaState:
-    """One engine as /health shows it, from its last status; `state` wins over the engine's own."""
+                  outstanding_tokens: int = 0, detail: str = "") -> ReplicaState:
+    """One engine as /health shows it, from its last status; `state` wins over the engine's own. `detail` is why it does
+    not answer, if it does not."""
     if status is None or not alive:
-        return ReplicaState(replica, state or "unreachable", "", len(status.ranks) if status else 0, 0, 0,
+        return ReplicaState(replica, state or "unreachable", detail, len(status.ranks) if status else 0, 0, 0,
                             outstanding_tokens, 0, 0, status.restarts if status else 0)
     return ReplicaState(replica, state or status.state, status.detail, len(status.ranks), status.running,
                         status.queued, outstanding_tokens, status.kv_tokens_used, status.kv_tokens_total,

@@ -62,7 +62,18 @@ class Placement(Protocol):
 @dataclass
 class _Member:
     client: EngineClient
-    draining: bool = False
+    info: ReplicaInfo | None = None
+    """What the supervisor last said of it, if there is one."""
+
+    @property
+    def draining(self) -> bool:
+        return self.info is not None and self.info.state == "draining"
+
+    @property
+    def told_state(self) -> str | None:
+        """The supervisor's word for it, where that says more than the engine's own."""
+        told = None if self.info is None or self.info.state == "running" else self.info.state
+        return told if told == "draining" or not self.client.alive else None
 
 
 class Replicas:
@@ -84,6 +95,8 @@ class Replicas:
         self._flights: dict[str, Flight] = {}
         self._trials = Trials(self._retry)
         self._closing = False
+        self._over = ""
+        """Why no engine will come any more."""
         self._merged: tuple[list[tuple[int, EngineStatus]], EngineStatus | None] = ([], None)
         self._registry = CollectorRegistry()
         self._moved = Counter("tandem_requests_moved", "Requests that went on at another replica after theirs was lost",
@@ -98,7 +111,7 @@ class Replicas:
         for index, endpoint in self._endpoints.items():
             await self._join(index, endpoint)
         if self._link is not None:
-            await self._link.start(lambda latest: self.update(latest.replicas), self.reached)
+            await self._link.start(lambda latest: self.update(latest.replicas, latest.over), self.reached)
 
     async def close(self) -> None:
         """Leave all engines. All subscriptions fail."""
@@ -108,16 +121,28 @@ class Replicas:
         for member in self._members.values():
             await member.client.close()
 
-    async def update(self, replicas: Sequence[ReplicaInfo]) -> None:
-        """Make these the replicas: connect to new ones, leave those that are not named."""
+    async def update(self, replicas: Sequence[ReplicaInfo], over: str = "") -> None:
+        """Make these the replicas: connect to new ones, leave those that are not named.
+
+        `over`: why the server ends, as no engine will come any more; requests that wait for one end at once.
+        """
         named = {one.replica: one for one in replicas}
         for index in [index for index in self._members if index not in named]:
             await self._leave(index)
         for index, one in named.items():
             if index not in self._members:
                 await self._join(index, one.endpoint)
-            self._members[index].draining = one.state == "draining"
+            self._members[index].info = one
+        self._over = over
         self._refresh()
+        if over:
+            for flight in [one for one in self._flights.values() if not self._reaches(one)]:
+                self._end(flight, UnavailableError(f"The server ends: {over}", retry_after=10.0, code="engine_failed"))
+
+    def _reaches(self, flight: Flight) -> bool:
+        """The replica that has it answers."""
+        member = None if flight.replica is None else self._members.get(flight.replica)
+        return member is not None and member.client.alive
 
     async def _join(self, index: int, endpoint: str) -> None:
         self._members[index] = _Member(EngineClient(endpoint, heartbeat_s=self._heartbeat_s))
@@ -189,9 +214,9 @@ class Replicas:
 
     def replicas(self) -> list[ReplicaState]:
         """Each engine by itself."""
-        return [replica_state(index, one.client.status, alive=one.client.alive,
-                              state="draining" if one.draining else None,
-                              outstanding_tokens=self._router.outstanding(index))
+        return [replica_state(index, one.client.status, alive=one.client.alive, state=one.told_state,
+                              outstanding_tokens=self._router.outstanding(index),
+                              detail=one.info.detail if one.info else "")
                 for index, one in self._members.items()]
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
@@ -304,7 +329,8 @@ class Replicas:
         if flight.lost_at is None:
             return False
         loop = asyncio.get_running_loop()
-        if isinstance(error, OverloadedError) or (self._members and loop.time() < flight.lost_at + self._patience_s):
+        some = bool(self._members) and not self._over and loop.time() < flight.lost_at + self._patience_s
+        if isinstance(error, OverloadedError) or some:
             loop.call_later(RETRY_S, self._retry, flight, error)
             return True
         return False

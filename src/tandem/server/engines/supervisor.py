@@ -83,7 +83,7 @@ class SupervisorLink:
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
-                known = len(latest.replicas)
+                known = sum(one.state in ("running", "restarting") for one in latest.replicas)
                 await on_replicas(latest)
             if known is not None:
                 with contextlib.suppress(TimeoutError):

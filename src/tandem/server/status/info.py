@@ -55,6 +55,14 @@ def _health(api: Api) -> str:
     return {"ready": "healthy"}.get(status.state, status.state)
 
 
+def _detail(api: Api) -> str:
+    """What the engine is about, or why there is none."""
+    status = api.client.status
+    if status is not None and api.client.alive:
+        return status.detail
+    return next((one.detail for one in api.client.replicas() if one.detail), status.detail if status else "")
+
+
 @router.head("/", include_in_schema=False)  # agents look so whether anybody is there
 @router.get("/")
 async def service(http: Request) -> Response:
@@ -92,7 +100,7 @@ async def health(http: Request) -> Response:
     body = {
         "status": state,
         "api": "ready",
-        "detail": status.detail if status else "",
+        "detail": _detail(api),
         "model_loaded": bool(reachable and status and status.state in ("ready", "draining")),
         "model_name": _model_name(api),
         "available_models": [one.name for one in api.served],

@@ -1,0 +1,85 @@
+"""The api process of `tandem serve`: started on the listening socket, watched, started again."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+
+from tandem.config.loading import to_json
+from tandem.config.settings import Settings
+from tandem.env import child_environment
+from tandem.errors import SpawnError
+from tandem.processes.child import ChildProcess
+from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, MODULE
+from tandem.supervision.vigil import Vigil
+
+log = logging.getLogger("tandem.cli")
+
+WINDOW_S = 60.0
+"""An api that dies more than `max_restarts` times within so long is not started again."""
+SILENT_S = 15.0
+"""Seconds without a sign of life after which it is replaced."""
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
+"""Seconds until it is started again for each time that it has died lately, and the most."""
+
+
+class ApiProcess:
+    """One api after the other. Used by one thread."""
+
+    def __init__(self, settings: Settings, listener: socket.socket) -> None:
+        """Nothing is started."""
+        self._settings = settings
+        self._fd = listener.fileno()
+        self.child: ChildProcess | None = None
+        """None when there is none."""
+        self._deaths: list[float] = []
+        self._start_at = 0.0
+        self._unborn = 0
+        """Times in a row that no process could be had."""
+
+    def start(self) -> None:
+        """Start it; if no process can be had now, `look` does so later."""
+        try:
+            self.child = ChildProcess(MODULE, to_json(self._settings), env=child_environment(), name="api",
+                                      arguments=("api", str(self._fd)), pass_fds=[self._fd])
+        except SpawnError as error:
+            self._unborn += 1
+            seconds = min(BACKOFF_S * 2 ** self._unborn, MAX_BACKOFF_S)
+            log.error("%s; the next try in %.0f s", error.message, seconds)
+            self._start_at = time.monotonic() + seconds
+            return
+        self._unborn = 0
+        self._vigil = Vigil(self.child, SILENT_S)
+
+    def heard(self, pid: int) -> bool:
+        """A process that says that it is the api has answered; True if it is."""
+        if self.child is None or self.child.pid != pid:
+            return False
+        self._vigil.heard()
+        return True
+
+    def look(self) -> int | None:
+        """See to the process; an exit code when the server cannot go on."""
+        if self.child is None:
+            if time.monotonic() >= self._start_at:
+                self.start()
+        elif (code := self.child.poll()) is not None:
+            return self._ended(self.child, code)
+        elif (trouble := self._vigil.verdict()) is not None:
+            log.error("the api %s; replacing it", trouble)
+            self.child.kill()
+        return None
+
+    def _ended(self, child: ChildProcess, code: int) -> int | None:
+        child.wait(0.0)
+        now = time.monotonic()
+        self._deaths = [at for at in self._deaths if now - at < WINDOW_S] + [now]
+        if code == EXIT_USAGE or len(self._deaths) > self._settings.scheduler.max_restarts:
+            log.error("the api %s; giving up", child.describe_exit())
+            return EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED
+        log.error("the api %s; starting another", child.describe_exit())
+        self.child = None
+        self._start_at = now + min(PAUSE_S * (len(self._deaths) - 1), LONGEST_PAUSE_S)
+        return None

@@ -1,0 +1,208 @@
+"""One engine process of `tandem serve`: its settings, its start, its end, and when it is started again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tandem.config.loading import to_json
+from tandem.config.settings import Settings
+from tandem.engine.machines import chosen_launcher, ranks_of, replica_hosts, sharing
+from tandem.env import child_environment, engine_socket_path, variable
+from tandem.errors import SpawnError
+from tandem.processes.child import ChildProcess
+from tandem.protocol.supervisor import ReplicaInfo
+from tandem.supervision.children import LAST_WORDS, MODULE
+from tandem.supervision.vigil import Vigil
+
+log = logging.getLogger("tandem.cli")
+
+WINDOW_S = 300.0
+"""A replica that dies more than `max_restarts` times within so long is given up."""
+BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+LATELY_S = 30.0
+"""Seconds until a replica that dies again within `LATELY_S` is started; twice as long each time after."""
+REST_S, MAX_REST_S = 60.0, 900.0
+"""Seconds until one that was given up is tried again; twice as long each time after."""
+SILENT_S = 10.0
+"""Seconds after which an engine is replaced that does not answer."""
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+MOST_WORDS = 500
+"""Characters of what is told of a replica that does not run."""
+
+
+@dataclass(eq=False)
+class ReplicaProcess:
+    """One engine. Used by one thread."""
+
+    index: int
+    """Its number."""
+    settings: Settings
+    place: int
+    """Which of its model's replicas it is."""
+    model: str = ""
+    """What it serves, where there are several models."""
+    named: bool = False
+    """Its number shows in logs, since there are others."""
+    child: ChildProcess | None = None
+    vigil: Vigil | None = None
+    draining: bool = False
+    drain_until: float = math.inf
+    restarts: int = 0
+    served: bool = False
+    """It has taken requests: what it finds amiss from then on was there before, and may come back."""
+    deaths: list[float] = field(default_factory=list)
+    """When it died, lately."""
+    given_up: int = 0
+    """Times in a row that it was."""
+    restart_at: float = 0.0
+    detail: str = ""
+    """Why it does not run, and what follows."""
+    asked_at: float = 0.0
+    _unborn: int = 0
+    """Times in a row that no process could be had."""
+    _words: int | None = None
+    """Reading end of the pipe for its last words."""
+
+    def launch(self, gpus: str | None) -> None:
+        """Start its process, on these of the machine's GPUs (None: whichever). If none can be had now, that is tried
+        again later."""
+        try:
+            child = self._spawn(gpus)
+        except (SpawnError, OSError) as error:
+            self.last_words()
+            self._unborn += 1
+            seconds = min(BACKOFF_S * 2 ** self._unborn, MAX_BACKOFF_S)
+            self._wait(seconds, getattr(error, "message", str(error)))
+            return
+        self.restarts += bool(self.deaths)
+        self.child, self.vigil = child, Vigil(child, SILENT_S)
+        self._unborn, self.detail = 0, ""
+
+    def _spawn(self, gpus: str | None) -> ChildProcess:
+        with ExitStack() as ours:
+            self._words, end = os.pipe()
+            os.set_blocking(self._words, False)  # somebody may hold the other end after its process has ended
+            ours.callback(os.close, end)
+            threads = self.settings.parallel.threads_per_rank if self.named else None
+            # An engine of one rank computes in its own process.
+            changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
+            if gpus:
+                changes["CUDA_VISIBLE_DEVICES"] = gpus
+            return ChildProcess(MODULE, to_json(self.settings), env=child_environment(changes), name=self.name,
+                                arguments=("engine", str(end), *([str(self.index)] if self.named else [])),
+                                pass_fds=[end])
+
+    @property
+    def name(self) -> str:
+        """What logs call it."""
+        return f"engine {self.index}" if self.named else "engine"
+
+    def ended(self) -> str:
+        """Its process has ended: forget it. Returns why, as far as it said."""
+        assert self.child is not None
+        self.child.wait(0.0)
+        self.remove_socket()
+        words = self.last_words() or self.child.describe_exit()
+        self.child = None
+        return words
+
+    def died(self, why: str, *, most: int, mistake: bool) -> bool:
+        """Its process ended, and not as it was told to: when is it started again? True when it is given up for now,
+        as it did so more than `most` times.
+
+        `mistake`: it found something amiss, such as a file that is missing, which may take longer to come back.
+        """
+        now = time.monotonic()
+        self.deaths = [at for at in self.deaths if now - at < WINDOW_S] + [now]
+        if self.given_up or len(self.deaths) > most:
+            self.given_up += 1
+            self._wait(min(REST_S * 2 ** (self.given_up - 1), MAX_REST_S), f"given up for now: {why}")
+            return True
+        lately = len(self.deaths) + 2 if mistake else sum(now - at < LATELY_S for at in self.deaths)
+        self._wait(min(BACKOFF_S * 2 ** (lately - 2), MAX_BACKOFF_S) if lately > 1 else 0.0, why)
+        return False
+
+    def serves(self) -> None:
+        """It takes requests."""
+        self.served, self.given_up = True, 0
+
+    def _wait(self, seconds: float, why: str) -> None:
+        self.restart_at = time.monotonic() + seconds
+        self.detail = f"{why[:MOST_WORDS]}; it is started again" + (f" in {seconds:.0f} s" if seconds >= 1 else "")
+        log.error("the %s does not run: %s", self.name, self.detail)
+
+    def last_words(self) -> str:
+        """Why the process that has ended did so, as far as it said."""
+        if self._words is None:
+            return ""
+        words, self._words = self._words, None
+        try:
+            return os.read(words, LAST_WORDS).decode(errors="replace")
+        except BlockingIOError:
+            return ""
+        finally:
+            os.close(words)
+
+    def remove_socket(self) -> None:
+        """Of a process that has ended: a killed one could not."""
+        path = self.settings.process.engine_socket or ""
+        if "://" not in path:
+            Path(path).unlink(missing_ok=True)
+
+    @property
+    def endpoint(self) -> str:
+        """zmq address of its socket for apis."""
+        return endpoint(self.settings.process.engine_socket or "")
+
+    def info(self) -> ReplicaInfo:
+        """As the control socket tells it."""
+        state = ("draining" if self.draining else "running" if self.child else "failed" if self.given_up
+                 else "restarting")
+        return ReplicaInfo(self.index, self.endpoint, state, self.child.pid if self.child else None, self.restarts,
+                           self.model, self.detail)
+
+
+def endpoint(path: str) -> str:
+    """zmq address of a socket file; an address stays what it is."""
+    return path if "://" in path else f"ipc://{path}"
+
+
+def gpus_of(settings: Settings, index: int) -> str | None:
+    """A replica's part of CUDA_VISIBLE_DEVICES, when that lists a GPU for each rank of all replicas; None otherwise."""
+    given = [name for name in (variable("CUDA_VISIBLE_DEVICES") or "").split(",") if name]
+    count, ranks = settings.parallel.data_parallel_size, ranks_of(settings.parallel)
+    if count < 2 or len(given) < count * ranks:
+        return None
+    start = index * ranks % (len(given) // ranks * ranks)
+    return ",".join(given[start:start + ranks])
+
+
+def replica_settings(settings: Settings, index: int, number: int | None = None) -> Settings:
+    """Settings of one engine: its own socket, and with several replicas its hosts, or its share of cores and memory.
+
+    `index` counts a model's replicas; `number`, by default the same, is unique over all models. A single one keeps the
+    settings as they are. Replicas that are added later get the same shares as the first ones.
+    """
+    number = index if number is None else number
+    count, parallel = settings.parallel.data_parallel_size, replica_hosts(settings.parallel, index)
+    base = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
+    path = base.with_name(f"{base.stem}-{number}{base.suffix}") if count > 1 or number else base
+    if count > 1:
+        parallel = dataclasses.replace(parallel, data_parallel_size=1)
+        if chosen_launcher(parallel) == "local":
+            threads = parallel.threads_per_rank or max(1, (os.cpu_count() or 1) // (count * ranks_of(parallel)))
+            parallel = dataclasses.replace(parallel, threads_per_rank=threads)
+    if index and parallel.launcher == "manual":
+        parallel = dataclasses.replace(parallel, join_port=parallel.join_port + index)
+    share = settings.scheduler.memory_fraction / (1 if gpus_of(settings, index) else sharing(settings.parallel, index))
+    scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
+    server = dataclasses.replace(settings.server, api_key=(), api_key_file=None)  # not an engine's business
+    return dataclasses.replace(settings, parallel=parallel, scheduler=scheduler, server=server,
+                               process=dataclasses.replace(settings.process, engine_socket=str(path)))
