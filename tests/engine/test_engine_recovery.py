@@ -228,3 +228,14 @@ def test_another_of_the_smaller_layouts_is_tried_when_one_cannot_start(model: Pa
     assert finish(engine) == [5] * 20
     assert engine.gang.degraded.endswith("machines are missing"), "not: no room for the draft model"
     assert tuple(spec.layers for spec in machines.laid) not in refused
+
+
+@pytest.mark.parametrize(("answered", "counted"), [(True, "request_success_total"), (False, "request_aborted_total")])
+def test_a_stop_string_is_no_client_who_gives_up(model: Path, answered: bool, counted: str) -> None:
+    engine, _ = an_engine(model, ranks=2)
+    ask(engine)
+    engine.pump(0.0)
+    assert engine.abort("a", answered=answered) and not engine.abort("a", answered=answered)
+    lines = [line for line in engine.metrics.text().decode().splitlines() if line.endswith(" 1.0")]
+    assert [line.partition("{")[0].split()[0] for line in lines if line.startswith("tandem_request")] == [
+        f"tandem_{counted}"]

@@ -185,3 +185,13 @@ def test_restarts_and_aborts_leave_no_account_behind(seed: int) -> None:
     while not load.scheduler.idle:
         load.step()
     assert len(load.scheduler.shares) == 0
+
+
+def test_a_weight_that_leaves_takes_no_small_one_along() -> None:
+    """10^12 and 10^-5: their sum in floating point is the large one alone."""
+    load = Load()
+    load.send("small", 4, 4, 1e-5)
+    large = load.send("large", 4, 4, 1e12)
+    assert load.scheduler.abort(large)
+    while not load.scheduler.idle:
+        load.step()

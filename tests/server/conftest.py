@@ -108,6 +108,8 @@ class FakeEngine:
         )  # fmt: skip
         self.submitted: dict[str, EngineRequest] = {}
         self.aborted: set[str] = set()
+        self.answered: set[str] = set()
+        """Those of them whose clients had all that they wanted."""
         self.detached = 0
         self._thread: threading.Thread | None = None
 
@@ -166,6 +168,8 @@ class FakeEngine:
                 self._live[message.request.request_id] = Sequence(identity, message.request, self)
         elif isinstance(message, Abort):
             self.aborted.add(message.request_id)
+            if message.answered:
+                self.answered.add(message.request_id)
             self._live.pop(message.request_id, None)
         elif isinstance(message, Detach):
             self.detached += 1

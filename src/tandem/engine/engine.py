@@ -83,13 +83,16 @@ class Engine:
             raise
         self.metrics.arrived(request.request_id, len(request.prompt))
 
-    def abort(self, request_id: str) -> bool:
-        """End a request without further output; False if it is not live."""
+    def abort(self, request_id: str, *, answered: bool = False) -> bool:
+        """End a request without further output; False if it is not live. `answered`: its client has all that it wants,
+        as a stop string has come."""
+        live = self._scheduler is not None and self._scheduler.abort(request_id)
+        if live and answered:
+            self.metrics.ended(request_id, "stop")
+        elif live:
+            self.metrics.aborted.inc()
         self.metrics.forget(request_id)
-        if self._scheduler is None or not self._scheduler.abort(request_id):
-            return False
-        self.metrics.aborted.inc()
-        return True
+        return live
 
     @property
     def idle(self) -> bool:
@@ -143,7 +146,7 @@ class Engine:
         if report.result is None:
             return
         messages = self.scheduler.update(report.result, time.monotonic())
-        self.metrics.speculated(self.scheduler.speculation.counts)
+        self.metrics.scheduled(self.scheduler.preemptions, self.scheduler.speculation.counts)
         if messages:
             self.gang.proven()
         self._out += messages

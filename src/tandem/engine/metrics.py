@@ -20,6 +20,7 @@ class EngineMetrics:
         self._arrived: dict[str, float] = {}
         self._last_token: dict[str, float] = {}
         self._prompts: dict[str, int] = {}
+        self._counted: dict[Counter, int] = {}
         self.generated = 0
         """Tokens produced so far."""
         self.recent_ttft_s = 0.0
@@ -43,7 +44,7 @@ class EngineMetrics:
         self.running = gauge("num_requests_running", "Requests in a batch.")
         self.waiting = gauge("num_requests_waiting", "Requests in the queue.")
         self.kv_used = gauge("kv_cache_tokens_used", "KV positions in use.")
-        self.kv_total = gauge("kv_cache_tokens_total", "KV positions that there is room for.")
+        self.kv_total = gauge("kv_cache_tokens_max", "KV positions that there is room for.")
         self.kv_bytes = gauge("kv_cache_bytes", "Bytes of KV held by a rank.", "rank")
         self.rank_peak = gauge("rank_peak_memory_bytes", "Most memory that a rank has used.", "rank")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of requests that began to answer.")
@@ -52,10 +53,10 @@ class EngineMetrics:
         self.finished = counter("request_success", "Requests finished.", "finished_reason")
         self.refused = counter("request_refused", "Requests refused or failed.", "status")
         self.aborted = counter("request_aborted", "Requests ended by the client.")
-        self.preemptions = gauge("num_preemptions_total", "Sequences put back into the queue for want of KV memory.")
-        self.spec_drafts = gauge("spec_decode_num_drafts_total", "Times that a sequence's tokens were guessed.")
-        self.spec_draft_tokens = gauge("spec_decode_num_draft_tokens_total", "Tokens that were guessed.")
-        self.spec_accepted = gauge("spec_decode_num_accepted_tokens_total", "Guessed tokens that became output.")
+        self.preemptions = counter("num_preemptions", "Sequences put back into the queue for want of KV memory.")
+        self.spec_drafts = counter("spec_decode_num_drafts", "Times that a sequence's tokens were guessed.")
+        self.spec_draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were guessed.")
+        self.spec_accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became output.")
         self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
         self.failures = counter("gang_failures", "Failures of a gang of ranks by what was found.", "cause")
         self.recovery_seconds = histogram("gang_recovery_seconds", "From a failure noticed to ranks that are ready.")
@@ -64,11 +65,13 @@ class EngineMetrics:
         self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.",
                               "rank")
 
-    def speculated(self, counts: SpeculationCounts) -> None:
-        """What speculative decoding has tried so far."""
-        self.spec_drafts.set(counts.drafts)
-        self.spec_draft_tokens.set(counts.draft_tokens)
-        self.spec_accepted.set(counts.accepted_tokens)
+    def scheduled(self, preemptions: int, counts: SpeculationCounts) -> None:
+        """What the scheduler has counted so far: sequences that were preempted, and what was guessed."""
+        for counter, count in ((self.preemptions, preemptions), (self.spec_drafts, counts.drafts),
+                               (self.spec_draft_tokens, counts.draft_tokens),
+                               (self.spec_accepted, counts.accepted_tokens)):
+            counter.inc(count - self._counted.get(counter, 0))
+            self._counted[counter] = count
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
         """A request was queued."""
@@ -85,7 +88,8 @@ class EngineMetrics:
             self.embeddings.inc()
             self.prompt_tokens.inc(self._prompts.get(request_id, 0))
         elif last is not None:
-            self.itl.observe(now - last)
+            for _ in range(count):  # several come at once where tokens were guessed
+                self.itl.observe((now - last) / count)
         elif request_id in self._arrived:
             waited = now - self._arrived[request_id]
             self.ttft.observe(waited)
@@ -93,9 +97,14 @@ class EngineMetrics:
             self.prompt_tokens.inc(self._prompts[request_id])
         self._last_token[request_id] = now
         if finish_reason:
-            self.finished.labels(finish_reason).inc()
-            self.e2e.observe(now - self._arrived.get(request_id, now))
-            self.forget(request_id)
+            self.ended(request_id, finish_reason)
+
+    def ended(self, request_id: str, finish_reason: str) -> None:
+        """The request is answered."""
+        now = time.monotonic()
+        self.finished.labels(finish_reason).inc()
+        self.e2e.observe(now - self._arrived.get(request_id, now))
+        self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
         """The request is over."""

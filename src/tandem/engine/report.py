@@ -42,8 +42,8 @@ class Report:
         self._metrics.running.set(running)
         self._metrics.waiting.set(queued)
         self._metrics.kv_used.set(used)
-        self._metrics.preemptions.set(scheduler.preemptions if scheduler else 0)
         counts = scheduler.speculation.counts if scheduler else SpeculationCounts()
+        self._metrics.scheduled(scheduler.preemptions if scheduler else 0, counts)
         return EngineStatus(
             query_id=0, state=gang.state, detail=gang.detail, model=layout.served_name, source=str(layout.files.path),
             max_context=min(layout.max_context, scheduler.limits.kv_tokens) if scheduler else layout.max_context,

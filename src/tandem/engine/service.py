@@ -132,7 +132,7 @@ class EngineService:
         elif isinstance(message, Abort):
             if self._owners.get(message.request_id) == client:
                 del self._owners[message.request_id]
-                self._engine.abort(message.request_id)
+                self._engine.abort(message.request_id, answered=message.answered)
         else:
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 del self._owners[request_id]

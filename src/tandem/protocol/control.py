@@ -23,6 +23,8 @@ class Abort(Struct, frozen=True, tag=True):
     """Stop a request. Unknown and finished ids are ignored; no `Output` follows."""
 
     request_id: str
+    answered: bool = False
+    """Its client has all that it wants: a stop string has come."""
 
 
 class QueryStatus(Struct, frozen=True, tag=True):

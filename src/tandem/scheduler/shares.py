@@ -8,6 +8,7 @@ there: it cannot save up, nor is anybody held back for having used a machine tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -37,19 +38,22 @@ class FairShares:
         """A request has come. Its weight is its group's from now on."""
         self._forget_settled()
         group = self._groups.setdefault(request.group, _Group(self._time, request.weight))
-        self._weights += request.weight - (group.weight if group.live else 0.0)
         group.weight = request.weight
         group.live += 1
+        self._weigh()
 
     def leave(self, request: EngineRequest) -> None:
         """A request that had come is over."""
         group = self._groups[request.group]
         group.live -= 1
-        if not group.live:
-            self._weights -= group.weight
         if not any(one.live for one in self._groups.values()):
             self._groups.clear()
-            self._time = self._weights = 0.0
+            self._time = 0.0
+        self._weigh()
+
+    def _weigh(self) -> None:
+        """Anew each time: what is left of a sum when a large part of it goes is not what the small ones add up to."""
+        self._weights = math.fsum(one.weight for one in self._groups.values() if one.live)
 
     def charge(self, request: EngineRequest, tokens: int) -> None:
         """So many tokens of work are planned for a request that is not over."""

@@ -47,7 +47,7 @@ class EngineSet:
         self.last_words = ""
         """Why an engine has ended, if it said so; of several, the last one that did."""
         self._probes: dict[int, StatusProbe] = {}
-        # The process's own, with its threads made at once: ZeroMQ aborts where it can have no descriptors for them later.
+        # The process's own, with its threads made at once: ZeroMQ aborts if it can have no descriptors for them later.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._context.socket(zmq.PAIR).close()
         self.announced = False

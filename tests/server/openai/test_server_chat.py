@@ -150,6 +150,7 @@ def test_stop_string_ends_the_answer_wherever_tokens_are_cut(server, engine, per
     assert abs(usage["completion_tokens"] - expected) <= 1
     if per_output < 100:
         wait_until(lambda: engine.aborted == set(engine.submitted))
+        assert engine.answered == engine.aborted, "that is success, not a client who gave up"
 
 
 def test_stop_as_a_string(server):

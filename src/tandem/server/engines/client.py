@@ -145,10 +145,10 @@ class EngineClient:
         """Outputs of one request, as `outputs_of` yields them."""
         return outputs_of(self, request)
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request in the engine; its subscription hears no more of it."""
+    def abort(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request in the engine; its subscription hears no more of it. `answered`: it had all that it wants."""
         self.forget(request_id)
-        self._send(Abort(request_id))
+        self._send(Abort(request_id, answered))
 
     def check(self) -> EngineStatus:
         """The status of an engine that takes requests. Raises UnavailableError otherwise."""

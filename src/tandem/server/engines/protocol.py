@@ -88,8 +88,8 @@ class Engines(Overview, Protocol):
     def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
         """Abort what still runs of a subscription and forget it."""
 
-    def abort(self, request_id: str) -> None:
-        """Stop one request; its subscription hears no more of it."""
+    def abort(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop one request; its subscription hears no more of it. `answered`: its client has all that it wants."""
 
 
 async def outputs_of(engines: Engines, request: EngineRequest) -> AsyncIterator[Output]:

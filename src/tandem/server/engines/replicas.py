@@ -252,8 +252,11 @@ class Replicas:
         """Outputs of one request, as `outputs_of` yields them."""
         return outputs_of(self, request)
 
-    def abort(self, request_id: str) -> None:
-        """Stop a request wherever it is; its subscription hears no more of it. Unknown ones are ignored."""
+    def abort(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request wherever it is; its subscription hears no more of it. Unknown ones are ignored.
+
+        `answered`: its client has all that it wants.
+        """
         flight = self._flights.pop(request_id, None)
         if flight is None:
             return
@@ -261,7 +264,7 @@ class Replicas:
         if flight.replica is not None:
             self._router.end(flight.wire_id)
             if flight.replica in self._members:
-                self._members[flight.replica].client.abort(flight.wire_id)
+                self._members[flight.replica].client.abort(flight.wire_id, answered=answered)
 
     def _send(self, flight: Flight) -> bool:
         """To the best replica that takes it, or later when it has to stand trial; False when there is none."""

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from typing import Protocol
 
 from tandem.errors import RequestError
 from tandem.protocol.control import Output
+
+
+class Abort(Protocol):
+    """What stops a request."""
+
+    def __call__(self, request_id: str, *, answered: bool = False) -> None:
+        """`answered`: its client has all that it wants."""
 
 
 class Subscription:
@@ -16,7 +24,7 @@ class Subscription:
     is all that it costs and outputs that arrived together are taken together.
     """
 
-    def __init__(self, request_ids: Iterable[str], abort: Callable[[str], None]) -> None:
+    def __init__(self, request_ids: Iterable[str], abort: Abort) -> None:
         self._open = set(request_ids)
         self._abort = abort
         self._items: list[Output] = []
@@ -47,11 +55,11 @@ class Subscription:
         self._nudged = True
         self._wake()
 
-    def stop(self, request_id: str) -> None:
-        """Abort one request whose further output nobody needs."""
+    def stop(self, request_id: str, *, answered: bool = False) -> None:
+        """Abort one request whose further output nobody needs; `answered` if that is so because it is complete."""
         if request_id in self._open:
             self._open.discard(request_id)
-            self._abort(request_id)
+            self._abort(request_id, answered=answered)
 
     def close(self) -> None:
         """Abort whatever is still running. Safe to call again."""

@@ -155,7 +155,7 @@ class Generation(Running):
             self._lease.spend(choice.tokens - before)
             if choice.finish_reason is not None:
                 self._left -= 1
-                self.subscription.stop(output.request_id)
+                self.subscription.stop(output.request_id, answered=True)
             if delta is not None:
                 deltas.append(delta)
         return deltas

@@ -1,0 +1,54 @@
+"""What the engine counts."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tandem.engine import metrics
+from tandem.engine.metrics import EngineMetrics
+from tandem.speculation.proposers import SpeculationCounts
+
+
+def value(text: str, sample: str) -> float:
+    found = re.search(rf"^tandem_{re.escape(sample)} (\S+)$", text, re.MULTILINE)
+    assert found, text
+    return float(found[1])
+
+
+def test_what_counts_upwards_is_a_counter_and_nothing_else_is_called_total() -> None:
+    one = EngineMetrics()
+    one.scheduled(2, SpeculationCounts(3, 9, 4))
+    one.scheduled(5, SpeculationCounts(4, 12, 4))
+    text = one.text().decode()
+    assert value(text, "num_preemptions_total") == 5
+    assert [value(text, f"spec_decode_num_{name}_total") for name in ("drafts", "draft_tokens", "accepted_tokens")] == [
+        4, 12, 4]
+    for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):
+        assert (kind == "counter") == name.endswith("_total"), (name, kind)
+
+
+def test_tokens_that_come_together_each_count_as_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    one = EngineMetrics()
+    one.arrived("a", 7)
+    for later, tokens in ((1.0, 1), (0.4, 4), (0.1, 1)):
+        now[0] += later
+        one.produced("a", tokens, None)
+    text = one.text().decode()
+    assert value(text, "inter_token_latency_seconds_count") == 5
+    assert value(text, "inter_token_latency_seconds_sum") == pytest.approx(0.5)
+    assert value(text, 'inter_token_latency_seconds_bucket{le="0.25"}') == 5
+
+
+def test_a_request_that_its_client_has_all_of_is_a_success() -> None:
+    one = EngineMetrics()
+    one.arrived("a", 7)
+    one.produced("a", 1, None)
+    one.ended("a", "stop")
+    text = one.text().decode()
+    assert value(text, 'request_success_total{finished_reason="stop"}') == 1
+    assert value(text, "e2e_request_latency_seconds_count") == 1
+    assert value(text, "request_aborted_total") == 0

@@ -1,0 +1,75 @@
+"""A model's files that go away while a process is replaced, and engines that die while the server drains."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--start-timeout", "120")
+BODY = {"prompt": [7, 8, 9], "max_tokens": 300, "temperature": 0, "stream": True}
+
+
+@pytest.fixture
+def own_model(model: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(model, tmp_path / "own")
+
+
+def details(server: Any) -> list[str]:
+    health = server.get("/health")
+    return [health["detail"], *(one["detail"] for one in health["replicas"])]
+
+
+@pytest.mark.parametrize("layout", [("-pp", "2"), ()], ids=["ranks", "engine"])
+def test_files_that_are_away_cost_waiting_and_no_request(running: Any, own_model: Path, layout: tuple[str, ...]) -> None:
+    """A rank looks for them when it is replaced, and so does an engine that computes itself."""
+    away = own_model.with_name("away")
+    with running(str(own_model), *layout, *FLAGS, "--max-restarts", "30") as server:
+        undisturbed = server.call(BODY).join().result
+        call = server.call(BODY)
+        server.wait(lambda: call.chunks > 20, "tokens")
+        own_model.rename(away)
+        victim = server.ranks()[-1] if layout else server.engines()[0].pid
+        os.kill(victim, signal.SIGKILL)
+        server.wait(lambda: any(str(own_model) in one for one in details(server)), "what is waited for")
+        port = server.url.rsplit(":", 1)[1]
+        told = subprocess.run([sys.executable, "-m", "tandem", "status", "--port", port, "--interval", "0"], text=True,
+                              capture_output=True, timeout=60, check=False,
+                              env={**os.environ, "TANDEM_RUNTIME_DIR": str(server.log.parent)})
+        assert str(own_model) in told.stdout, told
+        away.rename(own_model)
+        assert call.join().result == undisturbed, server.tail()
+        server.wait(server.settled, "recovery")
+
+
+def test_files_that_stay_away_end_the_server_and_clients_hear_it_at_once(running: Any, own_model: Path) -> None:
+    with running(str(own_model), "-pp", "2", *FLAGS, "--max-restarts", "2", "--drain-timeout", "100") as server:
+        call = server.call({**BODY, "max_tokens": 1000})
+        server.wait(lambda: call.chunks > 5, "tokens")
+        shutil.rmtree(own_model)
+        os.kill(server.ranks()[1], signal.SIGKILL)
+        started = time.monotonic()
+        assert server.process.wait(120) == 3, server.tail()
+        assert time.monotonic() - started < 60, "not the drain timeout"
+        assert "gave up" in call.join().result["error"]["message"], call.result
+
+
+def test_an_engine_that_dies_while_the_server_drains_is_replaced(running: Any, model: Path) -> None:
+    with running(str(model), "-pp", "2", *FLAGS, "--drain-timeout", "110") as server:
+        undisturbed = server.call(BODY).join().result
+        calls = [server.call(BODY) for _ in range(2)]
+        server.wait(lambda: calls[0].chunks > 5, "tokens")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait(lambda: server.states() == [] or server.get("/health")["status"] == "draining", "draining")
+        os.kill(server.engines()[0].pid, signal.SIGKILL)
+        assert [call.join().result for call in calls] == [undisturbed] * 2, server.tail()
+        assert server.process.wait(60) == 0
