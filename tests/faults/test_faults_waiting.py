@@ -30,7 +30,8 @@ def details(server: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", [("-pp", "2"), ()], ids=["ranks", "engine"])
-def test_files_that_are_away_cost_waiting_and_no_request(running: Any, own_model: Path, layout: tuple[str, ...]) -> None:
+def test_files_that_are_away_cost_waiting_and_no_request(running: Any, own_model: Path,
+                                                         layout: tuple[str, ...]) -> None:
     """A rank looks for them when it is replaced, and so does an engine that computes itself."""
     away = own_model.with_name("away")
     with running(str(own_model), *layout, *FLAGS, "--max-restarts", "30") as server:
