@@ -5,7 +5,9 @@ SQLite's pages have none: without it, what a disk has changed would be shown to 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import sqlite3
 from pathlib import Path
 
@@ -32,8 +34,10 @@ CREATE TABLE answers(number INTEGER PRIMARY KEY REFERENCES requests ON DELETE CA
 def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
     """The database, which nobody else can use then. With `durable`, what is committed outlives the machine's power.
 
-    Raises ConfigError for a database of another kind, sqlite3.Error.
+    Raises ConfigError for a database of another kind, OSError, sqlite3.Error.
     """
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL, 0o600))  # what SQLite makes beside it is as private
     database = sqlite3.connect(path, timeout=1.0, isolation_level=None, check_same_thread=False)
     try:
         database.execute("PRAGMA locking_mode = EXCLUSIVE").fetchall()

@@ -130,7 +130,7 @@ class Jobs:
                       outline)
         self._coming += 1
         try:
-            held = await self._writer.run(self._journal.accept, entry, body, everybody=self._everybody,
+            held = await self._writer.run(self._journal.accept, entry, body, everybody=not self._api.keys,
                                           refusal=self._refusal())
         finally:
             self._coming -= 1
@@ -140,8 +140,11 @@ class Jobs:
         return held, held.id == entry.id
 
     async def find(self, group: str, name: str) -> Entry | None:
-        """The request of this client with this id or Idempotency-Key. Raises JournalError."""
-        return await self._writer.run(self._journal.find, group, name, everybody=self._everybody)
+        """The request of this client (of anyone, without API keys) with this id or Idempotency-Key.
+
+        Raises JournalError.
+        """
+        return await self._writer.run(self._journal.find, group, name, everybody=not self._api.keys)
 
     def job(self, entry: Entry) -> Job | None:
         """The job of a request that is not answered yet."""
@@ -164,11 +167,6 @@ class Jobs:
         await self._writer.run(self._journal.drop, entry)
         if (job := self._jobs.get(entry.id)) is not None:
             job.cancelled.set()
-
-    @property
-    def _everybody(self) -> bool:
-        """Who may see an answer: anyone, when there are no API keys."""
-        return not self._api.keys
 
     def _refusal(self) -> RequestError | None:
         """Why new requests cannot be taken now."""
@@ -231,7 +229,7 @@ class Jobs:
             else:
                 await self._writer.run(self._journal.answer, entry, reply.status, reply.body)
         except Exception as error:  # noqa: BLE001 - whoever waits must be told, whatever becomes of the journal
-            logger.error("the answer of %s is kept in memory alone: %s", entry.id, error)
+            logger.error("how %s ended is known in memory alone: %s", entry.id, error)
             return told_only
         return True
 
@@ -282,7 +280,7 @@ def _cancelled() -> RequestError:
 
 def request_digest(route: str, body: bytes) -> bytes:
     """What tells two requests apart."""
-    return hashlib.blake2b(route.encode() + b"\0" + body, digest_size=16).digest()
+    return hashlib.blake2b(body, digest_size=16, key=route.encode()).digest()
 
 
 def reply_of(error: RequestError) -> StoredReply:

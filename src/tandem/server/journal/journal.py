@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sqlite3
 import time
 from collections.abc import Callable
@@ -75,8 +73,6 @@ class Journal:
             if (directory / "journal").exists():
                 raise _unusable(f"{directory / 'journal'} is of an earlier version of Tandem, which alone can answer "
                                 "what is open in it; give another directory, or move the file away")
-            with contextlib.suppress(FileExistsError):
-                os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             self._database = open_whole(self.path, durable=sync == "always")
         except sqlite3.Error as error:
             code = code_of(error)

@@ -15,7 +15,7 @@ from tandem.errors import RequestError
 from tandem.server.body import LARGE_BODY, read_body
 from tandem.server.chats.texts import off_loop
 from tandem.server.context import Api, get_group
-from tandem.server.journal.jobs import Job, Jobs, StoredReply, request_digest
+from tandem.server.journal.jobs import Jobs, StoredReply, request_digest
 from tandem.server.sse import encode_json
 
 ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings"})
@@ -55,14 +55,16 @@ class Keeper:
     async def _serve(self, group: str, route: str, body: bytes, key: str, background: bool) -> Response:
         entry, fresh = await self._jobs.start_job(group, route, body, key=key, background=background)
         job = self._jobs.job(entry)
-        if entry.digest != request_digest(route, body):
+        if not fresh and entry.digest != request_digest(route, body):
             reused = RequestError(f"The Idempotency-Key '{key}' belongs to another request; use a new one for each "
                                   "request.", param="Idempotency-Key", code="idempotency_key_reused")
             reused.status = 422
             raise reused
         more = {"x-request-id": entry.id} | ({} if fresh else {"idempotent-replayed": "true"})
         if background:
-            return _receipt(entry.id, job, more)
+            receipt = {"id": entry.id, "object": "request", "status": "completed" if job is None else "in_progress"}
+            more |= {"location": f"/v1/requests/{entry.id}", "preference-applied": "respond-async"}
+            return Response(encode_json(receipt), 202, more, "application/json")
         if job is not None:
             await asyncio.wait((job.reply,))
         reply = await self._jobs.reply(entry, job)
@@ -101,13 +103,6 @@ def _again(body: bytes, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return first
-
-
-def _receipt(request_id: str, job: Job | None, more: dict[str, str]) -> Response:
-    """202."""
-    body = {"id": request_id, "object": "request", "status": "completed" if job is None else "in_progress"}
-    location = {"location": f"/v1/requests/{request_id}", "preference-applied": "respond-async"}
-    return Response(encode_json(body), 202, {**more, **location}, "application/json")
 
 
 def _text(reply: StoredReply) -> list[tuple[str, str]]:

@@ -19,50 +19,44 @@ def open_whole(path: Path, *, durable: bool) -> sqlite3.Connection:
 
     Raises ConfigError, OSError, sqlite3.Error.
     """
+    database = None
     try:
         database = connect(path, durable=durable)
+        if database.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",):
+            return database
     except sqlite3.DatabaseError as error:
         if code_of(error) != sqlite3.SQLITE_CORRUPT:
             raise
-    else:
-        with contextlib.suppress(sqlite3.DatabaseError):
-            if database.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",):
-                return database
-        database.close()
-    _mend(path)
+    _mend(path, database)
     return connect(path, durable=durable)
 
 
-def _mend(path: Path) -> None:
+def _mend(path: Path, old: sqlite3.Connection | None) -> None:
+    """`old` is None when not even its tables can be read."""
     copy, new = path.with_name("journal.damaged"), path.with_name("journal.new")
     new.unlink(missing_ok=True)
-    os.close(os.open(new, os.O_CREAT | os.O_WRONLY, 0o600))
+    kept, lost = 0, 1
     with contextlib.closing(connect(new, durable=True)) as database:
-        kept, lost = _copy(path, database)
+        if old is not None:
+            with contextlib.closing(old):
+                kept, lost = _copy(old, database)
     logger.error("%s is damaged: %d of its rows are kept, %d or more are lost; %s is the file as it was",
                  path, kept, lost, copy)
     try:
-        shutil.copyfile(path, copy)
-        copy.chmod(0o600)
+        shutil.copy(path, copy)
     except OSError as error:
         logger.warning("%s cannot be written: %s", copy, error.strerror)
     path.with_name(path.name + "-wal").unlink(missing_ok=True)  # it belongs to the old file
     os.replace(new, path)
 
 
-def _copy(path: Path, new: sqlite3.Connection) -> tuple[int, int]:
+def _copy(old: sqlite3.Connection, new: sqlite3.Connection) -> tuple[int, int]:
     """Copy row by row, as a search stops at the first page that is damaged; how many could be read, and could not."""
     kept = lost = 0
-    try:
-        old = connect(path, durable=True)
-    except sqlite3.DatabaseError as error:
-        if code_of(error) != sqlite3.SQLITE_CORRUPT:
-            raise
-        return 0, 1  # not even the tables are known
+    with contextlib.suppress(sqlite3.DatabaseError):
+        old.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
     new.execute("PRAGMA foreign_keys = OFF")
-    with contextlib.closing(old), new:
-        with contextlib.suppress(sqlite3.DatabaseError):
-            old.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    with new:
         new.execute("BEGIN IMMEDIATE")
         for table, width in COLUMNS.items():
             for number in _numbers(old):
@@ -81,8 +75,7 @@ def _copy(path: Path, new: sqlite3.Connection) -> tuple[int, int]:
 def _numbers(old: sqlite3.Connection) -> range:
     ends: list[int] = []
     for table in COLUMNS:
-        for order in ("ASC", "DESC"):
+        for end in ("min", "max"):
             with contextlib.suppress(sqlite3.DatabaseError):
-                query = f"SELECT number FROM {table} ORDER BY number {order} LIMIT 1"
-                ends += [number for (number,) in old.execute(query)]
+                ends += filter(None, old.execute(f"SELECT {end}(number) FROM {table}").fetchone())
     return range(min(ends), max(ends) + 1) if ends else range(0)
