@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.borders import own_process
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
-from tandem.cli.options import agent, bench, doctor, lifecycle, parity, plan, sampling
+from tandem.cli.options import agent, bench, doctor, installed, lifecycle, parity, plan, sampling
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -46,6 +46,8 @@ def build_parser() -> Parser:
     bench.add_parser(commands).set_defaults(run=_bench)
     bench.add_top(commands).set_defaults(run=_top)
     bench.add_batch(commands).set_defaults(run=_batch)
+    installed.add_service(commands, SERVE_SECTIONS, _service)
+    installed.add_completions(commands, _completions)
     version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
     version.set_defaults(run=_version)
     return parser
@@ -192,6 +194,19 @@ def _discovery(arguments: argparse.Namespace) -> int:
     return agent.run(arguments) if arguments.command == "agent" else hosts.run(arguments)
 
 
+def _service(arguments: argparse.Namespace) -> int:
+    from tandem.cli.service.command import run
+
+    return run(arguments)
+
+
+def _completions(arguments: argparse.Namespace) -> int:
+    from tandem.cli.completions import script
+
+    print(script(arguments.shell, build_parser()), end="")
+    return 0
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.probe:
         from tandem.doctor.probe import main as probe
@@ -238,6 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.command is None:
         parser.print_help()
         return 2
+    arguments.words = list(sys.argv[1:] if argv is None else argv)
     raise_limit()
     run: Run = arguments.run
     try:

@@ -1,0 +1,86 @@
+"""`tandem service install|uninstall|status`."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from tandem.cli.processes import prepared
+from tandem.cli.serve import checked
+from tandem.cli.service.managers import Manager, manager
+from tandem.cli.service.units import Service
+from tandem.env import SECRET_VARIABLES, state_dir, variables
+from tandem.errors import UsageError
+from tandem.processes.interpreter import module_command
+from tandem.supervision.record import Background
+
+_KEPT = ("PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
+"""Variables that a service gets from whoever installs it, beside TANDEM_*."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """One of the actions. Raises UsageError."""
+    place = Background(arguments.name)  # checks the name
+    holder = manager()
+    if arguments.action == "install":
+        return _install(arguments, holder, place.name)
+    if arguments.action == "uninstall":
+        return _uninstall(holder, place.name)
+    return _status(holder, place.name)
+
+
+def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
+    if arguments.setting_api_key:
+        raise UsageError("--api-key: every user of this machine could read it in the service's arguments; give "
+                         "--api-key-file", param="api_key")
+    checked(prepared(arguments))
+    environment = {key: value for key, value in variables().items()
+                   if (key in _KEPT or key.startswith("TANDEM_")) and key not in SECRET_VARIABLES}
+    log = _log(name)
+    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    command = module_command("tandem", "serve", *serve_words(arguments.words))
+    holder.install(Service(name, tuple(command), Path.cwd(), log, environment))
+    print(f"{name} is installed ({holder.file(name)}) and starting; its log is {log}")
+    print(f"`tandem service status` shows whether it runs, `tandem status --port {_port(arguments)}` how it is")
+    if holder.hint:
+        print(holder.hint)
+    return 0
+
+
+def serve_words(words: Sequence[str]) -> list[str]:
+    """The options for `tandem serve` among the words `service install ...`."""
+    kept: list[str] = []
+    rest = iter(words[list(words).index("install") + 1:])
+    for word in rest:
+        if word == "--name":
+            next(rest, None)
+        elif not word.startswith("--name="):
+            kept.append(word)
+    return kept
+
+
+def _port(arguments: argparse.Namespace) -> str:
+    return str((arguments.setting_port or ["8000"])[-1])
+
+
+def _log(name: str) -> Path:
+    return state_dir() / "services" / f"{name}.log"
+
+
+def _uninstall(holder: Manager, name: str) -> int:
+    if not holder.file(name).exists():
+        print(f"{name} is not installed")
+        return 0
+    holder.uninstall(name)
+    print(f"{name} is stopped and taken away; its log stays: {_log(name)}")
+    return 0
+
+
+def _status(holder: Manager, name: str) -> int:
+    if not holder.file(name).exists():
+        print(f"{name} is not installed; `tandem service install MODEL` does it")
+        return 1
+    pid = holder.pid(name)
+    print(f"{name}: {f'runs (process {pid})' if pid else 'does not run'}; {holder.file(name)}; log {_log(name)}")
+    return 0 if pid else 1

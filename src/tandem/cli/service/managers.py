@@ -1,0 +1,141 @@
+"""Who keeps services running: launchd on macOS, the user's systemd on Linux."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+
+from tandem.cli.service.units import Service, launchd_agent, launchd_label, systemd_unit
+from tandem.env import child_environment, variable
+from tandem.errors import UsageError
+from tandem.system.tools import find_tool
+
+_TOOL_S = 60.0
+_PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
+
+
+class Manager(ABC):
+    """Holds services by name."""
+
+    tool: str
+    """The program that it is told with."""
+    hint = ""
+    """What a person should know about services here."""
+
+    @abstractmethod
+    def file(self, name: str) -> Path:
+        """Where the service is described."""
+
+    @abstractmethod
+    def install(self, service: Service) -> None:
+        """Describe and start it, in place of an earlier one of its name. Raises UsageError."""
+
+    @abstractmethod
+    def uninstall(self, name: str) -> None:
+        """Stop it, and take its description away. Raises UsageError."""
+
+    @abstractmethod
+    def pid(self, name: str) -> int | None:
+        """Process of the service; None when it does not run."""
+
+
+def manager() -> Manager:
+    """That of this system. Raises UsageError where there is none."""
+    chosen: Manager = Launchd() if sys.platform == "darwin" else Systemd()
+    if find_tool(chosen.tool) is None:
+        raise UsageError(f"{chosen.tool} is not on this machine, so there is nobody to keep a service running; "
+                         "`tandem up` starts a server in the background")
+    return chosen
+
+
+def _ran(*words: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run([find_tool(words[0]) or words[0], *words[1:]], capture_output=True, text=True,
+                              timeout=_TOOL_S, env=child_environment(), stdin=subprocess.DEVNULL, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{' '.join(words)}: {error}") from error
+
+
+def _must(*words: str) -> None:
+    done = _ran(*words)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise UsageError(f"{' '.join(words)}: {said[-1] if said else f'exit code {done.returncode}'}")
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+
+class Launchd(Manager):
+    """Agents of the user, in the session of whoever is logged in at the screen, else in the background one."""
+
+    tool = "launchctl"
+    hint = ("launchd agents need the permission for the local network (System Settings, Privacy & Security), if ranks "
+            "run on other machines too")
+
+    def file(self, name: str) -> Path:
+        """As in the base class."""
+        return Path.home() / "Library" / "LaunchAgents" / f"{launchd_label(name)}.plist"
+
+    def install(self, service: Service) -> None:
+        """As in the base class."""
+        if self.file(service.name).exists():
+            self.uninstall(service.name)
+        _write(self.file(service.name), launchd_agent(service))
+        done = _ran(self.tool, "bootstrap", f"gui/{os.getuid()}", str(self.file(service.name)))
+        if done.returncode:  # over ssh there may be nobody at the screen
+            _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
+
+    def uninstall(self, name: str) -> None:
+        """As in the base class."""
+        for domain in ("gui", "user"):
+            _ran(self.tool, "bootout", f"{domain}/{os.getuid()}/{launchd_label(name)}")
+        self.file(name).unlink(missing_ok=True)
+
+    def pid(self, name: str) -> int | None:
+        """As in the base class."""
+        for domain in ("gui", "user"):
+            done = _ran(self.tool, "print", f"{domain}/{os.getuid()}/{launchd_label(name)}")
+            if done.returncode == 0 and (match := _PID.search(done.stdout)):
+                return int(match[1])
+        return None
+
+
+class Systemd(Manager):
+    """Units of the user."""
+
+    tool = "systemctl"
+    hint = "it ends when you log out, unless `loginctl enable-linger` was run once"
+
+    def file(self, name: str) -> Path:
+        """As in the base class."""
+        base = variable("XDG_CONFIG_HOME")
+        return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"tandem-{name}.service"
+
+    def install(self, service: Service) -> None:
+        """As in the base class."""
+        unit = self.file(service.name)
+        _write(unit, systemd_unit(service).encode())
+        _must(self.tool, "--user", "daemon-reload")
+        _must(self.tool, "--user", "enable", unit.name)
+        _must(self.tool, "--user", "restart", unit.name)
+
+    def uninstall(self, name: str) -> None:
+        """As in the base class."""
+        unit = self.file(name)
+        _ran(self.tool, "--user", "disable", "--now", unit.name)
+        unit.unlink(missing_ok=True)
+        _ran(self.tool, "--user", "daemon-reload")
+
+    def pid(self, name: str) -> int | None:
+        """As in the base class."""
+        done = _ran(self.tool, "--user", "show", "--property=MainPID", "--value", self.file(name).name)
+        text = done.stdout.strip()
+        return int(text) if text.isdecimal() and int(text) else None

@@ -1,0 +1,139 @@
+"""A server that the system keeps running: what launchd and systemd are told, and that it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import plistlib
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from macs import mac_environment
+from tandem.cli.service.units import Service, launchd_agent, systemd_unit
+from tandem.testing import tiny_model
+
+SYSTEMCTL = """#!/bin/sh
+# As systemctl: remembers what it is told, and has a process for what is enabled.
+echo "$*" >> "$FAKE/systemctl.log"
+case "$*" in
+*disable*) rm -f "$FAKE/enabled";;
+*enable*) touch "$FAKE/enabled";;
+*show*) if [ -e "$FAKE/enabled" ]; then echo 4711; else echo 0; fi;;
+esac
+"""
+
+
+def tandem(environment: dict[str, str], *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "tandem", *words], env=environment, capture_output=True, text=True,
+                          check=False, cwd=cwd, timeout=120)
+
+
+@pytest.fixture(params=["darwin", "linux"])
+def environment(request: pytest.FixtureRequest, tmp_path: Path) -> dict[str, str]:
+    home = tmp_path / "a home"
+    home.mkdir()
+    own = {"HOME": str(home), "TANDEM_STATE_DIR": str(home / "state"), "FAKE": str(tmp_path),
+           "TANDEM_API_KEY": "sesame"}
+    if request.param == "darwin":
+        return mac_environment(tmp_path / "said", **own)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "systemctl").write_text(SYSTEMCTL)
+    (tmp_path / "bin" / "systemctl").chmod(0o755)
+    kept = {name: value for name, value in os.environ.items() if name != "XDG_CONFIG_HOME"}
+    return {**kept, **own, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def described(environment: dict[str, str], name: str = "default") -> tuple[list[str], dict[str, str], str]:
+    """Command, variables and directory, as the system reads them."""
+    home = Path(environment["HOME"])
+    if "FAKE_MAC" in environment:
+        path = home / "Library" / "LaunchAgents" / f"io.github.mlx-tandem.{name}.plist"
+        agent = plistlib.loads(path.read_bytes())
+        assert agent["KeepAlive"] == {"SuccessfulExit": False} and agent["SoftResourceLimits"]["NumberOfFiles"] > 256
+        assert path.stat().st_mode & 0o077 == 0
+        return agent["ProgramArguments"], agent["EnvironmentVariables"], agent["WorkingDirectory"]
+    text = (home / ".config" / "systemd" / "user" / f"tandem-{name}.service").read_text()
+    [command] = re.findall(r"^ExecStart=(.*)$", text, re.MULTILINE)
+    pairs = [shlex.split(one)[0].partition("=")[::2] for one in re.findall(r"^Environment=(.*)$", text, re.MULTILINE)]
+    [directory] = re.findall(r"^WorkingDirectory=(.*)$", text, re.MULTILINE)
+    return shlex.split(command), dict(pairs), directory
+
+
+@pytest.mark.slow
+def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str], tmp_path: Path) -> None:
+    tiny_model(tmp_path / "here" / "tiny")
+    assert tandem(environment, "service", "status").returncode == 1
+    done = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "0", "--device=cpu",
+                  cwd=tmp_path / "here")
+    assert done.returncode == 0, done.stderr
+    assert "mine is installed" in done.stdout and "`tandem service status`" in done.stdout
+    assert "default is not installed" in tandem(environment, "service", "status").stdout
+    status = tandem(environment, "service", "status", "--name", "mine")
+    assert (status.returncode, "runs (process 4711)" in status.stdout) == (0, True)
+
+    command, variables, directory = described(environment, "mine")
+    assert command[1:] == ["-P", "-m", "tandem", "serve", "tiny", "--port", "0", "--device=cpu"]
+    assert directory == str(tmp_path / "here")
+    assert "TANDEM_API_KEY" not in variables and "sesame" not in json.dumps([command, variables])
+    with subprocess.Popen(command, env={**variables, "HOME": environment["HOME"]}, cwd=directory, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
+        try:
+            assert server.stdout is not None
+            assert select.select([server.stdout], [], [], 120)[0]
+            ready = re.search(r"Tandem is ready: (\S+)", server.stdout.readline())
+            assert ready
+            assert httpx.get(f"{ready[1]}/health", timeout=30).status_code == 200
+        finally:
+            server.terminate()
+            server.communicate(timeout=60)
+    assert server.returncode == 0  # so that it is not started again
+
+    again = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "8001", cwd=tmp_path / "here")
+    assert again.returncode == 0, again.stderr
+    assert described(environment, "mine")[0][-1] == "8001"
+    assert tandem(environment, "service", "uninstall", "--name", "mine").returncode == 0
+    assert tandem(environment, "service", "status", "--name", "mine").returncode == 1
+    assert "mine is not installed" in tandem(environment, "service", "uninstall", "--name", "mine").stdout
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (("tiny", "--api-key", "sesame"), "--api-key: every user of this machine could read it"),
+    (("tiny", "--memory-fraction", "2"), "--memory-fraction: 2.0 is out of range"),
+    (("tiny", "--name", "../x"), "--name ../x: use up to 32 letters"),
+    ((), "no model is given")])
+def test_mistakes_are_told_before_anything_is_installed(environment: dict[str, str], words: tuple[str, ...],
+                                                        message: str) -> None:
+    done = tandem(environment, "service", "install", *words)
+    assert (done.returncode, message in done.stderr) == (2, True), done.stderr
+    assert not list(Path(environment["HOME"]).rglob("*.plist")) + list(Path(environment["HOME"]).rglob("*.service"))
+
+
+def odd(tmp_path: Path) -> Service:
+    return Service("odd", ("/a b/python", "-m", "tandem", "serve", 'a "model" of 100 % for $5 \\ it'), tmp_path,
+                   tmp_path / "a log", {"TANDEM_CACHE": "/a b/100 %"})
+
+
+def test_odd_words_reach_launchd_whole(tmp_path: Path) -> None:
+    agent = plistlib.loads(launchd_agent(odd(tmp_path)))
+    assert (tuple(agent["ProgramArguments"]), agent["EnvironmentVariables"]) == (odd(tmp_path).command,
+                                                                                odd(tmp_path).variables)
+
+
+def test_odd_words_reach_systemd_whole(tmp_path: Path) -> None:
+    text = systemd_unit(odd(tmp_path))
+    assert '"a \\"model\\" of 100 %% for $$5 \\\\ it"' in text
+    assert 'Environment="TANDEM_CACHE=/a b/100 %%"' in text
+    if (verify := shutil.which("systemd-analyze")) is None:
+        pytest.skip("systemd-analyze is not installed")
+    unit = tmp_path / "tandem-odd.service"
+    unit.write_text(text.replace("/a b/python", sys.executable))
+    done = subprocess.run([verify, "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False)
+    assert "tandem-odd" not in done.stderr, done.stderr
