@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import re
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from tandem.errors import UnavailableError
+from tandem.guided import probe
 from tandem.guided.check import GrammarCheck
 from tandem.guided.grammar import grammar_of, preceded
 from tandem.protocol.request import StructuredOutputs
@@ -125,13 +129,69 @@ def test_what_crashes_the_compiler_or_takes_too_long_is_too_complex(
         tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="too complex"):
         GrammarCheck(tokenizer).check(HOSTILE["a chain of rules"])
-    monkeypatch.setattr("tandem.guided.check.TIMEOUT_S", 0.001)
+
+
+@pytest.mark.parametrize("form", [
+    StructuredOutputs(regex="a{1000000}"),
+    StructuredOutputs(regex="a{100000}"),
+    StructuredOutputs(grammar='start: /x{30}/ "-" A\nA: /a{1000000}/'),
+], ids=str)
+def test_a_grammar_whose_steps_would_hold_up_everybody_is_refused(check: GrammarCheck, form: StructuredOutputs) -> None:
+    with pytest.raises(ValueError, match="steps take too long"):
+        check.accept(form)
+
+
+def test_a_large_ordinary_grammar_is_taken(check: GrammarCheck) -> None:
+    inner = {f"q{i}": {"enum": [f"v{k}" for k in range(10)]} for i in range(20)}
+    properties = {f"p{i}": {"type": "object", "properties": inner} for i in range(60)}
+    check.accept(StructuredOutputs(json={"type": "object", "properties": properties}))
+    check.accept(StructuredOutputs(choice=tuple(f"choice number {i}" for i in range(1000))))
+
+
+@pytest.mark.parametrize("what", [
+    "import time; time.sleep(60)",
+    "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+    "import no_such_module",
+], ids=["too slow", "killed", "broken"])
+def test_a_grammar_that_could_not_be_tried_is_tried_again(
+        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str) -> None:
+    check, form = GrammarCheck(tokenizer), StructuredOutputs(regex="again")
+    (tmp_path / "probe.py").write_text(what)
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.guided.check.TIMEOUT_S", 1.0)
+        patch.setattr("tandem.guided.probe.__file__", str(tmp_path / "probe.py"))
+        with pytest.raises(UnavailableError, match="could not be tried"):
+            check.accept(form)
+    check.accept(form)
+
+
+def test_a_grammar_that_uses_up_its_time_is_remembered(
+        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    check = GrammarCheck(tokenizer)
+    (tmp_path / "probe.py").write_text(Path(probe.__file__).read_text().replace("SECONDS = 5", "SECONDS = 1")
+                                       .replace('trouble(task["grammar"], task["special"])', "all(iter(lambda: 1, 0))"))
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.guided.probe.__file__", str(tmp_path / "probe.py"))
+        with pytest.raises(ValueError, match="too complex"):
+            check.check("start: /a/")
     with pytest.raises(ValueError, match="too complex"):
-        GrammarCheck(tokenizer).check("start: /a/")
+        check.check("start: /a/")
+
+
+def test_a_trial_ends_when_nobody_waits_for_it(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
+                                               tmp_path: Path) -> None:
+    (tmp_path / "probe.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setattr("tandem.guided.probe.__file__", str(tmp_path / "probe.py"))
+    trial = GrammarCheck(tokenizer).trial("start: /a/")
+    with ThreadPoolExecutor(1) as pool:
+        outcome = pool.submit(trial.run)
+        trial.end()
+        with pytest.raises(UnavailableError):
+            outcome.result(20)
 
 
 def test_the_same_grammar_is_tried_once(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:
     form = StructuredOutputs(regex="once")
     check.accept(form)
-    monkeypatch.setattr(check, "_ask", lambda grammar: pytest.fail("asked again"))
+    monkeypatch.setattr(check, "trial", lambda grammar: pytest.fail("asked again"))
     check.accept(form)

@@ -13,6 +13,8 @@ from tandem.protocol.request import StructuredOutputs
 
 MAX_CHARS = 256 * 1024
 """Longest grammar, in characters."""
+MAX_TEXT = 4 * MAX_CHARS
+"""Longest schema or grammar that comes as a text: as JSON it may be written with much white space."""
 WHITESPACE = r"[ ]?|\n[ ]{0,24}"
 """Between the tokens of JSON: nothing, a space, or a new line with its indentation. JSON allows more, and a model that
 has lost its way fills its whole answer with it."""
@@ -23,6 +25,9 @@ r"""In regular expressions \d, \w and \s stand for ASCII characters alone."""
 
 def grammar_of(form: StructuredOutputs) -> str:
     """llguidance's description of `form`. Raises ValueError, saying why, for what cannot be one."""
+    for text in (form.json, form.regex, form.grammar):
+        if isinstance(text, str) and len(text) > (MAX_CHARS if text is form.regex else MAX_TEXT):
+            raise ValueError(f"it is {len(text)} characters long; at most {MAX_CHARS} are allowed")
     try:
         grammar = json.dumps(_described(form), ensure_ascii=False)
     except RecursionError:

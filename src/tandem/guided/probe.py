@@ -2,7 +2,8 @@
 
 Run as a script with `{"grammar": ..., "special": {name: id}}` on standard input; prints what is wrong with the grammar,
 or nothing. It does what ranks do with a grammar, over a vocabulary of single bytes and with a smaller stack, so that
-what compiles here compiles there. Imports nothing of Tandem, to start quickly.
+what compiles here compiles there, and it measures what a step costs: on ranks all sequences wait for the slowest mask.
+Imports nothing of Tandem, to start quickly.
 """
 
 from __future__ import annotations
@@ -12,12 +13,18 @@ import json
 import resource
 import sys
 import threading
+import time
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 SECONDS = 5
 MEMORY_BYTES = 2 * 1024**3
 STACK_BYTES = 8 * 1024**2
+WALK = 16
+"""Steps whose masks are measured. What is costly later shows at the first: all lexemes are prepared."""
+MASK_SECONDS = 0.05
+"""Of processor time that one mask may take here. Over a vocabulary of words it takes three to five times as long."""
+TOO_COSTLY = "its steps take too long to compute; shorten its repetitions, or what it chooses from"
 
 
 class _Bytes:
@@ -39,24 +46,55 @@ class _Bytes:
 
 def limits() -> LLParserLimits:
     """What a grammar may cost, here and on ranks: about 20 ms a step, and 50 MB."""
-    return LLParserLimits(max_lexer_states=25_000, verbose_errors=False)
+    return LLParserLimits(max_lexer_states=25_000, initial_lexer_fuel=400_000, verbose_errors=False)
 
 
 def trouble(grammar: str, special: dict[str, int]) -> str:
     """What is wrong with the grammar; empty if nothing."""
-    tokenizer = LLTokenizer(TokenizerWrapper(_Bytes(special)))
-    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-    mask = b"" if matcher.is_error() else matcher.compute_bitmask()
+    vocabulary = _Bytes(special)
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
+    matcher, mask, seconds = _walk(tokenizer, grammar, vocabulary.eos_token_id)
     if matcher.is_error():
         return matcher.get_error() or "it cannot be compiled"
-    return "" if any(mask) else "nothing matches it"
+    if not any(mask):
+        return "nothing matches it"
+    # Once more, as whatever else the machine does may have been the reason.
+    if seconds > MASK_SECONDS and _walk(tokenizer, grammar, vocabulary.eos_token_id)[2] > MASK_SECONDS:
+        return TOO_COSTLY
+    return ""
+
+
+def _walk(tokenizer: LLTokenizer, grammar: str, eos: int) -> tuple[LLMatcher, bytes, float]:
+    """A matcher before its first token, its first mask, and the processor seconds of the slowest of the first masks."""
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
+    first, slowest, walker = b"", 0.0, matcher
+    for step in range(WALK):
+        if walker.is_error() or walker.is_stopped():
+            break
+        started = time.thread_time()
+        mask = walker.compute_bitmask()
+        slowest = max(slowest, time.thread_time() - started)
+        if step == 0:
+            first, walker = mask, matcher.deep_copy()
+        token = _last(mask, eos)
+        if token is None or not walker.consume_token(token):
+            break
+    return matcher, first, slowest
+
+
+def _last(mask: bytes, eos: int) -> int | None:
+    """The largest token that a mask allows, beside the end."""
+    allowed = int.from_bytes(mask, "little") & ~(1 << eos)
+    return allowed.bit_length() - 1 if allowed else None
 
 
 def main() -> None:
     """Read a task, write the answer."""
-    for kind, most in ((resource.RLIMIT_CPU, SECONDS), (resource.RLIMIT_AS, MEMORY_BYTES)):
+    # One second between SIGXCPU, by which the parent knows this end, and SIGKILL, which anybody may have sent.
+    for kind, most, last in ((resource.RLIMIT_CPU, SECONDS, SECONDS + 1),
+                             (resource.RLIMIT_AS, MEMORY_BYTES, MEMORY_BYTES), (resource.RLIMIT_CORE, 0, 0)):
         with contextlib.suppress(ValueError, OSError):  # macOS does not limit address space; the parent's clock is left
-            resource.setrlimit(kind, (most, most))
+            resource.setrlimit(kind, (most, last))
     task = json.load(sys.stdin)
     found: list[str] = []
     threading.stack_size(STACK_BYTES)
