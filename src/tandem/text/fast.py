@@ -9,6 +9,7 @@ from pathlib import Path
 import tokenizers
 
 from tandem.errors import BrokenModel
+from tandem.text.longest_token import longest_token
 from tandem.text.token_bytes import Scheme, scheme_of
 
 
@@ -22,9 +23,10 @@ class FastBackend:
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
             added = self._tokenizer.get_added_tokens_decoder()
-            self.scheme: Scheme = scheme_of(
-                json.loads(text).get("decoder"), {i: token.content for i, token in added.items()}
-            )
+            given = json.loads(text)
+            self.scheme: Scheme = scheme_of(given.get("decoder"), {i: token.content for i, token in added.items()})
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            self.longest_token = longest_token(given, self.scheme, vocabulary)
         except BaseException as error:
             # A panic of the library is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -33,7 +35,7 @@ class FastBackend:
                 f"{path}: cannot be read: {' '.join(str(error).split())[:300]}", param=path.name
             ) from error
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""

@@ -27,6 +27,7 @@ class HFBackend:
         decoder = json.loads(fast.to_str()).get("decoder") if fast is not None else None
         self.scheme: Scheme = scheme_of(decoder, added)
         self.vocab_size = len(self._tokenizer)
+        self.longest_token: int | None = None  # what happens to a text before it is tokenised is not known here
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from tandem.errors import BrokenModel, RequestError
-from tandem.text.template_sandbox import Budget, LimitedEnvironment
+from tandem.text.template_sandbox import Budget, LimitedEnvironment, TooExpensive
 
 _MAX_TIME_FORMAT = 200  # characters
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -45,8 +45,23 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """The prompt's text. Raises `RequestError` with the template's own words when it refuses the messages, and when
-        it takes more time or memory than `chat_limits` allows.
+        it takes more time or memory than `template_sandbox` allows.
         """
+        return self._render(messages, tools, add_generation_prompt, variables, quick=False)
+
+    def render_quickly(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        **variables: Any,
+    ) -> str:
+        """As `render`, where others wait meanwhile. Raises TooExpensive when it takes more than a moment."""
+        return self._render(messages, tools, add_generation_prompt, variables, quick=True)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
+                add_generation_prompt: bool, variables: Mapping[str, Any], *, quick: bool) -> str:
         given = {
             **self._variables,
             "documents": None,
@@ -56,9 +71,11 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            with Budget(given):
+            with Budget(given, quick=quick):
                 return self._template.render(given)
         except Exception as error:
+            if quick and isinstance(error, TooExpensive):
+                raise
             text = " ".join(str(error).split())[:300]
             raise RequestError(f"the chat template refuses these messages: {text}", param="messages") from error
 

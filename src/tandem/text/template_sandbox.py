@@ -37,6 +37,9 @@ MAX_DEPTH = 100
 MAX_BITS = 65536
 """Of a whole number."""
 
+QUICK_SECONDS, QUICK_STEPS, QUICK_SIZE = 0.05, 20_000, 1024 * 1024
+"""The same for a rendering that others wait for."""
+
 _REMOVED_FILTERS = ("batch", "center", "filesizeformat", "pprint", "slice", "urlize", "wordwrap", "xmlattr")
 """Multiply their input, and no chat template is known to use them."""
 _TO_ITEMS = frozenset(("list", "sort", "unique", "map", "select", "reject", "selectattr", "rejectattr", "groupby",
@@ -55,13 +58,14 @@ class TooExpensive(SecurityError):
 class Budget:
     """What one rendering may still use. A context manager: within it, the environment's operations are charged."""
 
-    def __init__(self, *given: Any) -> None:
-        """`given` is what the template works on."""
-        self._deadline = time.monotonic() + MAX_SECONDS
-        self._steps = MAX_STEPS
+    def __init__(self, *given: Any, quick: bool = False) -> None:
+        """`given` is what the template works on. `quick`: others wait meanwhile."""
+        self._seconds = QUICK_SECONDS if quick else MAX_SECONDS
+        self._deadline = time.monotonic() + self._seconds
+        self._steps = self._most_steps = QUICK_STEPS if quick else MAX_STEPS
         self._known: dict[int, tuple[Any, int, int]] = {}
         """By id: a container, its `deep` size and its depth. It is kept alive, so that the id stays its own."""
-        self._limit = MAX_SIZE + PER_INPUT * sum(map(self.deep, given))
+        self._limit = (QUICK_SIZE if quick else MAX_SIZE) + PER_INPUT * sum(map(self.deep, given))
         self._size = self._limit
 
     def __enter__(self) -> None:
@@ -77,7 +81,7 @@ class Budget:
         if self._size < 0:
             raise TooExpensive("it makes larger texts or lists than a prompt can need")
         if self._steps < 0 or time.monotonic() > self._deadline:
-            raise TooExpensive(f"it takes more than {MAX_STEPS} steps or {MAX_SECONDS:g} s")
+            raise TooExpensive(f"it takes more than {self._most_steps} steps or {self._seconds:g} s")
 
     def result(self, value: Any) -> Any:
         """Charge a result, which is returned."""

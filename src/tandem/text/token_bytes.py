@@ -34,6 +34,11 @@ class Scheme:
     """Added tokens, which stand for themselves."""
 
     @property
+    def alphabet(self) -> Mapping[str, int]:
+        """Stand-ins for the 256 bytes, in the kind `byte_level`."""
+        return _ALPHABET
+
+    @property
     def has_bytes(self) -> bool:
         """Tokens stand for bytes of their own, whatever their neighbours."""
         return self.kind != "library"

@@ -28,6 +28,8 @@ class Backend(Protocol):
     """One more than the largest id."""
     special_ids: frozenset[int]
     scheme: Scheme
+    longest_token: int | None
+    """Most bytes of a text that one token can stand for; None where that has no bound."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text."""
@@ -60,6 +62,8 @@ class Tokenizer:
         self.vocab_size = backend.vocab_size
         """One more than the largest id that stands for a text."""
         self.scheme = backend.scheme
+        self.longest_token = backend.longest_token
+        """Most bytes of a text that one token can stand for; None where that has no bound."""
         self._bos, self._add_bos, self._closing = bos, add_bos, closing
         # Bytes of a token are asked for at every step of every stream.
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
@@ -134,14 +138,30 @@ class Tokenizer:
         **template_kwargs: Any,
     ) -> str:
         """The conversation as the template renders it."""
+        return self._own_template().render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+
+    def quick_chat_text(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """As `chat_text`, where others wait meanwhile. Raises TooExpensive when it takes more than a moment."""
+        return self._own_template().render_quickly(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+
+    def _own_template(self) -> ChatTemplate:
         if self._template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
                 param="messages",
             )
-        return self._template.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
+        return self._template
 
     def token_text(self, token: int) -> str:
         """Text of one token alone, special ones included; U+FFFD where it is a part of a character."""

@@ -1,0 +1,137 @@
+"""A worker process: reads tasks from a socket, one after the other, within limits of its own.
+
+Started as `python -m tandem.server.workers.child FD`. It may be killed at any time; nothing is lost but its task.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import resource
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from tandem.errors import RequestError, UsageError
+from tandem.processes.child import receive_payload, watch_lifeline
+from tandem.server.workers.frames import receive_frame, send_frame
+from tandem.server.workers.tasks import Broken, Done, Refused, Reply, Task
+
+CPU_S = 20
+"""Seconds of processor time for one task."""
+MEMORY_BYTES = 3 * 1024**3
+"""What one task may add to the process. On Linux the kernel refuses more, elsewhere a thread looks."""
+KEPT_BYTES = 1024**3
+"""Most memory with which a process goes on to its next task."""
+NICENESS = 10
+EXIT_MEMORY = 77
+_LOOK_S = 0.1
+_MACOS = sys.platform == "darwin"
+
+
+class Limits:
+    """Of the whole process, renewed for each task."""
+
+    def __init__(self) -> None:
+        self._most_resident = sys.maxsize
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError):
+            os.nice(NICENESS)
+        if _MACOS:
+            threading.Thread(target=self._look, name="memory", daemon=True).start()
+        else:
+            with contextlib.suppress(OSError):  # rather this process than the engine
+                Path("/proc/self/oom_score_adj").write_text("1000")
+
+    def renew(self) -> None:
+        """Give the next task its time and memory."""
+        until = int(time.process_time()) + 1 + CPU_S
+        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        if _MACOS:
+            self._most_resident = peak_bytes() + MEMORY_BYTES
+        else:
+            most = address_space() + MEMORY_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    def lift(self) -> None:
+        """Until the next task there is none."""
+        self._most_resident = sys.maxsize
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            if peak_bytes() > self._most_resident:
+                os._exit(EXIT_MEMORY)
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if _MACOS else 1024)
+
+
+def address_space() -> int:
+    """Bytes of addresses that are in use."""
+    return int(Path("/proc/self/statm").read_bytes().split()[0]) * resource.getpagesize()
+
+
+def resident_bytes() -> int:
+    """Memory that this process has now; on macOS the most that it has had."""
+    return peak_bytes() if _MACOS else int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
+
+
+def reply_to(task: Task) -> Reply:
+    """Do the task."""
+    from tandem.server.workers.work import answer
+
+    try:
+        return Done(msgspec.Raw(msgspec.msgpack.encode(answer(task))))
+    except RequestError as error:
+        return Refused(error.message, error.param, error.code, error.status)
+    except UsageError as error:
+        return Refused(error.message, error.param, None, 400)
+    except MemoryError:
+        os._exit(EXIT_MEMORY)
+    except Exception as error:  # noqa: BLE001 - the edge of the process: the parent says so in the log
+        # Without its message, which may quote a prompt.
+        return Broken(type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+
+
+def main() -> None:
+    """Work until the parent closes the socket."""
+    receive_payload()
+    watch_lifeline()
+    limits = Limits()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    decode = msgspec.msgpack.Decoder(Task).decode
+    import tandem.server.workers.work  # noqa: F401 - takes a second, which is not the first task's
+
+    while (frame := receive_frame(connection)) is not None:
+        limits.renew()
+        reply = reply_to(decode(frame))
+        limits.lift()
+        del frame
+        if resident_bytes() > KEPT_BYTES // 2:
+            _give_back()
+        reply.last = reply.last or resident_bytes() > KEPT_BYTES
+        send_frame(connection, msgspec.msgpack.encode(reply))
+        if reply.last:
+            return
+
+
+def _give_back() -> None:
+    """Return what is free to the system, where the C library can."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+if __name__ == "__main__":
+    main()

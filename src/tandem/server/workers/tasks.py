@@ -1,0 +1,104 @@
+"""What worker processes are asked, and what they answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Raw, Struct
+
+from tandem.protocol.request import StructuredOutputs
+
+
+class TextsOf(Struct, frozen=True):
+    """The model whose tokenizer and template are to be used, as the api itself has loaded them."""
+
+    source: str
+    """Its directory."""
+    name: str
+    chat_template: str | None
+    """A file that replaces the model's template."""
+    trust_remote_code: bool
+
+
+class Judge(Struct, tag=True):
+    """Is this body a good request? Answer: None."""
+
+    route: str
+    """Name of its schema."""
+    body: bytes
+
+
+class Encode(Struct, tag=True):
+    """Token ids of texts. Answer: a list of bytes, int32 each."""
+
+    model: TextsOf
+    texts: list[str]
+    context: int
+    """Most tokens that any of them may have."""
+    param: str
+    """The field that they came in."""
+    special: bool = True
+    """With the tokens that a text begins with."""
+    closed: bool = False
+    """With the token that ends a text which is to be embedded."""
+
+
+class Render(Struct, tag=True):
+    """Token ids of a conversation. Answer: bytes, int32 each."""
+
+    model: TextsOf
+    context: int
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+    variables: dict[str, Any]
+    add_generation_prompt: bool
+
+
+class Describe(Struct, tag=True):
+    """The grammar of a form. Answer: a text."""
+
+    form: StructuredOutputs
+
+
+class Compare(Struct, tag=True):
+    """Layouts of a model over machines. Answer: bytes, a JSON object."""
+
+    model: str
+    revision: str | None
+    hosts: list[str]
+    link: list[str]
+    context: int
+    streams: int
+    goal: str | None
+
+
+Task = Judge | Encode | Render | Describe | Compare
+
+
+class Done(Struct, tag=True):
+    """The answer."""
+
+    answer: Raw
+    last: bool = False
+    """The process ends now, to give back its memory."""
+
+
+class Refused(Struct, tag=True):
+    """The request is at fault."""
+
+    message: str
+    param: str | None
+    code: str | None
+    status: int
+    last: bool = False
+
+
+class Broken(Struct, tag=True):
+    """An exception that nobody foresaw: its name, and the places in the code."""
+
+    name: str
+    frames: str
+    last: bool = True
+
+
+Reply = Done | Refused | Broken
