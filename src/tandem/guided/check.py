@@ -56,7 +56,7 @@ class Trial:
                     process.kill()
                     raise _untried() from None
         except OSError as error:  # no memory, no descriptor
-            log.error("a grammar could not be tried: %s", error)
+            log.error("a grammar could not be tried: %s; its request is refused with 503", error)
             raise _untried() from None
         if process.returncode in OWN_ENDS:
             return TOO_COMPLEX
@@ -66,8 +66,8 @@ class Trial:
             if "MemoryError" in errors or "PanicException" in errors:
                 return TOO_COMPLEX
             if not self._ended:
-                log.error("a grammar could not be tried, exit code %d: %s", process.returncode,
-                          errors.strip()[-MAX_WORDS:])
+                log.error("a grammar could not be tried, exit code %d: %s; its request is refused with 503",
+                          process.returncode, errors.strip()[-MAX_WORDS:])
             raise _untried() from None
         return " ".join(str(trouble).split())[:MAX_WORDS]
 
@@ -104,10 +104,14 @@ class GrammarCheck:
 
     def grammar_of(self, form: StructuredOutputs) -> str:
         """`form` as a grammar, not yet tried. Raises ValueError, saying why, when there is none."""
+        self.require_bytes()
+        return grammar_of(form)
+
+    def require_bytes(self) -> None:
+        """Raise ValueError when no grammar can be followed with this tokenizer."""
         if not self._has_bytes:
             raise ValueError("the tokens of this model's tokenizer have no bytes of their own, so that no grammar can "
                              "be followed")
-        return grammar_of(form)
 
     def check(self, grammar: str) -> None:
         """Raise ValueError, saying why, when llguidance refuses the grammar or takes too long over it, and

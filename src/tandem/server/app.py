@@ -94,6 +94,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
         if jobs is not None:
             await jobs.close()
+        await api.workers.close()
         await api.client.close()
 
 

@@ -7,7 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from fastapi import Request
 from starlette.types import Scope
@@ -21,8 +21,12 @@ from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.subscription import Subscription
 from tandem.server.failures import ClientGone
-from tandem.server.limits.quotas import Quotas
+from tandem.server.limits.quotas import Lease, Quotas
 from tandem.server.status.metrics import ApiMetrics
+from tandem.server.workers.pool import AT_ONCE, Workers
+from tandem.server.workers.turns import Turns
+
+Result = TypeVar("Result")
 
 
 @dataclass(kw_only=True)
@@ -54,6 +58,10 @@ class Api:
         """All models; the first is the one called `default`."""
         self.keys = tuple(keys)
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
+        self.workers = Workers()
+        """For what is large or costly in requests."""
+        self.grammar_turns = Turns(AT_ONCE)
+        """Whose grammar is tried next."""
         self.metrics = ApiMetrics()
         self.live: dict[str, LiveRequest] = {}
         self.at_end: list[Callable[[RequestError], None]] = []
@@ -96,27 +104,42 @@ class Api:
         self.check()
         served = self.find(name)
         if self.residents is not None:
-            entering = self._enter(http.scope, served, self.residents)
-            await (entering if self.residents.available(served) else self._wait(http, entering))
+            if self.residents.available(served):
+                await self._enter(http.scope, served, self.residents)
+            else:
+                await self._wait(http, served, self.residents)
         return served
+
+    def admit(self, http: Request, *, again: bool = False) -> Lease:
+        """Count a request before anything is done for it, until it is over; the second call has no effect.
+
+        `again`: its client has sent it once, and it is worked on later. Raises OverloadedError when its client has used
+        up what it may.
+        """
+        lease: Lease | None = http.scope.get("tandem.lease")
+        if lease is None:
+            http.scope["tandem.metered"] = True
+            lease = http.scope["tandem.lease"] = self.quotas.admit(get_group(http), again=again)
+        return lease
 
     @staticmethod
     async def _enter(scope: Scope, served: Served, residents: Residents) -> None:
         await residents.enter(served)
         scope["tandem.entered"] = served  # at once: a wait that is cancelled meanwhile must still be left
 
-    async def _wait(self, http: Request, entering: Coroutine[Any, Any, None]) -> None:
-        limit, lease = self.settings.server.request_timeout, self.quotas.wait(get_group(http))
+    async def _wait(self, http: Request, served: Served, residents: Residents) -> None:
+        limit = self.settings.server.request_timeout
         try:
             async with asyncio.timeout(limit):
-                await unless_gone(http, entering)
+                await unless_gone(http, self._enter(http.scope, served, residents))
         except TimeoutError:
             raise TimeoutExceeded(f"The model was not loaded within {limit:g}s.", code="request_timeout") from None
-        finally:
-            lease.end()
 
     def release(self, scope: Scope) -> None:
         """The request of that scope is over."""
+        lease: Lease | None = scope.pop("tandem.lease", None)
+        if lease is not None:
+            lease.end()
         served = scope.pop("tandem.entered", None)
         if served is not None and self.residents is not None:
             self.residents.leave(served)
@@ -137,14 +160,14 @@ class Api:
             tell(error)
 
 
-async def unless_gone(http: Request, waiting: Coroutine[Any, Any, None]) -> None:
-    """Wait for something, but no longer than the client does. Raises ClientGone, and what `waiting` raises."""
+async def unless_gone(http: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
+    """What is waited for, but no longer than the client does. Raises ClientGone, and what `waiting` raises."""
     task, gone = asyncio.create_task(waiting), asyncio.create_task(_gone(http))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone("The client left.")
-        task.result()
+        return task.result()
     finally:
         for one in (task, gone):
             one.cancel()

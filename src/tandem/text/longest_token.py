@@ -14,8 +14,8 @@ from tandem.text.token_bytes import Scheme
 _SHORTENS = {"NFC": 4, "NFKC": 4, "NFKD": 4, "NFD": 1, "Prepend": 1, "ByteLevel": 1}
 """By how much these make a text shorter at most, in bytes: the letter A of four bytes becomes one of one byte."""
 _RARE = frozenset((*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)))
-"""Bytes that some vocabularies lack: of control characters, of planes without characters, and of no UTF-8 at all. A text
-that is made of them is held to be as long as any other."""
+"""Bytes that some vocabularies lack: of control characters, of planes without characters, and of no UTF-8 at all. A
+text that is made of them is held to be as long as any other."""
 _KEEPS_ALL = frozenset(("ByteLevel", "Metaspace", "Digits", "Punctuation", "UnicodeScripts", "FixedLength"))
 """Steps before tokenising that drop nothing."""
 

@@ -27,7 +27,7 @@ router = APIRouter()
 @router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))
 async def messages(http: Request) -> Response:
     """Answer a conversation as Anthropic's API does, in one piece or as a stream."""
-    fields = await parse(http, MessagesRequest, get_api(http).max_body, ignored=IGNORED)
+    fields = await parse(http, MessagesRequest, ignored=IGNORED)
     return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream,
                              error=failed_message)
 
@@ -54,10 +54,10 @@ async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Res
 async def count_tokens(http: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     api = get_api(http)
-    fields = await parse(http, CountRequest, api.max_body, ignored=IGNORED)
+    fields = await parse(http, CountRequest, ignored=IGNORED)
     served = await api.engage(http, fields.model)
     try:
-        plan, _, _ = await prepare_chat(served, chat_request(fields))
+        plan, _, _ = await prepare_chat(http, served, chat_request(fields))
     except RequestError as error:
         raise in_own_words(error) from None
     return Response(encode_json({"input_tokens": len(plan.prompt)}), media_type="application/json")

@@ -9,8 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tandem.server.body import Harmless, anything, only
-from tandem.server.openai.messages import Strict, only_type
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, Strict, only_type
+from tandem.server.openai.schemas import MAX_STOP_STRINGS
+from tandem.server.validation import Harmless, anything, only
 
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
 """An edit that removes nothing; agents send it."""
@@ -73,6 +74,9 @@ class TextBlock(Marked):
     citations: None = None
 
 
+TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class Block(Marked):
     """A piece of a message."""
 
@@ -85,7 +89,7 @@ class Block(Marked):
     caller: dict[str, Any] | None = None
     toolset_name: None = None
     tool_use_id: str | None = None
-    content: list[TextBlock] | None = None
+    content: TextBlocks | None = None
     is_error: bool | None = None
     thinking: str | None = None
     signature: str | None = None
@@ -119,7 +123,7 @@ class Turn(Strict):
     """One message of a conversation."""
 
     role: Literal["user", "assistant", "system"]
-    content: list[Block]
+    content: Annotated[list[Block], Field(max_length=MAX_PARTS, fail_fast=True)]
 
     _texts = field_validator("content", mode="before")(as_blocks)
 
@@ -145,7 +149,7 @@ class Tool(Marked):
     """Accepted: arguments always stream as they come."""
     input_examples: None = None
     defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: Annotated[list[Literal["direct"]], Field(max_length=16, fail_fast=True)] | None = None
 
     _custom = model_validator(mode="before")(partial(only_type, "custom"))
 
@@ -192,9 +196,9 @@ class CountRequest(Strict):
     """Body of POST /v1/messages/count_tokens."""
 
     model: str
-    messages: Annotated[list[Turn], Field(min_length=1)]
-    system: list[TextBlock] | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: TextBlocks | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Choice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -214,7 +218,7 @@ class MessagesRequest(CountRequest):
     """Body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: list[str] | None = None
+    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

@@ -9,8 +9,8 @@ from typing import Any
 
 from tandem.errors import RequestError
 from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, TextBlock, Tool
-from tandem.server.body import checked, renamed
 from tandem.server.openai.schemas import ChatRequest
+from tandem.server.validation import checked, renamed
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _NAMES = {

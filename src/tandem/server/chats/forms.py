@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from tandem.errors import RequestError
-from tandem.guided.check import GrammarCheck
+from tandem.guided.grammar import grammar_of
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.chats.texts import Texts
+from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.texts import LARGE
+from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.openai.schemas import ResponseFormat, SamplingFields
-from tandem.text.tokenizer import Tokenizer
+from tandem.server.workers.tasks import Describe
 
 _GUIDED = ("json", "regex", "choice", "grammar")
 
@@ -44,16 +46,44 @@ def _response_format(asked: ResponseFormat) -> tuple[str, StructuredOutputs]:
     return "response_format.json_schema.schema", StructuredOutputs(json=asked.json_schema.schema_)
 
 
-async def form_of(texts: Texts, tokenizer: Tokenizer, fields: SamplingFields) -> StructuredOutputs | None:
+async def form_of(texts: RequestTexts, fields: SamplingFields) -> StructuredOutputs | None:
     """What the output of a request must look like, as a checked grammar. Raises RequestError."""
     asked = asked_form(fields)
-    return None if asked is None else await accepted(texts.grammars(tokenizer), *asked)
+    return None if asked is None else await accepted(texts, asked[0], await described(texts, *asked))
 
 
-async def accepted(grammars: GrammarCheck, param: str, form: StructuredOutputs) -> StructuredOutputs:
-    """`form` as a grammar that is known to be good. Raises RequestError naming `param` and the reason."""
-    loop = asyncio.get_running_loop()
+async def described(texts: RequestTexts, param: str, form: StructuredOutputs) -> str:
+    """`form` as a grammar, not yet tried. Raises RequestError naming `param` and the reason."""
     try:
-        return await loop.run_in_executor(grammars.threads, grammars.accept, form)
-    except ValueError as error:
-        raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error
+        texts.grammars.require_bytes()
+        return await texts.ask(Describe(form), str) if texts.body_size > LARGE else grammar_of(form)
+    except (ValueError, RequestError) as error:
+        if isinstance(error, RequestError) and error.code != "invalid_value":
+            raise
+        raise _refused(param, error) from error
+
+
+async def accepted(texts: RequestTexts, param: str, grammar: str) -> StructuredOutputs:
+    """A grammar that is known to be good. Raises RequestError naming `param` and the reason."""
+    api, grammars = get_api(texts.http), texts.grammars
+
+    async def tried() -> str:
+        async with api.grammar_turns.turn(get_group(texts.http), len(grammar)):
+            trial = grammars.trial(grammar)
+            try:
+                return await asyncio.to_thread(trial.run)
+            except asyncio.CancelledError:
+                trial.end()
+                raise
+
+    trouble = grammars.known(grammar)
+    if trouble is None:
+        trouble = await unless_gone(texts.http, tried())
+        grammars.remember(grammar, trouble)
+    if trouble:
+        raise _refused(param, trouble)
+    return StructuredOutputs(grammar=grammar)
+
+
+def _refused(param: str, reason: object) -> RequestError:
+    return RequestError(f"Invalid '{param}': {reason}.", param=param, code="invalid_value")

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.errors import RequestError
-from tandem.guided.check import GrammarCheck
-from tandem.guided.grammar import grammar_of
 from tandem.protocol.request import StructuredOutputs
-from tandem.server.chats.forms import accepted, asked_form
-from tandem.server.chats.texts import render_chat
+from tandem.server.chats.forms import accepted, asked_form, described
+from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import ToolChoice
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.tools.choose import Dialect, Writing, dialect, opens_reasoning, reasoning_format, tool_format
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
-from tandem.server.tools.prompt import knows_tools, plain_messages
 from tandem.server.tools.scan import Tools
-from tandem.text.tokenizer import Tokenizer
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _END_TOKENS = 16
@@ -44,9 +40,10 @@ class ChatPlan:
     """Ids of calls have nine characters, as Mistral's templates demand."""
 
 
-async def plan_chat(served: Served, tokenizer: Tokenizer, fields: ChatRequest, variables: dict[str, Any]) -> ChatPlan:
+async def plan_chat(served: Served, texts: RequestTexts, fields: ChatRequest, variables: dict[str, Any]) -> ChatPlan:
     """Render the prompt and settle the rest; `variables` are those of the template. Raises RequestError."""
-    template, settings = tokenizer.chat_template, served.settings.server
+    tokenizer, settings = texts.tokenizer, served.settings.server
+    template = tokenizer.chat_template
     choice = fields.tool_choice or ToolChoice(mode="auto")
     tools = callable_tools(fields, choice)
     if tools is not None and settings.tool_parser == "none":
@@ -56,7 +53,7 @@ async def plan_chat(served: Served, tokenizer: Tokenizer, fields: ChatRequest, v
     if asked is not None and forced:
         message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
         raise RequestError(message, param=asked[0], code="invalid_value")
-    prompt = await _prompt(tokenizer, fields, tools is not None, variables)
+    prompt = await _prompt(texts, fields, tools is not None, variables)
     own = tool_format(settings.tool_parser, template, tokenizer.special_texts)
     reasoning = reasoning_format(settings.reasoning_parser, template)
     writing = Writing(
@@ -69,7 +66,7 @@ async def plan_chat(served: Served, tokenizer: Tokenizer, fields: ChatRequest, v
     how = dialect(writing)
     return ChatPlan(
         prompt=prompt,
-        form=await _form(served.texts.grammars(tokenizer), writing, asked) if forced or asked is not None else None,
+        form=await _form(texts, writing, asked) if forced or asked is not None else None,
         dialect=how,
         shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
         calls_finish="stop" if choice.mode == "named" else "tool_calls",
@@ -90,25 +87,21 @@ def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
     return tools if tools and choice.mode != "none" else None
 
 
-async def _prompt(tokenizer: Tokenizer, fields: ChatRequest, with_tools: bool, variables: dict[str, Any]) -> list[int]:
+async def _prompt(texts: RequestTexts, fields: ChatRequest, with_tools: bool, variables: dict[str, Any]) -> list[int]:
     messages = [message.as_template_input() for message in fields.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
-    calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-    if (tools or calls) and not knows_tools(tokenizer.chat_template):
-        messages, tools = plain_messages(messages, tools), []
-    return await render_chat(tokenizer, messages, variables, tools=tools)
+    return await texts.render(messages, variables, tools=tools)
 
 
 async def _form(
-    grammars: GrammarCheck, writing: Writing, asked: tuple[str, StructuredOutputs] | None
+    texts: RequestTexts, writing: Writing, asked: tuple[str, StructuredOutputs] | None
 ) -> StructuredOutputs:
     """The checked grammar of the whole answer. Raises RequestError naming the field at fault and the reason."""
     param = "tools" if asked is None else asked[0]
+    answer = None if asked is None else await described(texts, *asked)
+    literal = literal_of(texts.grammars.special)
     try:
-        # In a thread: a long one takes a second.
-        answer = None if asked is None else await asyncio.get_running_loop().run_in_executor(
-            grammars.threads, grammar_of, asked[1])
-        grammar = answer_grammar(writing, literal_of(grammars.special), answer)
+        grammar = await off_loop(texts.body_size > LARGE, lambda: answer_grammar(writing, literal, answer))
+        return await accepted(texts, param, await described(texts, param, StructuredOutputs(grammar=grammar)))
     except ValueError as error:
         raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error
-    return await accepted(grammars, param, StructuredOutputs(grammar=grammar))

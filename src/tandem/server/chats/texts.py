@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings
@@ -14,6 +15,7 @@ from tandem.errors import TandemError, UnavailableError
 from tandem.guided.check import GrammarCheck
 from tandem.log import Seldom
 from tandem.protocol.control import EngineStatus
+from tandem.server.workers.tasks import TextsOf
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -23,6 +25,12 @@ LARGE = 8192
 """Characters (or tokens) from which on text work is done in a thread: about a millisecond of tokenising."""
 
 Result = TypeVar("Result")
+
+
+def tokenizer_of(model: TextsOf) -> Tokenizer:
+    """Load the tokenizer of a model. Raises TandemError."""
+    files = ModelFiles(path=Path(model.source), name=model.name)
+    return load_tokenizer(files, chat_template_file=model.chat_template, trust_remote_code=model.trust_remote_code)
 
 
 class Texts:
@@ -57,53 +65,22 @@ class Texts:
             self._grammars = (tokenizer, GrammarCheck(tokenizer))
         return self._grammars[1]
 
+    def described(self, status: EngineStatus) -> TextsOf:
+        """What another process needs to load the same tokenizer."""
+        return TextsOf(status.source, status.model, self._settings.chat_template, self._settings.trust_remote_code)
+
     def _load(self, status: EngineStatus) -> Tokenizer:
-        files = ModelFiles(path=Path(status.source), name=status.model)
         try:
-            return load_tokenizer(
-                files,
-                chat_template_file=self._settings.chat_template,
-                trust_remote_code=self._settings.trust_remote_code,
-            )
+            return tokenizer_of(self.described(status))
         except TandemError as error:
             seldom.error("cannot load the tokenizer: %s; requests get 503 until its files are mended", error)
             raise UnavailableError(f"The tokenizer cannot be loaded: {error.message}", retry_after=30.0) from error
 
 
+_threads = ThreadPoolExecutor(2, "texts")
+"""Few, as they share one interpreter with the event loop, which waits some milliseconds for each that computes."""
+
+
 async def off_loop(large: bool, work: Callable[[], Result]) -> Result:
     """Run `work` here when it is small, in a thread when it is `large`."""
-    return await asyncio.to_thread(work) if large else work()
-
-
-async def encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Token ids of a text."""
-    return await off_loop(len(text) > LARGE, lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
-
-
-async def decode(tokenizer: Tokenizer, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
-    """Text of token ids."""
-    return await off_loop(
-        len(tokens) > LARGE, lambda: tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
-    )
-
-
-async def render_chat(
-    tokenizer: Tokenizer,
-    messages: list[dict[str, Any]],
-    template_kwargs: dict[str, Any],
-    *,
-    tools: list[dict[str, Any]] | None = None,
-    add_generation_prompt: bool = True,
-) -> list[int]:
-    """Token ids of a conversation in the model's chat template, which is told of the `tools`.
-
-    Raises RequestError when there is no template, or the template rejects the conversation.
-    """
-    size = sum(len(message["content"]) + 32 for message in messages)
-
-    def render() -> list[int]:
-        return tokenizer.render_chat(
-            messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
-
-    return await off_loop(size > LARGE, render)
+    return await asyncio.get_running_loop().run_in_executor(_threads, work) if large else work()

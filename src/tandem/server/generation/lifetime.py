@@ -47,13 +47,9 @@ class Running(ABC):
         self._api = api
         self._served = served
         self._group = get_group(http)
-        http.scope["tandem.metered"] = True
-        self._lease = api.quotas.admit(self._group, prompt_tokens)
-        try:
-            self._open(requests)
-        except BaseException:
-            self._lease.end()
-            raise
+        self._lease = api.admit(http)
+        self._lease.prompt(prompt_tokens)
+        self._open(requests)
         self._live = LiveRequest(
             request_id=request_id,
             model=served.name,

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import Request
-from pydantic_core import from_json
+from msgspec import DecodeError, Struct
+from msgspec.json import decode as decode_json
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import RequestError
-from tandem.server.body import LARGE_BODY, read_body
-from tandem.server.chats.texts import off_loop
+from tandem.server.body import read_body
+from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import Api, get_group
 from tandem.server.journal.jobs import Jobs, StoredReply, request_digest
 from tandem.server.sse import encode_json
@@ -43,7 +45,7 @@ class Keeper:
             await self._app(scope, receive, send)
             return
         body = await read_body(Request(scope, receive), self._api.max_body)
-        if await off_loop(len(body) > LARGE_BODY, lambda: _streams(body)):
+        if await off_loop(len(body) > LARGE, lambda: _streams(body)):
             # A stream cannot be told twice; what is no JSON object is for the route to refuse.
             await self._app(scope, _again(body, receive), send)
             return
@@ -87,12 +89,16 @@ def _wants_async(prefer: str) -> bool:
     return "respond-async" in (part.split(";")[0].strip().lower() for part in prefer.split(","))
 
 
+class _Asked(Struct):
+    stream: Any = None
+
+
 def _streams(body: bytes) -> bool:
+    """Reads that field alone: whatever else is in the body is not made into objects."""
     try:
-        data = from_json(body)
-    except ValueError:
+        return bool(decode_json(body, type=_Asked).stream)
+    except (DecodeError, RecursionError):
         return True
-    return not isinstance(data, dict) or bool(data.get("stream"))
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

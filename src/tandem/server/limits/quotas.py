@@ -68,8 +68,14 @@ class Lease:
         self._clock = clock
         self._over = False
 
+    def prompt(self, tokens: int) -> None:
+        """The prompt has so many tokens. Raises OverloadedError when its client may not use them now."""
+        now = self._clock()
+        _check(self._client.tokens, tokens, "tokens", "tokens_per_minute", now)
+        self.spend(tokens)
+
     def spend(self, tokens: int) -> None:
-        """Output tokens have come."""
+        """Tokens are used, whatever is left."""
         if self._client.tokens is not None:
             self._client.tokens.take(tokens, self._clock())
 
@@ -90,24 +96,19 @@ class Quotas:
         self._clock = clock
         self._clients: dict[str, _Client] = {}
 
-    def admit(self, group: str, prompt_tokens: int) -> Lease:
-        """Count a request. Raises OverloadedError, naming limit and remedy, when the group has used up what it may."""
+    def admit(self, group: str, *, again: bool = False) -> Lease:
+        """Count a request, before anything is known of it; with `again` one that has been counted as it came.
+
+        Raises OverloadedError, naming limit and remedy, when the group has used up what it may.
+        """
         now = self._clock()
         client = self._client(group, now)
         self._check_running(client)
-        self._check(client.requests, 1, "requests", "requests_per_minute", now)
-        self._check(client.tokens, prompt_tokens, "tokens", "tokens_per_minute", now)
-        if client.requests is not None:
+        if client.requests is not None and not again:
+            _check(client.requests, 1, "requests", "requests_per_minute", now)
+        _check(client.tokens, 1, "tokens", "tokens_per_minute", now)
+        if client.requests is not None and not again:
             client.requests.take(1, now)
-        client.running += 1
-        lease = Lease(client, self._clock)
-        lease.spend(prompt_tokens)
-        return lease
-
-    def wait(self, group: str) -> Lease:
-        """Count a request that waits before it can be admitted. Raises OverloadedError when too many run."""
-        client = self._client(group, self._clock())
-        self._check_running(client)
         client.running += 1
         return Lease(client, self._clock)
 
@@ -117,16 +118,6 @@ class Quotas:
         if limit is not None and client.running >= limit:
             raise OverloadedError(f"Rate limit reached: {client.running} requests are running, the limit is {limit} at "
                                   "once (max_concurrent_requests).", retry_after=BUSY_RETRY_S, code=_CODE)
-
-    @staticmethod
-    def _check(bucket: Bucket | None, amount: int, what: str, name: str, now: float) -> None:
-        wait = bucket.wait(amount, now) if bucket is not None else 0.0
-        if bucket is None or wait <= 0:
-            return
-        left = max(math.floor(bucket.level(now)), 0)
-        message = (f"Rate limit reached: the limit is {bucket.per_minute} {what} a minute ({name}), {left} are left "
-                   f"and {amount} are needed. Please try again in {duration(wait)}.")
-        raise OverloadedError(message, retry_after=math.ceil(wait), code=_CODE)
 
     def weighted(self, group: str, requests: Sequence[EngineRequest]) -> list[EngineRequest]:
         """The requests with their group's weight."""
@@ -153,6 +144,16 @@ class Quotas:
                 self._clients = {name: one for name, one in self._clients.items() if not one.idle(now)}
             self._clients[group] = _Client(self._limits.get(group, self._default), now)
         return self._clients[group]
+
+
+def _check(bucket: Bucket | None, amount: int, what: str, name: str, now: float) -> None:
+    wait = bucket.wait(amount, now) if bucket is not None else 0.0
+    if bucket is None or wait <= 0:
+        return
+    left = max(math.floor(bucket.level(now)), 0)
+    message = (f"Rate limit reached: the limit is {bucket.per_minute} {what} a minute ({name}), {left} are left "
+               f"and {amount} are needed. Please try again in {duration(wait)}.")
+    raise OverloadedError(message, retry_after=math.ceil(wait), code=_CODE)
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from tandem.protocol.request import TokenLogprob
 from tandem.server.body import parse
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.plan import ChatPlan, plan_chat
+from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import Answer, collect, engine_requests
@@ -40,7 +41,7 @@ _RESERVED = frozenset(
 @router.post("/v1/chat/completions", openapi_extra=documented(ChatRequest, streams=True))
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation, in one piece or as a stream."""
-    fields = await parse(http, ChatRequest, get_api(http).max_body)
+    fields = await parse(http, ChatRequest)
     return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream)
 
 
@@ -57,12 +58,11 @@ async def _answer(http: Request, served: Served, fields: ChatRequest) -> Respons
     return _whole(plan, generation, answers, conversation_id, bool(fields.logprobs), model)
 
 
-async def prepare_chat(served: Served, fields: ChatRequest) -> tuple[ChatPlan, Tokenizer, EngineStatus]:
+async def prepare_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, Tokenizer, EngineStatus]:
     """What the request comes to, for a model that is loaded. Raises RequestError."""
-    status = served.status()
     check_choices(served, fields.n or 1)
-    tokenizer = await served.texts.tokenizer(status)
-    return await plan_chat(served, tokenizer, fields, template_kwargs(fields)), tokenizer, status
+    texts = await RequestTexts.of(http, served)
+    return await plan_chat(served, texts, fields, template_kwargs(fields)), texts.tokenizer, texts.status
 
 
 async def start_chat(
@@ -72,7 +72,7 @@ async def start_chat(
 
     With `clip` an output limit beyond the context is no error. Raises RequestError.
     """
-    plan, tokenizer, status = await prepare_chat(served, fields)
+    plan, tokenizer, status = await prepare_chat(http, served, fields)
     default = served.settings.server.default_max_tokens
     max_tokens = room(plan.prompt, asked_tokens(fields), status.max_context, default, param="messages", clip=clip)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None

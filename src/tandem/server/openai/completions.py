@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,8 +13,9 @@ from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import SamplingParams, StructuredOutputs
 from tandem.server.body import parse
+from tandem.server.chats.fitting import too_long
 from tandem.server.chats.forms import form_of
-from tandem.server.chats.texts import decode, encode
+from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import collect, engine_requests
@@ -26,7 +28,6 @@ from tandem.server.openai.sampling import check_choices, check_token_ids, room, 
 from tandem.server.openai.schemas import CompletionRequest
 from tandem.server.openapi import documented
 from tandem.server.sse import ChunkWriter, Envelope, encode_json, open_stream
-from tandem.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -34,23 +35,23 @@ router = APIRouter()
 @router.post("/v1/completions", openapi_extra=documented(CompletionRequest, streams=True))
 async def completions(http: Request) -> Response:
     """Continue prompts, in one piece or as a stream. Choices are numbered prompt by prompt."""
-    fields = await parse(http, CompletionRequest, get_api(http).max_body)
+    fields = await parse(http, CompletionRequest)
     return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream)
 
 
 async def _answer(http: Request, served: Served, fields: CompletionRequest) -> Response:
-    api, status = get_api(http), served.status()
-    n = fields.n or 1
+    api, n = get_api(http), fields.n or 1
     check_choices(served, n, len(fields.prompt))
     if fields.echo and fields.logprobs is not None:
         raise RequestError("'echo' together with 'logprobs' is not supported.", param="echo", code="unsupported_value")
-    tokenizer = await served.texts.tokenizer(status)
-    prompts = await _encode_all(tokenizer, fields.prompt, status)
-    form = await form_of(served.texts, tokenizer, fields)
+    texts = await RequestTexts.of(http, served)
+    tokenizer, status = texts.tokenizer, texts.status
+    prompts = await encode_prompts(texts, fields.prompt, "prompt")
+    form = await form_of(texts, fields)
     request_id = new_id("cmpl")
     work = _work(fields, prompts, status, n, served.settings.server.default_max_tokens, form)
     requests = engine_requests(request_id, get_group(http), work)
-    echoes = await _echoes(tokenizer, fields, n)
+    echoes = await _echoes(texts, fields, n)
     generation = Generation(
         api,
         http,
@@ -98,16 +99,18 @@ def _head(request_id: str, model: str) -> dict[str, Any]:
     }
 
 
-async def _encode_all(tokenizer: Tokenizer, prompts: list[Any], status: EngineStatus) -> list[list[int]]:
-    """Token ids of every prompt; ids that the client gave are checked."""
-    encoded = []
+async def encode_prompts(
+    texts: RequestTexts, prompts: Sequence[str | list[int]], param: str, *, closed: bool = False
+) -> list[list[int]]:
+    """Token ids of every prompt; ids that the client gave are checked. Raises RequestError naming `param`."""
+    status = texts.status
+    encoded = iter(await texts.encode([one for one in prompts if isinstance(one, str)], param, closed=closed))
     for prompt in prompts:
-        if isinstance(prompt, str):
-            prompt = await encode(tokenizer, prompt)
-        elif len(prompt) < status.max_context:  # longer ones are refused anyway
-            check_token_ids(prompt, status.vocab_size, "prompt")
-        encoded.append(prompt)
-    return encoded
+        if not isinstance(prompt, str):
+            if len(prompt) > status.max_context:
+                raise too_long(status.max_context, param, len(prompt))
+            check_token_ids(prompt, status.vocab_size, param)
+    return [next(encoded) if isinstance(prompt, str) else prompt for prompt in prompts]
 
 
 def _work(
@@ -129,15 +132,15 @@ def _work(
     return work
 
 
-async def _echoes(tokenizer: Tokenizer, fields: CompletionRequest, n: int) -> list[str]:
+async def _echoes(texts: RequestTexts, fields: CompletionRequest, n: int) -> list[str]:
     """The text to put before each choice."""
-    texts = []
+    echoes = []
     for prompt in fields.prompt:
         text = ""
         if fields.echo:
-            text = prompt if isinstance(prompt, str) else await decode(tokenizer, prompt)
-        texts += [text] * n
-    return texts
+            text = prompt if isinstance(prompt, str) else await texts.decode(prompt)
+        echoes += [text] * n
+    return echoes
 
 
 class CompletionWriter(ChunkWriter):

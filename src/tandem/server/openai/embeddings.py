@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import Field, WithJsonSchema, field_validator
 from starlette.responses import Response
 
 from tandem.errors import RequestError
@@ -15,53 +14,31 @@ from tandem.models.pooling import unit_vector
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.body import parse
-from tandem.server.chats.texts import LARGE, off_loop
+from tandem.server.chats.fitting import too_long
+from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.texts import off_loop
 from tandem.server.context import Api, get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
 from tandem.server.ids import new_id
-from tandem.server.openai.messages import Strict
+from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.sampling import check_token_ids
-from tandem.server.openai.schemas import normalise_prompt
+from tandem.server.openai.schemas import MAX_INPUTS, EmbeddingRequest
 from tandem.server.openapi import documented
 from tandem.server.sse import encode_json
-from tandem.text.tokenizer import Tokenizer
 
 router = APIRouter()
-MAX_INPUTS = 2048
-"""As OpenAI has it."""
-_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
-_TEXT = {"type": "string", "minLength": 1}
-_INPUT = {"anyOf": [_TEXT, _TOKENS, *({"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": one}
-                                      for one in (_TEXT, _TOKENS))]}
-
-
-class EmbeddingRequest(Strict):
-    """Body of POST /v1/embeddings."""
-
-    input: Annotated[list[Any], WithJsonSchema(_INPUT)]
-    """Strings or lists of token ids, whatever form they came in."""
-    model: str | None = None
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: Annotated[int, Field(ge=1)] | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _normalise(cls, value: Any) -> Any:
-        return normalise_prompt(value)
 
 
 @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingRequest))
 async def embeddings(http: Request) -> Response:
     """One vector of length 1 for each input."""
     api = get_api(http)
-    fields = await parse(http, EmbeddingRequest, api.max_body)
+    fields = await parse(http, EmbeddingRequest)
     served = await api.engage(http, fields.model)
     status = served.status()
     _check(fields, status)
-    tokenizer = await served.texts.tokenizer(status)
-    inputs = await _encode_all(tokenizer, fields.input, status)
+    inputs = await _encode_all(await RequestTexts.of(http, served), fields.input)
     vectors = await Embedding(api, http, served, inputs, status, timeout=fields.timeout).vectors()
     return Response(await off_loop(len(vectors) > 16, lambda: _body(fields, vectors, inputs, status.model)),
                     media_type="application/json")
@@ -82,20 +59,15 @@ def _check(fields: EmbeddingRequest, status: EngineStatus) -> None:
         raise RequestError("'input' cannot be an empty string.", param="input", code="invalid_value")
 
 
-async def _encode_all(tokenizer: Tokenizer, inputs: list[Any], status: EngineStatus) -> list[list[int]]:
+async def _encode_all(texts: RequestTexts, inputs: list[Any]) -> list[list[int]]:
     """Token ids of every input; those that the client gave are checked. Raises RequestError."""
-    def encode() -> list[list[int]]:
-        return [tokenizer.encode_closed(one) if isinstance(one, str) else one for one in inputs]
-
-    encoded = await off_loop(sum(map(len, inputs)) > LARGE, encode)
+    encoded = await encode_prompts(texts, inputs, "input", closed=True)
     for tokens in encoded:
-        if len(tokens) > status.max_context:
-            raise RequestError(f"This model's maximum context length is {status.max_context} tokens. However, your "
-                               f"input resulted in {len(tokens)} tokens. Please reduce the length of the input.",
-                               param="input", code="context_length_exceeded")
+        if len(tokens) > texts.status.max_context:
+            raise too_long(texts.status.max_context, "input", len(tokens))
         if not tokens:
             raise RequestError("'input' holds no tokens; give at least one.", param="input", code="invalid_value")
-        check_token_ids(tokens, status.vocab_size, "input")
+        check_token_ids(tokens, texts.status.vocab_size, "input")
     return encoded
 
 

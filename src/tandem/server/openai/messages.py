@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 NAMED_FORM = {"type": "function", "function": {"name": "..."}}
@@ -13,10 +12,38 @@ TOOL_CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "objec
 """What `tool_choice` looks like in a request."""
 
 
+MAX_FIELDS = 64
+"""Of one object. Each unknown one would be an error of its own."""
+MAX_MESSAGES = 8192
+MAX_PARTS = 4096
+"""Pieces of one message."""
+MAX_CALLS = 1024
+"""Tool calls in one message."""
+
+
 class Strict(BaseModel):
     """Base: no conversions, no extra fields, no NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: Any) -> Any:
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            context = {"limit": MAX_FIELDS, "count": len(data)}
+            raise PydanticCustomError("too_many_fields", "at most {limit} fields, not {count}", context)
+        return data
+
+
+def at_most(limit: int) -> BeforeValidator:
+    """For an object with names of the client's: each entry could be an error of its own."""
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > limit:
+            context = {"limit": limit, "count": len(value)}
+            raise PydanticCustomError("too_many_entries", "at most {limit} entries, not {count}", context)
+        return value
+
+    return BeforeValidator(check)
 
 
 def only_type(kind: str, data: Any) -> Any:
@@ -44,12 +71,8 @@ class ToolCall(Strict):
     index: int | None = None
 
     def as_template_input(self) -> dict[str, Any]:
-        """As chat templates expect it: with arguments as an object where they are one."""
-        try:
-            arguments: Any = json.loads(self.function.arguments or "{}")
-        except (ValueError, RecursionError):
-            arguments = self.function.arguments
-        function = {"name": self.function.name, "arguments": arguments}
+        """As chat templates expect it, but with the arguments as a text."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
         return {"id": self.id, "type": "function", "function": function}
 
 
@@ -60,7 +83,7 @@ class Message(Strict):
     content: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
     @model_validator(mode="before")
@@ -75,8 +98,11 @@ class Message(Strict):
         for key in sorted(unsupported & data.keys()):
             raise PydanticCustomError("unsupported", "'{field}' in a message is not supported", {"field": key})
         if isinstance(data.get("content"), list):
-            parts = enumerate(data["content"])
-            data["content"] = "".join(_part_text(index, part) for index, part in parts)
+            parts = data["content"]
+            if len(parts) > MAX_PARTS:
+                context = {"limit": MAX_PARTS, "count": len(parts)}
+                raise PydanticCustomError("too_many_parts", "at most {limit} content parts, not {count}", context)
+            data["content"] = "".join(_part_text(index, part) for index, part in enumerate(parts))
         if data.get("role") == "function":
             raise PydanticCustomError("unsupported", "role '{role}' is not supported", {"role": data["role"]})
         return data
@@ -142,4 +168,5 @@ class ToolChoice(Strict):
     name: str | None = None
 
 
-Tools = Annotated[list[Tool], Field(max_length=128)]
+Tools = Annotated[list[Tool], Field(max_length=128, fail_fast=True)]
+Conversation = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

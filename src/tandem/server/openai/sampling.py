@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
@@ -23,9 +23,9 @@ def check_choices(served: Served, n: int, prompts: int = 1) -> None:
         raise RequestError(f"At most {limit} choices in one request, not {n}{times}.", param="n", code="invalid_value")
 
 
-def check_token_ids(tokens: Iterable[int], vocab_size: int, param: str) -> None:
+def check_token_ids(tokens: Collection[int], vocab_size: int, param: str) -> None:
     """Raises RequestError when an id is not in the vocabulary."""
-    for token in tokens:
+    for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < vocab_size:
             message = f"Invalid '{param}': token id {token} is not in the vocabulary (0 to {vocab_size - 1})."
             raise RequestError(message, param=param, code="invalid_value")

@@ -8,10 +8,22 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
-from tandem.server.openai.messages import NAMED_FORM, TOOL_CHOICE, Message, Strict, Tool, ToolChoice, Tools
+from tandem.server.openai.messages import (
+    NAMED_FORM,
+    TOOL_CHOICE,
+    Conversation,
+    Strict,
+    Tool,
+    ToolChoice,
+    Tools,
+    at_most,
+)
 
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKENS = 256
+MAX_CHOICES = 8192
+MAX_TOKENS = 2**20
+"""Token ids in one prompt."""
 SEED_LIMIT = 2**63
 
 
@@ -46,7 +58,8 @@ class ResponseFormat(Strict):
         return self
 
 
-Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Choices = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 
 
 class StructuredFields(Strict):
@@ -60,6 +73,8 @@ class StructuredFields(Strict):
 
 
 Bias = Annotated[float, Field(**BIAS.bounds)]
+Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], Field(fail_fast=True)]
+StopTokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
 
 
 class SamplingFields(Strict):
@@ -76,10 +91,10 @@ class SamplingFields(Strict):
     repetition_penalty: Annotated[float, Field(**RANGES["repetition_penalty"].bounds)] | None = None
     frequency_penalty: Annotated[float, Field(**RANGES["frequency_penalty"].bounds)] | None = None
     presence_penalty: Annotated[float, Field(**RANGES["presence_penalty"].bounds)] | None = None
-    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Bias] | None, at_most(MAX_BIASES)] = None
     seed: Annotated[int, Field(ge=-SEED_LIMIT, lt=SEED_LIMIT)] | None = None
-    stop: list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]] | None = None
-    stop_token_ids: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS)] | None = None
+    stop: Stops | None = None
+    stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
@@ -110,7 +125,7 @@ class SamplingFields(Strict):
 class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Conversation
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -162,15 +177,40 @@ def normalise_prompt(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
-            value = [value]
-        if all(isinstance(item, str) for item in value):
+        kinds = set(map(type, value))
+        if kinds == {int}:
+            value, kinds = [value], {list}
+        if kinds == {str}:
             return value
-        if all(isinstance(item, list) and item and all(type(token) is int for token in item) for item in value):
+        if kinds == {list} and all(set(map(type, item)) == {int} for item in value):
             return value
     raise PydanticCustomError(
         "prompt_form", "expected a string, a list of strings, a list of token ids, or a list of such lists, none empty"
     )
+
+
+MAX_INPUTS = 2048
+"""As OpenAI has it."""
+_TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
+_TEXT = {"type": "string", "minLength": 1}
+_INPUT = {"anyOf": [_TEXT, _TOKENS, *({"type": "array", "minItems": 1, "maxItems": MAX_INPUTS, "items": one}
+                                      for one in (_TEXT, _TOKENS))]}
+
+
+class EmbeddingRequest(Strict):
+    """Body of POST /v1/embeddings."""
+
+    input: Annotated[list[Any], WithJsonSchema(_INPUT)]
+    """Strings or lists of token ids, whatever form they came in."""
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _normalise(cls, value: Any) -> Any:
+        return normalise_prompt(value)
 
 
 class TokenizeRequest(Strict):
@@ -178,7 +218,7 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Conversation | None = None
     add_special_tokens: bool | None = None
     """By default true for a prompt; a chat template writes its own special tokens."""
     add_generation_prompt: bool = True
@@ -196,4 +236,4 @@ class DetokenizeRequest(Strict):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_TOKENS, fail_fast=True)]

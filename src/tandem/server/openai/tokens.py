@@ -6,7 +6,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.server.body import parse
-from tandem.server.chats.texts import decode, encode, render_chat
+from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api
 from tandem.server.openai.chat import checked_template_kwargs
 from tandem.server.openai.sampling import check_token_ids
@@ -21,29 +22,29 @@ router = APIRouter()
 async def tokenize(http: Request) -> Response:
     """Token ids of a prompt, or of a conversation in the chat template."""
     api = get_api(http)
-    fields = await parse(http, TokenizeRequest, api.max_body)
-    served = await api.engage(http, fields.model)
-    status = served.status()
-    tokenizer = await served.texts.tokenizer(status)
+    fields = await parse(http, TokenizeRequest)
+    texts = await RequestTexts.of(http, await api.engage(http, fields.model))
     if fields.messages is not None:
         messages = [message.as_template_input() for message in fields.messages]
         kwargs = checked_template_kwargs(fields.chat_template_kwargs)
-        tokens = await render_chat(tokenizer, messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
+        tokens = await texts.render(messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
     else:
         special = fields.add_special_tokens is not False
-        tokens = await encode(tokenizer, fields.prompt or "", add_special_tokens=special)
-    texts = [tokenizer.token_text(token) for token in tokens] if fields.return_token_strs else None
-    body = {"count": len(tokens), "max_model_len": status.max_context, "tokens": tokens, "token_strs": texts}
-    return Response(encode_json(body), media_type="application/json")
+        [tokens] = await texts.encode([fields.prompt or ""], "prompt", special=special)
+
+    def body() -> bytes:
+        strings = [texts.tokenizer.token_text(token) for token in tokens] if fields.return_token_strs else None
+        return encode_json({"count": len(tokens), "max_model_len": texts.status.max_context, "tokens": tokens,
+                            "token_strs": strings})
+
+    return Response(await off_loop(len(tokens) > LARGE, body), media_type="application/json")
 
 
 @router.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
     """Text of token ids, special tokens included."""
     api = get_api(http)
-    fields = await parse(http, DetokenizeRequest, api.max_body)
-    served = await api.engage(http, fields.model)
-    status = served.status()
-    check_token_ids(fields.tokens, status.vocab_size, "tokens")
-    tokenizer = await served.texts.tokenizer(status)
-    return Response(encode_json({"prompt": await decode(tokenizer, fields.tokens)}), media_type="application/json")
+    fields = await parse(http, DetokenizeRequest)
+    texts = await RequestTexts.of(http, await api.engage(http, fields.model))
+    check_token_ids(fields.tokens, texts.status.vocab_size, "tokens")
+    return Response(encode_json({"prompt": await texts.decode(fields.tokens)}), media_type="application/json")

@@ -9,9 +9,8 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.errors import RequestError
-from tandem.server.body import LARGE_BODY, parse_bytes, read_body
+from tandem.server.body import read_body, understood
 from tandem.server.chats.answer_message import Reply
-from tandem.server.chats.texts import off_loop
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import collect
@@ -36,8 +35,9 @@ _STREAMS = {"responses": {"200": {"content": {"text/event-stream": {"schema": {"
 async def responses(http: Request) -> Response:
     """Answer as OpenAI's Responses API does: in one piece, as a stream, or in the background."""
     raw = await read_body(http, get_api(http).max_body)
-    fields = await off_loop(len(raw) > LARGE_BODY, lambda: parse_bytes(raw, ResponsesRequest, IGNORED))
     job: Job | None = http.scope.get("tandem.job")
+    get_api(http).admit(http, again=job is not None)
+    fields = await understood(http, raw, ResponsesRequest, IGNORED)
     if job is None and fields.background:
         return await background.accept(http, fields, raw)
     return await answered_by(http, fields.model, lambda served: _answer(http, served, fields, job),

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tandem.server.body import Harmless, anything, only
-from tandem.server.openai.messages import FunctionSpec, Strict, only_type
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, FunctionSpec, Strict, at_most, only_type
 from tandem.server.openai.schemas import StreamOptions
+from tandem.server.validation import Harmless, anything, only
 
 IGNORED: Mapping[str, Harmless] = {
     # Say nothing about the text.
@@ -46,6 +46,7 @@ _TAKES = {
     "reasoning": {"content", "summary", "encrypted_content"},
 }
 _ALWAYS = {"type", "id", "status"}
+MAX_METADATA = 64
 NAMED_FORM = {"type": "function", "name": "..."}
 CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
 
@@ -64,6 +65,9 @@ def as_parts(value: Any) -> Any:
     return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
 
 
+Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
+
+
 class Item(Strict):
     """An item of the conversation."""
 
@@ -72,13 +76,13 @@ class Item(Strict):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: Literal["commentary", "final_answer"] | None = None
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: list[TextPart] | None = None
+    content: Parts | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: list[TextPart] | None = None
-    summary: list[TextPart] | None = None
+    output: Parts | None = None
+    summary: Parts | None = None
     encrypted_content: None = None
 
     _texts = field_validator("content", "output", mode="before")(as_parts)
@@ -170,7 +174,7 @@ class Thinking(Strict):
 class ResponsesRequest(Strict):
     """Body of POST /v1/responses."""
 
-    input: Annotated[list[Item], Field(min_length=1)]
+    input: Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -178,13 +182,13 @@ class ResponsesRequest(Strict):
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    tools: Annotated[list[Function], Field(max_length=128)] | None = None
+    tools: Annotated[list[Function], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Thinking | None = None
-    metadata: dict[str, str] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
+    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16, fail_fast=True)] | None = None
     """Accepted, as clients always send it: reasoning is not encrypted here."""
     previous_response_id: str | None = None
     background: bool | None = None

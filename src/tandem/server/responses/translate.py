@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from tandem.errors import RequestError
-from tandem.server.body import checked, renamed
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.responses.schemas import Form, Function, Item, ResponsesRequest, TextPart, qualified
+from tandem.server.validation import checked, renamed
 
 _NAMES = {
     "messages": "input",

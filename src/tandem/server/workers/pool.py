@@ -62,7 +62,7 @@ class Worker:
             frame = receive_frame(connection)
         except OSError as error:  # no memory, no descriptor, or no answer in time
             if self.usable:
-                logger.error("a worker process failed: %s", error)
+                logger.error("a worker process failed: %s; its request is refused with 503", error)
             self.end()
             raise _unavailable() from None
         if frame is None:
@@ -96,7 +96,7 @@ class Worker:
             return RequestError(f"The request takes more than {CPU_S} s of computing or {MEMORY_BYTES // 2**30} GiB of "
                                 "memory before a model can work on it; make it smaller.", code="request_too_expensive")
         if not wanted:
-            logger.error("a worker process %s", how)
+            logger.error("a worker process %s; its request is refused with 503, the next gets another one", how)
         return _unavailable()
 
     def end(self) -> None:

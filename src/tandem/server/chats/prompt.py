@@ -1,0 +1,43 @@
+"""The text of a conversation's prompt. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.server.tools.prompt import knows_tools, plain_messages
+from tandem.text.tokenizer import Tokenizer
+
+
+def prompt_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]],
+                variables: Mapping[str, Any], add_generation_prompt: bool, quick: bool) -> str:
+    """The conversation in the model's chat template, which is told of the `tools` in the way that it knows.
+
+    Raises RequestError when there is no template, or it refuses the messages; with `quick` TooExpensive when it takes
+    more than a moment.
+    """
+    messages = [_with_objects(message) for message in messages]
+    calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if (tools or calls) and not knows_tools(tokenizer.chat_template):
+        messages, tools = plain_messages(messages, tools), []
+    render = tokenizer.quick_chat_text if quick else tokenizer.chat_text
+    return render(messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **variables)
+
+
+def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message with the arguments of its calls as objects where they are such: chat templates expect them so."""
+    if "tool_calls" not in message:
+        return message
+    calls = [{**call, "function": {**call["function"], "arguments": _object(call["function"]["arguments"])}}
+             for call in message["tool_calls"]]
+    return {**message, "tool_calls": calls}
+
+
+def _object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments

@@ -1,0 +1,96 @@
+"""Text work of one request: here when it is small, in a worker process when it is large or costly."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from fastapi import Request
+
+from tandem.protocol.control import EngineStatus
+from tandem.server.chats.fitting import check_bytes, encode_fitting
+from tandem.server.chats.prompt import prompt_text
+from tandem.server.chats.texts import LARGE, off_loop
+from tandem.server.context import get_api, get_group, unless_gone
+from tandem.server.engines.served_model import Served
+from tandem.server.validation import LARGE_BODY
+from tandem.server.workers.tasks import Encode, Render, Task
+from tandem.text.template_sandbox import TooExpensive
+from tandem.text.tokenizer import Tokenizer
+
+Result = TypeVar("Result")
+
+
+class RequestTexts:
+    """The model's tokenizer and template for one request. Texts that cannot fit into the context are refused."""
+
+    def __init__(self, http: Request, served: Served, tokenizer: Tokenizer, status: EngineStatus) -> None:
+        self.tokenizer = tokenizer
+        self.status = status
+        self.grammars = served.texts.grammars(tokenizer)
+        self.http = http
+        self.body_size: int = http.scope.get("tandem.body_size", 0)
+        """Bytes of the request's body: nothing in it is larger."""
+        self._model = served.texts.described(status)
+
+    @classmethod
+    async def of(cls, http: Request, served: Served) -> RequestTexts:
+        """For a model that is loaded. Raises UnavailableError."""
+        status = served.status()
+        return cls(http, served, await served.texts.tokenizer(status), status)
+
+    async def encode(self, texts: Sequence[str], param: str, *, special: bool = True,
+                     closed: bool = False) -> list[list[int]]:
+        """Token ids of each text; with `special` as a text begins, with `closed` as one ends that is to be embedded.
+
+        Raises RequestError naming `param`.
+        """
+        context = self.status.max_context
+        for text in texts:
+            check_bytes(self.tokenizer, text, context, param)
+        size = sum(map(len, texts))
+        if size > LARGE_BODY:
+            task = Encode(self._model, list(texts), context, param, special, closed)
+            return [_ids(packed) for packed in await self.ask(task, list[bytes])]
+
+        def encode() -> list[list[int]]:
+            return [encode_fitting(self.tokenizer, text, context, param, special=special, closed=closed)
+                    for text in texts]
+
+        return await off_loop(size > LARGE, encode)
+
+    async def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids."""
+        return await off_loop(
+            len(tokens) > LARGE, lambda: self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        )
+
+    async def render(self, messages: list[dict[str, Any]], variables: dict[str, Any], *,
+                     tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation in the model's chat template, which is told of the `tools`.
+
+        Raises RequestError when there is no template, or the template rejects the conversation.
+        """
+        size, context = self.body_size, self.status.max_context
+
+        def render() -> list[int]:
+            text = prompt_text(self.tokenizer, messages, tools=tools, variables=variables,
+                               add_generation_prompt=add_generation_prompt, quick=True)
+            return encode_fitting(self.tokenizer, text, context, "messages", special=False)
+
+        if size <= LARGE_BODY:
+            try:
+                return await off_loop(size > LARGE, render)
+            except TooExpensive:
+                pass  # for others to wait for
+        task = Render(self._model, context, messages, list(tools), variables, add_generation_prompt)
+        return _ids(await self.ask(task, bytes))
+
+    async def ask(self, task: Task, answer: type[Result]) -> Result:
+        """What a worker process makes of the task. Raises RequestError."""
+        return await unless_gone(self.http, get_api(self.http).workers.ask(get_group(self.http), task, answer))
+
+
+def _ids(packed: bytes) -> list[int]:
+    return array.array("i", packed).tolist()

@@ -1,0 +1,83 @@
+"""What worker processes do. Only they import this."""
+
+from __future__ import annotations
+
+import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, cast
+
+from tandem.checkpoints.resolve import resolve
+from tandem.errors import RequestError
+from tandem.guided.grammar import grammar_of
+from tandem.models.description import describe
+from tandem.planner.as_json import plan_json
+from tandem.planner.experts import read_experts
+from tandem.planner.hosts import read_hosts, read_links
+from tandem.planner.plan import plan
+from tandem.planner.types import Goal, NothingFits, Request
+from tandem.server.anthropic import schemas as anthropic
+from tandem.server.chats.fitting import encode_fitting
+from tandem.server.chats.prompt import prompt_text
+from tandem.server.chats.texts import tokenizer_of
+from tandem.server.openai import schemas as openai
+from tandem.server.responses import schemas as responses
+from tandem.server.sse import encode_json
+from tandem.server.validation import IGNORED, parse_bytes
+from tandem.server.workers.tasks import Compare, Describe, Encode, Judge, Render, Task
+
+_SCHEMAS = {
+    model.__name__: (model, ignored)
+    for models, ignored in (
+        ((openai.ChatRequest, openai.CompletionRequest, openai.EmbeddingRequest, openai.TokenizeRequest,
+          openai.DetokenizeRequest), IGNORED),
+        ((anthropic.MessagesRequest, anthropic.CountRequest), anthropic.IGNORED),
+        ((responses.ResponsesRequest,), responses.IGNORED),
+    )
+    for model in models
+}
+"""Every body that is judged here, by the name of its schema, with the fields that are ignored in it."""
+_tokenizer = lru_cache(maxsize=2)(tokenizer_of)
+
+
+def answer(task: Task) -> Any:
+    """The answer to a task. Raises RequestError, UsageError."""
+    if isinstance(task, Judge):
+        model, ignored = _SCHEMAS[task.route]
+        return parse_bytes(task.body, model, ignored) and None
+    if isinstance(task, Encode):
+        tokenizer = _tokenizer(task.model)
+        return [_packed(encode_fitting(tokenizer, text, task.context, task.param, special=task.special,
+                                       closed=task.closed)) for text in task.texts]
+    if isinstance(task, Render):
+        return _packed(_rendered(task))
+    if isinstance(task, Describe):
+        try:
+            return grammar_of(task.form)
+        except ValueError as error:
+            raise RequestError(str(error), code="invalid_value") from error
+    return encode_json(_compared(task))
+
+
+def _rendered(task: Render) -> list[int]:
+    tokenizer = _tokenizer(task.model)
+    text = prompt_text(tokenizer, task.messages, tools=task.tools, variables=task.variables,
+                       add_generation_prompt=task.add_generation_prompt, quick=False)
+    return encode_fitting(tokenizer, text, task.context, "messages", special=False)
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    return array.array("i", tokens).tobytes()
+
+
+def _compared(task: Compare) -> dict[str, object]:
+    files = resolve(task.model, revision=task.revision, weights=False)
+    wanted = Request(context=task.context, streams=task.streams, goal=cast("Goal | None", task.goal))
+    cluster = read_hosts(task.hosts, None)
+    links, notes = read_links(task.link, cluster)
+    description = describe(files)
+    try:
+        found = plan(description, cluster.machines, links, wanted, experts=read_experts(files, description))
+    except NothingFits as refusal:
+        found = refusal.plan
+    return {**plan_json(found, cluster.machines), "notes": [*cluster.notes, *notes]}
