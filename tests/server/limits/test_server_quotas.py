@@ -14,6 +14,16 @@ from tandem.server.limits.quotas import FORGET_ABOVE, Quotas, duration
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
+def admit(quotas, group, prompt_tokens):
+    lease = quotas.admit(group)
+    try:
+        lease.prompt(prompt_tokens)
+    except OverloadedError:
+        lease.end()
+        raise
+    return lease
+
+
 class Clock:
     def __init__(self):
         self.now = 100.0
@@ -30,74 +40,86 @@ def clock():
 def test_requests_a_minute_come_back_evenly(clock):
     quotas = Quotas(ClientLimits(requests_per_minute=4), {}, clock)
     for _ in range(4):
-        quotas.admit("a", 10).end()
+        admit(quotas, "a", 10).end()
     with pytest.raises(OverloadedError, match=r"4 requests a minute \(requests_per_minute\), 0 are left") as caught:
-        quotas.admit("a", 10)
+        admit(quotas, "a", 10)
     assert caught.value.retry_after == 15
     assert caught.value.code == "rate_limit_exceeded"
-    quotas.admit("b", 10)
+    admit(quotas, "b", 10)
     clock.now += 15
-    quotas.admit("a", 10)
+    admit(quotas, "a", 10)
     with pytest.raises(OverloadedError):
-        quotas.admit("a", 10)
+        admit(quotas, "a", 10)
     clock.now += 3600
     for _ in range(4):
-        quotas.admit("a", 10)
+        admit(quotas, "a", 10)
     with pytest.raises(OverloadedError):
-        quotas.admit("a", 10)
+        admit(quotas, "a", 10)
 
 
 def test_answers_count_as_tokens(clock):
     quotas = Quotas(ClientLimits(tokens_per_minute=600), {}, clock)
-    lease = quotas.admit("a", 100)
+    lease = admit(quotas, "a", 100)
     lease.spend(1100)
     lease.end()
     with pytest.raises(OverloadedError, match="600 tokens a minute") as caught:
-        quotas.admit("a", 100)
+        admit(quotas, "a", 100)
     assert caught.value.retry_after == 70, "600 overdrawn, 100 needed, 10 a second"
     clock.now += 70
-    quotas.admit("a", 100)
+    admit(quotas, "a", 100)
 
 
 def test_a_prompt_longer_than_the_limit_waits_for_a_whole_minute_of_it(clock):
     quotas = Quotas(ClientLimits(tokens_per_minute=60), {}, clock)
-    quotas.admit("a", 500)
+    admit(quotas, "a", 500)
     with pytest.raises(OverloadedError):
-        quotas.admit("a", 500)
+        admit(quotas, "a", 500)
     clock.now += 500
-    quotas.admit("a", 500)
+    admit(quotas, "a", 500)
 
 
 def test_requests_at_once(clock):
     quotas = Quotas(ClientLimits(max_concurrent_requests=2), {"vip": ClientLimits()}, clock)
-    first, _ = quotas.admit("a", 1), quotas.admit("a", 1)
+    first, _ = admit(quotas, "a", 1), admit(quotas, "a", 1)
     with pytest.raises(OverloadedError, match="2 requests are running, the limit is 2 at once"):
-        quotas.admit("a", 1)
+        admit(quotas, "a", 1)
     first.end()
     first.end()
-    quotas.admit("a", 1)
+    admit(quotas, "a", 1)
     with pytest.raises(OverloadedError):
-        quotas.admit("a", 1)
+        admit(quotas, "a", 1)
     for _ in range(10):
-        quotas.admit("vip", 1)
+        admit(quotas, "vip", 1)
 
 
-def test_what_is_refused_costs_nothing(clock):
-    quotas = Quotas(ClientLimits(requests_per_minute=2, tokens_per_minute=100), {}, clock)
-    quotas.admit("a", 90)
+def test_a_prompt_that_is_refused_costs_no_tokens(clock):
+    quotas = Quotas(ClientLimits(tokens_per_minute=100), {}, clock)
+    admit(quotas, "a", 90)
     for _ in range(5):
         with pytest.raises(OverloadedError, match="tokens_per_minute"):
-            quotas.admit("a", 90)
-    quotas.admit("a", 5)
+            admit(quotas, "a", 90)
+    admit(quotas, "a", 5)
+
+
+def test_a_request_counts_before_its_prompt_is_known(clock):
+    quotas = Quotas(ClientLimits(requests_per_minute=2, tokens_per_minute=100), {}, clock)
+    quotas.admit("a").prompt(100)
+    with pytest.raises(OverloadedError, match="100 tokens a minute.*0 are left and 1 are needed"):
+        quotas.admit("a")
+    clock.now += 30
+    quotas.admit("a")
+    with pytest.raises(OverloadedError, match="requests_per_minute"):
+        [quotas.admit("a") for _ in range(3)]
+    quotas.admit("a", again=True)
 
 
 def test_clients_that_have_gone_are_forgotten(clock):
     quotas = Quotas(ClientLimits(requests_per_minute=5), {}, clock)
-    quotas.admit("busy", 1)
+    admit(quotas, "busy", 1)
     for i in range(FORGET_ABOVE):
-        quotas.admit(f"client {i}", 1).end()
+        admit(quotas, f"client {i}", 1).end()
     clock.now += 61
-    quotas.admit("new", 1)
+    admit(quotas, "new", 1)
     assert len(quotas._clients) == 2
 
 

@@ -137,8 +137,8 @@ def test_tokenize_and_detokenize(server, engine):
     assert server.http.post("/detokenize", json={"tokens": [512]}).json()["error"]["param"] == "tokens"
     assert server.http.post("/tokenize", json={}).status_code == 400
     assert server.http.post("/tokenize", json={"prompt": "a", **CHAT}).status_code == 400
-    big = "word " * 10_000
-    assert server.http.post("/tokenize", json={"prompt": big}).json()["count"] > 10_000
+    longer = "word " * 400
+    assert server.http.post("/tokenize", json={"prompt": longer}).json()["count"] > 400, "may be more than the context"
 
 
 def test_cors_only_for_configured_origins(server, serve):

@@ -10,7 +10,6 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, Strict, only_type
-from tandem.server.openai.schemas import MAX_STOP_STRINGS
 from tandem.server.validation import Harmless, anything, only
 
 KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -218,7 +217,7 @@ class MessagesRequest(CountRequest):
     """Body of POST /v1/messages."""
 
     max_tokens: Annotated[int, Field(ge=1)]
-    stop_sequences: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)] | None = None
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None

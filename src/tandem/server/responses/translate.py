@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.errors import RequestError
@@ -46,42 +47,61 @@ def in_own_words(error: RequestError) -> RequestError:
 
 
 def _conversation(fields: ResponsesRequest) -> list[Json]:
-    messages: list[Json] = []
+    messages: list[_Message] = []
     if fields.instructions:
-        messages.append({"role": "system", "content": fields.instructions})
+        _last(messages, "system").add("content", fields.instructions)
     for item in fields.input:
         if item.type == "function_call_output":
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            result = _Message("tool", {"tool_call_id": item.call_id})
+            result.texts["content"] = [_text(item.output)]
+            messages.append(result)
         elif item.type == "message" and item.role == "user":
-            messages.append({"role": "user", "content": _text(item.content)})
+            question = _Message("user", {})
+            question.texts["content"] = [_text(item.content)]
+            messages.append(question)
         elif item.type == "message" and item.role != "assistant":
-            _add(_last(messages, "system"), "content", _text(item.content), between="\n\n")
+            _last(messages, "system").add("content", _text(item.content))
         else:
             _take(_last(messages, "assistant"), item)
-    return messages
+    return [message.whole() for message in messages]
 
 
-def _last(messages: list[Json], role: str) -> Json:
+@dataclass
+class _Message:
+    """One message of a template, made of all items that stand together."""
+
+    role: str
+    others: Json
+    texts: dict[str, list[str]] = field(default_factory=lambda: {"content": []})
+    """By field; joined at the end, as many may come."""
+
+    def add(self, name: str, text: str) -> None:
+        """More text, if there is any."""
+        if text:
+            self.texts.setdefault(name, []).append(text)
+
+    def whole(self) -> Json:
+        """As a chat request has it."""
+        between = "\n\n" if self.role == "system" else "\n"
+        return {"role": self.role, **{name: between.join(texts) for name, texts in self.texts.items()}, **self.others}
+
+
+def _last(messages: list[_Message], role: str) -> _Message:
     """The last message if it has this role, else a new one: what stands together is one message in a template."""
-    if not messages or messages[-1]["role"] != role:
-        messages.append({"role": role, "content": ""})
+    if not messages or messages[-1].role != role:
+        messages.append(_Message(role, {}))
     return messages[-1]
 
 
-def _take(message: Json, item: Item) -> None:
+def _take(message: _Message, item: Item) -> None:
     """Add an item to the assistant's message."""
     if item.type == "message":
-        _add(message, "content", _text(item.content), between="\n")
+        message.add("content", _text(item.content))
     elif item.type == "reasoning":
-        _add(message, "reasoning_content", _text(item.content), between="\n")
+        message.add("reasoning_content", _text(item.content))
     else:
         function = {"name": qualified(item.namespace, item.name or ""), "arguments": item.arguments}
-        message.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
-
-
-def _add(message: Json, field: str, text: str, *, between: str) -> None:
-    if text:
-        message[field] = between.join(filter(None, (message.get(field), text)))
+        message.others.setdefault("tool_calls", []).append({"id": item.call_id, "function": function})
 
 
 def _text(parts: Iterable[TextPart] | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from tandem.server.tools.hermes import CLOSE, OPEN
@@ -24,16 +25,14 @@ def knows_tools(template: str) -> bool:
 def plain_messages(messages: Sequence[Message], tools: Sequence[Message]) -> list[dict[str, Any]]:
     """The conversation in terms that any template knows: tools and calls as text, in hermes' format."""
     plain: list[dict[str, Any]] = []
-    for message in messages:
-        if message["role"] == "tool":
-            text = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if plain and plain[-1]["role"] == "user" and plain[-1]["content"].endswith("</tool_response>"):
-                plain[-1]["content"] += f"\n{text}"
-            else:
-                plain.append({"role": "user", "content": text})
+    for results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        if results:
+            texts = [f"<tool_response>\n{message['content']}\n</tool_response>" for message in group]
+            plain.append({"role": "user", "content": "\n".join(texts)})
             continue
-        text = "\n".join([*filter(None, [message["content"]]), *map(_call, message.get("tool_calls", ()))])
-        plain.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text})
+        for message in group:
+            text = "\n".join([*filter(None, [message["content"]]), *map(_call, message.get("tool_calls", ()))])
+            plain.append({**{key: value for key, value in message.items() if key != "tool_calls"}, "content": text})
     if tools:
         told = INSTRUCTIONS.format("\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
         if plain and plain[0]["role"] == "system":

@@ -113,11 +113,13 @@ def main() -> None:
     decode = msgspec.msgpack.Decoder(Task).decode
     import tandem.server.workers.work  # noqa: F401 - takes a second, which is not the first task's
 
+    gc.disable()  # it would look at millions of lists again and again, and nothing here lives in circles for long
     while (frame := receive_frame(connection)) is not None:
         limits.renew()
         reply = reply_to(decode(frame))
         limits.lift()
         del frame
+        gc.collect(0)
         if resident_bytes() > KEPT_BYTES // 2:
             _give_back()
         reply.last = reply.last or resident_bytes() > KEPT_BYTES

@@ -5,26 +5,18 @@ from __future__ import annotations
 import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
-from tandem.checkpoints.resolve import resolve
 from tandem.errors import RequestError
 from tandem.guided.grammar import grammar_of
-from tandem.models.description import describe
-from tandem.planner.as_json import plan_json
-from tandem.planner.experts import read_experts
-from tandem.planner.hosts import read_hosts, read_links
-from tandem.planner.plan import plan
-from tandem.planner.types import Goal, NothingFits, Request
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.chats.fitting import encode_fitting
 from tandem.server.chats.prompt import prompt_text
 from tandem.server.chats.texts import tokenizer_of
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
-from tandem.server.sse import encode_json
 from tandem.server.validation import IGNORED, parse_bytes
-from tandem.server.workers.tasks import Compare, Describe, Encode, Judge, Render, Task
+from tandem.server.workers.tasks import Describe, Encode, Judge, Render, Task
 
 _SCHEMAS = {
     model.__name__: (model, ignored)
@@ -56,7 +48,9 @@ def answer(task: Task) -> Any:
             return grammar_of(task.form)
         except ValueError as error:
             raise RequestError(str(error), code="invalid_value") from error
-    return encode_json(_compared(task))
+    from tandem.server.workers.comparing import compared
+
+    return compared(task)
 
 
 def _rendered(task: Render) -> list[int]:
@@ -68,16 +62,3 @@ def _rendered(task: Render) -> list[int]:
 
 def _packed(tokens: Sequence[int]) -> bytes:
     return array.array("i", tokens).tobytes()
-
-
-def _compared(task: Compare) -> dict[str, object]:
-    files = resolve(task.model, revision=task.revision, weights=False)
-    wanted = Request(context=task.context, streams=task.streams, goal=cast("Goal | None", task.goal))
-    cluster = read_hosts(task.hosts, None)
-    links, notes = read_links(task.link, cluster)
-    description = describe(files)
-    try:
-        found = plan(description, cluster.machines, links, wanted, experts=read_experts(files, description))
-    except NothingFits as refusal:
-        found = refusal.plan
-    return {**plan_json(found, cluster.machines), "notes": [*cluster.notes, *notes]}

@@ -1,0 +1,156 @@
+"""Worker processes: they answer, end by their own limits, and are killed when nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from tandem.checkpoints.files import ModelFiles
+from tandem.errors import RequestError, UnavailableError
+from tandem.protocol.request import StructuredOutputs
+from tandem.server.workers import pool
+from tandem.server.workers.pool import Workers
+from tandem.server.workers.tasks import Describe, Encode, Judge, TextsOf
+from tandem.text.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.slow
+GOOD = Judge("ChatRequest", b'{"messages": [{"role": "user", "content": "x"}]}')
+HANG = Describe(StructuredOutputs(regex="hang"))
+
+
+def children():
+    """Worker processes of this one."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        try:
+            if pool.MODULE in process.cmdline():
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def run(work):
+    async def whole():
+        workers = Workers()
+        try:
+            await work(workers)
+        finally:
+            await workers.close()
+
+    asyncio.run(whole())
+    assert not children()
+
+
+@pytest.fixture
+def slow_child(tmp_path, monkeypatch):
+    """Workers in which one task goes wrong: `hang`, `burn`, `eat` or `die`."""
+    (tmp_path / "odd_child.py").write_text(
+        "import os, signal, time\n"
+        "from tandem.server.workers import child, work\n"
+        "child.CPU_S, child.MEMORY_BYTES = 1, 256 * 2**20\n"
+        "whole = work.answer\n"
+        "def answer(task):\n"
+        "    how = getattr(getattr(task, 'form', None), 'regex', None)\n"
+        "    if how == 'hang': time.sleep(600)\n"
+        "    while how == 'burn': pass\n"
+        "    if how == 'eat': return len(bytearray(2**30))\n"
+        "    if how == 'die': os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if how == 'secret': return {}[how]\n"
+        "    return whole(task)\n"
+        "work.answer = answer\n"
+        "child.main()\n")
+    monkeypatch.setattr(pool, "MODULE", "odd_child")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+
+def form(how):
+    return Describe(StructuredOutputs(regex=how))
+
+
+def test_a_process_does_task_after_task(model_dir):
+    tokenizer = load_tokenizer(ModelFiles(model_dir, "tiny"))
+    model = TextsOf(str(model_dir), "tiny", None, False)
+
+    async def work(workers):
+        assert await workers.ask("a", GOOD, type(None)) is None
+        [first] = children()
+        bad = Judge("ChatRequest", b'{"messages": [{"role": "user"}]}')
+        with pytest.raises(RequestError, match="needs 'content'") as caught:
+            await workers.ask("a", bad, type(None))
+        assert caught.value.param == "messages[0]"
+        [packed] = await workers.ask("a", Encode(model, ["hello"], 100, "prompt"), list[bytes])
+        assert memoryview(packed).cast("i").tolist() == tokenizer.encode("hello")
+        assert children() == [first]
+
+    run(work)
+
+
+@pytest.mark.parametrize("how", ["burn", "eat"])
+def test_a_task_that_takes_too_much_ends_with_its_process_and_is_refused(slow_child, how):
+    async def work(workers):
+        with pytest.raises(RequestError, match="make it smaller") as caught:
+            await workers.ask("a", form(how), str)
+        assert caught.value.status == 400 and caught.value.code == "request_too_expensive"
+        assert await workers.ask("a", GOOD, type(None)) is None
+
+    run(work)
+
+
+def test_a_process_that_somebody_kills_is_no_fault_of_the_request(slow_child, caplog):
+    async def work(workers):
+        with pytest.raises(UnavailableError):
+            await workers.ask("a", form("die"), str)
+        assert await workers.ask("a", GOOD, type(None)) is None
+        [idle] = children()
+        os.kill(idle.pid, signal.SIGKILL)
+        idle.wait(10)
+        assert await workers.ask("a", GOOD, type(None)) is None, "one that died idle is replaced unseen"
+
+    run(work)
+    assert "a worker process was ended by SIGKILL" in caplog.text
+
+
+def test_a_mistake_of_ours_is_logged_without_the_clients_words(slow_child, caplog):
+    async def work(workers):
+        with pytest.raises(RequestError, match="Internal server error"):
+            await workers.ask("a", form("secret"), str)
+
+    run(work)
+    assert "unexpected KeyError in a worker process" in caplog.text
+    assert "secret" not in caplog.text
+
+
+def test_a_task_that_nobody_waits_for_is_killed_and_another_client_is_not_held_up(slow_child):
+    async def work(workers):
+        hanging = [asyncio.create_task(workers.ask("a", HANG, str)) for _ in range(3)]
+        while not children():
+            await asyncio.sleep(0.01)
+        assert await workers.ask("b", GOOD, type(None)) is None, "though all of a's hang"
+        for task in hanging:
+            task.cancel()
+        await asyncio.gather(*hanging, return_exceptions=True)
+        until = time.monotonic() + 30
+        while len(children()) > 1:
+            assert time.monotonic() < until
+            await asyncio.sleep(0.01)
+        assert await workers.ask("a", GOOD, type(None)) is None
+
+    run(work)
+
+
+def test_none_outlives_the_pool(slow_child):
+    async def work(workers):
+        task = asyncio.create_task(workers.ask("a", HANG, str))
+        while not children():
+            await asyncio.sleep(0.01)
+        await workers.close()
+        with pytest.raises(UnavailableError):
+            await task
+
+    run(work)
