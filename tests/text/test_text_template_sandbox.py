@@ -169,6 +169,18 @@ def test_time_runs_for_each_rendering(monkeypatch):
         template.render([{"content": "x"}], tools=None, add_generation_prompt=True)
 
 
+def test_where_others_wait_only_a_moment_is_given():
+    source = "{% for a in range(40000) %}{% endfor %}{{ messages[0].content }}{{ quick }}"
+    costly = ChatTemplate(source, {}, origin="model")
+    given = {"tools": None, "add_generation_prompt": True, "quick": "!"}
+    assert costly.render([{"content": "x"}], **given) == "x!"
+    with pytest.raises(template_sandbox.TooExpensive):
+        costly.render_quickly([{"content": "x"}], **given)
+    cheap = ChatTemplate(CHAT_TEMPLATE, {}, origin="model")
+    messages = [{"role": "user", "content": "word " * 20}] * 300
+    assert cheap.render_quickly(messages, **given) == cheap.render(messages, **given)
+
+
 PIECES = ["{{", "}}", "{%", "%}", "{% for a in messages %}", "{% endfor %}", "a", "messages", "|tojson", "|join", "|list", " ~ ", "*",
           "**", "+", "(", ")", "[", "]", "'", "9999", "range(999)", ".content", ".x", "{% set x = ", "namespace(x=1)", "{% macro f() %}",
           "{% endmacro %}", "f()", "%", "|length", ":", ",", "-1", "if", "else", "|map('upper')", "|sort", "{% if a %}", "{% endif %}"]  # fmt: skip

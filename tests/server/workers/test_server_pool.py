@@ -61,7 +61,7 @@ def slow_child(tmp_path, monkeypatch):
         "    while how == 'burn': pass\n"
         "    if how == 'eat': return len(bytearray(2**30))\n"
         "    if how == 'die': os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    if how == 'secret': return {}[how]\n"
+        "    if str(how).startswith('sec'): return {}[how]\n"
         "    return whole(task)\n"
         "work.answer = answer\n"
         "child.main()\n")
