@@ -24,7 +24,6 @@ from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.shape import Json, empty_response
 from tandem.server.responses.translate import chat_request
 from tandem.server.sse import KEEP_ALIVE, encode_json, named_event
-from tandem.server.validation import parse_bytes
 
 ROUTE = "/v1/responses"
 _PREFIX, _JOB_PREFIX = "resp_", "req-"
