@@ -17,6 +17,7 @@ CHAT_TEMPLATE = (
 )
 T = TypeVar("T")
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer"}
 EOS = 2
 """Id of <|im_end|>, the end-of-sequence token of tiny models."""
 
@@ -53,13 +54,15 @@ def tiny_config(
     family: str, *, layers: int = 4, vocab: int = 512, overrides: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """config.json of a tiny model."""
-    settings = {"model_type": family, "num_hidden_layers": layers, "vocab_size": vocab, "eos_token_id": EOS, **BASE}
-    settings |= {**TINY[family], **(overrides or {})}
-    if family == "exaone":
-        settings["num_layers"] = layers  # its name for num_hidden_layers
-    if kinds := settings.get("layer_types"):
-        settings["layer_types"] = (kinds * layers)[:layers]
-    return settings
+    common = {"num_hidden_layers": layers, "vocab_size": vocab, **BASE}
+    nested = TINY[family].get("text_config")
+    inner = {**common, **(TINY[family] if nested is None else nested), **(overrides or {})}
+    if "num_layers" in inner or family == "exaone":
+        inner["num_layers"] = layers  # its name for num_hidden_layers
+    for kinds in _BY_LAYER & inner.keys():
+        inner[kinds] = (inner[kinds] * layers)[:layers]
+    outer = {"model_type": family, "eos_token_id": EOS}
+    return {**outer, **inner} if nested is None else {**outer, "vocab_size": vocab, "text_config": inner}
 
 
 def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str) -> dict[str, Any]:
@@ -71,9 +74,9 @@ def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str
     import numpy as np
     from mlx.utils import tree_flatten, tree_unflatten
 
-    from tandem.models.families.table import FAMILIES
+    from tandem.models.families.table import module_of
 
-    module = importlib.import_module(f"mlx_lm.models.{FAMILIES[settings['model_type']].module}")
+    module = importlib.import_module(f"mlx_lm.models.{module_of(settings['model_type'])}")
     model = module.Model(module.ModelArgs.from_dict(settings))
     rng = np.random.default_rng(seed)
     arrays = []

@@ -48,7 +48,7 @@ def want(model_path: Path, adapter: Path | None) -> np.ndarray:
 
 
 def logits(stages) -> np.ndarray:
-    h = stages[0].embed(mx.array([PROMPT], mx.int32))
+    h = mx.array([PROMPT], mx.int32)
     for stage in stages:
         h = stage.forward(h, stage.make_caches())
     return np.array(stages[-1].head(h))

@@ -18,9 +18,9 @@ import sys
 from tandem.loading.mlx_lm_models import import_models_only
 import_models_only()
 import tandem.executors.assembly, importlib
-from tandem.models.families.table import FAMILIES
-for family in FAMILIES.values():
-    importlib.import_module(f"mlx_lm.models.{family.module}")
+from tandem.models.families.table import FAMILIES, module_of
+for family in FAMILIES:
+    importlib.import_module(f"mlx_lm.models.{module_of(family)}")
 print(sorted({"transformers", "mlx_lm.utils", "torch"} & set(sys.modules)))
 """
 

@@ -50,10 +50,10 @@ def staged(path, stages, dtype, dequantize):
     caches = [part.make_caches() for part in parts]
 
     def forward(tokens):
-        h = parts[0].embed(tokens)
+        h = tokens
         for part, cache in zip(parts, caches, strict=True):
-            assert h.dtype == part.dtype
             h = part.forward(h, cache)
+            assert h.dtype == part.dtype
         return parts[-1].head(h)
 
     return forward
@@ -107,4 +107,3 @@ def test_description_agrees_with_what_is_loaded(family, tmp_path):
     assert seen[-1][0] == seen[-1][1] == stages[-1].nbytes
     assert [s.is_first for s in stages] == [True, False]
     assert [s.is_last for s in stages] == [False, True]
-    assert all(len(s.make_caches()) == len(s.layers) for s in stages)

@@ -90,6 +90,9 @@ def shapes(draw):
     return family, config, size, weights, draw(st.booleans())
 
 
+EMBEDDING = "model.embed_tokens"
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(shapes())
 def test_every_element_is_owned_as_planned(drawn):
@@ -101,7 +104,7 @@ def test_every_element_is_owned_as_planned(drawn):
         seen = np.zeros(end, np.int64)
         for shard in plan_shards(describe(files), size, weights=weights, split_head=split_head):
             stage = load(files, shard)
-            modules = [*stage._parts.layers, stage._parts.embed, stage._parts.norm, stage._parts.head]
+            modules = list(stage.modules.values())
             for module in filter(None, modules):
                 for _, array in tree_flatten(module.parameters()):
                     seen += np.bincount(np.array(array).astype(np.int64).reshape(-1), minlength=end)
@@ -117,11 +120,11 @@ def test_a_tied_head_on_the_last_stage_is_rows_of_the_embedding(tmp_path):
     _, last = split_layers(d.num_layers, 2)
     whole = load_stage(files, d, last, dtype="float32")
     stages = [load(files, shard, last) for shard in shards]
-    assert [stage._parts.tied.weight.shape for stage in stages] == [(384, 64), (128, 64)]
-    tied = mx.concatenate([stage._parts.tied.weight for stage in stages])
-    assert mx.array_equal(tied, whole._parts.tied.weight).item()
+    assert [stage.modules[EMBEDDING].weight.shape for stage in stages] == [(384, 64), (128, 64)]
+    tied = mx.concatenate([stage.modules[EMBEDDING].weight for stage in stages])
+    assert mx.array_equal(tied, whole.modules[EMBEDDING].weight).item()
     both = load(files, shards[0])  # first and last: the embedding once, its rows are a view
-    assert both._parts.tied.weight.shape == (384, 64)
+    assert both.modules[EMBEDDING].weight.shape == (512, 64)
     assert both.nbytes < load_stage(files, d, range(4), dtype="float32").nbytes
 
 
@@ -141,7 +144,7 @@ def test_raw_experts_are_stacked_then_cut(tmp_path):
     path = tiny_model(tmp_path, "qwen3_moe")
     files = resolve(str(path))
     shard = plan_shards(describe(files), 2)[1]
-    before = [a for _, a in tree_flatten(load(files, shard)._parts.layers[0].parameters())]
+    before = [a for _, a in tree_flatten(load(files, shard).modules[0].parameters())]
     raw = {}
     for name, array in mx.load(str(path / "model.safetensors")).items():
         if ".switch_mlp." in name:
@@ -150,7 +153,7 @@ def test_raw_experts_are_stacked_then_cut(tmp_path):
             raw[name] = array
     mx.eval(raw)
     mx.save_safetensors(str(path / "model.safetensors"), raw)
-    after = [a for _, a in tree_flatten(load(files, shard)._parts.layers[0].parameters())]
+    after = [a for _, a in tree_flatten(load(files, shard).modules[0].parameters())]
     assert all(mx.array_equal(a, b).item() for a, b in zip(before, after, strict=True))
 
 
@@ -281,7 +284,7 @@ stage = load_stage(files, description, range(description.num_layers), dtype="flo
                    tensor_parallel=group)
 caches, logits = stage.make_caches(), []
 for tokens in steps:
-    got = stage.head(stage.forward(stage.embed(mx.array([tokens], mx.int32)), caches))
+    got = stage.head(stage.forward(mx.array([tokens], mx.int32), caches))
     mx.eval(got)
     logits.append(np.array(got)[0, -1])
 np.save(out, np.stack(logits))
@@ -317,6 +320,6 @@ def test_ranks_in_processes_over_a_ring(size, tmp_path):
     caches = stage.make_caches()
     got = [np.load(tmp_path / f"{rank}.npy") for rank in range(size)]
     for i, tokens in enumerate(steps):
-        want = np.array(stage.head(stage.forward(stage.embed(mx.array([tokens], mx.int32)), caches)))[0, -1]
+        want = np.array(stage.head(stage.forward(mx.array([tokens], mx.int32), caches)))[0, -1]
         assert np.abs(got[0][i] - want).max() < 1e-4 * np.abs(want).max()
         assert all((g[i] == got[0][i]).all() for g in got)

@@ -42,7 +42,7 @@ def run(stages, steps=None):
     tokens = [PROMPT[: CHUNKS[0]], PROMPT[CHUNKS[0] :]] if steps is None else list(steps)
     logits = []
     for i in range(len(CHUNKS) + DECODE):
-        h = stages[0].embed(mx.array([tokens[i]], mx.int32))
+        h = mx.array([tokens[i]], mx.int32)
         for stage, cache in zip(stages, caches, strict=True):
             h = stage.forward(h, cache)
         got = stages[-1].head(h)
@@ -163,7 +163,7 @@ def test_demo_model_over_two_ranks():
         caches = stage.make_caches()
         tokens, logits = prompt, []
         for _ in range(4):
-            got = stage.head(stage.forward(stage.embed(mx.array(tokens, mx.int32)), caches)[:, -1:])
+            got = stage.head(stage.forward(mx.array(tokens, mx.int32), caches)[:, -1:])
             mx.eval(got)
             logits.append(np.array(got))
             tokens = [[int(logits[-1].argmax())]]

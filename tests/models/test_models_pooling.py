@@ -12,8 +12,10 @@ from mlx_lm.utils import load_model
 
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import BrokenModel
+from tandem.loading.shard_modules import at
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
+from tandem.models.families.table import family_of
 from tandem.models.pooling import pooling_of, unit_vector
 from tandem.testing import TINY, tiny_model
 from tandem.text.tokenizer import load_tokenizer
@@ -79,9 +81,9 @@ def test_final_states_are_those_of_mlx_lm(family, tmp_path):
     stage = load_stage(files, description, range(description.num_layers), dtype="float32")
     model, _ = load_model(path)
     tokens = mx.array([[5, 9, 300, 7, 12, 450]], mx.int32)
-    inner = model.transformer if family == "exaone" else model.model
+    inner = at(model, family_of(family).layers.rpartition(".")[0])
     want = inner(tokens, cache=make_prompt_cache(model))
-    got = stage.final(stage.forward(stage.embed(tokens), stage.make_caches()))
+    got = stage.final(stage.forward(tokens, stage.make_caches()))
     assert got.shape == (1, 6, description.hidden_size)
     if family == "gpt_neox":  # whose head is within
         got = inner.embed_out(got)

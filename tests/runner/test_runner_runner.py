@@ -48,7 +48,7 @@ def test_steps_feed_on_the_token_that_the_rank_holds(runner: Runner, stage: Stag
     tokens += [runner.execute(decode(i, 3 + i)).finish().tokens[0] for i in (1, 2, 3)]
     caches, expected, feed = stage.make_caches(), [], PROMPT
     for _ in range(4):
-        logits = stage.head(stage.forward(stage.embed(mx.array([feed])), caches)[:, -1:])
+        logits = stage.head(stage.forward(mx.array([feed]), caches)[:, -1:])
         feed = [int(mx.argmax(logits[0, -1]))]
         expected += feed
     assert tokens == expected

@@ -133,7 +133,7 @@ class FakeScheduler:
 def greedy(stage: StageModel, prompt: list[int]) -> list[int]:
     caches, feed, found = stage.make_caches(), prompt, []
     for _ in range(OUTPUT):
-        logits = stage.head(stage.forward(stage.embed(mx.array([feed])), caches)[:, -1:])
+        logits = stage.head(stage.forward(mx.array([feed]), caches)[:, -1:])
         feed = [int(mx.argmax(logits[0, -1]))]
         found += feed
     return found

@@ -41,8 +41,8 @@ class AdapterLoader:
         self._shard = shard
         self._weights: dict[str, mx.array] = load_file(adapter.path)
 
-    def apply(self, number: int, layer: nn.Module) -> None:
-        """Adapt the loaded (and cut) layer of that number.
+    def apply(self, number: int, layer: nn.Module) -> int:
+        """Adapt the loaded (and cut) layer of that number; returns the bytes of what was added.
 
         Raises `BrokenModel` for weights that do not fit, `UnsupportedModel` for a module that is no linear layer.
         """
@@ -65,6 +65,7 @@ class AdapterLoader:
             adapted.append((path.removeprefix(root), Adapted(module, a, b, self._adapter.scale)))
         if adapted:
             layer.update_modules(tree_unflatten(adapted))
+        return sum(one.lora_a.nbytes + one.lora_b.nbytes for _, one in adapted)
 
     def _pair(self, path: str, inner: str, names: tuple[str, str]) -> tuple[mx.array, mx.array]:
         """A [inputs, rank] and B [rank, outputs], cut as their module is."""

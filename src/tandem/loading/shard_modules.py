@@ -49,6 +49,13 @@ class SumOverRanks(nn.Module):
         """Outputs [B, L, H] of the module, summed over the ranks."""
         return self._tensor_parallel.sum(self.module(*args, **kwargs))
 
+    def __getattr__(self, name: str) -> Any:
+        """The module's, where this has none: models ask their layers' attention whether it is local, and such."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.module, name)
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -161,7 +168,7 @@ def whole_groups(found: Slice, group: int) -> tuple[Slice, Slice]:
 def divide_layer(layer: nn.Module, shard: Shard, description: ModelDescription, tp: TensorParallel) -> nn.Module:
     """Make a layer that holds cut weights compute with them: numbers of heads, and sums over the ranks."""
     sharding = sharding_of(description)
-    attention = _at(layer, sharding.attention)
+    attention = at(layer, sharding.attention)
     group = description.num_heads // description.num_kv_heads
     for names, whole, own in (
         (_HEADS, description.num_heads, len(shard.kv_heads) * group),
@@ -172,15 +179,63 @@ def divide_layer(layer: nn.Module, shard: Shard, description: ModelDescription, 
                 setattr(attention, name, own)
     for path in sharding.sums:
         parent, _, name = path.rpartition(".")
-        holder = _at(layer, parent)
+        holder = at(layer, parent)
         setattr(holder, name, SumOverRanks(getattr(holder, name), tp))
     return layer
 
 
-def _at(module: nn.Module, path: str) -> nn.Module:
+def at(module: nn.Module, path: str) -> nn.Module:
+    """The module at a path, in which a number counts in a list."""
+    node: Any = module
     for name in filter(None, path.split(".")):
-        module = getattr(module, name)
-    return module
+        node = node[int(name)] if isinstance(node, list) else getattr(node, name)
+    found: nn.Module = node
+    return found
+
+
+def put(module: nn.Module, path: str, new: nn.Module) -> None:
+    """Put `new` at a path."""
+    parent, _, name = path.rpartition(".")
+    holder: Any = at(module, parent)
+    if isinstance(holder, list):
+        holder[int(name)] = new
+    else:
+        setattr(holder, name, new)
+
+
+class SharedHead(nn.Module):
+    """A head of which each rank has its rows, called as the projection that it is or as an embedding's other side."""
+
+    def __init__(
+        self, rows: nn.Module, shard: Shard, tensor_parallel: TensorParallel, *, embedding: nn.Module | None = None
+    ) -> None:
+        """`embedding`: the head is an embedding's rows, and this looks tokens up."""
+        super().__init__()
+        self.rows = rows
+        self._sizes, self._tensor_parallel, self._embedding = shard.vocab_sizes, tensor_parallel, embedding
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Hidden states [B, L, H] to logits [B, L, V]; or, of an embedding, tokens [B, L] to hidden states."""
+        if self._embedding is not None:
+            return self._embedding(x)
+        return self._tensor_parallel.gather_last(self.rows(x), self._sizes)
+
+    def as_linear(self, h: mx.array) -> mx.array:
+        """Hidden states [B, L, H] to logits [B, L, V]."""
+        return self._tensor_parallel.gather_last(self.rows.as_linear(h), self._sizes)
+
+
+class EmbeddingAsHead(nn.Module):
+    """In the place of an output projection that the files lack."""
+
+    def __init__(self, model: nn.Module, path: str) -> None:
+        """`path` is that of the embedding in `model`."""
+        super().__init__()
+        self._embedding = lambda: at(model, path)
+
+    def __call__(self, h: mx.array) -> mx.array:
+        """Hidden states [B, L, H] to logits [B, L, V]."""
+        return self._embedding().as_linear(h)
 
 
 def rows_of(embedding: nn.Module, rows: range) -> nn.Module:

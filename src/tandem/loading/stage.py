@@ -6,44 +6,37 @@ Chained stages compute what mlx-lm's own model computes in one process, bit for 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
-from tandem.errors import BrokenModel, LayoutError, UsageError
+from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
-from tandem.loading.families.special import PLAIN, SPECIAL, Special
-from tandem.loading.shard_modules import Cutter, TensorParallel, divide_layer, head_cutter, layer_cutter, rows_of
+from tandem.loading.frame import Frame
+from tandem.loading.shard_modules import (
+    Cutter,
+    EmbeddingAsHead,
+    SharedHead,
+    TensorParallel,
+    at,
+    divide_layer,
+    head_cutter,
+    layer_cutter,
+    put,
+    rows_of,
+)
 from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_part
 from tandem.models.adapter_files import Adapter
-from tandem.models.description import ModelDescription
-from tandem.models.families.table import FAMILIES, Family
+from tandem.models.description import ModelDescription, part_of_tensor
+from tandem.models.families.table import family_of, module_of
 from tandem.models.shard import Shard
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Parts:
-    """Loaded modules of one stage."""
-
-    layers: tuple[nn.Module, ...]
-    embed: nn.Module | None
-    """On the first stage."""
-    norm: nn.Module | None
-    head: nn.Module | None
-    """Output projection where it is not tied."""
-    tied: nn.Module | None
-    """Embedding as output projection: the whole one, or the rank's rows; where there is `embed`, in its memory."""
 
 
 class StageModel:
@@ -51,20 +44,19 @@ class StageModel:
 
     def __init__(
         self,
-        parts: _Parts,
-        layers: range,
+        frame: Frame,
+        modules: Mapping[str | int, nn.Module],
         description: ModelDescription,
-        args: Any,
         dtype: mx.Dtype,
-        kinds: Sequence[Any],
+        nbytes: int,
         shard: Shard | None = None,
-        tensor_parallel: TensorParallel | None = None,
     ) -> None:
-        self.layers = layers
+        self.layers = frame.own
         """Numbers of the layers that this stage holds."""
-        self.is_first = layers.start == 0
-        self.is_last = layers.stop == description.num_layers
-        self.hidden_size = description.hidden_size
+        self.is_first = self.layers.start == 0
+        self.is_last = self.layers.stop == description.num_layers
+        self.hidden_size = description.hidden_size + frame.carried_width
+        """Width of what stages hand on."""
         self.vocab_size = description.vocab_size
         self.dtype = dtype
         """Type of the activations that stages hand on."""
@@ -74,62 +66,42 @@ class StageModel:
         """Key and value heads that this rank holds."""
         self.kv_width = self.kv_heads * description.head_dim
         """Elements of one position's keys in one layer, on this rank."""
-        self._tensor_parallel = tensor_parallel
-        self._parts = parts
-        self._args = args
-        self._special: Special = SPECIAL.get(description.family, PLAIN)
-        self._grouped = description.num_heads > description.num_kv_heads
-        self._windows: tuple[int | None, ...] = tuple(kinds)
-        modules = [*parts.layers, parts.embed or parts.tied, parts.norm, parts.head]
-        self.nbytes = sum(a.nbytes for m in modules if m is not None for _, a in tree_flatten(m.parameters()))
+        self.nbytes = nbytes
         """Bytes of weights in memory."""
+        self.modules = modules
+        """What is loaded: layers by number, others by path."""
+        self._frame = frame
 
-    def embed(self, tokens: mx.array) -> mx.array:
-        """Tokens [B, L] (int32) to hidden states [B, L, H]. First stage only."""
-        if not self.is_first or self._parts.embed is None:
-            raise LayoutError(f"stage with layers {self.layers} has no embedding")
-        return self._special.embed(self._parts.embed(tokens), self._args)
+    def forward(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
+        """Through this stage's layers, to hidden states [B, L, H]; `caches` take up keys and values, or states.
 
-    def forward(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
-        """Hidden states [B, L, H] through this stage's layers; `caches` (one per layer) take up keys and values.
-
-        Masks are made once for each kind of cache, from the first cache of that kind: all of a kind stand at the
-        same position.
+        `x` is tokens [B, L] (int32) on the first stage, elsewhere what the stage before returned.
         """
-        masks: dict[int | None, Any] = {}
-        for layer, cache, window in zip(self._parts.layers, caches, self._windows, strict=True):
-            if window not in masks:
-                mask = create_attention_mask(h, cache, window_size=window, return_array=self._special.array_mask)
-                if self._special.array_mask and self._grouped and mask is not None and mask.ndim == 4:
-                    mask = mask[:, :, None]  # rows' own masks, for scores [rows, kv heads, groups, N, positions]
-                masks[window] = mask
-            h = layer(h, masks[window], cache)
-        return h
+        h = self._frame.run(x, caches)
+        return h if h.dtype == self.dtype else h.astype(self.dtype)
 
     def final(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] after the final norm, as the head gets them. Last stage only."""
-        if not self.is_last or self._parts.norm is None:
-            raise LayoutError(f"stage with layers {self.layers} has no head, nor the norm before it")
-        return self._parts.norm(h)
+        self._require_last()
+        heads = [path for path, _ in self._frame.model.named_modules() if path and _role(path) == "head"]
+        embeds = [path for path, module in self.modules.items() if isinstance(path, str) and _role(path) == "embed"]
+        return self._frame.final(h, (heads or embeds)[0])
 
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V] in the model's type. Last stage only.
 
         Where ranks share the head, each computes its rows and all get the whole.
         """
-        h = self.final(h)
-        if self._parts.head is not None:
-            logits = self._parts.head(h)
-        else:
-            assert self._parts.tied is not None
-            logits = self._parts.tied.as_linear(h)
-        if self._tensor_parallel is not None and self.shard is not None and self.shard.vocab_sizes:
-            logits = self._tensor_parallel.gather_last(logits, self.shard.vocab_sizes)
-        return self._special.logits(logits, self._args)
+        self._require_last()
+        return self._frame.head(h)
+
+    def _require_last(self) -> None:
+        if not self.is_last:
+            raise LayoutError(f"stage with layers {self.layers} has no head, nor the norm before it")
 
     def make_caches(self) -> list[Any]:
-        """Fresh single-sequence caches of mlx-lm, one per own layer: KVCache, or RotatingKVCache for a window."""
-        return [KVCache() if window is None else RotatingKVCache(max_size=window) for window in self._windows]
+        """Fresh single-sequence caches of mlx-lm: those of the own layers."""
+        return self._frame.make_caches()
 
 
 def load_stage(
@@ -157,11 +129,10 @@ def load_stage(
         shard = None
     _check(layers, description, shard, tensor_parallel)
     compute = _compute_dtype(dtype, description)
-    family = FAMILIES[description.family]
-    model = _build(files, family)
-    windows = _windows(model, description)[layers.start : layers.stop]
-    weights = split_by_part(open_weights(files, model, family), family, description.num_layers, str(files.path))
-    owned = {part: weights.pop(part) for part in _owned(layers, description)}
+    model = _build(files, description)
+    frame = _frame(model, layers, description, files.name)
+    weights = split_by_part(open_weights(files, model, description), frame.path, model, description, str(files.path))
+    owned = {part: weights.pop(part) for part in _owned(weights, layers, description)}
     weights.clear()  # what other stages own is never read
     total = sum(array.nbytes for part in owned.values() for array in part.values())
     predicate = getattr(model, "cast_predicate", None)
@@ -172,16 +143,16 @@ def load_stage(
         keep=(lambda name: not predicate(name)) if predicate else (lambda name: False),
         loaded=_counter(progress, total),
     )
-    modules = _load_parts(model, family, owned, loader, _cutters(family, description, layers, shard))
-    if adapter is not None:
-        adapters = AdapterLoader(adapter, family.layers, description, shard)
-        for i in layers:
-            adapters.apply(i, modules[i])
-    if shard is not None and tensor_parallel is not None:
-        for i in layers:
-            divide_layer(modules[i], shard, description, tensor_parallel)
-    parts = _parts(modules, layers, description, shard)
-    return StageModel(parts, layers, description, model.args, compute, windows, shard, tensor_parallel)
+    modules = _load_parts(frame, owned, loader, _cutters(frame, owned, description, shard))
+    nbytes = sum(a.nbytes for module in modules.values() for _, a in tree_flatten(module.parameters()))
+    _share_head(model, modules, description, layers, shard, tensor_parallel)
+    adapters = AdapterLoader(adapter, frame.path, description, shard) if adapter is not None else None
+    for i in layers:
+        if adapters is not None:
+            nbytes += adapters.apply(i, frame.layers[i])
+        if shard is not None and tensor_parallel is not None:
+            divide_layer(frame.layers[i], shard, description, tensor_parallel)
+    return StageModel(frame, modules, description, compute, nbytes, shard)
 
 
 def _check(
@@ -194,49 +165,72 @@ def _check(
         raise LayoutError(f"rank {shard.rank} of {shard.size} needs the other ranks of its stage to compute with")
 
 
-def _parts(
-    modules: dict[str | int, nn.Module], layers: range, description: ModelDescription, shard: Shard | None
-) -> _Parts:
-    first, last = layers.start == 0, layers.stop == description.num_layers
-    embed = modules.get("embed")
-    tied = embed if last and description.tied_head else None
-    if tied is not None and first and shard is not None and shard.vocab_sizes:
-        tied = rows_of(tied, shard.vocab)
-    return _Parts(
-        layers=tuple(modules[i] for i in layers),
-        embed=embed if first else None,
-        norm=modules.get("norm"),
-        head=modules.get("head"),
-        tied=tied,
-    )
+def _frame(model: nn.Module, layers: range, description: ModelDescription, name: str) -> Frame:
+    family = family_of(description.family)
+    try:
+        return Frame(model, layers, carries=family.carries,
+                     grouped_scores=family.grouped_scores and description.num_heads > description.num_kv_heads)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: {description.family} cannot run so: {error.message}", param="model") from error
 
 
 def _cutters(
-    family: Family, description: ModelDescription, layers: range, shard: Shard | None
+    frame: Frame, parts: Iterable[str | int], description: ModelDescription, shard: Shard | None
 ) -> dict[str | int, Cutter]:
     """How each part is cut; parts that are not listed are whole: norm, and the first stage's embedding."""
     if shard is None:
         return {}
-    cutters: dict[str | int, Cutter] = {i: layer_cutter(f"{family.layers}.{i}", shard, description) for i in layers}
-    if shard.vocab_sizes:
-        cutters["head"] = head_cutter(family.head, shard, description)
-        if layers.start > 0:
-            cutters["embed"] = head_cutter(family.embed, shard, description)
+    cutters: dict[str | int, Cutter] = {}
+    for part in parts:
+        if isinstance(part, int):
+            cutters[part] = layer_cutter(f"{frame.path}.{part}", shard, description)
+        elif shard.vocab_sizes and (_role(part) == "head" or (_role(part) == "embed" and frame.own.start > 0)):
+            cutters[part] = head_cutter(part, shard, description)
     return cutters
 
 
-def _owned(layers: range, description: ModelDescription) -> list[str | int]:
+def _role(path: str) -> str | int | None:
+    """`embed`, `head` or `rest`: what a module outside of the layers is."""
+    return part_of_tensor(f"{path}.weight", 0)
+
+
+def _owned(parts: Iterable[str | int], layers: range, description: ModelDescription) -> list[str | int]:
     """Parts that the stage with `layers` holds, in the order of loading.
 
     The largest tensors come first: what is whole in memory until it is cut then adds nothing to the peak.
     """
     first, last = layers.start == 0, layers.stop == description.num_layers
-    owned: list[str | int] = []
-    if last:
-        owned += ["norm"] if description.tied_head else ["head", "norm"]
-    if first or (last and description.tied_head):
-        owned.append("embed")
+    paths = [part for part in parts if isinstance(part, str)]
+    tied = description.tied_head or not any(_role(path) == "head" for path in paths)
+    wanted = {"head": last and not tied, "rest": last, "embed": first or (last and tied)}
+    owned: list[str | int] = [path for role in wanted for path in paths if _role(path) == role and wanted[role]]
     return [*owned, *layers]
+
+
+def _share_head(
+    model: nn.Module,
+    modules: dict[str | int, nn.Module],
+    description: ModelDescription,
+    layers: range,
+    shard: Shard | None,
+    tensor_parallel: TensorParallel | None,
+) -> None:
+    """On the last stage: let the embedding stand in for a head that the files lack, and ranks share what they divide.
+    """
+    if layers.stop != description.num_layers:
+        return
+    heads = [path for path, _ in model.named_modules() if path and _role(path) == "head"]
+    embeds = [path for path in modules if isinstance(path, str) and hasattr(modules[path], "as_linear")]
+    head = modules.get(heads[0]) if heads else None
+    if shard is not None and tensor_parallel is not None and shard.vocab_sizes:
+        if head is not None:
+            put(model, heads[0], SharedHead(head, shard, tensor_parallel))
+        else:
+            whole = modules[embeds[0]]
+            rows = rows_of(whole, shard.vocab) if layers.start == 0 else whole
+            put(model, embeds[0], SharedHead(rows, shard, tensor_parallel, embedding=whole))
+    if heads and head is None:
+        put(model, heads[0], EmbeddingAsHead(model, embeds[0]))
 
 
 def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
@@ -249,53 +243,36 @@ def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
     return DTYPES[dtype]
 
 
-def _build(files: ModelFiles, family: Family) -> nn.Module:
+def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     """mlx-lm's model with random weights, which stay lazy and are never computed."""
-    module = importlib.import_module(f"mlx_lm.models.{family.module}")
+    module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
     config = read_config(files.path)
     try:
-        return module.Model(module.ModelArgs.from_dict(config))
+        model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     except (TypeError, ValueError, KeyError, AttributeError, AssertionError, IndexError) as error:
         raise BrokenModel(
             f"{files.path}/config.json: does not describe a model: {one_line(error)}", param="model"
         ) from error
-
-
-def _windows(model: nn.Module, description: ModelDescription) -> list[int | None]:
-    """Attention window of each layer, None for full attention, from mlx-lm's own choice of caches."""
-    if not hasattr(model, "make_cache"):
-        return [None] * description.num_layers
-    windows: list[int | None] = []
-    for cache in model.make_cache():
-        if type(cache) not in (KVCache, RotatingKVCache) or getattr(cache, "keep", None):
-            raise BrokenModel(
-                f"{description.family}: its cache {type(cache).__name__} is not one that Tandem runs", param="model"
-            )
-        windows.append(getattr(cache, "max_size", None))
-    return windows
+    model.eval()
+    return model
 
 
 def _load_parts(
-    model: nn.Module,
-    family: Family,
+    frame: Frame,
     owned: dict[str | int, dict[str, mx.array]],
     loader: PartLoader,
     cutters: dict[str | int, Cutter],
 ) -> dict[str | int, nn.Module]:
-    roots = {"embed": family.embed, "norm": family.norm, "head": family.head}
     modules: dict[str | int, nn.Module] = {}
     for part, weights in owned.items():
-        root = f"{family.layers}.{part}" if isinstance(part, int) else roots[part]
-        modules[part] = loader.load(root, _at(model, root), weights, cutters.get(part))
+        if isinstance(part, int):
+            modules[part] = loader.load(f"{frame.path}.{part}", frame.layers[part], weights, cutters.get(part))
+            frame.layers[part] = modules[part]
+        else:
+            modules[part] = loader.load(part, at(frame.model, part), weights, cutters.get(part))
+            put(frame.model, part, modules[part])
         mx.clear_cache()  # buffers of the packed originals
     return modules
-
-
-def _at(model: nn.Module, path: str) -> nn.Module:
-    def step(node: Any, name: str) -> Any:
-        return node[int(name)] if isinstance(node, list) else getattr(node, name)
-
-    return reduce(step, path.split("."), model)
 
 
 def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:

@@ -20,8 +20,8 @@ from tandem.checkpoints.safetensors import TensorInfo, encode_header
 from tandem.errors import BrokenModel, OutOfMemory
 from tandem.loading.foreign import converted, sanitized
 from tandem.loading.shard_modules import Cutter, Slice, take, whole_groups
-from tandem.models.description import stored_bare
-from tandem.models.families.table import Family
+from tandem.models.description import ModelDescription, stored_bare
+from tandem.models.families.table import family_of
 from tandem.models.quantization import read_quantization
 from tandem.system.files import file_trouble
 from tandem.system.metal import fault_of
@@ -33,7 +33,7 @@ _MODES = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}
 _COMPUTED = "rotary_emb.inv_freq"  # old checkpoints store this buffer; every family computes it
 
 
-def open_weights(files: ModelFiles, model: nn.Module, family: Family) -> Weights:
+def open_weights(files: ModelFiles, model: nn.Module, description: ModelDescription) -> Weights:
     """All weights of the model as lazy arrays under mlx-lm's names: only headers are read.
 
     Where not all of them are on this machine, the others have their shapes and types (families look at them to tell
@@ -45,8 +45,9 @@ def open_weights(files: ModelFiles, model: nn.Module, family: Family) -> Weights
     if files.headers is not None:
         everything = {name: info for header in read_headers(files).values() for name, info in header.items()}
         weights.update(_absent({name: info for name, info in everything.items() if name not in weights}))
-    if stored_bare(weights, family.layers):
-        root = family.layers.partition(".")[0]
+    layers = family_of(description.family).layers
+    if stored_bare(weights, layers):
+        root = layers.partition(".")[0]
         weights = {f"{root}.{name}": array for name, array in weights.items()}
     foreign = read_quantization(read_config(files.path), files.name).foreign
     if foreign is not None:
@@ -96,28 +97,31 @@ def _absent(tensors: dict[str, TensorInfo]) -> Weights:
     return weights
 
 
-def split_by_part(weights: Weights, family: Family, num_layers: int, path: str) -> dict[str | int, Weights]:
-    """Weights by part: a layer's number, `embed`, `norm` or `head`; names relative to the part.
+def split_by_part(
+    weights: Weights, layers: str, model: nn.Module, description: ModelDescription, path: str
+) -> dict[str | int, Weights]:
+    """Weights by part: a layer's number, or the path of a module outside of the layers; names relative to the part.
 
-    Takes the arrays out of `weights`, so that each is freed with its part. Raises `BrokenModel` for a weight that
-    belongs to no part.
+    `layers` is the path of the list of layers in `model`. Takes the arrays out of `weights`, so that each is freed
+    with its part. Raises `BrokenModel` for a weight that belongs to no part.
     """
-    parts: dict[str | int, Weights] = {"embed": {}, "norm": {}, "head": {}, **{i: {} for i in range(num_layers)}}
-    roots = {"embed": family.embed, "norm": family.norm, "head": family.head}
+    parts: dict[str | int, Weights] = {i: {} for i in range(description.num_layers)}
+    for name, module in model.named_modules():
+        inside = f"{name}.".startswith(f"{layers}.")
+        if name and not inside and not tree_flatten(module.children()) and tree_flatten(module.parameters()):
+            parts[name] = {}
     for name in list(weights):
-        if name.startswith(family.layers + "."):
-            number, _, rest = name[len(family.layers) + 1 :].partition(".")
-            if number.isdigit() and int(number) < num_layers:
+        if name.startswith(layers + "."):
+            number, _, rest = name[len(layers) + 1 :].partition(".")
+            if number.isdigit() and int(number) < description.num_layers:
                 parts[int(number)][rest] = weights.pop(name)
                 continue
-        for part, root in roots.items():
-            if name.startswith(root + "."):
-                parts[part][name[len(root) + 1 :]] = weights.pop(name)
-                break
-        else:
+        base, _, rest = name.rpartition(".")
+        if base not in parts:
             raise BrokenModel(
                 f"{path}: weight {name} does not belong to the model that config.json describes", param="model"
             )
+        parts[base][rest] = weights.pop(name)
     return parts
 
 

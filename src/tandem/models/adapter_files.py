@@ -13,7 +13,7 @@ from typing import Any
 from tandem.checkpoints.safetensors import TensorInfo, read_header
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
 from tandem.models.description import ModelDescription
-from tandem.models.families.table import FAMILIES
+from tandem.models.families.table import family_of
 
 _PEFT = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 _MLX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[ab])")
@@ -114,7 +114,7 @@ def _modules(tensors: Mapping[str, TensorInfo], pattern: re.Pattern[str], direct
 
 def _check_modules(modules: Mapping[str, tuple[str, str]], tensors: Mapping[str, TensorInfo],
                    description: ModelDescription, directory: str, *, transposed: bool) -> None:
-    layers = FAMILIES[description.family].layers
+    layers = family_of(description.family).layers
     inside = re.compile(rf"{re.escape(layers)}\.(\d+)\..+")
     for module, names in modules.items():
         match = inside.fullmatch(module)

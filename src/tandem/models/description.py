@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,14 +15,30 @@ from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.families.sharding import SHARDING, Width
-from tandem.models.families.table import FAMILIES, Family
+from tandem.models.families.table import FAMILIES, Family, family_of, module_of
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_EMBEDDINGS = ("embed_tokens", "wte", "tok_embeddings", "word_embeddings", "embed_in")
-_HEADS = ("lm_head", "output", "embed_out")
+_EMBEDDINGS = frozenset((
+    "embed_tokens", "wte", "wpe", "tok_embeddings", "word_embeddings", "embed_in", "embeddings", "ngram_embeddings",
+    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "embed",
+))
+"""Names of modules that only the first stage needs, but for a tied head."""
+_HEADS = frozenset(("lm_head", "output", "embed_out"))
+_PREDICTORS = frozenset(("mtp", "mtp_layers", "nextn"))
+"""Modules for multi-token prediction, which mlx-lm leaves out."""
+_OTHER_SENSES = re.compile(
+    r"^(?:model\.)?(?:vision|visual|audio|multi_modal|mm_|embed_vision|embed_audio|vit|connector|patch_merger)"
+)
+"""Tensors of the parts that see and hear, which mlx-lm leaves out."""
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "model_max_length")
+_CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "model_max_length",
+                 "n_ctx", "max_seq_len", "context_length")
+_LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
+_HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "model_dim")
+_HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
+_KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads")
+_VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
@@ -79,14 +96,15 @@ def describe(files: ModelFiles) -> ModelDescription:
 
     Raises `BrokenModel` for damaged files, `UnsupportedModel` for what cannot be run.
     """
-    config = read_config(files.path)
+    config = text_config(read_config(files.path))
     name = config.get("model_type")
-    family = FAMILIES.get(name) if isinstance(name, str) else None
-    if family is None or "text_config" in config:
+    if not isinstance(name, str) or (name not in FAMILIES and not in_mlx_lm(module_of(name))):
         raise UnsupportedModel(
-            f"{files.name}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}",
+            f"{files.name}: model_type {name!r} is not supported, mlx-lm has no such model; supported are "
+            f"{', '.join(sorted(FAMILIES))}, and those of mlx-lm's other types that pass a check when they are loaded",
             param="model",
         )
+    family = family_of(name)
     quantization = read_quantization(config, files.name)
     tensors = {name: info for header in read_headers(files).values() for name, info in header.items()}
     facts = _Facts(files.path, family, config)
@@ -99,9 +117,9 @@ def describe(files: ModelFiles) -> ModelDescription:
         family=str(name),
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
-        vocab_size=facts.number("vocab_size"),
+        vocab_size=facts.number(facts.key(_VOCAB_KEYS)),
         num_heads=facts.num_heads,
-        num_kv_heads=facts.number("num_key_value_heads", facts.num_heads),
+        num_kv_heads=facts.number(facts.key(_KV_KEYS), facts.num_heads),
         head_dim=facts.number("head_dim", facts.hidden_size // facts.num_heads),
         max_context=facts.max_context(),
         dtype=_stored_dtype(tensors),
@@ -117,18 +135,39 @@ def describe(files: ModelFiles) -> ModelDescription:
     )
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A config with the entries of its text model, where that is nested in it, beside its own."""
+    nested = config.get("text_config")
+    if not isinstance(nested, dict):
+        return config
+    return {**config, **nested, "model_type": config.get("model_type")}
+
+
+def in_mlx_lm(module: str) -> bool:
+    """Whether the installed mlx-lm has a model module of that name; it is not imported."""
+    spec = importlib.util.find_spec("mlx_lm") if re.fullmatch(r"[\w-]+", module) else None
+    places = spec.submodule_search_locations if spec is not None else None
+    return any((Path(place) / "models" / f"{module}.py").is_file() for place in places or ())
+
+
 class _Facts:
     """Whole numbers of config.json, under the names that the families use."""
 
     def __init__(self, path: Path, family: Family, config: dict[str, Any]) -> None:
         self._path, self._config = path, {**family.defaults, **config}
-        layers = "num_hidden_layers" if "num_hidden_layers" in self._config else "num_layers"
+        layers = self.key(_LAYER_KEYS)
         self.num_layers = self.number(layers)
         if self.num_layers > _MAX_LAYERS:
             raise BrokenModel(f"{path}/config.json: {layers} is {self.num_layers}; at most {_MAX_LAYERS} make sense",
                               param=layers)
-        self.hidden_size = self.number("hidden_size")
-        self.num_heads = self.number("num_attention_heads")
+        self.hidden_size = self.number(self.key(_HIDDEN_KEYS))
+        heads = self.key(_HEAD_KEYS)
+        # Models without attention name none.
+        self.num_heads = self.number(heads, 1 if "state_size" in self._config else None)
+
+    def key(self, keys: tuple[str, ...]) -> str:
+        """The first of `keys` that the config has, or the very first."""
+        return next((key for key in keys if self._config.get(key) is not None), keys[0])
 
     def number(self, key: str, default: int | None = None) -> int:
         value = self._config.get(key)
@@ -182,10 +221,14 @@ def part_of_tensor(name: str, num_layers: int) -> int | Literal["embed", "head",
 
     None for layers that are not loaded (multi-token prediction).
     """
+    if _OTHER_SENSES.match(name):
+        return None
     parts = name.split(".")
     if match := _LAYER.search(name):
         number = int(match[1])
-        return number if number < num_layers and "mtp_layers" not in parts else None
+        return number if number < num_layers and not _PREDICTORS.intersection(parts) else None
+    if _PREDICTORS.intersection(parts):
+        return None
     if any(part in _EMBEDDINGS for part in parts):
         return "embed"
     return "head" if any(part in _HEADS for part in parts) else "rest"

@@ -132,7 +132,7 @@ class Drafter:
             return
         while (rest := len(known.tokens) - 1 - known.held) > 0:
             chunk = known.tokens[known.held:known.held + min(rest, CHUNK)]
-            self.stage.forward(self.stage.embed(mx.array([chunk], dtype=mx.int32)), caches)
+            self.stage.forward(mx.array([chunk], dtype=mx.int32), caches)
             mx.eval([cache.state for cache in caches])
             known.held += len(chunk)
         store.join(request_id, caches)
@@ -158,7 +158,7 @@ class Drafter:
 
     def _forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         # Ids beyond the draft model's own stand for no text: they fill up the target's vocabulary.
-        return self.stage.forward(self.stage.embed(mx.minimum(tokens, self.stage.vocab_size - 1)), caches)
+        return self.stage.forward(mx.minimum(tokens, self.stage.vocab_size - 1), caches)
 
     def _likeliest(self, hidden: mx.array) -> mx.array:
         """int32 [rows] from hidden states [rows, 1, H]."""

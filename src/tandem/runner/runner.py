@@ -236,11 +236,8 @@ class Runner:
                  caches: list[Any]) -> mx.array:
         """One pass of [rows, positions]: from tokens or the stage before, to the stage after or the sampler."""
         step_id = pending.plan.step_id
-        if tokens is not None:
-            hidden = self.stage.embed(tokens)
-        else:
-            hidden = self._receive(pending, (*rows, self.stage.hidden_size))
-        before, hidden = hidden, self.stage.forward(hidden, caches)
+        given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size))
+        before, hidden = given, self.stage.forward(given, caches)
         if pending.plan.digest:
             pending.digests.append((digest(before), digest(hidden)))
             mx.async_eval(*pending.digests[-1])

@@ -1,36 +1,41 @@
-"""The model families that Tandem runs: decoder stacks of mlx-lm that are embedding, layers in a row, norm, head.
+"""The model types that Tandem runs, and how each departs from what is read off mlx-lm's own module.
 
-Plain data, no mlx. What a family computes beyond the plain stack is in the mlx-side modules next to this one.
-Every entry is held to mlx-lm's own forward pass, bit for bit, by `tests/loading/test_loading_parity.py`.
+A stage is built from mlx-lm's model (`loading/frame.py`), so most types need an empty row: it says that the type is
+held to mlx-lm's own forward pass by `tests/loading/test_loading_parity.py`. A type without a row is tried before it
+is served. Plain data, no mlx.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where a family's parts are in mlx-lm's module tree. Paths are those of the weights after `sanitize`."""
+    """Exceptions of one model type."""
 
-    module: str
-    """Module of `mlx_lm.models`."""
-    embed: str = "model.embed_tokens"
-    """Path of the token embedding."""
+    module: str = ""
+    """Module of `mlx_lm.models`, where it is not named like the type."""
     layers: str = "model.layers"
-    """Path of the list of decoder layers."""
-    norm: str = "model.norm"
-    """Path of the final norm."""
-    head: str = "lm_head"
-    """Path of the output projection, where it is not tied to the embedding."""
+    """Path of the list of decoder layers: how adapters name modules, and checkpoints without an output projection."""
     tied: Literal["config-true", "config-false", "always", "never", "file"] = "config-true"
     """Whether the head is the embedding: config's `tie_word_embeddings` with this default, or fixed, or tied when
     the files hold no head."""
-    defaults: dict[str, int] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values that mlx-lm assumes for keys that `config.json` may leave out."""
+    carries: int = 0
+    """Values besides the hidden states that each layer hands to the next one; they travel between stages too."""
+    grouped_scores: bool = False
+    """Its attention multiplies by hand, with scores [rows, kv heads, queries a head, ...]: masks get an axis more."""
+    one_by_one: str = ""
+    """Why sequences of a batch are computed one after the other: the module cannot do several of unequal length."""
+    whole: str = ""
+    """Why layers cannot be spread over stages."""
 
 
+_NESTED = "language_model.model.layers"
 _GEMMA3 = {
     "hidden_size": 1152,
     "num_hidden_layers": 26,
@@ -54,57 +59,76 @@ _GPT_OSS = {
 }
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(module="llama"),
-    "mistral": Family(module="llama"),
-    "qwen2": Family(module="qwen2"),
-    "qwen3": Family(module="qwen3", tied="config-false"),
-    "qwen3_moe": Family(module="qwen3_moe", tied="config-false"),
-    "gemma3_text": Family(module="gemma3_text", tied="file", defaults=_GEMMA3),
-    "gpt_oss": Family(module="gpt_oss", tied="never", defaults=_GPT_OSS),
-    "phi3": Family(module="phi3", tied="config-false"),
-    "apertus": Family(module="apertus"),
-    "bailing_moe": Family(module="bailing_moe", embed="model.word_embeddings", tied="config-false"),
-    "cohere": Family(module="cohere", tied="always"),
-    "cohere2": Family(module="cohere2", tied="always"),
-    "deepseek": Family(module="deepseek", tied="never"),
-    "dots1": Family(module="dots1", tied="config-false"),
-    "ernie4_5": Family(module="ernie4_5"),
-    "ernie4_5_moe": Family(module="ernie4_5_moe"),
-    "exaone": Family(module="exaone", embed="transformer.wte", layers="transformer.h", norm="transformer.ln_f"),
-    "exaone4": Family(module="exaone4"),
-    "gemma": Family(module="gemma", tied="always"),
-    "gemma2": Family(module="gemma2", tied="always"),
-    "glm": Family(module="glm"),
-    "glm4": Family(module="glm4", tied="never"),
-    "glm4_moe": Family(module="glm4_moe", tied="never"),
-    "gpt_neox": Family(
-        module="gpt_neox",
-        embed="model.embed_in",
-        layers="model.h",
-        norm="model.final_layer_norm",
-        head="model.embed_out",
-        tied="never",
+    **dict.fromkeys(
+        (
+            "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe",
+            "helium", "olmo2", "olmoe", "seed_oss", "smollm3", "starcoder2", "nanbeige", "olmo_hybrid",
+            "granitemoehybrid",
+        ),
+        Family(),
     ),
-    "granite": Family(module="granite"),
-    "granitemoe": Family(module="granitemoe"),
-    "helium": Family(module="helium"),
-    "hunyuan_v1_dense": Family(module="hunyuan_v1_dense", tied="config-false"),
-    "internlm2": Family(module="internlm2", embed="model.tok_embeddings", head="output", tied="config-false"),
-    "internlm3": Family(module="internlm3", tied="config-false"),
-    "mimo": Family(module="mimo", tied="config-false"),
-    "mixtral": Family(module="mixtral", tied="config-false"),
-    "nemotron": Family(module="nemotron", tied="config-false"),
-    "olmo2": Family(module="olmo2"),
-    "olmo3": Family(module="olmo3", tied="config-false"),
-    "olmoe": Family(module="olmoe"),
-    "phi": Family(module="phi", norm="model.final_layernorm", tied="never"),
-    "phimoe": Family(module="phimoe", tied="never"),
-    "qwen2_moe": Family(module="qwen2_moe", tied="never"),
-    "seed_oss": Family(module="seed_oss"),
-    "smollm3": Family(module="smollm3"),
-    "solar_open": Family(module="solar_open", tied="never"),
-    "stablelm": Family(module="stablelm", tied="never"),
-    "starcoder2": Family(module="starcoder2"),
-    "telechat3": Family(module="telechat3", tied="config-false"),
+    **dict.fromkeys(
+        (
+            "qwen3", "qwen3_moe", "phi3", "dots1", "hunyuan_v1_dense", "internlm3", "mimo", "mixtral", "nemotron",
+            "olmo3", "telechat3", "exaone_moe", "afmoe", "qwen3_next", "kimi_linear", "minimax",
+        ),
+        Family(tied="config-false"),
+    ),
+    **dict.fromkeys(
+        (
+            "deepseek", "glm4", "glm4_moe", "phimoe", "qwen2_moe", "solar_open", "stablelm", "phi", "deepseek_v2",
+            "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "step3p5", "Klear",
+        ),
+        Family(tied="never"),
+    ),
+    **dict.fromkeys(("cohere", "cohere2", "gemma", "lfm2", "lfm2_moe"), Family(tied="always")),
+    "mistral": Family(module="llama"),
+    "kimi_k2": Family(module="deepseek_v3", tied="never"),
+    "joyai_llm_flash": Family(module="deepseek_v3", tied="never"),
+    "minimax_m2": Family(module="minimax", tied="config-false"),
+    "gemma2": Family(tied="always", grouped_scores=True),
+    "gemma3_text": Family(tied="file", defaults=_GEMMA3),
+    "gpt_oss": Family(tied="never", defaults=_GPT_OSS),
+    "bailing_moe": Family(tied="config-false"),
+    "exaone": Family(layers="transformer.h"),
+    "gpt_neox": Family(layers="model.h", tied="never"),
+    "internlm2": Family(tied="config-false"),
+    "nemotron_h": Family(layers="backbone.layers", tied="never"),
+    "longcat_flash": Family(tied="never"),
+    "rwkv7": Family(tied="config-false", carries=1),
+    "recurrent_gemma": Family(tied="file"),
+    "baichuan_m1": Family(tied="config-false"),
+    "llama4": Family(layers=_NESTED, tied="never", one_by_one="its masks are made for sequences of one length"),
+    "mamba2": Family(layers="backbone.layers", tied="config-false"),
+    "gemma3": Family(
+        layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}
+    ),
+    "mistral3": Family(layers=_NESTED, tied="config-false"),
+    "kimi_k25": Family(layers=_NESTED, tied="never"),
+    "qwen3_5": Family(layers=_NESTED, tied="config-false"),
+    "qwen3_5_moe": Family(layers=_NESTED, tied="config-false"),
 }
 """By `model_type` of `config.json`."""
+
+ALIASES = {
+    "llava": "mistral3",
+    "phi-msft": "phixtral",
+    "falcon_mamba": "mamba",
+    "qwen2_5_vl": "qwen2_vl",
+    "iquestcoder": "llama",
+    "xverse": "llama",
+    "gemma4_unified": "gemma4",
+    "deepseek_v41_text": "deepseek_v41",
+}
+"""Modules of mlx-lm that are not named like a type without a row: its `utils.MODEL_REMAPPING`, which is not read where
+mlx is not."""
+
+
+def family_of(model_type: str) -> Family:
+    """The row of a type, or an empty one; it is tied, then, when its files hold no head."""
+    return FAMILIES.get(model_type) or Family(tied="file")
+
+
+def module_of(model_type: str) -> str:
+    """Name of the type's module in `mlx_lm.models`, which may not be there."""
+    return family_of(model_type).module or ALIASES.get(model_type, model_type)

@@ -19,14 +19,16 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 from tandem.errors import UnsupportedModel
+from tandem.loading.shard_modules import at, put
 
 
 class Frame:
     """One stage's way through mlx-lm's model. Not thread-safe."""
 
-    def __init__(self, model: nn.Module, own: range, *, carries: int = 0) -> None:
+    def __init__(self, model: nn.Module, own: range, *, carries: int = 0, grouped_scores: bool = False) -> None:
         """`model` is whole and may be without weights: nothing of it is computed here. `own`: numbers of the stage's
-        layers. `carries`: values besides the hidden states that each layer hands to the next one.
+        layers. `carries`: values besides the hidden states that each layer hands to the next one. `grouped_scores`:
+        attention's scores have an axis for the queries of a kv head, and so must masks that differ by row.
 
         Raises UnsupportedModel when the model does not go through a list of layers, once and in order.
         """
@@ -38,12 +40,14 @@ class Frame:
         self._made = make_prompt_cache(model)
         self._cache_of, self._extras, self._hidden, self._carried = self._trace(carries)
         self._kept = self._kept_caches()
-        self._stand_for = [self._like(i) for i in range(len(self._made))]
+        self._alike = [self._like(i) for i in range(len(self._made))]
+        self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset")), None)
+        self._grouped_scores = grouped_scores
         self._given: tuple[Any, ...] = ()
         self._try()
 
     @property
-    def width(self) -> int:
+    def carried_width(self) -> int:
         """Elements that a position hands on besides its hidden states."""
         return sum(math.prod(shape) for shape in self._carried)
 
@@ -58,7 +62,9 @@ class Frame:
         Where layers carry more than hidden states it stands behind them: [B, L, H + ...]. `caches` are those of
         `make_caches`, or batches of such.
         """
-        full = [self._made[i] if at is None else caches[at] for i, at in enumerate(self._stand_for)]
+        full = [self._cache(i, caches) for i in range(len(self._made))]
+        if self._grouped_scores:
+            full = [_GroupedMask(cache) for cache in full]
         tokens = x
         if self.own.start:
             self._given = self._unpacked(x)
@@ -72,11 +78,26 @@ class Frame:
 
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] of the last layer to logits [B, L, V]."""
-        return self._after(h, self.model)
+        last = len(self.layers) - 1
+        self._given = (h,)
+        layers: list[Any] = [_PassedOver(*one) for one in zip(self.layers, self._extras, strict=True)]
+        layers[last] = _Source(self.layers[last], self, self._extras[last])
+        with self._layers_are(layers):
+            logits: mx.array = self.model(mx.zeros(h.shape[:2], mx.int32), cache=list(self._made))
+        return logits
 
-    def final(self, h: mx.array) -> mx.array:
-        """Hidden states [B, L, H] of the last layer to what the output projection gets of them."""
-        return self._after(h, self._holder)
+    def final(self, h: mx.array, projection: str) -> mx.array:
+        """Hidden states [B, L, H] of the last layer to what the output projection gets of them, whose path this is."""
+        module = at(self.model, projection)
+        put(self.model, projection, _Projection(module))
+        try:
+            self.head(h)
+        except _Reached as reached:
+            found: mx.array = reached.value
+            return found
+        finally:
+            put(self.model, projection, module)
+        raise UnsupportedModel(f"its forward pass does not call {projection}")
 
     def cache_numbers(self) -> list[int | None]:
         """Of each layer of the whole model, the number of its cache among the model's; None for a layer without."""
@@ -86,7 +107,7 @@ class Frame:
 
     def _unpacked(self, x: mx.array) -> tuple[mx.array, ...]:
         """Hidden states and what else is carried, out of what `run` packed."""
-        values, end = [], x.shape[-1] - self.width
+        values, end = [], x.shape[-1] - self.carried_width
         values.append(x[..., :end])
         for shape in self._carried:
             values.append(x[..., end : end + math.prod(shape)].reshape(*x.shape[:2], *shape))
@@ -96,20 +117,12 @@ class Frame:
     def _try(self) -> None:
         """Build a call of this stage, which computes nothing, to learn whether its layers can be called by themselves.
         """
-        shape = (1, 1) if self.own.start == 0 else (1, 1, self._hidden + self.width)
+        shape = (1, 1) if self.own.start == 0 else (1, 1, self._hidden + self.carried_width)
         try:
             self.run(mx.zeros(shape, mx.float32 if self.own.start else mx.int32), self.make_caches())
         except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
             raise UnsupportedModel(f"layers {self.own.start} to {self.own.stop - 1} do not run without the others: "
                                    f"{error}") from error
-
-    def _after(self, h: mx.array, module: nn.Module) -> mx.array:
-        last = len(self.layers) - 1
-        self._given = (h,)
-        layers = [_PassedOver(layer, extras) for layer, extras in zip(self.layers, self._extras, strict=True)]
-        layers[last] = _Source(self.layers[last], self, self._extras[last])
-        with self._layers_are(layers):
-            return module(mx.zeros(h.shape[:2], mx.int32), cache=list(self._made))
 
     def _stand_in(self, i: int) -> Any:
         if i in self.own:
@@ -159,25 +172,30 @@ class Frame:
 
     def _kept_caches(self) -> list[int]:
         """Those of the own layers; on the first stage also those that belong to no layer, but to what comes before."""
-        kept = {self._cache_of[i] for i in self.own}
+        kept = {self._cache_of[i] for i in self.own} - {None}
         if self.own.start == 0:
             kept |= set(range(len(self._made))) - set(self._cache_of)
         others = {cache for i, cache in enumerate(self._cache_of) if i not in self.own}
-        if shared := sorted(kept & others - {None}):
+        if shared := list(kept & others):
             users = [i for i, cache in enumerate(self._cache_of) if cache == shared[0]]
             raise UnsupportedModel(f"layers {users[0]} to {users[-1]} share keys and values, so they stay in one stage")
         return sorted(cache for cache in kept if cache is not None)
 
-    def _like(self, index: int) -> int | None:
-        """Place, among this stage's caches, of one from which masks and offsets can be made as from cache `index`."""
-        kinds = [_kind(self._made[i]) for i in self._kept]
+    def _cache(self, index: int, caches: Sequence[Any]) -> Any:
+        """For the model's cache `index`: the stage's own, or one from which masks and offsets can be made as from it.
+        """
         if index in self._kept:
-            return self._kept.index(index)
-        if (kind := _kind(self._made[index])) in kinds:
-            return kinds.index(kind)
-        if hasattr(self._made[index], "offset"):  # all of a model's caches stand at the same position
-            return next((at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset")), None)
-        return None
+            return caches[self._kept.index(index)]
+        if (at := self._alike[index]) is not None:
+            return caches[at]
+        made = self._made[index]
+        return made if self._counts is None or not hasattr(made, "offset") else _Elsewhere(made, caches[self._counts])
+
+    def _like(self, index: int) -> int | None:
+        """Place among this stage's caches of one that is of the kind of the model's cache `index`."""
+        kinds = [_kind(self._made[i]) for i in self._kept]
+        kind = _kind(self._made[index])
+        return kinds.index(kind) if kind in kinds else None
 
 
 class _Reached(BaseException):
@@ -189,10 +207,13 @@ class _Reached(BaseException):
 
 
 class _StandIn:
-    """In a layer's place in the model's list, with the layer's attributes: models ask for `layer.is_linear` and such."""
+    """In a layer's place in the model's list. Models ask for `layer.is_linear` and such, and for the layer's class."""
 
     def __init__(self, layer: Any) -> None:
         self._layer = layer
+
+    # What isinstance asks for, after the real type.
+    __class__ = property(lambda self: type(self._layer))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)
@@ -227,6 +248,23 @@ class _End(_StandIn):
         raise _Reached(self._layer(*args, **kwargs))
 
 
+class _Projection(nn.Module):
+    """In the place of the output projection, or of the embedding that serves as one: ends the call with its input."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._embedding = module if hasattr(module, "as_linear") else None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self._embedding is None:
+            raise _Reached(x)
+        found: mx.array = self._embedding(x)
+        return found
+
+    def as_linear(self, h: mx.array) -> mx.array:
+        raise _Reached(h)
+
+
 class _Watched(_StandIn):
     """Tells which cache the layer is given (its number, or None), and what it returns."""
 
@@ -242,6 +280,32 @@ class _Watched(_StandIn):
         out = self._layer(*args, **kwargs)
         self._tell((number, out if isinstance(out, tuple) else (out,)))
         return out
+
+
+class _GroupedMask:
+    """A cache whose masks [rows, 1, L, positions] get an axis for the queries of a kv head."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        mask = self._cache.make_mask(*args, **kwargs)
+        return mask[:, :, None] if isinstance(mask, mx.array) and mask.ndim == 4 else mask
+
+
+class _Elsewhere:
+    """A cache of another stage, of a kind that this stage has not: stands where one of the stage's own caches does."""
+
+    def __init__(self, made: Any, own: Any) -> None:
+        self._made, self.offset = made, own.offset
+        if hasattr(own, "make_mask"):
+            self.make_mask = own.make_mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made, name)
 
 
 def _kind(cache: Any) -> Any:
