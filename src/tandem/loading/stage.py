@@ -39,6 +39,10 @@ from tandem.models.shard import Shard
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
 
+class Apart(list[list[Any]]):
+    """Caches of a batch whose sequences are computed one by one: for each row those that a single sequence has."""
+
+
 class StageModel:
     """A contiguous range of a model's layers. Not thread-safe: one thread owns all of a process's MLX work."""
 
@@ -66,6 +70,8 @@ class StageModel:
         """Key and value heads that this rank holds."""
         self.kv_width = self.kv_heads * description.head_dim
         """Elements of one position's keys in one layer, on this rank."""
+        self.one_by_one = family_of(description.family).one_by_one
+        """Why sequences of a batch are computed one after the other; empty if they are computed together."""
         self.nbytes = nbytes
         """Bytes of weights in memory."""
         self.modules = modules
@@ -77,6 +83,8 @@ class StageModel:
 
         `x` is tokens [B, L] (int32) on the first stage, elsewhere what the stage before returned.
         """
+        if isinstance(caches, Apart):
+            return mx.concatenate([self.forward(x[i : i + 1], own) for i, own in enumerate(caches)])
         h = self._frame.run(x, caches)
         return h if h.dtype == self.dtype else h.astype(self.dtype)
 

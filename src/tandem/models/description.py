@@ -15,7 +15,7 @@ from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.families.sharding import SHARDING, Width
-from tandem.models.families.table import FAMILIES, Family, family_of, module_of
+from tandem.models.families.table import FAMILIES, Family, family_of
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -98,10 +98,9 @@ def describe(files: ModelFiles) -> ModelDescription:
     """
     config = text_config(read_config(files.path))
     name = config.get("model_type")
-    if not isinstance(name, str) or (name not in FAMILIES and not in_mlx_lm(module_of(name))):
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UnsupportedModel(
-            f"{files.name}: model_type {name!r} is not supported, mlx-lm has no such model; supported are "
-            f"{', '.join(sorted(FAMILIES))}, and those of mlx-lm's other types that pass a check when they are loaded",
+            f"{files.name}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}",
             param="model",
         )
     family = family_of(name)

@@ -135,7 +135,7 @@ class Drafter:
             self.stage.forward(mx.array([chunk], dtype=mx.int32), caches)
             mx.eval([cache.state for cache in caches])
             known.held += len(chunk)
-        store.join(request_id, caches)
+        store.join(request_id, caches, known.held)
 
     def _guess(self, store: KVStore, count: int) -> Drafted:
         ids = store.ids

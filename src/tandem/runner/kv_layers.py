@@ -91,8 +91,69 @@ class LayerStore(Protocol):
     def extract(self, row: int, length: int) -> Any:
         """A single sequence's cache with a copy of the row, as lazy arrays."""
 
+    def fit(self, longest: int) -> None:
+        """Give idle memory back: no row is longer than this."""
+
     def check(self, lengths: Sequence[int]) -> None:
         """Raise AssertionError unless the layer holds rows of these lengths."""
+
+
+class ListLayer:
+    """Rows of a layer that has several caches, such as keys and values beside a state: a store for each of them."""
+
+    def __init__(self, stores: Sequence[LayerStore]) -> None:
+        self._stores = stores
+
+    @property
+    def cache(self) -> Any:
+        """The members' caches, by their numbers."""
+        return _Members(store.cache for store in self._stores)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(store.nbytes for store in self._stores)
+
+    def join(self, cache: Any, length: int) -> None:
+        """Append a row: see LayerStore."""
+        for store, one in zip(self._stores, cache.caches, strict=True):
+            store.join(one, length)
+
+    def last_row(self, length: int) -> Sequence[Any]:
+        """Of each member: see LayerStore."""
+        return [store.last_row(length) for store in self._stores]
+
+    def leave(self, row: int, last: Sequence[Any]) -> None:
+        """Drop a row: see LayerStore."""
+        for store, one in zip(self._stores, last or [()] * len(self._stores), strict=True):
+            store.leave(row, one)
+
+    def begin(self, step: RowStep) -> None:
+        """See LayerStore."""
+        for store in self._stores:
+            store.begin(step)
+
+    def extract(self, row: int, length: int) -> Any:
+        """A copy of one row: see LayerStore."""
+        return mlx_caches.CacheList(*(store.extract(row, length) for store in self._stores))
+
+    def fit(self, longest: int) -> None:
+        """See LayerStore."""
+        for store in self._stores:
+            store.fit(longest)
+
+    def check(self, lengths: Sequence[int]) -> None:
+        """See LayerStore."""
+        for store in self._stores:
+            store.check(lengths)
+
+
+class _Members(tuple[Any, ...]):
+    """What models do with mlx-lm's CacheList: take its members by number, or ask for them all."""
+
+    @property
+    def caches(self) -> tuple[Any, ...]:
+        return self
 
 
 class MergedLayer:
@@ -146,6 +207,9 @@ class MergedLayer:
     def extract(self, row: int, length: int) -> Any:
         """A copy of one row: see LayerStore."""
         return self._batch.extract(row)
+
+    def fit(self, longest: int) -> None:
+        """Nothing: mlx-lm's batches hold what they need."""
 
     def check(self, lengths: Sequence[int]) -> None:
         """See LayerStore; only attention caches know their lengths."""

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from tandem.errors import UnsupportedModel
+from tandem.runner.kv_apart import RowsApart
 from tandem.runner.kv_arena import ArenaLayer
-from tandem.runner.kv_layers import LayerStore, MergedLayer, RowStep, require_batchable
+from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable, require_batchable
 
 
 class KVStore:
@@ -56,8 +57,9 @@ class KVStore:
         """Bytes held by all layers, idle capacity included."""
         return sum(layer.nbytes for layer in self._layers)
 
-    def join(self, request_id: str, caches: Sequence[Any]) -> None:
-        """Append a row, copied from a sequence's own caches (one a layer, at least one token in them).
+    def join(self, request_id: str, caches: Sequence[Any], length: int | None = None) -> None:
+        """Append a row, copied from a sequence's own caches, which hold `length` tokens, at least one. States do not
+        tell how many they have seen; where there are none the caches themselves know.
 
         The caches are only read; drop them afterwards. Raises ValueError for a known id, a wrong number of caches or
         caches that hold nothing.
@@ -66,8 +68,8 @@ class KVStore:
             raise ValueError(f"sequence {request_id} is in the KV store already")
         if len(caches) != len(self._layers):
             raise ValueError(f"sequence {request_id} has {len(caches)} caches for {len(self._layers)} layers")
-        length = _tokens_in(caches)
-        if length < 1:
+        length = next((one.offset for one in caches if hasattr(one, "offset")), 0) if length is None else length
+        if length < 1 or any(getattr(cache, "offset", length) != length for cache in caches):
             raise ValueError(f"sequence {request_id} joins before its prefill")
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.join(cache, length)
@@ -87,7 +89,7 @@ class KVStore:
         if moves:
             self._ids[row], self._lengths[row], self._rows[last_id] = last_id, last_length, row
         for layer in self._layers:
-            if isinstance(layer, ArenaLayer) and self._lengths:
+            if self._lengths:
                 layer.fit(max(self._lengths))
 
     def batch(self, counts: Sequence[int] | None = None) -> list[Any]:
@@ -136,23 +138,25 @@ class KVStore:
             layer.check(self._lengths)
 
 
+def make_store(make_caches: Callable[[], list[Any]], drafts: int = 0, one_by_one: str = "") -> KVStore | RowsApart:
+    """The store for a stage; `one_by_one` is the reason for rows apart, if there is one. Raises UnsupportedModel."""
+    reason = one_by_one or next(
+        (f"{type(cache).__name__} has no batch in mlx-lm" for cache in make_caches() if not batchable(cache)), "")
+    return RowsApart(make_caches, drafts, reason) if reason else KVStore(make_caches, drafts)
+
+
 def _layer_store(cache: Any, drafts: int) -> LayerStore:
     """The store for a layer whose single-sequence cache is of this kind. Exact types: subclasses may differ."""
     if type(cache) is KVCache:
         return ArenaLayer()
     if type(cache) is RotatingKVCache and not cache.keep:
         return ArenaLayer(window=cache.max_size, drafts=drafts)
+    # Layers with two caches of positions write into mlx-lm's own arrays (deepseek_v32's index): they get its batches.
+    if type(cache) is CacheList and any(type(one) is not KVCache for one in cache.caches):
+        return ListLayer([_layer_store(one, drafts) for one in cache.caches])
     require_batchable(cache)
     if drafts:
         raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "
                                "accepted: serve this model without speculative decoding")
     return MergedLayer(type(cache).__name__)
 
-
-def _tokens_in(caches: Sequence[Any]) -> int:
-    """Tokens that a sequence's caches have seen: the offset of its first cache that counts."""
-    for cache in caches:
-        for part in getattr(cache, "caches", (cache,)):
-            if isinstance(getattr(part, "offset", None), int):
-                return int(part.offset)
-    return 1

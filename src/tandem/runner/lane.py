@@ -8,7 +8,7 @@ from typing import Any
 
 from tandem.errors import BatchDesync
 from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
-from tandem.runner.kv_store import KVStore
+from tandem.runner.kv_store import make_store
 from tandem.runner.prefix_store import PrefixStore
 
 
@@ -18,24 +18,29 @@ class Held:
 
     insert: InsertOp
     caches: list[Any] | None
+    length: int = 0
+    """Positions that `caches` hold."""
 
 
 class LaneBatch:
     """Follows plans to the letter and checks that it ends where the engine thinks it does."""
 
-    def __init__(self, make_caches: Callable[[], list[Any]], prefixes: PrefixStore, drafts: int = 0) -> None:
-        """`prefixes` is shared by all lanes of the rank; `drafts` is the most drafts of a sequence in one step."""
+    def __init__(self, make_caches: Callable[[], list[Any]], prefixes: PrefixStore, drafts: int = 0,
+                 one_by_one: str = "") -> None:
+        """`prefixes` is shared by all lanes of the rank; `drafts` is the most drafts of a sequence in one step;
+        `one_by_one`: why rows are computed apart from one another, if they are."""
         self._make_caches = make_caches
         self._prefixes = prefixes
         self.held: dict[str, Held] = {}
-        self.store = KVStore(make_caches, drafts)
+        self.store = make_store(make_caches, drafts, one_by_one)
 
     def apply(self, plan: StepPlan) -> None:
         """Inserts, restores, cuts, then the fingerprint. Raises BatchDesync before anything is computed."""
         for insert in plan.inserts:
             self.held[insert.request_id] = Held(insert, self._make_caches())
         for op in plan.restores:
-            self.held[op.request_id].caches = self._prefixes.restore(op.key, op.length)
+            held = self.held[op.request_id]
+            held.caches, held.length = self._prefixes.restore(op.key, op.length), op.length
         if plan.spec_decode_plan is not None:
             self._cut(plan)
         mine = batch_fingerprint(self.lengths())
@@ -71,20 +76,21 @@ class LaneBatch:
         if held is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to move, and is not in the lane that it leaves")
         if held.caches is None:
-            self.store.join(request_id, source.store.extract(request_id))
+            self.store.join(request_id, source.store.extract(request_id), source.store.length(request_id))
             source.store.leave(request_id)
         self.held[request_id] = held
 
     def lengths(self) -> Iterator[tuple[str, int]]:
         """(request id, positions that its caches really hold), in the order of insertion."""
         for request_id, held in self.held.items():
-            yield request_id, self.store.length(request_id) if held.caches is None else held.caches[0].offset
+            yield request_id, self.store.length(request_id) if held.caches is None else held.length
 
     def chunk(self, op: PrefillOp) -> tuple[list[int], list[Any]]:
         """Tokens of one prompt chunk, and the caches that it extends."""
         held = self.held[op.request_id]
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, the plan still has its prompt")
+        held.length += op.count
         return held.insert.tokens[op.start:op.start + op.count], held.caches
 
     def save(self, op: SnapshotOp) -> None:
@@ -92,13 +98,13 @@ class LaneBatch:
         held = self.held[op.request_id]
         if held.caches is None:
             raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
-        self._prefixes.save(op.key, held.caches, op.length)
+        self._prefixes.save(op.key, held.caches, held.length, op.length)
 
     def join(self, request_id: str) -> None:
         """The prompt is done: move the sequence's KV into the store."""
         held = self.held[request_id]
         assert held.caches is not None
-        self.store.join(request_id, held.caches)
+        self.store.join(request_id, held.caches, held.length)
         held.caches = None
 
     @property

@@ -1,33 +1,36 @@
-"""The arrays behind the prefix cache: KV of past prompts on this rank, saved, restored and evicted by plan."""
+"""The arrays behind the prefix cache: KV and states of past prompts on a rank, saved, restored and evicted by plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import CacheList, KVCache
 
 from tandem.errors import BatchDesync
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """One layer's cache: its class and its state in mlx-lm's terms, arrays and numbers."""
+    """One layer's cache: its class and its state in mlx-lm's terms, arrays and numbers; or its members."""
 
     kind: Any
-    state: tuple[Any, ...]
+    state: Any
+    members: tuple[_Saved, ...] = ()
 
     @property
     def arrays(self) -> list[mx.array]:
         """The arrays of the state."""
-        return [part for part in self.state if isinstance(part, mx.array)]
+        own = [part for _, part in tree_flatten(self.state) if isinstance(part, mx.array)]
+        return own + [array for member in self.members for array in member.arrays]
 
 
 def trimmable(caches: Sequence[Any]) -> bool:
     """True when caches of these kinds can be cut to any length."""
-    return all(type(cache) is KVCache for cache in caches)
+    return all(trimmable(cache.caches) if type(cache) is CacheList else type(cache) is KVCache for cache in caches)
 
 
 class PrefixStore:
@@ -36,19 +39,11 @@ class PrefixStore:
     def __init__(self) -> None:
         self._saved: dict[str, list[_Saved]] = {}
 
-    def save(self, key: str, caches: Sequence[Any], length: int) -> None:
-        """Copy the first `length` positions of caches that hold that many, or more if they can be cut."""
-        saved = []
-        for cache in caches:
-            if type(cache) is KVCache:
-                state = _cut(cache.state, length)
-            elif cache.offset == length:
-                state = cache.state
-            else:
-                raise BatchDesync(f"a prefix of {length} positions is to be saved, the cache holds {cache.offset}")
-            # A copy: the cache goes on writing into its own arrays.
-            saved.append(_Saved(type(cache), tuple(mx.contiguous(part) if isinstance(part, mx.array) else part
-                                                   for part in state)))
+    def save(self, key: str, caches: Sequence[Any], held: int, length: int) -> None:
+        """Copy the first `length` positions of caches that hold `held`: that many, or more if they can be cut."""
+        if held != length and (held < length or not trimmable(caches)):
+            raise BatchDesync(f"a prefix of {length} positions is to be saved, the cache holds {held}")
+        saved = [_save(cache, length) for cache in caches]
         mx.async_eval([one.arrays for one in saved])
         self._saved[key] = saved
 
@@ -69,6 +64,14 @@ class PrefixStore:
         return sum(array.nbytes for saved in self._saved.values() for one in saved for array in one.arrays)
 
 
+def _save(cache: Any, length: int) -> _Saved:
+    """A copy, since the cache goes on writing into its own arrays."""
+    if type(cache) is CacheList:
+        return _Saved(CacheList, (), tuple(_save(one, length) for one in cache.caches))
+    state = _cut(cache.state, length) if type(cache) is KVCache else cache.state
+    return _Saved(type(cache), _each_array(mx.contiguous, state))
+
+
 def _cut(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
     """A KVCache's (keys, values, offset), [1, H, positions, D] each, for its first `length` positions."""
     keys, values, _ = state
@@ -76,7 +79,13 @@ def _cut(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
 
 
 def _revive(saved: _Saved, length: int) -> Any:
+    if saved.kind is CacheList:
+        return CacheList(*(_revive(one, length) for one in saved.members))
     state = _cut(saved.state, length) if saved.kind is KVCache else saved.state
     # Caches write into their array objects in place: each gets objects of its own over the shared buffers, which MLX
     # copies on the first write.
-    return saved.kind.from_state(tuple(part[...] if isinstance(part, mx.array) else part for part in state))
+    return saved.kind.from_state(_each_array(lambda array: array[...], state))
+
+
+def _each_array(function: Callable[[mx.array], mx.array], state: Any) -> Any:
+    return tree_map(lambda part: function(part) if isinstance(part, mx.array) else part, state)

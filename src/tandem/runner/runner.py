@@ -92,7 +92,7 @@ class Runner:
         """This rank's part of the model."""
         self._link = link
         self._prefixes = PrefixStore()
-        self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts) for _ in range(lanes)]
+        self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts, stage.one_by_one) for _ in range(lanes)]
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()

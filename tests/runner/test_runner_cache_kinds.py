@@ -1,0 +1,109 @@
+"""Every kind of cache in a batch: rows that join, leave and move, and snapshots, against sequences by themselves."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from tandem.checkpoints.resolve import resolve
+from tandem.errors import BatchDesync, UnsupportedModel
+from tandem.loading.stage import StageModel, load_stage
+from tandem.models.description import describe
+from tandem.runner.kv_apart import RowsApart
+from tandem.runner.kv_store import make_store
+from tandem.runner.prefix_store import PrefixStore, trimmable
+from tandem.testing import tiny_model
+
+KINDS = {
+    "deepseek_v3": "latent", "deepseek_v32": "latent and index", "glm4_moe_lite": "latent", "qwen3_next": "delta rule",
+    "kimi_linear": "delta rule and latent", "granitemoehybrid": "Mamba 2 and attention", "mamba2": "Mamba 2",
+    "nemotron_h": "layers without a cache", "lfm2": "convolution", "baichuan_m1": "lists", "rwkv7": "RWKV",
+    "recurrent_gemma": "recurrent and window", "longcat_flash": "two latents", "llama4": "chunks",
+    "gemma2": "scores by group", "step3p5": "windows",
+}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def stage(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> StageModel:
+    files = resolve(str(tiny_model(tmp_path_factory.mktemp("model"), request.param, dtype="float32")))
+    description = describe(files)
+    return load_stage(files, description, range(description.num_layers))
+
+
+class Alone:
+    """A sequence with caches of its own."""
+
+    def __init__(self, stage: StageModel) -> None:
+        self.stage, self.caches, self.length = stage, stage.make_caches(), 0
+
+    def feed(self, tokens: list[int]) -> np.ndarray:
+        h = self.stage.forward(mx.array([tokens]), self.caches)
+        logits = self.stage.head(h[:, -1:])[0, -1]
+        mx.eval(logits, [cache.state for cache in self.caches])
+        self.length += len(tokens)
+        return np.array(logits)
+
+
+def prefilled(stage: StageModel, prompt: list[int], chunk: int) -> Alone:
+    alone = Alone(stage)
+    for start in range(0, len(prompt), chunk):
+        alone.feed(prompt[start : start + chunk])
+    return alone
+
+
+def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel) -> None:
+    rng = random.Random(3)
+    lanes = [make_store(stage.make_caches, 0, stage.one_by_one) for _ in range(2)]
+    alone: dict[str, Alone] = {}
+    for step in range(14):
+        if step < 5 or step == 9:
+            prompt = [rng.randrange(300) for _ in range((1, 40, 7, 17, 3, 23)[min(step, 5)])]
+            lanes[0].join(str(step), prefilled(stage, prompt, 16).caches, len(prompt))
+            alone[str(step)] = prefilled(stage, prompt, 16)
+        if step in (6, 11):
+            gone = lanes[0].ids[0]
+            lanes[0].leave(gone)
+            del alone[gone]
+        if step in (7, 12):
+            moved = lanes[0].ids[-1]
+            lanes[1].join(moved, lanes[0].extract(moved), lanes[0].length(moved))
+            lanes[0].leave(moved)
+        for store in lanes:
+            if not store.ids:
+                continue
+            tokens = [rng.randrange(300) for _ in store.ids]
+            got = stage.head(stage.forward(mx.array(tokens)[:, None], store.batch()))[:, -1]
+            want = np.stack([alone[one].feed([token]) for one, token in zip(store.ids, tokens, strict=True)])
+            np.testing.assert_allclose(np.array(got), want, rtol=1e-3, atol=2e-4)
+            assert [store.length(one) for one in store.ids] == [alone[one].length for one in store.ids]
+            store.check()
+
+
+def test_a_snapshot_is_taken_up_again_and_again(stage: StageModel) -> None:
+    prompt = [3 + 7 * i % 290 for i in range(32)]
+    first, prefixes = prefilled(stage, prompt, 32), PrefixStore()
+    prefixes.save("p", first.caches, 32, 32)
+    want = first.feed([5])
+    for _ in range(2):
+        again = Alone(stage)
+        again.caches = prefixes.restore("p", 32)
+        assert np.array_equal(again.feed([5]), want)
+        again.feed([9])
+    assert prefixes.nbytes > 0
+    if trimmable(first.caches):
+        return
+    with pytest.raises(BatchDesync, match="the cache holds 33"):
+        prefixes.save("q", first.caches, 33, 32)
+
+
+def test_drafts_are_refused_where_they_cannot_be_taken_back(tmp_path: Path) -> None:
+    for family, words in (("mamba2", "ArraysCache"), ("llama4", "one by one")):
+        files = resolve(str(tiny_model(tmp_path / family, family)))
+        stage = load_stage(files, describe(files), range(4))
+        with pytest.raises(UnsupportedModel, match=words):
+            make_store(stage.make_caches, 3, stage.one_by_one)
+    assert isinstance(make_store(stage.make_caches, 0, stage.one_by_one), RowsApart)
