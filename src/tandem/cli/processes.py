@@ -59,7 +59,7 @@ def run_api_command(arguments: argparse.Namespace) -> int:
     from tandem.server.run import engine_endpoint, run_api
 
     settings = alone(prepared(arguments))
-    run_api(settings, engines=Replicas(Router(), {0: engine_endpoint(settings)}))
+    run_api(settings, Replicas(Router(), {0: engine_endpoint(settings)}))
     return 0
 
 
@@ -104,7 +104,7 @@ def _api_child(settings: Settings, fd: int) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
 
     watch_lifeline(orphaned)
-    run_api(settings, fd=fd, engines=engines)
+    run_api(settings, engines, fd=fd)
     return 0
 
 

@@ -22,7 +22,6 @@ from tandem.server.connections.acceptor import Acceptor, most_connections
 from tandem.server.connections.connection import Connection
 from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
-from tandem.server.engines.client import EngineClient
 from tandem.server.engines.protocol import Engines
 from tandem.server.engines.residents import Residents
 from tandem.server.listener import listen
@@ -136,14 +135,14 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
     return ApiServer(config, app.state.api, drain_timeout)
 
 
-def run_api(settings: Settings, *, fd: int | None = None, engines: Engines | Residents | None = None) -> None:
+def run_api(settings: Settings, engines: Engines | Residents, *, fd: int | None = None) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 
-    `engines` is what works on the requests; by default the one engine that the settings name. Returns after the drain.
-    Raises ConfigError when the address cannot be had, or the certificate cannot be used.
+    `engines` is what works on the requests. Returns after the drain. Raises ConfigError when the address cannot be had,
+    or the certificate cannot be used.
     """
     listener = socket.socket(fileno=fd) if fd is not None else listen(settings.server.host, settings.server.port)
-    app = create_app(settings, engines or EngineClient(engine_endpoint(settings)))
+    app = create_app(settings, engines)
     server = make_server(app, settings.process.drain_timeout)
     # uvicorn raises the signals that it caught once more when it is done; they have had their effect by then.
     before = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}

@@ -5,6 +5,7 @@ import contextlib
 
 import pytest
 
+from engine_outputs import outputs_of
 from tandem.errors import OverloadedError, UnavailableError
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.engines.client import EngineClient
@@ -27,7 +28,7 @@ async def connected(engine, wait=True):
 
 
 async def tokens_of(client, name):
-    return [token async for output in client.submit(request(name)) for token in output.tokens]
+    return [token async for output in outputs_of(client, request(name)) for token in output.tokens]
 
 
 def test_submit_status_and_metrics(engine):
@@ -45,7 +46,7 @@ def test_leaving_the_loop_aborts(engine, wait_until):
     async def run():
         engine.delay = 0.01
         async with connected(engine) as client:
-            outputs = client.submit(request("a"))
+            outputs = outputs_of(client, request("a"))
             async for _ in outputs:
                 break
             await outputs.aclose()

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from engine_outputs import outputs_of
 from tandem.errors import NotFoundError, OverloadedError, ServerError, UnavailableError
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -55,8 +56,8 @@ def request(name, **params):
     return EngineRequest(request_id=name, prompt=[5, 6], params=SamplingParams(**{"max_tokens": 50, **params}))
 
 
-async def outputs_of(replicas, name, **params):
-    return [output async for output in replicas.submit(request(name, **params))]
+async def answers_of(replicas, name, **params):
+    return [output async for output in outputs_of(replicas, request(name, **params))]
 
 
 def where(engines, name):
@@ -67,7 +68,7 @@ def where(engines, name):
 def test_requests_spread_and_everything_is_forgotten(engines):
     async def run():
         async with connected(engines) as replicas:
-            answers = await asyncio.gather(*(outputs_of(replicas, f"r{i}") for i in range(6)))
+            answers = await asyncio.gather(*(answers_of(replicas, f"r{i}") for i in range(6)))
             for answer in answers:
                 assert [token for output in answer for token in output.tokens] == [*engines[0].reply, 2]
             assert [one.outstanding_tokens for one in replicas.replicas()] == [0, 0, 0]
@@ -82,7 +83,7 @@ def test_requests_spread_and_everything_is_forgotten(engines):
 def test_leaving_aborts_where_it_runs(engines, wait_until):
     async def run():
         async with connected(engines) as replicas:
-            stream = replicas.submit(request("a"))
+            stream = outputs_of(replicas, request("a"))
             async for _ in stream:
                 break
             await stream.aclose()
@@ -96,7 +97,7 @@ def test_leaving_aborts_where_it_runs(engines, wait_until):
 def test_a_lost_engine_hands_its_requests_on(engines):
     async def run():
         async with connected(engines) as replicas:
-            task = asyncio.create_task(outputs_of(replicas, "a", temperature=1.0))
+            task = asyncio.create_task(answers_of(replicas, "a", temperature=1.0))
             await until(lambda: where(engines, "a"))
             [home] = where(engines, "a")
             await asyncio.sleep(0.15)
@@ -126,7 +127,7 @@ def test_an_embedding_is_begun_again_where_another_engine_is(engines):
             asked = EngineRequest(request_id="v", prompt=[5, 6], params=SamplingParams(max_tokens=0), pooling="last")
 
             async def collect():
-                return [output async for output in replicas.submit(asked)]
+                return [output async for output in outputs_of(replicas, asked)]
 
             task = asyncio.create_task(collect())
             await until(lambda: where(engines, "v"))
@@ -146,7 +147,7 @@ def test_a_silent_engine_is_lost_too(engines):
         async with connected(engines[:2]) as replicas:
             for one in engines:
                 one.hold = True
-            task = asyncio.create_task(outputs_of(replicas, "a"))
+            task = asyncio.create_task(answers_of(replicas, "a"))
             await until(lambda: where(engines, "a"))
             [home] = where(engines, "a")
             engines[home].silent = True
@@ -164,7 +165,7 @@ def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
         await replicas.start()
         try:
             await until(lambda: replicas.alive)
-            task = asyncio.create_task(outputs_of(replicas, "a"))
+            task = asyncio.create_task(answers_of(replicas, "a"))
             await until(lambda: where([home], "a"))
             await asyncio.sleep(0.1)
             home.stop()
@@ -191,7 +192,7 @@ def test_it_waits_for_so_long_and_no_longer(engines):
         try:
             await until(lambda: replicas.alive)
             engines[0].hold = True
-            task = asyncio.create_task(outputs_of(replicas, "a"))
+            task = asyncio.create_task(answers_of(replicas, "a"))
             await until(lambda: where(engines, "a"))
             engines[0].stop()
             with pytest.raises(UnavailableError):
@@ -210,7 +211,7 @@ def test_what_kills_engines_is_not_tried_for_ever(engines):
         async with connected(engines) as replicas:
             for one in engines:
                 one.hold = True
-            task = asyncio.create_task(outputs_of(replicas, "killer"))
+            task = asyncio.create_task(answers_of(replicas, "killer"))
             for count in range(1, MOST_LOSSES + 1):
                 await until(lambda count=count: len(where(engines, "killer")) == count)
                 for one in engines:
@@ -226,13 +227,13 @@ def test_with_no_other_engine_a_loss_is_told(engines):
     async def run():
         async with connected(engines[:1]) as replicas:
             engines[0].hold = True
-            task = asyncio.create_task(outputs_of(replicas, "a"))
+            task = asyncio.create_task(answers_of(replicas, "a"))
             await until(lambda: engines[0].submitted)
             engines[0].stop()
             with pytest.raises(UnavailableError):
                 await asyncio.wait_for(task, 5)
             with pytest.raises(UnavailableError):
-                await outputs_of(replicas, "b")
+                await answers_of(replicas, "b")
             assert not replicas.alive
 
     asyncio.run(run())
@@ -242,14 +243,14 @@ def test_a_full_engine_is_passed_over(engines):
     async def run():
         async with connected(engines) as replicas:
             engines[0].refusal = engines[1].refusal = (429, "full", None, 3.0)
-            assert await outputs_of(replicas, "a")
+            assert await answers_of(replicas, "a")
             engines[2].refusal = (429, "full", None, 3.0)
             with pytest.raises(OverloadedError):
-                await outputs_of(replicas, "b")
+                await answers_of(replicas, "b")
             assert sorted(where(engines, "b")) == [0, 1, 2]
             engines[0].refusal = engines[1].refusal = engines[2].refusal = (400, "bad", "x", None)
             with pytest.raises(Exception, match="bad"):
-                await outputs_of(replicas, "c")
+                await answers_of(replicas, "c")
             assert len(where(engines, "c")) == 1
 
     asyncio.run(run())
@@ -260,7 +261,7 @@ def test_what_was_accepted_waits_for_room_elsewhere(engines):
         async with connected(engines[:2]) as replicas:
             for one in engines:
                 one.hold = True
-            task = asyncio.create_task(outputs_of(replicas, "a"))
+            task = asyncio.create_task(answers_of(replicas, "a"))
             await until(lambda: where(engines, "a"))
             [home] = where(engines, "a")
             other = engines[1 - home]
@@ -283,17 +284,17 @@ def test_draining_joining_and_leaving(engines):
         async with connected(engines[:2]) as replicas:
             for one in engines:
                 one.hold = True
-            staying = asyncio.create_task(outputs_of(replicas, "a"))
+            staying = asyncio.create_task(answers_of(replicas, "a"))
             await until(lambda: where(engines, "a"))
             assert where(engines, "a") == [0]
             await replicas.update(infos("draining", "running"))
-            others = [asyncio.create_task(outputs_of(replicas, f"b{i}")) for i in range(3)]
+            others = [asyncio.create_task(answers_of(replicas, f"b{i}")) for i in range(3)]
             await until(lambda: len(engines[1].submitted) == 3)
             assert list(engines[0].submitted) == ["a"]
             assert replicas.replicas()[0].state == "draining"
             await replicas.update(infos("draining", "running", "running"))
             await until(lambda: replicas.replicas()[2].state == "ready")
-            last = asyncio.create_task(outputs_of(replicas, "c"))
+            last = asyncio.create_task(answers_of(replicas, "c"))
             await until(lambda: engines[2].submitted)
             await replicas.update(infos(None, "running", "running"))
             for one in engines:

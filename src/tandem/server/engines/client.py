@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -32,7 +32,7 @@ from tandem.protocol.control import (
     Submit,
 )
 from tandem.protocol.request import EngineRequest
-from tandem.server.engines.protocol import EngineLost, ReplicaState, Sink, outputs_of, refusal, replica_state
+from tandem.server.engines.protocol import EngineLost, ReplicaState, Sink, refusal, replica_state
 from tandem.server.engines.subscription import Subscription
 from tandem.server.failures import internal_error
 
@@ -140,10 +140,6 @@ class EngineClient:
         subscription.close()
         for request_id in request_ids:
             self.forget(request_id)
-
-    def submit(self, request: EngineRequest) -> AsyncIterator[Output]:
-        """Outputs of one request, as `outputs_of` yields them."""
-        return outputs_of(self, request)
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
         """Stop a request in the engine; its subscription hears no more of it. `answered`: it had all that it wants."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from msgspec import Struct
@@ -90,22 +90,6 @@ class Engines(Overview, Protocol):
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
         """Stop one request; its subscription hears no more of it. `answered`: its client has all that it wants."""
-
-
-async def outputs_of(engines: Engines, request: EngineRequest) -> AsyncIterator[Output]:
-    """Outputs of one request; leaving the loop early aborts it.
-
-    Raises RequestError when it is refused, UnavailableError when the engine is or gets lost.
-    """
-    subscription = engines.open([request])
-    try:
-        while True:
-            for output in await subscription.get():
-                yield output
-                if output.finish_reason is not None:
-                    return
-    finally:
-        engines.release(subscription, [request.request_id])
 
 
 def replica_state(replica: int, status: EngineStatus | None, *, alive: bool, state: str | None = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,7 +21,7 @@ from tandem.protocol.supervisor import ReplicaInfo
 from tandem.server.engines.client import HEARTBEAT_S, EngineClient
 from tandem.server.engines.flight import Flight
 from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.protocol import EngineLost, ReplicaState, outputs_of, replica_state
+from tandem.server.engines.protocol import EngineLost, ReplicaState, replica_state
 from tandem.server.engines.subscription import Subscription
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.server.engines.trials import Trials
@@ -247,10 +247,6 @@ class Replicas:
         subscription.close()
         for request_id in request_ids:
             self.abort(request_id)
-
-    def submit(self, request: EngineRequest) -> AsyncIterator[Output]:
-        """Outputs of one request, as `outputs_of` yields them."""
-        return outputs_of(self, request)
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
         """Stop a request wherever it is; its subscription hears no more of it. Unknown ones are ignored.
