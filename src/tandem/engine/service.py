@@ -151,13 +151,17 @@ class EngineService:
     def _deliver(self, messages: list[EngineMessage]) -> None:
         """Hand out what a step brought: all that goes to one api at once, since sending costs more than encoding."""
         batches: dict[Client, list[EngineMessage]] = {}
+        ended = False
         for message in messages:
             if not isinstance(message, Output | Refused):
                 continue
             over = isinstance(message, Refused) or message.finish_reason is not None
+            ended |= over
             owner = self._owners.pop(message.request_id, None) if over else self._owners.get(message.request_id)
             if owner is not None:
                 batches.setdefault(owner, []).append(message)
+        if ended:
+            self._publish()  # who has his answer and looks at the status does not find himself still running
         for client, batch in batches.items():
             self._gateway.send(client, *batch)
 

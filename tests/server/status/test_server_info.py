@@ -175,3 +175,10 @@ def test_requests_are_logged_without_their_text(serve, engine, caplog, wait_unti
     assert "output tokens" in caplog.text
     assert "secret" not in caplog.text
     assert engine.text() not in caplog.text
+
+
+def test_the_status_is_that_of_now_and_not_of_the_last_heartbeat(serve, engine):
+    server = serve()
+    for running in range(1, 20):
+        engine.set_status(running=running)
+        assert server.http.get("/v1/status").json()["num_running"] == running

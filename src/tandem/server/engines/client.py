@@ -44,6 +44,8 @@ HEARTBEAT_S = 1.0
 MISSED_BEATS = 5
 """Beats in a row without any sign of life after which the engine counts as gone. Beats of this process are counted,
 not seconds, so that a suspended api does not take the engine for dead when it wakes."""
+REFRESH_S = 0.5
+"""Seconds for a fresh answer, before the last one must do."""
 DRAIN_BATCH = 512
 """Most messages read before other tasks get their turn."""
 
@@ -59,7 +61,7 @@ class EngineClient:
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = Decoder[EngineMessage](EngineMessage).decode
         self._sinks: dict[str, Sink] = {}
-        self._metrics: dict[int, asyncio.Future[bytes]] = {}
+        self._questions: dict[int, asyncio.Future[EngineMessage]] = {}
         self._queries = itertools.count(1)
         self._fresh = False
         self._heard = False
@@ -161,19 +163,24 @@ class EngineClient:
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
         """The engine's metrics in Prometheus' text format; empty when it does not answer in `timeout` seconds."""
+        answer = await self._ask(QueryMetrics(next(self._queries)), timeout)
+        return answer.text if isinstance(answer, MetricsText) else b""
+
+    async def refresh(self, timeout: float = REFRESH_S) -> None:
+        """Have `status` as of now, or as it was if the engine does not answer in `timeout` seconds."""
+        await self._ask(QueryStatus(next(self._queries)), timeout)
+
+    async def _ask(self, question: QueryMetrics | QueryStatus, timeout: float) -> EngineMessage | None:
         if not self.alive:
-            return b""
-        query_id = next(self._queries)
-        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._metrics[query_id] = future
+            return None
+        future: asyncio.Future[EngineMessage] = asyncio.get_running_loop().create_future()
+        self._questions[question.query_id] = future
         try:
-            if not self._send(QueryMetrics(query_id)):
-                return b""
-            return await asyncio.wait_for(future, timeout)
+            return await asyncio.wait_for(future, timeout) if self._send(question) else None
         except TimeoutError:
-            return b""
+            return None
         finally:
-            del self._metrics[query_id]
+            del self._questions[question.query_id]
 
     def replicas(self) -> list[ReplicaState]:
         """This engine alone."""
@@ -231,14 +238,18 @@ class EngineClient:
             self.status = message
             self._fresh = True
             self._missed = 0
+            self._answered(message)
         elif isinstance(message, MetricsText):
-            future = self._metrics.get(message.query_id)
-            if future is not None and not future.done():
-                future.set_result(message.text)
+            self._answered(message)
         else:
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:
                 sink.fail(refusal(message))
+
+    def _answered(self, message: EngineStatus | MetricsText) -> None:
+        future = self._questions.get(message.query_id)
+        if future is not None and not future.done():
+            future.set_result(message)
 
     def _drain_monitor(self) -> None:
         """Notice at once when the engine's end of the socket opens or closes."""

@@ -75,6 +75,9 @@ class Overview(Protocol):
     async def metrics(self, timeout: float = 2.0) -> bytes:
         """Metrics in Prometheus' text format; empty when nobody answers within `timeout` seconds."""
 
+    async def refresh(self) -> None:
+        """Have the status as of now, from engines that answer at once."""
+
     def replicas(self) -> list[ReplicaState]:
         """Each engine by itself."""
 

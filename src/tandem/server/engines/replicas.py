@@ -226,6 +226,10 @@ class Replicas:
         texts = await asyncio.gather(*(self._members[index].client.metrics(timeout) for index in indices))
         return merged_metrics(dict(zip(indices, texts, strict=True))) + generate_latest(self._registry)
 
+    async def refresh(self) -> None:
+        """Ask all engines how they are."""
+        await asyncio.gather(*(member.client.refresh() for member in self._members.values()))
+
     # --- requests ---
 
     def open(self, requests: Sequence[EngineRequest]) -> Subscription:

@@ -339,6 +339,10 @@ class Residents:
         """Each engine of each loaded model."""
         return [one for place in self._places.values() for one in place.served.client.replicas()]
 
+    async def refresh(self) -> None:
+        """Ask the engines of all models how they are."""
+        await asyncio.gather(*(place.served.client.refresh() for place in self._places.values()))
+
     async def metrics(self, timeout: float = 2.0) -> bytes:
         """Metrics of all models, labelled with their names."""
         texts = await asyncio.gather(*(place.served.client.metrics(timeout) for place in self._places.values()))

@@ -144,8 +144,9 @@ async def model_info(http: Request) -> Response:
 
 @router.get("/v1/status")
 async def status_route(http: Request) -> Response:
-    """The engine's state and this client's running requests."""
+    """The engine's state as of now, and this client's running requests."""
     api = get_api(http)
+    await api.client.refresh()
     status = api.client.status
     group = get_group(http)
     mine = [live for live in api.live.values() if api.find_live(live.request_id, group)]
