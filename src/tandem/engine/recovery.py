@@ -164,8 +164,8 @@ class Gang:
         if failure.cause != "memory" or self._shed >= MOST_SHED:
             return False
         self._shed += 1
-        log.warning("the next ranks get half as much to do at once, and half the KV cache (%d of at most %d times)",
-                    self._shed, MOST_SHED)
+        log.warning("the device is full; the next ranks get half as much to do at once, and half the KV cache (%d of "
+                    "at most %d times)", self._shed, MOST_SHED)
         return True
 
     def _blames(self, failure: RankFailure | None) -> bool:

@@ -151,47 +151,64 @@ def test_a_chunk_that_is_broken_after_the_answer_ends_the_connection_without_a_w
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
-def test_an_address_gets_so_many_connections_and_hears_why_not_more(serve):
+BODY = b'{"prompt":"a"}'
+ASK = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+LOOK = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture
+def fill(engine, wait_until):
+    """Open connections whose requests the engine holds, one after the other."""
+    opened = []
+    engine.hold = True
+
+    def start(server, count):
+        for _ in range(count):
+            before = len(engine.submitted)
+            opened.append(server.raw(ASK % (len(BODY), BODY)))
+            wait_until(lambda before=before: len(engine.submitted) > before)
+        return opened
+
+    yield start
+    for one in opened:
+        one.close()
+
+
+def test_an_address_gets_so_many_connections_and_hears_why_not_more(serve, engine, fill):
     server = serve(max_connections_per_address=3)
     server.http.close()
-    clients = [server.raw(b"") for _ in range(3)]
-    request = b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n"
-    status, error = error_of(everything(server.raw(request)))
+    busy = fill(server, 3)
+    status, error = error_of(everything(server.raw(LOOK)))
     assert (status, error["code"]) == (429, "too_many_connections")
     assert "--max-connections-per-address" in error["message"]
-    clients.pop().close()
-    for _ in range(200):  # until the server has seen that one is closed
-        with server.raw(request) as client:
-            if answer(client, b"}").startswith(b"HTTP/1.1 200"):
-                break
-        time.sleep(0.05)
-    else:
-        pytest.fail("no connection is let in again")
-    for client in clients:
-        client.close()
+    engine.hold = False
+    assert all(one.recv(12) == b"HTTP/1.1 200" for one in busy)
+    with server.raw(LOOK) as client:
+        assert answer(client).startswith(b"HTTP/1.1 200"), "those that are idle now make room"
 
 
-def test_when_all_places_are_taken_idle_connections_make_room_first(serve, engine):
+def test_when_all_places_are_taken_idle_connections_make_room_first(serve, engine, fill):
     server = serve(max_connections=4, max_connections_per_address=100)
     server.http.close()
     idle = [server.raw(b"") for _ in range(2)]
-    busy = []
-    engine.hold = True
-    body = b'{"prompt":"a"}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-    for count in range(4):
-        busy.append(server.raw(head % len(body) + body))
-        deadline = time.monotonic() + PATIENCE_S
-        while len(engine.submitted) <= count:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    busy = fill(server, 4)
     assert [everything(one) for one in idle] == [b"", b""]
-    status, error = error_of(everything(server.raw(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")))
+    status, error = error_of(everything(server.raw(LOOK)))
     assert (status, error["code"]) == (503, "too_many_connections")
     engine.hold = False
     assert all(one.recv(12) == b"HTTP/1.1 200" for one in busy)
-    for one in busy:
+
+
+def test_a_flood_of_idle_connections_shuts_out_nobody(serve, wait_until):
+    server = serve(max_connections=20, max_connections_per_address=10)
+    server.http.close()
+    flood = [server.raw(b"") for _ in range(60)]
+    with server.raw(LOOK) as client:
+        assert answer(client).startswith(b"HTTP/1.1 200")
+    for one in flood:
         one.close()
+    [door] = server.server._acceptors
+    wait_until(lambda: not door._open and not door._shaking)
 
 
 class Starved:
@@ -251,9 +268,13 @@ def test_a_network_of_ipv6_counts_as_one_client():
     assert group_of("::ffff:192.0.2.1") != group_of("::ffff:192.0.2.2")
 
 
-def test_a_lost_connection_gives_its_place_back(serve):
+def test_a_lost_connection_gives_its_place_back(serve, wait_until):
     server = serve(max_connections_per_address=8)
     for _ in range(40):
         with httpx.Client(base_url=server.url, trust_env=False) as client:
             assert client.get("/health/live").status_code == 200
-            time.sleep(0.01)
+    server.http.close()
+    [door] = server.server._acceptors
+    wait_until(lambda: door.count == 0)
+    assert not door._open
+    assert not door._shaking

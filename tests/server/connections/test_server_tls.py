@@ -78,6 +78,16 @@ def test_https_is_served_and_a_renewed_certificate_taken_without_a_restart(serve
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
 
 
+def test_handshakes_that_do_not_come_make_room_for_those_that_do(serve, pair, wait_until):
+    server = serve(tls_cert=pair[0], tls_key=pair[1], max_connections_per_address=5, ready=False)
+    flood = [socket.create_connection(server.address, 10) for _ in range(40)]
+    assert subject(server.address) == "first"
+    for one in flood:
+        one.close()
+    [door] = server.server._acceptors
+    wait_until(lambda: not door._open and not door._shaking)
+
+
 def test_one_line_says_what_is_wrong_with_a_certificate(pair, tmp_path):
     cert, key = pair
     other_key = make_certificate(tmp_path, "other")[1]

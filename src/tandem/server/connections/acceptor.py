@@ -60,6 +60,8 @@ class Acceptor:
         self._tls = tls
         self._clients = clients
         self._open: Counter[str] = Counter()
+        self._shaking: dict[asyncio.Task[bool], tuple[str, float]] = {}
+        """TLS handshakes under way: whose, and since when; the oldest first."""
         self._resume: asyncio.TimerHandle | None = None
         self._quiet_until = float("-inf")
 
@@ -93,7 +95,7 @@ class Acceptor:
 
     def _short(self, error: OSError) -> None:
         """No descriptor is left: wait a little, and close whatever stands idle meanwhile."""
-        closed = self._close_idle(BATCH, older_than=self._loop.time() - YOUNG_S)
+        closed = self._make_room(BATCH, before=self._loop.time() - YOUNG_S)
         if self._loop.time() >= self._quiet_until:
             self._quiet_until = self._loop.time() + QUIET_S
             remedy = ("a higher `ulimit -n` before the start gives more room" if error.errno in SHORTAGE
@@ -103,61 +105,79 @@ class Acceptor:
         self._loop.remove_reader(self._listener.fileno())
         self._resume = self._loop.call_later(PAUSE_S, self.start)
 
-    def _close_idle(self, most: int, older_than: float = math.inf) -> int:
-        """Close up to `most` connections without a request, those that have been so for longest first."""
-        idle = [one for one in self._clients()
-                if one.idle and one.since < older_than and not one.transport.is_closing()]
+    def _make_room(self, most: int, *, group: str | None = None, before: float = math.inf) -> int:
+        """Close up to `most` connections that have had no request since `before`, those of longest standing first; only
+        those of `group`, if one is given. Returns how many were closed."""
+        idle = [one for one in self._clients() if one.idle and one.since < before and not one.transport.is_closing()
+                and group in (None, one.group)]
         idle.sort(key=lambda one: one.since)
         for one in idle[:most]:
             one.transport.close()
-        return len(idle[:most])
+        slow = [task for task, (whose, since) in self._shaking.items() if since < before and group in (None, whose)]
+        for task in slow[:most - len(idle[:most])]:
+            task.cancel()
+            del self._shaking[task]
+        return min(len(idle) + len(slow), most)
 
     def _admit(self, client: socket.socket, group: str) -> None:
         refusal: RequestError | None = None
         if self._open[group] >= self._most_each:
-            refusal = OverloadedError(f"This address has {self._open[group]} connections open "
-                                      "(--max-connections-per-address); close some.", code="too_many_connections")
-        elif self.count >= self._most and not self._close_idle(1):
+            if not self._make_room(1, group=group):
+                refusal = OverloadedError(f"This address has {self._open[group]} connections with requests under way "
+                                          "(--max-connections-per-address).", code="too_many_connections")
+        elif self.count >= self._most and not self._make_room(1):
             refusal = UnavailableError("The server has as many connections as it takes (--max-connections); try again "
                                        "later.", code="too_many_connections")
         if self.count >= self._most + REFUSED or self._open[group] >= self._most_each + REFUSED:
             client.close()
             return
-        self._open[group] += 1
-        start_task(self._connect(client, group, refusal), name="connection", on_failure=lambda _: None)
+        place = _Place(self._open, group)
+        connecting = start_task(self._connect(client, place, refusal), name="connection", on_failure=lambda _: None)
+        self._shaking[connecting] = (group, self._loop.time())
+        connecting.add_done_callback(lambda task: self._connected(task, client, place))
 
-    async def _connect(self, client: socket.socket, group: str, refusal: RequestError | None) -> None:
-        """Hand the socket to a protocol, after the TLS handshake if there is one."""
-        left = False
+    def _connected(self, task: asyncio.Task[bool], client: socket.socket, place: _Place) -> None:
+        """The handshake is over, or was ended, perhaps before it had begun."""
+        self._shaking.pop(task, None)
+        if task.cancelled() or task.exception() is not None or not task.result():
+            client.close()
+            place.give_back()
 
-        def leave() -> None:
-            nonlocal left
-            if not left:
-                left = True
-                self._open[group] -= 1
-                if not self._open[group]:
-                    del self._open[group]
-
+    async def _connect(self, client: socket.socket, place: _Place, refusal: RequestError | None) -> bool:
+        """Hand the socket to a protocol, after the TLS handshake if there is one; False when that fails."""
         def make() -> Connection:
             made = self._make()
-            made.on_lost = leave
+            made.on_lost, made.group = place.give_back, place.group
             if refusal is not None:
                 made.app = refusing(refusal)
             return made
 
         tls = self._tls()
+        client.setblocking(False)
         try:
-            client.setblocking(False)
             await self._loop.connect_accepted_socket(
                 make, client, ssl=tls, ssl_handshake_timeout=connection.HEAD_S if tls is not None else None)
-        except (OSError, asyncio.CancelledError) as error:  # not TLS, or gone
+        except OSError as error:  # not TLS, or gone
             logger.debug("a connection ended at once: %s", error)
-            client.close()
-            leave()
-        except BaseException:
-            client.close()
-            leave()
-            raise
+            return False
+        return True
+
+
+class _Place:
+    """One connection among those of its group, counted until it is given back."""
+
+    def __init__(self, taken: Counter[str], group: str) -> None:
+        self.group = group
+        self._taken: Counter[str] | None = taken
+        taken[group] += 1
+
+    def give_back(self) -> None:
+        """Safe to call again."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            taken[self.group] -= 1
+            if not taken[self.group]:
+                del taken[self.group]
 
 
 def group_of(address: str) -> str:

@@ -37,6 +37,8 @@ class Connection(H11Protocol):
     """uvicorn's protocol. `look` is to be called now and then; `on_lost` is called once, at the end."""
 
     on_lost: Callable[[], None] = staticmethod(lambda: None)
+    group = ""
+    """Whose connections it counts among."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The clock for the first header runs."""
