@@ -236,6 +236,36 @@ def test_damage_costs_only_what_it_hits(tmp_path, caplog):
     again.close()
 
 
+@pytest.mark.parametrize("step", ["shutil.copy", "os.replace"])
+def test_a_repair_that_is_interrupted_begins_anew(tmp_path, monkeypatch, step):
+    journal = Journal(tmp_path / "j")
+    for number in range(200):
+        accept(journal, f"r{number}", b"<%03d>" % number * 400)
+    before = contents(journal)
+    journal.close()
+    path = tmp_path / "j" / "journal.db"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"<150>" * 200) // 4096 * 4096
+    data[at:at + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    with monkeypatch.context() as patch:
+        patch.setattr(f"tandem.server.journal.repair.{step}", interrupted)
+        with pytest.raises(Interrupted):
+            Journal(tmp_path / "j")
+    again = Journal(tmp_path / "j")
+    found = contents(again)
+    assert sum(found.get(name) == before[name] for name in before) >= 198
+    again.close()
+
+
+class Interrupted(BaseException):
+    pass
+
+
+def interrupted(*_):
+    raise Interrupted
+
+
 def test_files_of_another_kind_are_left_alone(tmp_path):
     path = tmp_path / "journal.db"
     path.write_bytes(b"some letters of great value " * 400)

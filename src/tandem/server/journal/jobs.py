@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from fastapi import Request
 from msgspec import Struct
+from msgspec.structs import replace
 from starlette.types import ASGIApp, Message, Scope
 
 from tandem.borders import start_task
@@ -182,6 +183,7 @@ class Jobs:
 
     def _run(self, entry: Entry, *, waited_for: bool) -> None:
         loop = asyncio.get_running_loop()
+        entry = replace(entry, outline=b"")  # it may be large, and there may be many
         job = Job(entry, loop.create_future(), asyncio.Event(), waited_for)
         job.reply.add_done_callback(lambda _: job.log.wake())
         self._jobs[entry.id] = job
@@ -250,6 +252,7 @@ class Jobs:
             response.append(message)
 
         scope = self._scope(job, len(body))
+        del body  # it may be large, and the answer may take long
         try:
             await self.app(scope, receive, send)
         finally:

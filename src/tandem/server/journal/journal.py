@@ -21,8 +21,8 @@ MOST_FREE = 16 * 2**20
 PAGES_AT_ONCE, ANSWERS_AT_ONCE = 4096, 256
 """Given back, and dropped, in one turn of `tidy`."""
 Sync = Literal["always", "everysec", "no"]
-_ENTRIES = """SELECT requests.number, id, owner, key, digest, route, created, background, outline, status
-    FROM requests LEFT JOIN answers USING (number)"""
+_FIXED = "id, owner, key, digest, route, created, background, outline"
+_ENTRIES = f"SELECT requests.number, {_FIXED}, status FROM requests LEFT JOIN answers USING (number)"
 
 
 class JournalError(UnavailableError):
@@ -50,11 +50,6 @@ class Entry(Struct, frozen=True):
     """What is to be shown while there is no answer, for routes that show something."""
     status: int | None = None
     """Of the HTTP response; None before there is one."""
-
-    @property
-    def fixed(self) -> tuple[str | bytes | float, ...]:
-        """The values of its row, but for number, seal and body."""
-        return (self.id, self.group, self.key, self.digest, self.route, self.created, self.background, self.outline)
 
 
 class Journal:
@@ -100,7 +95,8 @@ class Journal:
             return held
         if refusal is not None:
             raise refusal
-        values = (*entry.fixed, seal(body, *entry.fixed), body)
+        fixed = msgspec.structs.astuple(entry)[1:-1]
+        values = (*fixed, seal(body, *fixed), body)
         added = self._database.execute("INSERT INTO requests VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return msgspec.structs.replace(entry, number=added.lastrowid)
 
@@ -119,19 +115,21 @@ class Journal:
 
     def request(self, entry: Entry) -> bytes:
         """What was asked. Raises ServerError when it is damaged."""
-        return self._load("requests", entry, *entry.fixed)
+        return self._sealed(f"SELECT {_FIXED}, seal, body FROM requests WHERE number = ?", entry)
 
     def reply(self, entry: Entry) -> bytes:
         """What was answered. Raises ServerError when it is damaged."""
-        return self._load("answers", entry, entry.id, entry.digest, entry.status)
+        return self._sealed("""SELECT id, digest, status, answers.seal, answers.body FROM answers
+            JOIN requests USING (number) WHERE number = ?""", entry)
 
-    def _load(self, table: str, entry: Entry, *sealed: object) -> bytes:
-        row = self._database.execute(f"SELECT seal, body FROM {table} WHERE number = ?", (entry.number,)).fetchone()
-        if row is None or row[0] != seal(row[1], *sealed):
+    def _sealed(self, query: str, entry: Entry) -> bytes:
+        """The last column of a row; the one before is the seal of all others."""
+        *values, sealed, body = self._database.execute(query, (entry.number,)).fetchone() or (None, b"")
+        if sealed != seal(body, *values):
             raise ServerError("The journal is damaged here; send the request again, with another Idempotency-Key.",
                               code="journal_damaged")
-        body: bytes = row[1]
-        return body
+        whole: bytes = body
+        return whole
 
     def answer(self, entry: Entry, status: int, body: bytes) -> None:
         """Keep how it ended; nothing, if the request was dropped meanwhile."""
