@@ -22,6 +22,9 @@ class ModelSettings:
     """Type of computation. auto: the model's own on a GPU, float32 on a CPU (half precision is slow there)."""
     dequantize: Literal["auto", "yes", "no"] = "auto"
     """Expand quantised weights while loading. auto: on a CPU, where quantised products are slow."""
+    attention: Literal["auto", "masked"] = "auto"
+    """Attention of decode steps. masked: MLX's own, over all positions up to the longest; auto: on CUDA one that reads
+    each sequence's own length, elsewhere masked."""
     max_context: int | None = None
     """Most tokens of prompt and output together; by default the model's own limit."""
     chat_template: str | None = None

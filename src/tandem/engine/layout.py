@@ -85,7 +85,8 @@ def plan_layout(settings: Settings) -> GangLayout:
         StageSpec(
             model_path=str(files.path), model_name=model.served_name or files.name, rank=sum(sizes[:stage]) + part,
             stage_sizes=sizes, layers=(layers.start, layers.stop), tensor_split=parallel.tensor_split,
-            lanes=lanes, dtype=model.dtype, dequantize=model.dequantize, vocab_size=description.vocab_size,
+            lanes=lanes, dtype=model.dtype, dequantize=model.dequantize,
+            attention=model.attention, vocab_size=description.vocab_size,
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
             backend=parallel.backend, blas=parallel.blas, device=parallel.device,

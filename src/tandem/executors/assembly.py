@@ -24,6 +24,7 @@ from tandem.protocol.layout import StageSpec
 from tandem.runner.drafter import Drafter
 from tandem.runner.links import StageLink
 from tandem.runner.prefix_store import trimmable
+from tandem.runner.ragged_attention import decode_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
 
@@ -99,7 +100,7 @@ def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, gro
         vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
     return Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
                   group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
-                  drafter=load_drafter(spec))
+                  drafter=load_drafter(spec), attention=decode_attention(spec.attention))
 
 
 def ready_message(spec: StageSpec, runner: Runner) -> Ready:

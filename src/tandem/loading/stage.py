@@ -17,6 +17,7 @@ from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
+from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
 from tandem.loading.shard_modules import (
     Cutter,
@@ -254,6 +255,7 @@ def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
 def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     """mlx-lm's model with random weights, which stay lazy and are never computed."""
     module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
+    let_caches_attend()
     config = read_config(files.path)
     try:
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))

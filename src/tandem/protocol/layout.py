@@ -74,6 +74,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     backend: str
     blas: str
     log_level: str
+    attention: str = "auto"
+    """Of decode steps: `auto` or `masked`, as the settings have it."""
     device: str = "auto"
     """`cpu`, `gpu`, or `auto`: what MLX takes by itself."""
     wired: int | None = None

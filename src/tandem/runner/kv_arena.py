@@ -12,7 +12,7 @@ accepted. Cutting a row is not the arena's business: what lies beyond a row's le
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tandem.runner.kv_layers import RowStep
 
+Attention = Callable[[mx.array, mx.array, mx.array, mx.array, int, float], mx.array | None]
+"""As `ragged_attention.attend`."""
+WORTH = 8192
+"""Positions of all rows from which it is also faster than MLX's without a mask."""
 GROWTH = 256
 """Positions by which an arena grows: copying it once in 256 steps costs less than 1 % of reading it at every step."""
 
@@ -27,8 +31,10 @@ GROWTH = 256
 class ArenaLayer:
     """Rows of one attention layer; it is itself the cache that mlx-lm's model code sees."""
 
-    def __init__(self, window: int = 0, drafts: int = 0) -> None:
-        """`window`: positions that a sliding-window layer keeps, 0 for all; `drafts`: most drafts in a row."""
+    def __init__(self, window: int = 0, drafts: int = 0, attention: Attention | None = None) -> None:
+        """`window`: positions that a sliding-window layer keeps, 0 for all; `drafts`: most drafts in a row;
+        `attention` takes the place of mlx-lm's in steps of one token a row."""
+        self._attention = attention
         self._window = window
         self._ring = window + drafts if window else 0
         self._steady = mx.cuda.is_available()
@@ -87,7 +93,20 @@ class ArenaLayer:
         mask = (age >= 0) & (age <= step.queries[:, :, None])
         if span:
             mask = mask & (age < span)
-        return mask[:, None]
+        lengths_alone = N == 1 and (not span or span >= used or span == self._ring)
+        return step.says_lengths(self._ring, mask[:, None]) if lengths_alone else mask[:, None]
+
+    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: object,
+               sinks: mx.array | None) -> mx.array | None:
+        """Attention [rows, heads, 1, head_dim] over what `update_and_fetch` returned; None: mlx-lm's must do it."""
+        step = self._now()
+        if self._attention is None or sinks is not None or step.width > 1:
+            return None
+        worth = step.is_lengths(self._ring, mask) if mask is not None else len(step.lengths) * step.longest >= WORTH
+        if not worth:
+            return None
+        longest = min(step.longest, self._ring - 1) if self._ring else step.longest
+        return self._attention(queries, keys, values, step.held(self._ring), longest, scale)
 
     # ---- what the store calls
 

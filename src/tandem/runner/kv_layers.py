@@ -27,6 +27,8 @@ class RowStep:
     width: int = 1
     """Tokens that are written in each row, one behind the other."""
     _slots: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _held: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _masks: list[tuple[int, mx.array]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     @cached_property
     def longest(self) -> int:
@@ -63,6 +65,21 @@ class RowStep:
         if ring not in self._slots:
             self._slots[ring] = self.queries % ring if ring else self.queries
         return self._slots[ring]
+
+    def held(self, ring: int) -> mx.array:
+        """int32 [rows]: positions that each row of such a ring reads besides the one that it writes."""
+        if ring not in self._held:
+            self._held[ring] = mx.minimum(self.positions, ring - 1) if ring else self.positions
+        return self._held[ring]
+
+    def says_lengths(self, ring: int, mask: mx.array) -> mx.array:
+        """Note that a mask of a step of one token a row says nothing but how many positions each row has."""
+        self._masks.append((ring, mask))
+        return mask
+
+    def is_lengths(self, ring: int, mask: object) -> bool:
+        """True for such a mask."""
+        return any(ring == size and mask is known for size, known in self._masks)
 
 
 class LayerStore(Protocol):

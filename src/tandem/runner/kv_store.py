@@ -18,20 +18,21 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from tandem.errors import UnsupportedModel
 from tandem.runner.kv_apart import RowsApart
-from tandem.runner.kv_arena import ArenaLayer
+from tandem.runner.kv_arena import ArenaLayer, Attention
 from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable, require_batchable
 
 
 class KVStore:
     """KV of the decoding sequences of one lane, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
 
-    def __init__(self, make_caches: Callable[[], list[Any]], drafts: int = 0) -> None:
+    def __init__(self, make_caches: Callable[[], list[Any]], drafts: int = 0,
+                 attention: Attention | None = None) -> None:
         """`make_caches` returns fresh single-sequence mlx-lm caches, one a layer (StageModel.make_caches); `drafts` is
-        the most drafts of a sequence in one step.
+        the most drafts of a sequence in one step; `attention` is for the arenas.
 
         Raises UnsupportedModel when a layer's cache kind cannot be batched, or not be cut although there are drafts.
         """
-        self._layers: list[LayerStore] = [_layer_store(cache, drafts) for cache in make_caches()]
+        self._layers: list[LayerStore] = [_layer_store(cache, drafts, attention) for cache in make_caches()]
         self._drafts = drafts
         self._ids: list[str] = []
         self._rows: dict[str, int] = {}
@@ -138,22 +139,23 @@ class KVStore:
             layer.check(self._lengths)
 
 
-def make_store(make_caches: Callable[[], list[Any]], drafts: int = 0, one_by_one: str = "") -> KVStore | RowsApart:
+def make_store(make_caches: Callable[[], list[Any]], drafts: int = 0, one_by_one: str = "",
+               attention: Attention | None = None) -> KVStore | RowsApart:
     """The store for a stage; `one_by_one` is the reason for rows apart, if there is one. Raises UnsupportedModel."""
     reason = one_by_one or next(
         (f"{type(cache).__name__} has no batch in mlx-lm" for cache in make_caches() if not batchable(cache)), "")
-    return RowsApart(make_caches, drafts, reason) if reason else KVStore(make_caches, drafts)
+    return RowsApart(make_caches, drafts, reason) if reason else KVStore(make_caches, drafts, attention)
 
 
-def _layer_store(cache: Any, drafts: int) -> LayerStore:
+def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerStore:
     """The store for a layer whose single-sequence cache is of this kind. Exact types: subclasses may differ."""
     if type(cache) is KVCache:
-        return ArenaLayer()
+        return ArenaLayer(attention=attention)
     if type(cache) is RotatingKVCache and not cache.keep:
-        return ArenaLayer(window=cache.max_size, drafts=drafts)
+        return ArenaLayer(window=cache.max_size, drafts=drafts, attention=attention)
     # Layers with two caches of positions write into mlx-lm's own arrays (deepseek_v32's index): they get its batches.
     if type(cache) is CacheList and any(type(one) is not KVCache for one in cache.caches):
-        return ListLayer([_layer_store(one, drafts) for one in cache.caches])
+        return ListLayer([_layer_store(one, drafts, attention) for one in cache.caches])
     require_batchable(cache)
     if drafts:
         raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "

@@ -8,6 +8,7 @@ from typing import Any
 
 from tandem.errors import BatchDesync
 from tandem.protocol.step import InsertOp, PrefillOp, SnapshotOp, StepPlan, batch_fingerprint
+from tandem.runner.kv_arena import Attention
 from tandem.runner.kv_store import make_store
 from tandem.runner.prefix_store import PrefixStore
 
@@ -26,13 +27,13 @@ class LaneBatch:
     """Follows plans to the letter and checks that it ends where the engine thinks it does."""
 
     def __init__(self, make_caches: Callable[[], list[Any]], prefixes: PrefixStore, drafts: int = 0,
-                 one_by_one: str = "") -> None:
+                 one_by_one: str = "", attention: Attention | None = None) -> None:
         """`prefixes` is shared by all lanes of the rank; `drafts` is the most drafts of a sequence in one step;
-        `one_by_one`: why rows are computed apart from one another, if they are."""
+        `one_by_one`: why rows are computed apart from one another, if they are; `attention`: of decode steps."""
         self._make_caches = make_caches
         self._prefixes = prefixes
         self.held: dict[str, Held] = {}
-        self.store = make_store(make_caches, drafts, one_by_one)
+        self.store = make_store(make_caches, drafts, one_by_one, attention)
 
     def apply(self, plan: StepPlan) -> None:
         """Inserts, restores, cuts, then the fingerprint. Raises BatchDesync before anything is computed."""

@@ -17,6 +17,7 @@ from tandem.protocol.request import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
+from tandem.runner.kv_arena import Attention
 from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.pooler import Pooler, vector_bytes
@@ -81,18 +82,20 @@ class Runner:
     def __init__(self, stage: StageModel, *, lanes: int, vocab_size: int, eos_token_ids: tuple[int, ...],
                  link: StageLink | None = None, group: StageGroup | None = None, samples: bool = True,
                  vocabulary: Vocabulary | None = None, drafts: int = 0,
-                 drafter: Drafter | None = None) -> None:
+                 drafter: Drafter | None = None, attention: Attention | None = None) -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
 
         `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
         `drafts` is the most drafts that a plan may have for a sequence; `drafter` guesses some where plans ask, on the
-        rank that samples. Raises UnsupportedModel for drafts with a model whose caches cannot be cut.
+        rank that samples. `attention` takes the place of mlx-lm's in decode steps. Raises UnsupportedModel for drafts
+        with a model whose caches cannot be cut.
         """
         self.stage = stage
         """This rank's part of the model."""
         self._link = link
         self._prefixes = PrefixStore()
-        self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts, stage.one_by_one) for _ in range(lanes)]
+        self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention)
+                       for _ in range(lanes)]
         self._group = group
         self._sampler = Sampler(vocab_size, eos_token_ids, vocabulary) if samples else None
         self._pooler = Pooler()

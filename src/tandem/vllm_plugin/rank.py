@@ -22,6 +22,7 @@ from tandem.models.shard import plan_shards
 from tandem.protocol.layout import RankPosition
 from tandem.runner.links import ChannelLink
 from tandem.runner.prefix_store import trimmable
+from tandem.runner.ragged_attention import decode_attention
 from tandem.runner.runner import Runner
 from tandem.transport.channel import TcpChannel
 
@@ -104,7 +105,7 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
                        tensor_parallel=group)
     link = ChannelLink(channel) if channel is not None else None
     runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
-                    link=link, group=group, samples=layout.samples, drafts=drafts)
+                    link=link, group=group, samples=layout.samples, drafts=drafts, attention=decode_attention())
     wire_weights(None, memory_share)
     return LoadedRank(runner=runner, stage=stage, description=description, trimmable=trimmable(stage.make_caches()),
                   memory_bytes=total)

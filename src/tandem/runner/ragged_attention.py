@@ -1,0 +1,169 @@
+"""Decode attention that reads each row's own length, as CUDA kernels over views of the KV arena.
+
+MLX's attention over rows of different lengths computes all of them up to the longest, under a mask. Here a block of
+four warps takes one row and one kv head (or a part of the row, where there are few rows), goes over the row's own
+positions with an online softmax (Milakov and Gimelshein 2018), and parts are put together by a second kernel (flash
+decoding, Dao et al. 2023). Sums are in float32 whatever the type. Keys and values are read by their strides, so that
+nothing is copied.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+
+from tandem.runner.kv_arena import Attention
+
+WARPS, LANES = 4, 32
+BLOCKS = 264
+"""Blocks that fill a GPU: two for each processor of the largest."""
+PART = 2048
+"""Positions that one block takes where rows are long."""
+MOST_PARTS = 64
+HEAD_DIMS = (64, 96, 128, 192, 256)
+MOST_SHARING = 16
+"""Query heads of one kv head; more would not fit into the registers of a block."""
+
+_HEADER = r"""
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+"""
+_ATTEND = r"""
+    constexpr int W = 4, E = D / 32;
+    const int parts = gridDim.y, part = blockIdx.y;
+    const int head = blockIdx.x % KVH, row = blockIdx.x / KVH;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int length = lengths[row] + 1;
+    const int each = (length + parts - 1) / parts;
+    const int begin = part * each, end = min(length, begin + each);
+    const T* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1] + lane * E;
+    const T* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1] + lane * E;
+    float qr[G][E], acc[G][E], top[G], sum[G];
+    for (int g = 0; g < G; g++) {
+        top[g] = -1e30f; sum[g] = 0.f;
+        const T* qp = q + (long)row * q_strides[0] + (long)(head * G + g) * q_strides[1] + lane * E;
+        for (int e = 0; e < E; e++) { qr[g][e] = float(qp[e]) * scale[0]; acc[g][e] = 0.f; }
+    }
+    for (int p = begin + warp; p < end; p += W) {
+        float kk[E], vv[E];
+        for (int e = 0; e < E; e++) {
+            kk[e] = float(kp[(long)p * k_strides[2] + e]); vv[e] = float(vp[(long)p * v_strides[2] + e]);
+        }
+        for (int g = 0; g < G; g++) {
+            float s = 0.f;
+            for (int e = 0; e < E; e++) s += qr[g][e] * kk[e];
+            for (int o = 16; o; o >>= 1) s += __shfl_xor_sync(0xffffffff, s, o);
+            const float now = fmaxf(top[g], s), keep = __expf(top[g] - now), weight = __expf(s - now);
+            sum[g] = sum[g] * keep + weight; top[g] = now;
+            for (int e = 0; e < E; e++) acc[g][e] = acc[g][e] * keep + weight * vv[e];
+        }
+    }
+    __shared__ float tops[W][G], sums[W][G], accs[W][D];
+    for (int g = 0; g < G; g++) if (!lane) { tops[warp][g] = top[g]; sums[warp][g] = sum[g]; }
+    for (int g = 0; g < G; g++) {
+        for (int e = 0; e < E; e++) accs[warp][lane * E + e] = acc[g][e];
+        __syncthreads();
+        const long at = ((long)row * KVH + head) * G + g;
+        for (int d = threadIdx.x; d < D; d += W * 32) {
+            float best = -1e30f, total = 0.f, value = 0.f;
+            for (int w = 0; w < W; w++) best = fmaxf(best, tops[w][g]);
+            for (int w = 0; w < W; w++) {
+                const float c = __expf(tops[w][g] - best);
+                total += sums[w][g] * c; value += accs[w][d] * c;
+            }
+"""
+_WHOLE = _ATTEND + r"""
+            out[at * D + d] = T(value / total);
+        }
+        __syncthreads();
+    }
+"""
+_PARTS = _ATTEND + r"""
+            values[(at * parts + part) * D + d] = value;
+            if (!d) { stats[(at * parts + part) * 2] = best; stats[(at * parts + part) * 2 + 1] = total; }
+        }
+        __syncthreads();
+    }
+"""
+_JOIN = r"""
+    const long at = blockIdx.x;
+    const int parts = values_shape[1];
+    for (int d = threadIdx.x; d < D; d += blockDim.x) {
+        float best = -1e30f, total = 0.f, value = 0.f;
+        for (int p = 0; p < parts; p++) best = fmaxf(best, stats[(at * parts + p) * 2]);
+        for (int p = 0; p < parts; p++) {
+            const float c = __expf(stats[(at * parts + p) * 2] - best);
+            total += stats[(at * parts + p) * 2 + 1] * c; value += values[(at * parts + p) * D + d] * c;
+        }
+        out[at * D + d] = T(value / total);
+    }
+"""
+
+
+def decode_attention(choice: str = "auto") -> Attention | None:
+    """What takes the place of mlx-lm's attention in decode steps; None: nothing does. `choice` is `auto` or `masked`.
+
+    On Metal nothing does yet, since these kernels have not run there.
+    """
+    return attend if choice == "auto" and mx.cuda.is_available() and not on_cpu() else None
+
+
+def on_cpu() -> bool:
+    """True when MLX computes on the CPU."""
+    return bool(mx.default_device().type == mx.DeviceType.cpu)
+
+
+def serves(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+    """True for shapes that the kernels are made for: queries [rows, heads, 1, D], keys and values [rows, kv_heads,
+    positions, D]."""
+    sharing, rest = divmod(queries.shape[1], keys.shape[1])
+    return (not rest and sharing <= MOST_SHARING and queries.shape[3] == values.shape[3]
+            and queries.shape[3] in HEAD_DIMS and queries.dtype == keys.dtype == values.dtype)
+
+
+def attend(queries: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, longest: int,
+           scale: float) -> mx.array | None:
+    """Attention of one token a row over positions 0 .. lengths[row], its own among them; None for shapes that these
+    kernels do not serve.
+
+    queries [rows, heads, 1, D]; keys, values [rows, kv_heads, positions, D], views with any strides whose last
+    dimension is contiguous; lengths int32 [rows], tokens before this one; longest: the largest of them. Returns
+    [rows, heads, 1, D] in the type of `queries`.
+    """
+    if not serves(queries, keys, values):
+        return None
+    rows, heads, _, dim = queries.shape
+    kv_heads = keys.shape[1]
+    parts = _parts(rows * kv_heads, longest + 1)
+    template = [("T", queries.dtype), ("KVH", kv_heads), ("G", heads // kv_heads), ("D", dim)]
+    inputs = [queries, keys, values, lengths, mx.array([scale], dtype=mx.float32)]
+    launch = {"grid": (rows * kv_heads * WARPS * LANES, parts, 1), "threadgroup": (WARPS * LANES, 1, 1)}
+    if parts == 1:
+        [out] = _kernel("whole")(inputs=inputs, template=template, output_shapes=[(rows, heads, 1, dim)],
+                                 output_dtypes=[queries.dtype], **launch)
+        return out
+    partial, stats = _kernel("parts")(
+        inputs=inputs, template=template, output_shapes=[(rows * heads, parts, dim), (rows * heads, parts, 2)],
+        output_dtypes=[mx.float32, mx.float32], **launch)
+    [out] = _kernel("join")(
+        inputs=[partial, stats], template=[("T", queries.dtype), ("D", dim)], grid=(rows * heads * LANES * WARPS, 1, 1),
+        threadgroup=(LANES * WARPS, 1, 1), output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype])
+    return out
+
+
+def _parts(blocks: int, longest: int) -> int:
+    """In how many parts a row is read: enough to fill the device, and none longer than `PART`."""
+    wanted = max(-(-BLOCKS // blocks), -(-longest // PART))
+    return max(1, min(wanted, MOST_PARTS, -(-longest // 64)))
+
+
+@cache
+def _kernel(name: str) -> Any:
+    inputs = ["q", "k", "v", "lengths", "scale"]
+    source, given, made = {
+        "whole": (_WHOLE, inputs, ["out"]), "parts": (_PARTS, inputs, ["values", "stats"]),
+        "join": (_JOIN, ["values", "stats"], ["out"])}[name]
+    return mx.fast.cuda_kernel(name=f"tandem_ragged_{name}", input_names=given, output_names=made, source=source,
+                               header=_HEADER, ensure_row_contiguous=False)
