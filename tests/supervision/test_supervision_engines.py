@@ -62,9 +62,26 @@ def test_gpus_are_shared_out_when_there_are_enough(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7,8")
     assert [gpus_of(given, index) for index in range(3)] == ["4,5", "6,7", "4,5"]
     assert replica_settings(given, 1).scheduler.memory_fraction == 0.8
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    assert gpus_of(given, 0) is None
     assert gpus_of(settings(), 0) is None
+
+
+def test_gpus_need_not_be_listed(monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("glob.glob", lambda pattern: ["/dev/nvidia0", "/dev/nvidia1"])
+    given = settings(data_parallel_size=2, memory_fraction=0.8)
+    assert [gpus_of(given, index) for index in range(3)] == ["0", "1", "0"]
+    assert replica_settings(given, 0).scheduler.memory_fraction == 0.8
+    assert [gpus_of(settings(), index) for index in range(2)] == [None, "1"]  # added to a server that began with one
+
+
+def test_more_ranks_than_gpus_take_turns_and_divide_their_memory(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    given = settings(data_parallel_size=2, tensor_parallel_size=2, memory_fraction=0.8)
+    assert [gpus_of(given, index) for index in range(2)] == ["4,5", "6,4"]
+    assert replica_settings(given, 0).scheduler.memory_fraction == pytest.approx(0.4)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    assert gpus_of(given, 0) is None
+    assert replica_settings(given, 0).scheduler.memory_fraction == pytest.approx(0.4)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
 from tandem.guided.vocabulary import Vocabulary
-from tandem.loading.memory import cache_bytes, limit_memory, memory_bytes, on_gpu, peak_bytes, wire_weights
+from tandem.loading.memory import cache_bytes, device_name, limit_memory, memory_bytes, on_gpu, peak_bytes, wire_weights
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
@@ -45,6 +45,7 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
                        progress=progress, shard=shard, tensor_parallel=group,
                        adapter=read_adapter(spec.adapter_path, description) if spec.adapter_path else None)
     log.info("Sharded model loaded successfully")
+    log.info("computing on %s", device_name())
     return stage
 
 

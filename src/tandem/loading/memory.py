@@ -9,7 +9,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from tandem.env import machine_memory
+from tandem.env import machine_memory, variable
 from tandem.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,15 @@ def on_gpu() -> bool:
 def on_metal() -> bool:
     """True when that is a Mac's."""
     return on_gpu() and mx.metal.is_available()
+
+
+def device_name() -> str:
+    """What MLX computes on, for the log: the GPU's name and, where CUDA was given some, which of them."""
+    if not on_gpu():
+        return "the CPU"
+    name = str(mx.device_info().get("device_name", "a GPU"))
+    chosen = variable("CUDA_VISIBLE_DEVICES")
+    return f"{name} (GPU {chosen})" if chosen and mx.cuda.is_available() else name
 
 
 def memory_bytes() -> int:

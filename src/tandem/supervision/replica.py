@@ -14,8 +14,9 @@ from pathlib import Path
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.engine.machines import chosen_launcher, ranks_of, replica_hosts, sharing
-from tandem.env import child_environment, engine_socket_path, variable
+from tandem.env import child_environment, engine_socket_path
 from tandem.errors import SpawnError
+from tandem.launchers.worlds import visible_gpus
 from tandem.processes.child import ChildProcess
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.supervision.children import LAST_WORDS, MODULE
@@ -175,13 +176,22 @@ def endpoint(path: str) -> str:
 
 
 def gpus_of(settings: Settings, index: int) -> str | None:
-    """A replica's part of CUDA_VISIBLE_DEVICES, when that lists a GPU for each rank of all replicas; None otherwise."""
-    given = [name for name in (variable("CUDA_VISIBLE_DEVICES") or "").split(",") if name]
-    count, ranks = settings.parallel.data_parallel_size, ranks_of(settings.parallel)
-    if count < 2 or len(given) < count * ranks:
+    """GPUs for the ranks of a replica, as CUDA_VISIBLE_DEVICES lists them: its own while there are enough for all, then
+    in turn with others. None where there is one replica, or fewer GPUs than it has ranks, or ranks run elsewhere."""
+    count, ranks = max(settings.parallel.data_parallel_size, index + 1), ranks_of(settings.parallel)
+    given = visible_gpus() if count > 1 and chosen_launcher(settings.parallel) == "local" else []
+    if len(given) < max(ranks, 2):
         return None
-    start = index * ranks % (len(given) // ranks * ranks)
-    return ",".join(given[start:start + ranks])
+    places = len(given) // ranks * ranks if len(given) >= count * ranks else len(given)
+    return ",".join(given[(index * ranks + rank) % places] for rank in range(ranks))
+
+
+def _sharing_memory(settings: Settings, index: int) -> int:
+    """Replicas of which each may use as much of what replica `index` computes in: a GPU's memory or the machine's."""
+    parallel = settings.parallel
+    if gpus_of(settings, index) is None:
+        return sharing(parallel, index)
+    return -(-parallel.data_parallel_size * ranks_of(parallel) // len(visible_gpus()))
 
 
 def replica_settings(settings: Settings, index: int, number: int | None = None) -> Settings:
@@ -201,7 +211,7 @@ def replica_settings(settings: Settings, index: int, number: int | None = None) 
             parallel = dataclasses.replace(parallel, threads_per_rank=threads)
     if index and parallel.launcher == "manual":
         parallel = dataclasses.replace(parallel, join_port=parallel.join_port + index)
-    share = settings.scheduler.memory_fraction / (1 if gpus_of(settings, index) else sharing(settings.parallel, index))
+    share = settings.scheduler.memory_fraction / _sharing_memory(settings, index)
     scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)
     server = dataclasses.replace(settings.server, api_key=(), api_key_file=None)  # not an engine's business
     return dataclasses.replace(settings, parallel=parallel, scheduler=scheduler, server=server,
