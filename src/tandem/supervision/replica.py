@@ -178,7 +178,8 @@ def endpoint(path: str) -> str:
 def gpus_of(settings: Settings, index: int) -> str | None:
     """GPUs for the ranks of a replica, as CUDA_VISIBLE_DEVICES lists them: its own while there are enough for all, then
     in turn with others. None where there is one replica, or fewer GPUs than it has ranks, or ranks run elsewhere."""
-    count, ranks = max(settings.parallel.data_parallel_size, index + 1), ranks_of(settings.parallel)
+    ranks, count = ranks_of(settings.parallel), settings.parallel.data_parallel_size
+    count = count if count > 1 else index + 1  # some may have been added to one
     given = visible_gpus() if count > 1 and chosen_launcher(settings.parallel) == "local" else []
     if len(given) < max(ranks, 2):
         return None
