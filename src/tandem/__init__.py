@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 from tandem.version import __version__
 
 if TYPE_CHECKING:
-    from tandem.llm import LLM, RequestOutput
+    from tandem.llm import LLM, AsyncLLM, RequestOutput
     from tandem.protocol.request import SamplingParams, StructuredOutputs
 
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "RequestOutput", "SamplingParams", "StructuredOutputs", "__version__"]
 
 _LAZY = {
+    "AsyncLLM": "tandem.llm",
     "LLM": "tandem.llm",
     "RequestOutput": "tandem.llm",
     "SamplingParams": "tandem.protocol.request",

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from submitted import ask
 from tandem import LLM
 from tandem.engine.drain_rate import LONGEST_S, UNKNOWN_S, DrainRate
+from tandem.engine.engine import Engine
 from tandem.errors import OverloadedError
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.testing import tiny_model
@@ -45,15 +47,18 @@ def test_a_queue_that_stands_still() -> None:
 
 
 def test_an_engine_that_is_full_says_when_to_come_back(tmp_path: Path) -> None:
-    with LLM(str(tiny_model(tmp_path)), max_queue=2, max_batch_size=1) as llm:
+    def fill(engine: Engine) -> None:
         for name in ("a", "b"):
-            llm.engine.submit(EngineRequest(request_id=name, prompt=[5] * 20, params=SamplingParams(max_tokens=9)))
+            engine.submit(EngineRequest(request_id=name, prompt=[5] * 20, params=SamplingParams(max_tokens=9)))
         last = EngineRequest(request_id="c", prompt=[5], params=SamplingParams())
         with pytest.raises(OverloadedError) as unmeasured:
-            llm.engine.submit(last)
+            engine.submit(last)
         assert unmeasured.value.retry_after == UNKNOWN_S
         for second in range(3):  # as if 10 tokens a second had left the queue
-            llm.engine._drain_rate.observe(second, 10 * second, waiting=True)
+            engine._drain_rate.observe(second, 10 * second, waiting=True)
         with pytest.raises(OverloadedError) as measured:
-            llm.engine.submit(last)
+            engine.submit(last)
         assert measured.value.retry_after == 2.0
+
+    with LLM(str(tiny_model(tmp_path)), max_queue=2, max_batch_size=1) as llm:
+        ask(llm, fill)

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
+from submitted import ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.errors import RequestError
 from tandem.protocol.control import Output
@@ -72,7 +73,7 @@ def test_vectors_equal_mlx_lms_and_leave_generation_alone(llm: LLM, model: Path)
     assert llm.embed(prompts()) == last
     assert both(llm, "last") == (last, alone)
     assert both(llm, "mean") == (mean, alone)
-    llm.engine.scheduler.check()
+    check(llm)
 
 
 @pytest.mark.slow
@@ -81,15 +82,10 @@ def test_a_ranks_death_is_not_seen(llm: LLM, model: Path) -> None:
         pytest.skip("for layouts of two processes")
     rng = random.Random(1)
     texts = [[rng.randrange(3, 500) for _ in range(400)] for _ in range(3)]
-    for i, text in enumerate(texts):
-        llm.engine.submit(embedding(f"v{i}", text, "mean"))
-    vectors: dict[str, list[float]] = {}
-    for _ in range(5):
-        vectors |= {message.request_id: unit(message) for message in llm.engine.pump(1.0)}
-    assert not llm.engine.idle
+    outcome = submitted(llm, [embedding(f"v{i}", text, "mean") for i, text in enumerate(texts)])
+    first = next(outcome)  # of three
     os.kill(llm.engine.executor.pids[-1], signal.SIGKILL)
-    while not llm.engine.idle:
-        vectors |= {message.request_id: unit(message) for message in llm.engine.pump(1.0)}
+    vectors = {message.request_id: unit(message) for message in [first, *outcome]}
     assert llm.engine.restarts == 1
     assert [vectors[f"v{i}"] for i in range(len(texts))] == near(reference(model, "mean", texts))
 
@@ -108,15 +104,13 @@ def both(llm: LLM, pooling: str) -> tuple[list[list[float]], list[list[int]]]:
     """Embeddings and generations of the same prompts, side by side in the engine."""
     vectors: dict[str, list[float]] = {}
     tokens: dict[str, list[int]] = {}
-    for i, prompt in enumerate(prompts()):
-        llm.engine.submit(EngineRequest(request_id=f"t{i}", prompt=prompt, params=GREEDY))
-        llm.engine.submit(embedding(f"v{i}", prompt, pooling))
-    while not llm.engine.idle:
-        for message in llm.engine.pump(1.0):
-            assert isinstance(message, Output)
-            tokens.setdefault(message.request_id, []).extend(message.tokens)
-            if message.vector:
-                vectors[message.request_id] = unit(message)
+    requests = [request for i, prompt in enumerate(prompts())
+                for request in (EngineRequest(request_id=f"t{i}", prompt=prompt, params=GREEDY),
+                                embedding(f"v{i}", prompt, pooling))]
+    for message in submitted(llm, requests):
+        tokens.setdefault(message.request_id, []).extend(message.tokens)
+        if message.vector:
+            vectors[message.request_id] = unit(message)
     numbers = range(len(prompts()))
     return [vectors[f"v{i}"] for i in numbers], [tokens[f"t{i}"] for i in numbers]
 
@@ -131,7 +125,7 @@ def test_dimensions_and_what_cannot_be(model: Path) -> None:
                 llm.embed("hi", dimensions=bad)
         with pytest.raises(RequestError, match="no tokens"):
             llm.embed([[1], []])
-        assert not llm.engine.scheduler.sequences, "what was queued beside a refused prompt is gone"
+        assert not ask(llm, lambda engine: engine.scheduler.sequences), "what was queued beside it is gone"
         with pytest.raises(RequestError, match="maximum context length"):
             llm.embed([1] * 1000)
         assert len(llm.embed([[1] * llm.engine.layout.max_context])) == 1, "no room for output is needed"

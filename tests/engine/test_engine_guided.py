@@ -6,18 +6,17 @@ import json
 import os
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
+from submitted import submitted
 from tandem import LLM, SamplingParams, StructuredOutputs
 from tandem.errors import RequestError
 from tandem.guided.grammar import grammar_of
 from tandem.guided.probe import trouble
-from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
 
@@ -61,15 +60,13 @@ def test_every_layout_gives_the_same_valid_outputs(model: Path, expected: list[s
 
 def test_a_rank_that_dies_changes_nothing(model: Path, expected: list[str]) -> None:
     with LLM(str(model), pipeline_parallel_size=2) as llm:
-        form = llm._checked(GUIDED)
+        form = llm._session._checked(GUIDED)
         tokens: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
-        for name, prompt in zip(tokens, PROMPTS, strict=True):
-            llm.engine.submit(EngineRequest(request_id=name, prompt=prompt, params=form))
+        requests = [EngineRequest(request_id=name, prompt=prompt, params=form)
+                    for name, prompt in zip(tokens, PROMPTS, strict=True)]
         killed = False
-        while not llm.engine.idle:
-            for message in llm.engine.pump(1.0):
-                assert isinstance(message, Output), message
-                tokens[message.request_id] += message.tokens[:-1] if message.stop_token else message.tokens
+        for message in submitted(llm, requests):
+            tokens[message.request_id] += message.tokens[:-1] if message.stop_token else message.tokens
             if not killed and sum(map(len, tokens.values())) > 40:
                 os.kill(llm.engine.executor.pids[1], signal.SIGKILL)
                 killed = True
@@ -85,21 +82,13 @@ def test_preemption_changes_nothing(model: Path, expected: list[str]) -> None:
 
 def test_a_request_from_a_lost_replica_goes_on(model: Path, expected: list[str]) -> None:
     with LLM(str(model)) as llm:
-        form = llm._checked(GUIDED)
-        whole = [token for message in run(llm, EngineRequest(request_id="a", prompt=PROMPTS[0], params=form))
+        form = llm._session._checked(GUIDED)
+        whole = [token for message in submitted(llm, [EngineRequest(request_id="a", prompt=PROMPTS[0], params=form)])
                  for token in message.tokens]
         assert llm.tokenizer.decode(whole) == expected[0]
         for cut in (1, len(whole) // 2, len(whole) - 2):
             moved = EngineRequest(request_id=f"b{cut}", prompt=PROMPTS[0], params=form, produced=whole[:cut])
-            assert [token for message in run(llm, moved) for token in message.tokens] == whole[cut:]
-
-
-def run(llm: LLM, request: EngineRequest) -> Iterator[Output]:
-    llm.engine.submit(request)
-    while not llm.engine.idle:
-        for message in llm.engine.pump(1.0):
-            assert isinstance(message, Output), message
-            yield message
+            assert [token for message in submitted(llm, [moved]) for token in message.tokens] == whole[cut:]
 
 
 def test_a_thousand_outputs_validate(model: Path) -> None:
@@ -121,23 +110,21 @@ def test_outputs_of_the_schemas_of_json_schemas_test_suite_validate(model: Path)
     grammars = [(group["schema"], grammar_of(StructuredOutputs(json=group["schema"])))
                 for groups in suite.values() for group in groups]
     grammars = [(schema, grammar) for schema, grammar in grammars if not trouble(grammar, {})]
-    with LLM(str(model), max_queue=2000) as llm:
+    with LLM(str(model)) as llm:
         # Without it a random model seldom ends what may have any length.
         closing = dict.fromkeys([2, *(llm.tokenizer.encode(text, False)[0] for text in '"}]')], 4.0)
         tokens: dict[str, list[int]] = {}
-        ended = set()
+        ended, requests = set(), list[EngineRequest]()
         common: Any = {"max_tokens": 150, "temperature": 1.5, "logit_bias": closing}
         for i in range(8 * len(grammars)):
             form = StructuredOutputs(grammar=grammars[i // 8][1])
             params = SamplingParams(**common, seed=i, structured_outputs=form)
             tokens[str(i)] = []
-            llm.engine.submit(EngineRequest(request_id=str(i), prompt=[5, 6, 7], params=params))
-        while not llm.engine.idle:
-            for message in llm.engine.pump(1.0):
-                assert isinstance(message, Output), message
-                tokens[message.request_id] += message.tokens[:-1] if message.stop_token else message.tokens
-                if message.stop_token:
-                    ended.add(message.request_id)
+            requests.append(EngineRequest(request_id=str(i), prompt=[5, 6, 7], params=params))
+        for message in submitted(llm, requests):
+            tokens[message.request_id] += message.tokens[:-1] if message.stop_token else message.tokens
+            if message.stop_token:
+                ended.add(message.request_id)
         for name in ended:
             schema, text = grammars[int(name) // 8][0], llm.tokenizer.decode(tokens[name], skip_special_tokens=False)
             validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)

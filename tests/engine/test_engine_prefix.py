@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from submitted import ask, check
 from tandem import LLM, SamplingParams
+from tandem.engine.engine import Engine
 from tandem.testing import tiny_model
 
 PARAMS = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -31,10 +33,10 @@ def test_kept_prefixes_are_hit_and_change_nothing(tmp_path: Path, family: str, l
     directory = str(tiny_model(tmp_path, family))
     with LLM(directory, prefill_chunk=64, prefix_cache=0.0, **layout) as cold:
         expected = [cold.generate([prompt], PARAMS)[0] for prompt in conversation()]
-        assert cold.engine.status().prefix_hits == 0
+        assert ask(cold, Engine.status).prefix_hits == 0
     with LLM(directory, prefill_chunk=64, **layout) as warm:
         got = [warm.generate([prompt], PARAMS)[0] for prompt in conversation()]
-        status = warm.engine.status()
+        status = ask(warm, Engine.status)
     assert [output.token_ids for output in got] == [output.token_ids for output in expected]
     for mine, theirs in zip(got, expected, strict=True):
         assert [e.logprob for e in mine.logprobs] == pytest.approx([e.logprob for e in theirs.logprobs], abs=1e-4)
@@ -48,7 +50,7 @@ def test_kept_prefixes_give_way_to_running_requests(tmp_path: Path) -> None:
     with LLM(str(tiny_model(tmp_path)), kv_tokens=600, prefix_cache=0.5) as llm:
         for prompt in prompts:
             llm.generate([prompt], PARAMS)
-            llm.engine.scheduler.check()
-            assert llm.engine.status().prefix_tokens <= 300
+            check(llm)
+            assert ask(llm, Engine.status).prefix_tokens <= 300
         assert all(len(output.token_ids) == 10 for output in llm.generate(prompts, PARAMS))
-        llm.engine.scheduler.check()
+        check(llm)

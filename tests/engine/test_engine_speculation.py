@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from submitted import ask, check, submitted
 from tandem import LLM, SamplingParams
+from tandem.engine.engine import Engine
 from tandem.errors import ConfigError
-from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
 
@@ -64,7 +65,7 @@ def test_every_layout_gives_the_tokens_of_plain_decoding(
             assert [one.token_ids for one in outputs] == expected[name], name
             if params.logprobs is not None:
                 assert all([e.token for e in one.logprobs] == one.token_ids for one in outputs)
-        status = llm.engine.status()
+        status = ask(llm, Engine.status)
         assert 50 < status.accepted_tokens <= status.draft_tokens
         assert f"tandem_spec_decode_num_accepted_tokens_total {status.accepted_tokens}" in (
             llm.engine.metrics.text().decode())
@@ -76,14 +77,12 @@ def test_a_rank_that_dies_between_drafts_changes_nothing(model: Path, expected: 
         pytest.skip("slow; one family is enough")
     with LLM(str(model), pipeline_parallel_size=2, **NGRAM) as llm:
         tokens: dict[str, list[int]] = {}
-        for i, prompt in enumerate(prompts()):
-            llm.engine.submit(EngineRequest(request_id=str(i), prompt=prompt, params=PARAMS["greedy"]))
+        requests = [EngineRequest(request_id=str(i), prompt=prompt, params=PARAMS["greedy"])
+                    for i, prompt in enumerate(prompts())]
         killed = False
-        while not llm.engine.idle:
-            for message in llm.engine.pump(1.0):
-                assert isinstance(message, Output), message
-                tokens.setdefault(message.request_id, []).extend(message.tokens)
-            if not killed and llm.engine.status().accepted_tokens > 40:
+        for message in submitted(llm, requests):
+            tokens.setdefault(message.request_id, []).extend(message.tokens)
+            if not killed and ask(llm, Engine.status).accepted_tokens > 40:
                 os.kill(llm.engine.executor.pids[1], signal.SIGKILL)
                 killed = True
         assert llm.engine.restarts == 1
@@ -97,9 +96,9 @@ def test_a_full_kv_cache_preempts_and_changes_nothing(tmp_path: Path) -> None:
         alone = [llm.generate([prompt], params)[0].token_ids for prompt in prompts()]
     with LLM(directory, kv_tokens=450, **NGRAM) as llm:
         assert [one.token_ids for one in llm.generate(prompts(), params)] == alone
-        llm.engine.scheduler.check()
+        check(llm)
         assert llm.engine.scheduler.preemptions > 0
-        assert llm.engine.status().accepted_tokens > 0
+        assert ask(llm, Engine.status).accepted_tokens > 0
 
 
 def test_stop_strings_end_the_output_where_they_do_one_token_at_a_time(tmp_path: Path) -> None:
@@ -121,7 +120,7 @@ def test_a_draft_model_changes_nothing_and_is_right_where_it_is_the_model_itself
         for name, params in PARAMS.items():
             assert [one.token_ids for one in llm.generate(prompts(), params)] == expected[name], name
             if name == "free":
-                status = llm.engine.status()
+                status = ask(llm, Engine.status)
                 assert 20 < 0.95 * status.draft_tokens < status.accepted_tokens
 
 
@@ -132,9 +131,9 @@ def test_a_draft_model_that_knows_nothing_is_given_up(tmp_path: Path) -> None:
         plain = [one.token_ids for one in llm.generate(prompts(), params)]
     with LLM(directory, draft_model=other) as llm:
         assert [one.token_ids for one in llm.generate(prompts(), params)] == plain
-        status = llm.engine.status()
+        status = ask(llm, Engine.status)
         assert 0 < status.draft_tokens < 400 and status.accepted_tokens < 0.3 * status.draft_tokens
-        assert llm.engine.status().ranks[0].weight_bytes > 0
+        assert ask(llm, Engine.status).ranks[0].weight_bytes > 0
 
 
 def test_a_draft_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,258 @@
+"""An engine in a thread of its own, within a program that may have many: what the Python API stands on.
+
+All that is done with the engine is done in that thread. Others hand in work and hear of the outcome, so neither Ctrl-C
+nor the garbage collector, which come at any point of any of them, can leave it half done.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from copy import copy
+from functools import partial
+from typing import TypeVar
+
+import zmq
+
+from tandem.config.settings import Settings
+from tandem.engine.engine import Engine
+from tandem.engine.layout import Layout
+from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
+from tandem.executors.base import Progress
+from tandem.protocol.control import EngineMessage, Output, Refused
+from tandem.protocol.request import EngineRequest
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Event = Output | Exception
+"""What comes of a request: the last is an output with a finish reason, or an error."""
+Sink = Callable[[Event], object]
+"""Where the events of a request go. Called in the engine's thread; RuntimeError says that nobody listens any more."""
+POLL_MS, IDLE_MS = 100, 500
+"""Longest sleeps while there is work, and while there is none."""
+CLOSED = "this LLM is closed"
+
+
+class _Closing(BaseException):
+    """Leaves whatever the engine is at."""
+
+
+class EngineThread:
+    """Starts, feeds, looks after and ends an engine. Threads may share one."""
+
+    def __init__(self, settings: Settings, layout: Layout) -> None:
+        """Nothing is started."""
+        self.engine = Engine(settings, layout)
+        self._calls: deque[Callable[[], None]] = deque()
+        self._held: deque[tuple[EngineRequest, Sink]] = deque()
+        """Requests for which the queue has had no room yet."""
+        self._sinks: dict[str, Sink] = {}
+        self._closing = False
+        self._ended: Exception | None = None
+        """Why nothing can be asked of it any more."""
+        self._pid = os.getpid()
+        self._bell, self._ear = socket.socketpair()
+        self._bell.setblocking(False)
+        self._ear.setblocking(False)
+        self._news: queue.SimpleQueue[tuple[int, int, int, str] | Exception | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- for any thread ---
+
+    def start(self, progress: Progress | None = None) -> None:
+        """Load the model, and call `progress` meanwhile, in this thread. Raises UsageError or RankFailure."""
+        self._thread.start()
+        try:
+            while (news := self._news.get()) is not None:
+                if isinstance(news, Exception):
+                    self._thread.join()
+                    raise news
+                if progress is not None:
+                    progress(*news)
+        except BaseException:
+            self.close()
+            raise
+
+    def submit(self, requests: Sequence[EngineRequest], sink: Sink) -> Future[None]:
+        """Queue all of them, or none: the future's result raises RequestError when one is refused.
+
+        Those for which the queue has no room are kept here until it has.
+        """
+        return self.call(partial(self._submit, requests, sink))
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """End requests without a further event. Those that are over are ignored. Returns at once."""
+        if request_ids := list(request_ids):
+            self._calls.append(partial(self._abort, request_ids))
+            self._ring()
+
+    def call(self, work: Callable[[Engine], T]) -> Future[T]:
+        """Have the engine's thread do something with the engine. The result raises what `work` raises."""
+        future: Future[T] = Future()
+        self._calls.append(partial(self._do, work, future))
+        self._ring()
+        if os.getpid() != self._pid:
+            raise UnavailableError("this LLM belongs to the process that this one was forked from; make another here, "
+                                   "or start processes by `spawn`")
+        if self._ended is not None:  # perhaps before the call was there
+            raise _again(self._ended)
+        return future
+
+    def close(self) -> None:
+        """End the requests that run (with UnavailableError), all ranks, and the thread. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        self._closing = True
+        self._ring()
+        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+            self._thread.join()
+
+    def _ring(self) -> None:
+        with suppress(OSError):  # it is awake, or has ended
+            self._bell.send(b"!")
+
+    # --- the engine's thread ---
+
+    def _run(self) -> None:
+        ended: Exception = UnavailableError(CLOSED)
+        try:
+            self.engine.gang.on_wait = self.engine.executor.on_wait = self._meanwhile
+            self.engine.start(lambda *progress: self._news.put(progress))
+            self._news.put(None)
+            while True:
+                self._meanwhile()
+                self._deliver(self.engine.pump(0.0))
+                self._fill()
+                self._wait()
+        except _Closing:
+            pass
+        except TandemError as error:
+            ended = error
+        except Exception as error:
+            log.exception("the engine has ended")
+            ended = ServerError(f"the engine has ended: {type(error).__name__}: {error}")
+        finally:
+            self._end(ended)
+
+    def _end(self, error: Exception) -> None:
+        self._ended = error
+        for sink in [*self._sinks.values(), *(sink for _, sink in self._held)]:
+            _tell(sink, _again(error))
+        self._sinks.clear()
+        while self._calls:  # those that come later see that it has ended
+            self._calls.popleft()()
+        try:
+            self.engine.close()
+        except Exception:
+            log.exception("the engine could not be closed")
+        self._news.put(error)
+        self._bell.close()
+        self._ear.close()
+
+    def _meanwhile(self) -> None:
+        """Take what has been handed in; also while ranks are being replaced."""
+        with suppress(BlockingIOError):
+            self._ear.recv(4096)
+        while self._calls:
+            self._calls.popleft()()
+        if self._closing:
+            raise _Closing
+
+    def _wait(self) -> None:
+        """Sleep until a rank or a caller has something to say."""
+        poller = zmq.Poller()
+        poller.register(self._ear, zmq.POLLIN)
+        if (one := self.engine.executor.wait_socket) is not None:
+            poller.register(one, zmq.POLLIN)
+        poller.poll(IDLE_MS if self.engine.idle else POLL_MS)
+
+    def _do(self, work: Callable[[Engine], T], future: Future[T]) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self._ended is not None:
+                raise _again(self._ended)
+            future.set_result(work(self.engine))
+        except Exception as error:  # noqa: BLE001 - it is raised again where it was called from
+            future.set_exception(error)
+
+    def _submit(self, requests: Sequence[EngineRequest], sink: Sink, engine: Engine) -> None:
+        try:
+            for request in requests:
+                self._admit(request, sink)
+        except RequestError:
+            self._abort([request.request_id for request in requests])
+            raise
+
+    def _admit(self, request: EngineRequest, sink: Sink) -> None:
+        try:
+            if self._held:
+                raise OverloadedError("others wait already")
+            self.engine.submit(request)
+        except OverloadedError:
+            self._held.append((request, sink))
+        else:
+            self._sinks[request.request_id] = sink
+
+    def _fill(self) -> None:
+        """Queue what has been waiting for room."""
+        while self._held:
+            request, sink = self._held[0]
+            try:
+                self.engine.submit(request)
+            except OverloadedError:
+                return
+            except RequestError as error:
+                self._held.popleft()
+                _tell(sink, error)
+            else:
+                self._held.popleft()
+                self._sinks[request.request_id] = sink
+
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if self._sinks.pop(request_id, None) is not None:
+                self.engine.abort(request_id)
+        gone = set(request_ids)
+        if any(request.request_id in gone for request, _ in self._held):
+            self._held = deque(one for one in self._held if one[0].request_id not in gone)
+
+    def _deliver(self, messages: Sequence[EngineMessage]) -> None:
+        for message in messages:
+            if not isinstance(message, Output | Refused) or (sink := self._sinks.get(message.request_id)) is None:
+                continue
+            if isinstance(message, Refused) or message.finish_reason:
+                del self._sinks[message.request_id]
+            if not _tell(sink, _refusal(message) if isinstance(message, Refused) else message):
+                self._abort([message.request_id])
+
+
+def _tell(sink: Sink, event: Event) -> bool:
+    """False when nobody listens any more: an event loop that has been closed."""
+    try:
+        sink(event)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _refusal(message: Refused) -> RequestError:
+    """The error that a refusal stands for."""
+    if message.status == UnavailableError.status:
+        return UnavailableError(message.message, code=message.code)
+    if message.status >= ServerError.status:
+        return ServerError(message.message, code=message.code)
+    return RequestError(message.message, param=message.param, code=message.code)
+
+
+def _again(error: Exception) -> Exception:
+    """`error` for another to raise, who adds his own traceback."""
+    return copy(error).with_traceback(None)

@@ -1,0 +1,166 @@
+"""A model that is loaded: prompts become requests here, and the requests of one call a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import msgspec
+
+from tandem.config.options import section_names
+from tandem.config.settings import Settings
+from tandem.config.validation import validate
+from tandem.engine.layout import plan_layout
+from tandem.engine.thread import EngineThread, Event, Sink
+from tandem.errors import ConfigError, RequestError
+from tandem.guided.check import GrammarCheck
+from tandem.llm.answer import Answer, RequestOutput
+from tandem.models.pooling import unit_vector
+from tandem.protocol.checks import check_params
+from tandem.protocol.request import EngineRequest, Pooling, SamplingParams
+from tandem.text.tokenizer import Tokenizer, load_tokenizer
+
+Prompt = str | Sequence[int]
+Message = dict[str, Any]
+
+
+class Batch:
+    """The requests of one call. Used by one thread, or one task."""
+
+    def __init__(self, engine: EngineThread, tokenizer: Tokenizer, requests: Sequence[EngineRequest]) -> None:
+        """Nothing is submitted."""
+        self._engine = engine
+        self._requests = requests
+        self._answers = {request.request_id: Answer(request, tokenizer) for request in requests}
+        self._vectors: dict[str, bytes] = {}
+        self._open = set(self._answers)
+
+    def submit(self, sink: Sink) -> Future[None]:
+        """Queue them; their events go to `sink`."""
+        return self._engine.submit(self._requests, sink)
+
+    @property
+    def open(self) -> bool:
+        """More is to come."""
+        return bool(self._open)
+
+    def take(self, event: Event) -> str:
+        """The new text that an event brings. Raises what went wrong with a request: then `end` is called for."""
+        if isinstance(event, Exception):
+            raise event
+        if event.request_id not in self._open:  # what came beyond a stop string
+            return ""
+        answer = self._answers[event.request_id]
+        piece = answer.take(event)
+        if answer.over:
+            self._vectors[event.request_id] = event.vector
+            self._open.discard(event.request_id)
+            if event.finish_reason is None:
+                self._engine.abort([event.request_id])
+        return piece
+
+    def end(self) -> None:
+        """Stop those that go on. Returns at once; also when nothing has been submitted, or the engine has gone."""
+        self._engine.abort(self._open)
+
+    @property
+    def outputs(self) -> list[RequestOutput]:
+        """In the order of the prompts."""
+        return [answer.output for answer in self._answers.values()]
+
+    def vectors(self, dimensions: int | None) -> list[list[float]]:
+        """In the order of the prompts, of length 1."""
+        return [unit_vector(self._vectors[request_id], dimensions).tolist() for request_id in self._answers]
+
+
+class Session:
+    """Tokenizer, checks and engine of one model. Threads may share one."""
+
+    def __init__(self, model: str, options: dict[str, Any]) -> None:
+        """Check the options and the layout; nothing is loaded but the tokenizer. Raises UsageError."""
+        settings = _settings({"model": model, **options})
+        self.layout = plan_layout(settings)
+        self.tokenizer: Tokenizer = load_tokenizer(self.layout.files, chat_template_file=settings.model.chat_template,
+                                                   trust_remote_code=settings.model.trust_remote_code)
+        self._grammars = GrammarCheck(self.tokenizer)
+        self.engine = EngineThread(settings, self.layout)
+        self._ids = itertools.count()
+
+    def texts(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None) -> Batch:
+        """Completions of one prompt or several. Raises RequestError."""
+        checked = self._checked(params or SamplingParams())
+        return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt), params=checked)
+                            for prompt in _several(prompts)])
+
+    def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None) -> Batch:
+        """The completion of a prompt, or the answer to a conversation. Raises RequestError."""
+        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
+            prompt = self.tokenizer.render_chat([message for message in prompt if isinstance(message, dict)])
+        checked = self._checked(params or SamplingParams())
+        return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt), params=checked)])
+
+    def pooled(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None) -> Batch:
+        """Vectors of one prompt or several. Raises RequestError."""
+        pooling = self._pooling(dimensions)
+        params = SamplingParams(max_tokens=0)
+        return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt, closed=True),
+                                          params=params, pooling=pooling) for prompt in _several(prompts)])
+
+    def _batch(self, requests: Sequence[EngineRequest]) -> Batch:
+        return Batch(self.engine, self.tokenizer, requests)
+
+    def _id(self) -> str:
+        return f"llm-{next(self._ids)}"
+
+    def _pooling(self, dimensions: int | None) -> Pooling:
+        pooling, size = self.layout.pooling, self.layout.description.hidden_size
+        if pooling is None:
+            raise RequestError("this model wants its hidden states pooled in a way that is not supported; "
+                               "give pooling='last' or 'mean'", param="pooling")
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise RequestError(f"dimensions is {dimensions}; it must be 1 to {size}", param="dimensions")
+        return pooling
+
+    def _encode(self, prompt: Any, *, closed: bool = False) -> list[int]:
+        if not isinstance(prompt, str):
+            return [int(token) for token in prompt]
+        return self.tokenizer.encode_closed(prompt) if closed else self.tokenizer.encode(prompt)
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """`params` with a grammar that the ranks can follow. Raises RequestError."""
+        check_params(params, self.layout.description.vocab_size)
+        if params.structured_outputs is None:
+            return params
+        try:
+            form = self._grammars.accept(params.structured_outputs)
+        except ValueError as error:
+            raise RequestError(f"structured_outputs cannot be followed: {error}", param="structured_outputs") from error
+        return msgspec.structs.replace(params, structured_outputs=form)
+
+
+def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
+    """A list of prompts, also of one that is a text or a list of token ids."""
+    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return [prompts] if single else prompts
+
+
+def _settings(options: dict[str, Any]) -> Settings:
+    """Each option in the section that has a field of its name."""
+    chosen: dict[str, Any] = {}
+    for section in section_names():
+        default = getattr(Settings(), section)
+        names = {one.name for one in dataclasses.fields(default)}
+        mine = {name: options.pop(name) for name in list(options) if name in names}
+        if section == "models" and mine:
+            raise ConfigError(f"{min(mine)}: several models are for `tandem serve`; make an LLM for each",
+                              param=min(mine))
+        chosen[section] = dataclasses.replace(default, **mine)
+    if options:
+        raise ConfigError(f"unknown option {next(iter(options))!r}; docs/configuration.md lists all",
+                          param=next(iter(options)))
+    settings = Settings(**chosen)
+    validate(settings, str)
+    return settings
