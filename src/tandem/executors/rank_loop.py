@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 import time
 from collections.abc import Callable
 
 from msgspec import Struct
 
 from tandem.borders import start_thread
+from tandem.executors.lent_threads import LentThread
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.step import RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
@@ -83,8 +85,8 @@ class RankLoop:
         self._finished_at = 0.0
         self._runner: Runner | None = None
         self._begun = -1
-        self._threads = [start_thread(work, name=name)
-                         for work, name in ((self._compute, "mlx"), (self._report, "results"))]
+        self._threads: tuple[LentThread | threading.Thread, ...] = (
+            LentThread(self._compute), start_thread(self._report, name="results"))
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a plan; returns at once."""

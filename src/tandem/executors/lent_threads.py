@@ -1,0 +1,53 @@
+"""Threads for MLX's work, which are lent and given back, and never end by themselves.
+
+MLX keeps what it has compiled in thread-local storage, with Python's objects in it, and lets go of those when the
+thread ends. Up to Python 3.12 that comes after `Thread.join` has returned: when the interpreter ends just then, the
+process is aborted ("terminate called without an active exception"). A thread that waits for work is no trouble.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+_Work = tuple[Callable[[], None], threading.Event]
+_unused: list[queue.SimpleQueue[_Work]] = []
+"""Each is what one thread waits at. `append` and `pop` are safe in any thread."""
+
+
+class LentThread:
+    """Does one piece of work, as a daemon thread does. What `work` raises is logged."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        """Begins at once."""
+        self._over = threading.Event()
+        try:
+            orders = _unused.pop()
+        except IndexError:
+            orders = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(orders,), name="mlx", daemon=True).start()
+        orders.put((work, self._over))
+
+    def join(self, timeout_s: float) -> None:
+        """Wait until the work is done, for so many seconds at most."""
+        self._over.wait(timeout_s)
+
+    def is_alive(self) -> bool:
+        """It works still."""
+        return not self._over.is_set()
+
+
+def _serve(orders: queue.SimpleQueue[_Work]) -> None:
+    while True:
+        work, over = orders.get()
+        try:
+            work()
+        except BaseException:  # the thread's border: it must live on
+            log.exception("what a thread for MLX did has failed")
+        del work  # it may hold a model
+        _unused.append(orders)
+        over.set()

@@ -1,0 +1,238 @@
+"""One `LLM` for several callers: nothing of an answer is lost, and what nobody waits for is stopped."""
+
+from __future__ import annotations
+
+import _thread
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import msgspec
+import pytest
+
+from llm.conftest import BROKEN, ENDLESS, LAYOUTS, eventually_idle, greedy, live
+from tandem import LLM
+from tandem.errors import RequestError, ServerError, UnavailableError
+from tandem.processes.interpreter import code_command
+
+PROMPTS = [[5, 9, 70, 3, 42], [7] * 40, [11, 12, 13], [300, 4, 8, 15, 16, 23]]
+
+
+def texts(llm: LLM, tokens: int = 60) -> list[str]:
+    """Each prompt's answer alone."""
+    return [llm.generate([prompt], greedy(tokens))[0].text for prompt in PROMPTS]
+
+
+def test_streams_that_are_read_by_turns(llm: LLM) -> None:
+    expected = texts(llm)
+    streams = [llm.stream(prompt, greedy(60)) for prompt in PROMPTS]
+    pieces: list[list[str]] = [[] for _ in PROMPTS]
+    live = set(range(len(PROMPTS)))
+    while live:
+        for number in list(live):
+            piece = next(streams[number], None)
+            if piece is None:
+                live.remove(number)
+            else:
+                pieces[number].append(piece)
+    assert ["".join(one) for one in pieces] == expected
+    assert all(len(one) > 1 for one in pieces)
+
+
+@pytest.mark.parametrize("tokens", [300, 8], ids=["it goes on meanwhile", "it ends meanwhile"])
+def test_a_half_read_stream_beside_generate(llm: LLM, tokens: int) -> None:
+    whole, other = llm.generate([PROMPTS[0]], greedy(tokens))[0].text, llm.generate([PROMPTS[1]], greedy(60))[0].text
+    stream = llm.stream(PROMPTS[0], greedy(tokens))
+    begun = [next(stream), next(stream)]
+    assert llm.generate([PROMPTS[1]], greedy(60))[0].text == other
+    assert len(llm.embed([PROMPTS[2]])) == 1
+    assert "".join([*begun, *stream]) == whole
+
+
+def test_threads_share_one(llm: LLM) -> None:
+    expected = texts(llm)
+
+    def work(number: int) -> bool:
+        prompt, text = PROMPTS[number % 4], expected[number % 4]
+        return (llm.generate([prompt], greedy(60))[0].text == text and "".join(llm.stream(prompt, greedy(60))) == text
+                and len(llm.embed([prompt])[0]) > 0)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(24)))
+
+
+def test_ctrl_c_stops_what_it_ends(llm: LLM) -> None:
+    timer = threading.Timer(0.5, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[0]] * 3, ENDLESS)
+    timer.join()
+    eventually_idle(llm)
+    assert llm.generate([PROMPTS[0]], greedy(5))[0].finish_reason == "length"
+
+
+def test_ctrl_c_in_a_stream(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], ENDLESS)
+    next(stream)
+    timer = threading.Timer(0.3, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in stream:
+            pass
+    timer.join()
+    eventually_idle(llm)
+
+
+def test_a_prompt_that_is_refused_at_the_door_stops_the_others(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="no tokens"):
+        llm.generate([PROMPTS[0], []], ENDLESS)
+    assert live(llm) == 0
+
+
+def test_a_prompt_that_fails_while_it_runs_stops_the_others(llm: LLM) -> None:
+    with pytest.raises(ServerError, match="finite"):
+        llm.generate([*PROMPTS[:3], [5, BROKEN]], ENDLESS)
+    eventually_idle(llm)
+    with pytest.raises(ServerError, match="finite"):
+        llm.embed([PROMPTS[0], [BROKEN]])
+
+
+def test_what_is_forgotten_is_stopped(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], ENDLESS)
+    next(stream)
+    assert live(llm) == 1
+    circle: list[object] = [stream]
+    circle.append(circle)  # only the garbage collector, in whatever thread, finds it
+    del stream, circle
+    gc.collect()
+    eventually_idle(llm)
+
+
+def test_a_stream_that_is_never_read_does_nothing(llm: LLM) -> None:
+    assert llm.stream(PROMPTS[0], ENDLESS) is not None
+    assert live(llm) == 0
+
+
+def test_a_stop_string_ends_its_request_alone(llm: LLM) -> None:
+    text = llm.generate([PROMPTS[0]], greedy(40))[0].text
+    stopping = msgspec.structs.replace(ENDLESS, stop=(text[20:24],))
+    cut = llm.generate([PROMPTS[0], PROMPTS[0]], stopping)
+    assert [(one.text, one.finish_reason) for one in cut] == [(text[:text.index(text[20:24])], "stop")] * 2
+    eventually_idle(llm)
+
+
+def test_prompts_beyond_the_queue_wait_for_room(tiny: str) -> None:
+    with LLM(tiny, max_queue=2, max_batch_size=1, kv_tokens=1000) as llm:
+        outputs = llm.generate([[5, i] for i in range(3, 20)], greedy(3))
+        assert [one.prompt_token_ids for one in outputs] == [[5, i] for i in range(3, 20)]
+        assert all(one.finish_reason == "length" for one in outputs)
+        with pytest.raises(RequestError, match="maximum context length"):
+            llm.generate([[5, 6]] * 9 + [[5] * 100_000], greedy(3))
+        eventually_idle(llm)
+
+
+@pytest.mark.parametrize("layout", ["inline", pytest.param("pp2", marks=pytest.mark.slow)])
+def test_with_left_by_an_exception_ends_everything(tiny: str, layout: str) -> None:
+    outcome: list[object] = []
+
+    def other() -> None:
+        try:
+            llm.generate([PROMPTS[0]], ENDLESS)
+        except UnavailableError as error:
+            outcome.append(error.message)
+
+    thread = threading.Thread(target=other)
+    with suppress(ZeroDivisionError), LLM(tiny, log_level="WARNING", **LAYOUTS[layout]) as llm:
+        stream = llm.stream(PROMPTS[0], ENDLESS)
+        next(stream)
+        thread.start()
+        while live(llm) < 2:
+            time.sleep(0.01)
+        pids = [one for one in llm.engine.executor.pids if one != os.getpid()]
+        raise ZeroDivisionError
+    thread.join(60)
+    assert outcome == ["this LLM is closed"]
+    with pytest.raises(UnavailableError, match="this LLM is closed"):
+        for _ in stream:  # what had come before
+            pass
+    with pytest.raises(UnavailableError, match="this LLM is closed"):
+        llm.generate([PROMPTS[0]])
+    assert len(pids) == LAYOUTS[layout].get("pipeline_parallel_size", 0)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    llm.close()
+
+
+@pytest.mark.slow
+def test_one_that_is_forgotten_ends_its_ranks(tiny: str) -> None:
+    llm = LLM(tiny, pipeline_parallel_size=2, canary=False, log_level="WARNING")
+    pids = llm.engine.executor.pids
+    del llm
+    gc.collect()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_it_loads_leaves_nothing(tiny: str) -> None:
+    begun = []
+
+    def interrupt(*progress: object) -> None:
+        if not begun:
+            begun.append(progress)
+            raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        LLM(tiny, pipeline_parallel_size=2, canary=False, log_level="WARNING", progress=interrupt)
+    assert threading.active_count() <= before + 1  # that which starts children stays
+
+
+SCRIPT = """
+import sys
+from tandem import LLM, SamplingParams
+llm = LLM(sys.argv[1], log_level="WARNING")
+print(len(llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].token_ids))
+stream = llm.stream([5, 6], SamplingParams(max_tokens=60000, ignore_eos=True))
+next(stream)
+"""
+
+
+@pytest.mark.slow
+def test_a_program_that_closes_nothing_ends(tiny: str) -> None:
+    done = subprocess.run(code_command(SCRIPT, tiny), capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "3", "")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="forking is what Linux does")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_process_is_told(tiny: str) -> None:
+    with LLM(tiny, log_level="WARNING") as llm:
+        if (child := os.fork()) == 0:
+            try:
+                llm.generate([[5, 6]], greedy(3))
+            except UnavailableError as error:
+                os._exit(7 if "forked" in error.message else 8)
+            os._exit(9)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert llm.generate([[5, 6]], greedy(3))[0].finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_is_not_seen_by_any_caller(tiny: str) -> None:
+    with LLM(tiny, pipeline_parallel_size=2, canary=False, log_level="WARNING") as llm:
+        expected = texts(llm)
+        streams = [llm.stream(prompt, greedy(60)) for prompt in PROMPTS]
+        begun = [next(stream) for stream in streams]
+        os.kill(llm.engine.executor.pids[0], signal.SIGKILL)
+        assert [first + "".join(stream) for first, stream in zip(begun, streams, strict=True)] == expected
+        assert llm.generate([PROMPTS[0]], greedy(60))[0].text == expected[0]
