@@ -23,6 +23,7 @@ AWAITED = {
     "server/context.py unless_gone": "both are awaited there, and their results taken",
     "server/generation/model_wait.py answered_by": "the response that it becomes part of takes its result",
     "bench/load.py offer": "gathered there",
+    "llm/awaiting.py start": "awaited there, also when it is cancelled",
     "doctor/probe.py collect": "a timer that kills a process",
     "guided/probe.py main": "joined there; a probe without an answer counts as one that failed",
 }

@@ -21,9 +21,10 @@ from typing import TypeVar
 
 import zmq
 
+from tandem.borders import start_thread
 from tandem.config.settings import Settings
 from tandem.engine.engine import Engine
-from tandem.engine.layout import Layout
+from tandem.engine.layout import GangLayout
 from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
 from tandem.executors.base import Progress
 from tandem.protocol.control import EngineMessage, Output, Refused
@@ -48,7 +49,7 @@ class _Closing(BaseException):
 class EngineThread:
     """Starts, feeds, looks after and ends an engine. Threads may share one."""
 
-    def __init__(self, settings: Settings, layout: Layout) -> None:
+    def __init__(self, settings: Settings, layout: GangLayout) -> None:
         """Nothing is started."""
         self.engine = Engine(settings, layout)
         self._calls: deque[Callable[[], None]] = deque()
@@ -63,17 +64,16 @@ class EngineThread:
         self._bell.setblocking(False)
         self._ear.setblocking(False)
         self._news: queue.SimpleQueue[tuple[int, int, int, str] | Exception | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread: threading.Thread | None = None
 
     # --- for any thread ---
 
     def start(self, progress: Progress | None = None) -> None:
         """Load the model, and call `progress` meanwhile, in this thread. Raises UsageError or RankFailure."""
-        self._thread.start()
+        self._thread = start_thread(self._run, name="engine")
         try:
             while (news := self._news.get()) is not None:
                 if isinstance(news, Exception):
-                    self._thread.join()
                     raise news
                 if progress is not None:
                     progress(*news)
@@ -112,7 +112,7 @@ class EngineThread:
             return
         self._closing = True
         self._ring()
-        if self._thread is not threading.current_thread() and self._thread.ident is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
 
     def _ring(self) -> None:

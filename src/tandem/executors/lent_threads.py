@@ -7,12 +7,12 @@ process is aborted ("terminate called without an active exception"). A thread th
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable
+from functools import partial
 
-log = logging.getLogger(__name__)
+from tandem.borders import start_thread
 
 _Work = tuple[Callable[[], None], threading.Event]
 _unused: list[queue.SimpleQueue[_Work]] = []
@@ -20,7 +20,7 @@ _unused: list[queue.SimpleQueue[_Work]] = []
 
 
 class LentThread:
-    """Does one piece of work, as a daemon thread does. What `work` raises is logged."""
+    """Does one piece of work, as a thread of `start_thread` does."""
 
     def __init__(self, work: Callable[[], None]) -> None:
         """Begins at once."""
@@ -29,7 +29,7 @@ class LentThread:
             orders = _unused.pop()
         except IndexError:
             orders = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(orders,), name="mlx", daemon=True).start()
+            start_thread(partial(_serve, orders), name="mlx")
         orders.put((work, self._over))
 
     def join(self, timeout_s: float) -> None:
@@ -46,8 +46,9 @@ def _serve(orders: queue.SimpleQueue[_Work]) -> None:
         work, over = orders.get()
         try:
             work()
-        except BaseException:  # the thread's border: it must live on
-            log.exception("what a thread for MLX did has failed")
+        except BaseException:
+            over.set()
+            raise
         del work  # it may hold a model
         _unused.append(orders)
         over.set()
