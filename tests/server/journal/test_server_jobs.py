@@ -256,6 +256,22 @@ def test_an_answer_that_cannot_be_written_is_given_and_kept_in_memory(serve, eng
     assert len(engine.submitted) == 1 and errors(server) == 1
 
 
+def test_too_many_open_requests_are_refused_and_a_known_key_is_not(serve, engine, place, monkeypatch, wait_until):
+    monkeypatch.setattr("tandem.server.journal.jobs.MOST_OPEN", 2)
+    server = serve(journal=place)
+    first = ask(server, "done")
+    engine.hold = True
+    for key in ("a", "b"):
+        assert ask(server, key, prefer="respond-async").status_code == 202
+    refused = ask(server, "c")
+    assert refused.status_code == 429 and "2 journalled requests are not answered yet" in refused.text
+    assert ask(server, "done").content == first.content
+    assert ask(server, "a", prefer="respond-async").status_code == 202
+    engine.hold = False
+    wait_until(lambda: status(server, "a") == status(server, "b") == "completed")
+    assert ask(server, "c").status_code == 200
+
+
 def seeds(engine, before=()):
     """Of what the engine was given since then, in the order of the choices."""
     return [one.params.seed for name, one in sorted(engine.submitted.items()) if name not in before]

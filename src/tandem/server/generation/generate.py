@@ -76,12 +76,11 @@ class Choice:
 
 def _seeded(requests: Sequence[EngineRequest], name: str | None) -> list[EngineRequest]:
     """With seeds that follow from `name` where the client gave none: what is begun again draws the same text."""
-    seeds = [hashlib.blake2b(f"{name}:{index}".encode(), digest_size=8).digest() for index in range(len(requests))]
-    return [
-        request if name is None or request.params.seed is not None
-        else replace(request, params=replace(request.params, seed=int.from_bytes(seed)))
-        for request, seed in zip(requests, seeds, strict=True)
-    ]
+    def seed(index: int) -> int:
+        return int.from_bytes(hashlib.blake2b(f"{name}:{index}".encode(), digest_size=8).digest())
+
+    return [one if name is None or one.params.seed is not None else
+            replace(one, params=replace(one.params, seed=seed(index))) for index, one in enumerate(requests)]
 
 
 class Generation(Running):

@@ -20,15 +20,18 @@ _MARKS = (0x54644A6C, 1)
 """application_id and user_version, by which a file is known as ours."""
 COLUMNS = {"requests": 11, "answers": 4}
 """How many each table has; the first is the number of the request."""
-_SCHEMA = (f"PRAGMA application_id = {_MARKS[0]}", f"PRAGMA user_version = {_MARKS[1]}", """
+_SCHEMA = f"""
+PRAGMA application_id = {_MARKS[0]};
+PRAGMA user_version = {_MARKS[1]};
 CREATE TABLE requests(number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL, owner TEXT NOT NULL,
     key TEXT NOT NULL, digest BLOB NOT NULL, route TEXT NOT NULL, created REAL NOT NULL, background INTEGER NOT NULL,
-    outline BLOB NOT NULL, seal BLOB NOT NULL, body BLOB NOT NULL)""", """
+    outline BLOB NOT NULL, seal BLOB NOT NULL, body BLOB NOT NULL);
 CREATE TABLE answers(number INTEGER PRIMARY KEY REFERENCES requests ON DELETE CASCADE, status INTEGER NOT NULL,
-    seal BLOB NOT NULL, body BLOB NOT NULL)""",
-           "CREATE UNIQUE INDEX by_id ON requests(id)",
-           "CREATE INDEX by_key ON requests(key, owner) WHERE key != ''",
-           "CREATE INDEX by_time ON requests(created)")
+    seal BLOB NOT NULL, body BLOB NOT NULL);
+CREATE UNIQUE INDEX by_id ON requests(id);
+CREATE INDEX by_key ON requests(key, owner) WHERE key != '';
+CREATE INDEX by_time ON requests(created);
+"""
 
 
 def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
@@ -49,10 +52,7 @@ def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
                         "cell_size_check = ON", "fullfsync = ON", "checkpoint_fullfsync = ON",
                         f"synchronous = {'FULL' if durable else 'NORMAL'}"):
             database.execute(f"PRAGMA {setting}").fetchall()
-        with database:
-            database.execute("BEGIN IMMEDIATE")  # takes the lock
-            for statement in () if old else _SCHEMA:
-                database.execute(statement)
+        database.executescript(f"BEGIN IMMEDIATE; {'' if old else _SCHEMA} COMMIT")  # takes the lock, and keeps it
     except BaseException:
         database.close()
         raise

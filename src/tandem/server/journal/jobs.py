@@ -173,11 +173,11 @@ class Jobs:
         """Why new requests cannot be taken now."""
         try:
             self._api.check()
+            if (others := len(self._jobs) + self._coming - 1) >= MOST_OPEN:
+                raise OverloadedError(f"{others} journalled requests are not answered yet; try again later.")
         except RequestError as error:
             return error
-        waiting = len(self._jobs) + self._coming - 1
-        full = OverloadedError(f"{waiting} journalled requests are not answered yet; try again later.")
-        return full if waiting >= MOST_OPEN else None
+        return None
 
     # --- running ---
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 from msgspec import Struct
@@ -20,7 +19,6 @@ MOST_FREE = 16 * 2**20
 """Bytes of free pages from which on, when they outweigh the others, pages are given back to the disk."""
 PAGES_AT_ONCE, ANSWERS_AT_ONCE = 4096, 256
 """Given back, and dropped, in one turn of `tidy`."""
-Sync = Literal["always", "everysec", "no"]
 _FIXED = "id, owner, key, digest, route, created, background, outline"
 _ENTRIES = f"SELECT requests.number, {_FIXED}, status FROM requests LEFT JOIN answers USING (number)"
 
@@ -58,8 +56,11 @@ class Journal:
     All calls raise sqlite3.Error; `told` says what that means to a client.
     """
 
-    def __init__(self, directory: Path, sync: Sync = "always", clock: Callable[[], float] = time.time) -> None:
-        """Open, or begin, and check it. Raises ConfigError when that cannot be, or another process has it."""
+    def __init__(self, directory: Path, sync: str = "always", clock: Callable[[], float] = time.time) -> None:
+        """Open, or begin, and check it; `sync` as --journal-sync has it.
+
+        Raises ConfigError when that cannot be, or another process has it.
+        """
         self.path = directory / "journal.db"
         self._sync = sync
         self._clock = clock
