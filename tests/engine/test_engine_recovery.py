@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
-from tandem.engine import recovery
+from tandem.engine import fallback, recovery
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
 from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UsageError
@@ -208,6 +210,25 @@ def test_a_machine_whose_rank_cannot_start_is_done_without_and_tried_again(model
     produced += finish(engine)
     assert machines.slots == [0, 1, 2] and engine.gang.degraded == ""
     assert produced == [5] * 60
+
+
+def test_requests_come_and_go_while_the_planner_looks_for_a_layout(
+        model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, machines = an_engine(model)
+    ask(engine)
+    begun, heard, plan = threading.Event(), threading.Event(), fallback.plan
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert heard.wait(20), "the engine heard nothing meanwhile"
+        return plan(*given)
+
+    monkeypatch.setattr(fallback, "plan", slow)
+    engine.gang.on_wait = lambda: heard.set() if begun.is_set() else None
+    machines.places = [0, 2]
+    machines.failure = RankFailure("machines are missing", cause="host")
+    assert finish(engine) == [5] * 20
+    assert begun.is_set() and engine.gang.degraded
 
 
 def test_another_of_the_smaller_layouts_is_tried_when_one_cannot_start(model: Path) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 from tandem.config.settings import Settings
 from tandem.engine.canary import REPEAT_S, send_canary
-from tandem.engine.fallback import Alternatives
+from tandem.engine.fallback import Alternatives, Fallback
 from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.sizing import make_limits
@@ -275,13 +276,23 @@ class Gang:
         lost = failure.cause == "host" or (failure.cause == "start" and bool(self.degraded or self._barred))
         if not lost or not usable or len(usable) == len(self._whole.layout.ranks):
             return
-        found = self._alternatives.next(usable)
+        found = self._looked_for(usable)
         if found is None:
             log.error("the model does not fit on the %d machine(s) that remain; waiting for the others", len(usable))
             return
         ranks = f"{len(found.layout.ranks)} of {len(self._whole.layout.ranks)} ranks"
         why = self.degraded.partition(": ")[2] if failure.cause == "start" and self.degraded else failure.message
         self._lay_out(_Laid(found.layout, found.slots, f"{ranks}: {why}"))
+
+    def _looked_for(self, usable: Sequence[int]) -> Fallback | None:
+        """A layout over these places. The planner may take seconds; requests come and go meanwhile."""
+        with ThreadPoolExecutor(1, "planner") as pool:
+            found = pool.submit(self._alternatives.next, usable)
+            while not found.done():
+                if self.on_wait is not None:
+                    self.on_wait()
+                wait((found,), WAIT_S)
+        return found.result()
 
     def _accuse(self, failure: RankFailure) -> None:
         """Note a rank of the whole layout that cannot start; a place that forbids it again and again is barred."""
