@@ -162,8 +162,11 @@ def test_a_large_request_that_fits_is_answered_as_ever(calm, engine):
     large = calm.chat(messages=messages, user="x" * 300_000)
     assert (small.status_code, large.status_code) == (200, 200)
     assert list(engine.submitted.values())[-1].prompt == engine_prompt
-    large_schema = {"type": "object", "properties": {"a": {"type": "boolean", "description": "x" * 9000}}}
+    number = {"type": "integer", "maximum": 10**30, "description": "x" * 9000}
+    large_schema = {"type": "object", "properties": {"a": number}}
     assert calm.chat(guided_json=large_schema).status_code == 200
+    tool = {"type": "function", "function": {"name": "f", "parameters": large_schema}}
+    assert calm.chat(tools=[tool], tool_choice="required", user="x" * 300_000).status_code == 200
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
 from tandem.errors import NotFoundError, RequestError, TimeoutExceeded, UnavailableError
+from tandem.server.chats.texts import THREADS
 from tandem.server.engines.protocol import Engines, Overview
 from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
@@ -60,6 +61,8 @@ class Api:
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
         self.workers = Workers()
         """For what is large or costly in requests."""
+        self.text_turns = Turns(THREADS - 1)
+        """Whose texts are worked on next in a thread; one thread is left for what is read on the way there."""
         self.grammar_turns = Turns(AT_ONCE)
         """Whose grammar is tried next."""
         self.metrics = ApiMetrics()

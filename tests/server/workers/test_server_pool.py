@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import time
@@ -12,7 +13,6 @@ import pytest
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError, UnavailableError
-from tandem.protocol.request import StructuredOutputs
 from tandem.server.workers import pool
 from tandem.server.workers.pool import Workers
 from tandem.server.workers.tasks import Describe, Encode, Judge, TextsOf
@@ -20,7 +20,7 @@ from tandem.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.slow
 GOOD = Judge("ChatRequest", b'{"messages": [{"role": "user", "content": "x"}]}')
-HANG = Describe(StructuredOutputs(regex="hang"))
+HANG = Describe(b'{"regex": "hang"}')
 
 
 def children():
@@ -51,12 +51,12 @@ def run(work):
 def slow_child(tmp_path, monkeypatch):
     """Workers in which one task goes wrong: `hang`, `burn`, `eat` or `die`."""
     (tmp_path / "odd_child.py").write_text(
-        "import os, signal, time\n"
+        "import json, os, signal, time\n"
         "from tandem.server.workers import child, work\n"
         "child.CPU_S, child.MEMORY_BYTES = 1, 256 * 2**20\n"
         "whole = work.answer\n"
         "def answer(task):\n"
-        "    how = getattr(getattr(task, 'form', None), 'regex', None)\n"
+        "    how = json.loads(getattr(task, 'form', '{}')).get('regex')\n"
         "    if how == 'hang': time.sleep(600)\n"
         "    while how == 'burn': pass\n"
         "    if how == 'eat': return len(bytearray(2**30))\n"
@@ -70,7 +70,7 @@ def slow_child(tmp_path, monkeypatch):
 
 
 def form(how):
-    return Describe(StructuredOutputs(regex=how))
+    return Describe(json.dumps({"regex": how}).encode())
 
 
 def test_a_process_does_task_after_task(model_dir):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from msgspec.structs import asdict
+from pydantic_core import to_json
+
 from tandem.errors import RequestError
 from tandem.guided.grammar import grammar_of
 from tandem.protocol.request import StructuredOutputs
@@ -56,7 +59,7 @@ async def described(texts: RequestTexts, param: str, form: StructuredOutputs) ->
     """`form` as a grammar, not yet tried. Raises RequestError naming `param` and the reason."""
     try:
         texts.grammars.require_bytes()
-        return await texts.ask(Describe(form), str) if texts.body_size > LARGE else grammar_of(form)
+        return await texts.ask(Describe(to_json(asdict(form))), str) if texts.body_size > LARGE else grammar_of(form)
     except (ValueError, RequestError) as error:
         if isinstance(error, RequestError) and error.code != "invalid_value":
             raise

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
+from pydantic_core import to_json
 
 from tandem.protocol.control import EngineStatus
 from tandem.server.chats.fitting import check_bytes, encode_fitting
@@ -58,12 +59,12 @@ class RequestTexts:
             return [encode_fitting(self.tokenizer, text, context, param, special=special, closed=closed)
                     for text in texts]
 
-        return await off_loop(size > LARGE, encode)
+        return await self._here(size, encode)
 
     async def decode(self, tokens: list[int], *, skip_special_tokens: bool = False) -> str:
         """Text of token ids."""
-        return await off_loop(
-            len(tokens) > LARGE, lambda: self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
+        return await self._here(
+            len(tokens), lambda: self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         )
 
     async def render(self, messages: list[dict[str, Any]], variables: dict[str, Any], *,
@@ -72,20 +73,27 @@ class RequestTexts:
 
         Raises RequestError when there is no template, or the template rejects the conversation.
         """
-        size, context = self.body_size, self.status.max_context
+        context = self.status.max_context
+        given: dict[str, Any] = {"messages": messages, "tools": tools, "variables": variables,
+                                 "add_generation_prompt": add_generation_prompt}
 
         def render() -> list[int]:
-            text = prompt_text(self.tokenizer, messages, tools=tools, variables=variables,
-                               add_generation_prompt=add_generation_prompt, quick=True)
+            text = prompt_text(self.tokenizer, **given, quick=True)
             return encode_fitting(self.tokenizer, text, context, "messages", special=False)
 
-        if size <= LARGE_BODY:
+        if self.body_size <= LARGE_BODY:
             try:
-                return await off_loop(size > LARGE, render)
+                return await self._here(self.body_size, render)
             except TooExpensive:
                 pass  # for others to wait for
-        task = Render(self._model, context, messages, list(tools), variables, add_generation_prompt)
-        return _ids(await self.ask(task, bytes))
+        return _ids(await self.ask(Render(self._model, context, to_json(given)), bytes))
+
+    async def _here(self, size: int, work: Callable[[], Result]) -> Result:
+        """Run `work` in this process: at once when it is small, else in a thread when it is this client's turn."""
+        if size <= LARGE:
+            return work()
+        async with get_api(self.http).text_turns.turn(get_group(self.http), size):
+            return await off_loop(True, work)
 
     async def ask(self, task: Task, answer: type[Result]) -> Result:
         """What a worker process makes of the task. Raises RequestError."""

@@ -77,8 +77,9 @@ class Texts:
             raise UnavailableError(f"The tokenizer cannot be loaded: {error.message}", retry_after=30.0) from error
 
 
-_threads = ThreadPoolExecutor(2, "texts")
+THREADS = 3
 """Few, as they share one interpreter with the event loop, which waits some milliseconds for each that computes."""
+_threads = ThreadPoolExecutor(THREADS, "texts")
 
 
 async def off_loop(large: bool, work: Callable[[], Result]) -> Result:

@@ -63,7 +63,9 @@ class Limits:
     def lift(self) -> None:
         """Until the next task there is none."""
         self._most_resident = sys.maxsize
-        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        if not _MACOS:
+            last = resource.getrlimit(resource.RLIMIT_AS)[1]
+            resource.setrlimit(resource.RLIMIT_AS, (last, last))
 
     def _look(self) -> None:
         while True:

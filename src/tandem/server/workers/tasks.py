@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from msgspec import Raw, Struct
-
-from tandem.protocol.request import StructuredOutputs
 
 
 class TextsOf(Struct, frozen=True):
@@ -48,16 +44,15 @@ class Render(Struct, tag=True):
 
     model: TextsOf
     context: int
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
-    variables: dict[str, Any]
-    add_generation_prompt: bool
+    conversation: bytes
+    """JSON, which knows whole numbers of any size: the arguments of `prompt_text` by their names."""
 
 
 class Describe(Struct, tag=True):
     """The grammar of a form. Answer: a text."""
 
-    form: StructuredOutputs
+    form: bytes
+    """JSON: a field of `StructuredOutputs` and its value."""
 
 
 class Compare(Struct, tag=True):

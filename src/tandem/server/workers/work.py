@@ -7,8 +7,12 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+from pydantic_core import from_json
+
 from tandem.errors import RequestError
 from tandem.guided.grammar import grammar_of
+from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.chats.fitting import encode_fitting
 from tandem.server.chats.prompt import prompt_text
@@ -45,7 +49,7 @@ def answer(task: Task) -> Any:
         return _packed(_rendered(task))
     if isinstance(task, Describe):
         try:
-            return grammar_of(task.form)
+            return grammar_of(_form(from_json(task.form)))
         except ValueError as error:
             raise RequestError(str(error), code="invalid_value") from error
     from tandem.server.workers.comparing import compared
@@ -53,10 +57,13 @@ def answer(task: Task) -> Any:
     return compared(task)
 
 
+def _form(fields: dict[str, Any]) -> StructuredOutputs:
+    return msgspec.convert(fields, StructuredOutputs)
+
+
 def _rendered(task: Render) -> list[int]:
     tokenizer = _tokenizer(task.model)
-    text = prompt_text(tokenizer, task.messages, tools=task.tools, variables=task.variables,
-                       add_generation_prompt=task.add_generation_prompt, quick=False)
+    text = prompt_text(tokenizer, **from_json(task.conversation), quick=False)
     return encode_fitting(tokenizer, text, task.context, "messages", special=False)
 
 
