@@ -1,8 +1,8 @@
 # Every target is one script, so that a person, CI and make do the same thing.
-.PHONY: help setup serve test check lint vllm-env test-vllm clean
+.PHONY: help setup serve test check lint vllm-env test-vllm release clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup:  ## make .venv with Tandem and its development tools
 	@scripts/setup
@@ -24,6 +24,9 @@ vllm-env:  ## make .vllm-venv: vLLM with Tandem's plugin, and Ray
 
 test-vllm:  ## the tests of the vLLM plugin, in that environment
 	@scripts/test_vllm $(ARGS)
+
+release:  ## build wheel and sdist, and try them in empty environments (publishes nothing)
+	@scripts/release $(ARGS)
 
 clean:  ## remove .venv and everything that was built (the model cache stays)
 	rm -rf .venv .vllm-venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

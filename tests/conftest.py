@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Generator
 
 import pytest
 
 from netns import make_machines as make_machines
+
+if os.environ.get("TANDEM_DEVICE"):  # as for all ranks: runners without a usable GPU
+    from tandem.loading.memory import choose_device
+
+    choose_device("auto")
 
 Reports = Generator[None, pytest.CollectReport, pytest.CollectReport]
 

@@ -177,7 +177,8 @@ def test_one_address_on_two_machines():
 
 @pytest.mark.parametrize(("package", "version", "remedy"), [
     ("mlx", "0.31.0", 'ssh b "/opt/venv/bin/python3.12 -m pip install \'mlx==0.32.4\'"'),
-    ("mlx-lm", None, "'mlx-lm==0.32.2'"), ("tandem", "0.0.9", "'mlx-tandem==0.1.0'"), ("python", "3.11.9", "3.12")])
+    ("mlx-lm", None, "'mlx-lm==0.32.2'"), ("tandem", "0.0.9", "/opt/venv/bin/python3.12 -m pip install "),
+    ("python", "3.11.9", "3.12")])
 def test_versions(package, version, remedy):
     [found] = bad(with_b(pair(), versions={**VERSIONS, package: version}))
     assert (found.check, found.where) == ("versions", "b")
@@ -254,7 +255,7 @@ def test_sums():
     ("ssh: connect to host b port 22: Connection refused", "Remote Login"),
     ("ssh: Could not resolve hostname b: nodename nor servname provided, or not known", "/etc/hosts"),
     ("/usr/bin/python: Error while finding module specification for 'tandem.doctor.probe' "
-     "(ModuleNotFoundError: No module named 'tandem')", "pip install mlx-tandem"),
+     "(ModuleNotFoundError: No module named 'tandem')", "python -m pip install "),
     ("zsh:1: command not found: python3", '"python": PATH')])
 def test_why_ssh_failed(said, remedy):
     found = explain("b", 255, ["Warning: Permanently added 'b' to the list of known hosts.", said])

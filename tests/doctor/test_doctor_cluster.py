@@ -250,7 +250,7 @@ FAULTS: dict[str, list[Fault]] = {
     "cables": [(two_cables_one_subnet, "subnets", "h1", "share a subnet", "ip addr add")],
     "ssh": [(key_not_accepted, "ssh", "h2", "password", "ssh-copy-id h2"),
             (another_host_key, "ssh", "h1", "host key is not the one", "ssh-keygen -R h1")],
-    "installation": [(no_tandem, "ssh", "h1", "Tandem is not installed", "pip install mlx-tandem")],
+    "installation": [(no_tandem, "ssh", "h1", "Tandem is not installed", "python -m pip install")],
     "cable cut": [(cable_cut, "ssh", "h2", "does not answer", "ping")],
     "closed one way": [(closed_one_way, "reachable", "h1 -> h2", "timed out", "ping")],
     "slow": [(slow_cable, "speed", "h0 -> h2", "MB/s", "ip route get")],

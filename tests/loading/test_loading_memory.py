@@ -112,6 +112,18 @@ def test_the_device_is_what_is_asked_for(mac):
     assert mlx.device == "gpu"
 
 
+def test_a_machine_may_say_what_its_ranks_compute_on(mac, monkeypatch):
+    mac()
+    monkeypatch.setenv("TANDEM_DEVICE", "cpu")
+    memory.choose_device("auto")
+    assert not memory.on_gpu()
+    memory.choose_device("gpu")
+    assert memory.on_gpu()
+    monkeypatch.setenv("TANDEM_DEVICE", "tpu")
+    with pytest.raises(ConfigError, match="TANDEM_DEVICE: 'tpu' is not one of auto, cpu, gpu"):
+        memory.choose_device("auto")
+
+
 def test_a_gpu_that_is_not_there_is_named(mac):
     mac(gpu=False, metal=False)
     with pytest.raises(ConfigError, match="--device gpu: MLX has no GPU on this machine"):

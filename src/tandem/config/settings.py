@@ -93,7 +93,7 @@ class ParallelSettings:
     threads_per_rank: int | None = None
     """CPU threads of each rank; by default the cores are shared out among the ranks of a machine."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
-    """What ranks compute on. auto: a GPU where MLX has one."""
+    """What ranks compute on. auto: what TANDEM_DEVICE says on a rank's machine, else a GPU where MLX has one."""
     blas: str = "auto"
     """Linear algebra library for CPU ranks: auto, none, or the path of a shared library."""
 

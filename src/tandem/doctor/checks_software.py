@@ -9,9 +9,10 @@ from tandem.doctor.findings import Evidence, Finding, Planned, alike
 from tandem.doctor.messages import ModelFacts
 from tandem.doctor.model_files import is_hub_id
 from tandem.doctor.parsing import available_bytes
+from tandem.system.origin import PACKAGE, install_command
 
 GIB = 2**30
-INSTALL = {"tandem": "mlx-tandem", "mlx": "mlx", "mlx-lm": "mlx-lm"}
+INSTALL = {"tandem": PACKAGE, "mlx": "mlx", "mlx-lm": "mlx-lm"}
 
 
 def versions(evidence: Evidence) -> list[Finding]:
@@ -48,6 +49,8 @@ def _install(evidence: Evidence, name: str, package: str, wanted: str | None) ->
     python = evidence.facts[name].executable
     if package == "python":
         return f"make the environment on {name} with Python {wanted}: uv venv --python {wanted}"
+    if package == "tandem" and name != evidence.here:
+        return install_command(python, name)
     return on(evidence, name, f"{python} -m pip install '{INSTALL[package]}=={wanted}'")
 
 

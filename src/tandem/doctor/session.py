@@ -18,6 +18,7 @@ from tandem.launchers.agent.link import agent_name, link_command
 from tandem.launchers.ssh import remote_command, ssh_command
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
+from tandem.system.origin import install_command
 
 PROBE = "tandem.doctor.probe"
 
@@ -117,11 +118,13 @@ def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
     text = " ".join(complaints)
     for sign, why, remedy in _SIGNS:
         if sign in text:
-            return ProbeLost(why.format(host=host, said=said), remedy.format(host=agent_name(host) or host))
+            name = agent_name(host) or host
+            todo = remedy.format(host=name) or install_command("python", name)
+            return ProbeLost(why.format(host=host, said=said), todo)
     return ProbeLost(said, f"ssh {host} hostname")
 
 
-_SIGNS = (
+_SIGNS: tuple[tuple[str, str, str], ...] = (
     ("is not paired", "its agent is not paired with this machine", "tandem hosts pair {host}"),
     ("the agent does not answer", "its agent does not answer",
      "run `tandem agent --pair` there, tandem hosts pair {host}"),
@@ -137,7 +140,7 @@ _SIGNS = (
     ("Network is unreachable", "there is no way to it", "ping -c 3 {host}"),
     ("nknown option: -P", "its python is older than 3.11", "name a newer one in the hosts file: \"python\": PATH"),
     ("No module named", "Tandem is not installed for the python there: {said}",
-     "ssh {host} 'python -m pip install mlx-tandem'"),
+     ""),
     ("not found", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),
     ("No such file", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),
 )

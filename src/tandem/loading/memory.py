@@ -25,7 +25,14 @@ SYSTEM_BYTES, SYSTEM_PART = 8 * 1024 * 1024 * 1024, 4
 
 
 def choose_device(device: str) -> None:
-    """Compute on `cpu`, `gpu`, or (`auto`) what MLX takes by itself. For the whole process. Raises ConfigError."""
+    """Compute on `cpu`, `gpu`, or (`auto`) what TANDEM_DEVICE says here, else what MLX takes by itself.
+
+    For the whole process. Raises ConfigError.
+    """
+    if device == "auto":
+        device = variable("TANDEM_DEVICE") or "auto"
+    if device not in ("auto", "cpu", "gpu"):
+        raise ConfigError(f"TANDEM_DEVICE: {device!r} is not one of auto, cpu, gpu", param="device")
     if device == "gpu" and not mx.is_available(mx.gpu):
         raise ConfigError("--device gpu: MLX has no GPU on this machine; give auto or cpu, or install MLX with a GPU "
                           "backend (scripts/setup --backend cuda13)", param="device")

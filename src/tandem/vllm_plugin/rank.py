@@ -13,7 +13,7 @@ from tandem.borders import start_thread
 from tandem.checkpoints.resolve import resolve
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
-from tandem.loading.memory import limit_memory, memory_bytes, on_gpu, wire_weights
+from tandem.loading.memory import choose_device, limit_memory, memory_bytes, on_gpu, wire_weights
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import slice_bytes
@@ -84,6 +84,7 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
 
     Raises ModelError and OutOfMemory.
     """
+    choose_device("auto")
     limit_memory(memory_share, sharing)
     files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None)
     description = describe(files)
