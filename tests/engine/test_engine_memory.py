@@ -20,10 +20,10 @@ def ready(rank: int, machine: str, **changes) -> Ready:
                     **changes})
 
 
-def room(*ranks: Ready) -> int:
+def room(*ranks: Ready, fraction: float = 0.85) -> int:
     layout = SimpleNamespace(max_context=1 << 20, lanes=1,
                              description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
-    settings = Settings(scheduler=SchedulerSettings(memory_fraction=0.85))
+    settings = Settings(scheduler=SchedulerSettings(memory_fraction=fraction))
     return make_limits(settings, layout, ranks, shrink=False).kv_tokens
 
 
@@ -36,6 +36,7 @@ def test_two_ranks_of_one_mac_share_it_though_its_name_changed_between_their_sta
         room(ready(0, "a"), ready(1, "a", host="Mac.lan"))
 
 
-def test_buffers_that_are_kept_for_reuse_are_counted():
+def test_buffers_that_are_kept_for_reuse_have_room_in_what_is_left_over():
     kept = ready(0, "a", cache_bytes=2 * GIB)
-    assert room(ready(0, "a")) - room(kept) == 2 * GIB // 2**18
+    assert room(ready(0, "a")) == room(kept)
+    assert room(ready(0, "a"), fraction=0.99) - room(kept, fraction=0.99) == int((0.99 * 96 - 94) * GIB) // 2**18

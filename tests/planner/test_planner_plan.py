@@ -13,7 +13,7 @@ from tandem.loading.stage import load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.planner.cost import Costs, RankShare
 from tandem.planner.experts import read_experts
-from tandem.planner.hardware import GIB, Link, Machine, link, machine
+from tandem.planner.hardware import GIB, METAL_FENCE, Link, Machine, link, machine
 from tandem.planner.manual import parse_layout
 from tandem.planner.plan import plan
 from tandem.planner.solve import score
@@ -64,8 +64,12 @@ QWEN_235B, QWEN_235B_EXPERTS = sparse(94, 4096, 64, 4, 128, 1536, 128, 8, 151936
 GPT_OSS_120B, GPT_OSS_EXPERTS = sparse(36, 2880, 64, 8, 64, 2880, 128, 4, 201088, 4, "gpt_oss")
 
 
-def macs(*specs):
-    return [machine(name, gigabytes * GIB, chip) for name, gigabytes, chip in specs]
+FAST_FENCE = 17e-6
+"""Seconds; those whose figures were published had turned MLX's fast fences on."""
+
+
+def macs(*specs, fence=FAST_FENCE):
+    return [replace(machine(name, gigabytes * GIB, chip), fence=fence) for name, gigabytes, chip in specs]
 
 
 def row(answer, start):
@@ -260,6 +264,17 @@ def test_two_mac_studios_share_every_layer_over_rdma():
     assert "one machine reads all weights" in row(answer, "single").reason
     assert "in turn" in row(answer, "PP 2").reason
     assert row(answer, "PP 2").prediction.step_single >= row(answer, "single").prediction.step_single
+
+
+def test_with_mlxs_own_fences_two_macs_that_share_every_layer_are_hardly_faster_than_one():
+    """A collective waits for the GPU before and after; the fast fences that make it quick can lock a Mac's GPU up."""
+    machines = macs(("a", 192, "m2-ultra"), ("b", 192, "m2-ultra"), fence=METAL_FENCE)
+    answer = plan(LLAMA_70B_4BIT, machines, RDMA, Request())
+    alone, shared = (row(answer, one).prediction.step_single for one in ("single", "TP 2"))
+    assert machine("a", GIB, "m2-ultra").fence == METAL_FENCE
+    assert alone / shared == pytest.approx(1.0, abs=0.35)
+    fast = plan(LLAMA_70B_4BIT, macs(("a", 192, "m2-ultra"), ("b", 192, "m2-ultra")), RDMA, Request())
+    assert alone / row(fast, "TP 2").prediction.step_single > 1.5
 
 
 def test_over_ethernet_the_same_two_are_no_faster_than_one():

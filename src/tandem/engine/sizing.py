@@ -50,7 +50,8 @@ def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *
     for ready in ranks:
         pools.setdefault((ready.machine or ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
-                        [(ready.weight_bytes + ready.cache_bytes, ready.kv_bytes_per_token) for ready in together])
+                        [(ready.weight_bytes, ready.kv_bytes_per_token) for ready in together],
+                        kept=sum(ready.cache_bytes for ready in together))
             for together in pools.values()]
     useful = layout.max_context * chosen.max_batch_size
     tokens = min(*room, useful) if chosen.kv_tokens is None else chosen.kv_tokens

@@ -19,7 +19,7 @@ from tandem.config.sizes import memory_size
 from tandem.errors import ConfigError
 
 TOP_FIELDS = ("backend", "envs", "hosts")
-PLAN_FIELDS = ("memory", "chip", "gpu", "bandwidth", "tflops")
+PLAN_FIELDS = ("memory", "chip", "gpu", "bandwidth", "tflops", "fence")
 """For `tandem plan`; `memory`, where every host has it, also decides how many layers each gets."""
 HOST_FIELDS = ("ssh", "ips", "rdma", "python", *PLAN_FIELDS)
 BACKENDS = tuple(name for name in get_args(get_type_hints(ParallelSettings)["backend"]) if name != "auto")

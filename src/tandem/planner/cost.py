@@ -208,7 +208,8 @@ class Costs:
         size = self._message(machines, rows)
         ring = 2 * (n - 1) * link.latency + 2 * (n - 1) / n * size / link.bandwidth
         mesh = link.latency + (n - 1) * size / link.bandwidth
-        return min(ring, mesh) if link.mesh else ring
+        fence = max(self.machines[one].fence for one in machines)
+        return fence + (min(ring, mesh) if link.mesh else ring)
 
     def gather_logits(self, machines: Sequence[int], rows: int) -> float:
         """Seconds in which the ranks of the last stage put their parts of the logits of `rows` together."""
@@ -217,7 +218,8 @@ class Costs:
         if link is None:
             return 0.0
         size = rows * self.model.vocab_size * max(self.item(m) for m in machines)
-        return (1 if link.mesh else n - 1) * link.latency + (n - 1) / n * size / link.bandwidth
+        fence = max(self.machines[one].fence for one in machines)
+        return fence + (1 if link.mesh else n - 1) * link.latency + (n - 1) / n * size / link.bandwidth
 
     def hop(self, source: Sequence[int], target: Sequence[int], rows: int) -> float:
         """Seconds to hand the hidden states of `rows` from one stage to the next; inf if they are not joined."""

@@ -13,6 +13,9 @@ from tandem.errors import LayoutError
 from tandem.system.metal import gpu_memory
 
 GIB = 2**30
+METAL_FENCE = 160e-6
+"""Seconds that a collective on a Mac waits beside its link: for its GPU, before and after, with the fences that MLX has
+by default."""
 GPU_RUNTIME_OVERHEAD = 60e-6
 """Seconds a layer and step that a GPU spends on launches instead of reading weights."""
 
@@ -30,6 +33,8 @@ class Machine:
     """Matrix multiplication rate in FLOP/s, in the type that the model computes in."""
     gpu: bool = True
     """Computes on a GPU: half precision and quantised products are fast there, and slow on a CPU."""
+    fence: float = 0.0
+    """Seconds that a collective waits for its GPU, beside the link."""
     layer_overhead: float = GPU_RUNTIME_OVERHEAD
     """Seconds per layer and step besides reading and multiplying (kernel launches)."""
     measured: bool = False
@@ -114,6 +119,7 @@ def machine(name: str, installed: int, chip: str) -> Machine:
         bandwidth=preset.bandwidth * 1e9,
         flops=preset.tflops * 1e12,
         gpu=preset.gpu,
+        fence=METAL_FENCE if preset.apple else 0.0,
         layer_overhead=preset.layer_overhead,
         chip=chip.lower(),
     )

@@ -16,7 +16,7 @@ from tandem.planner.hardware import CHIPS, GIB, Link, Machine, link, machine
 from tandem.processes.device import this_device
 
 _DEFAULT_LINK = "thunderbolt5-tcp"
-_HOST_KEYS = ("gpu", "bandwidth", "tflops")
+_HOST_KEYS = ("gpu", "bandwidth", "tflops", "fence")
 _LINK_KEYS = ("latency", "bandwidth")
 _BACKEND_LINKS = {"jaccl": "thunderbolt5-rdma", "jaccl-ring": "thunderbolt5-rdma", "nccl": "nvlink"}
 
@@ -119,6 +119,8 @@ def _machine(name: str, found: Mapping[str, str], notes: list[str]) -> Machine:
         result = replace(result, bandwidth=_number(found["bandwidth"], label, "bandwidth") * 1e9)
     if "tflops" in found:
         result = replace(result, flops=_number(found["tflops"], label, "tflops") * 1e12)
+    if "fence" in found:
+        result = replace(result, fence=_number(found["fence"], label, "fence") / 1e6)
     return replace(result, measured={"bandwidth", "tflops"} <= found.keys())
 
 

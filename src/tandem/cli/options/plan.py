@@ -44,12 +44,13 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=MEMORY[:CHIP]",
         help="such as a=64GB b=128GB:m4-max; memory is what is installed. Chips: " + ", ".join(CHIPS) + ". More, each "
         "after a colon: gpu=112GB (memory for MLX), bandwidth=500 (GB/s) and tflops=14, taken as measured when both "
-        "are given. By default this machine.",
+        "are given; fence=17 (us that a collective waits for a Mac's GPU, 160 with MLX's own fences). By default this "
+        "machine.",
     )
     group.add_argument(
         "--hostfile",
         metavar="FILE",
-        help='MLX\'s JSON hosts file; each host may have "memory", "chip", "gpu", "bandwidth" and "tflops".',
+        help='MLX\'s JSON hosts file; each host may have "memory", "chip", "gpu", "bandwidth", "tflops" and "fence".',
     )
     group.add_argument(
         "--link",
