@@ -7,7 +7,7 @@ help:  ## show this list
 setup:  ## make .venv with Tandem and its development tools
 	@scripts/setup
 
-serve:  ## serve the demo model over two pipeline stages on this machine (ARGS="..." adds options)
+serve:  ## serve the demo model on this machine, over two pipeline stages but on a Mac (ARGS="..." adds options)
 	@scripts/serve $(ARGS)
 
 test:  ## every test, including the slow ones and those with the demo model

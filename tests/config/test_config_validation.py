@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config.loading import build, load
 from tandem.config.options import options
-from tandem.config.settings import SchedulerSettings, Settings
+from tandem.config.settings import ProcessSettings, SchedulerSettings, Settings
 from tandem.config.sizes import wired_bytes
 from tandem.config.validation import api_keys, is_loopback, validate
 from tandem.errors import ConfigError
@@ -87,3 +87,9 @@ def test_what_is_wired_is_a_word_or_a_size(text, size):
 def test_another_word_is_refused(text):
     with pytest.raises(ConfigError, match=r"--wired: .* is not a memory size such as 64GB; give auto, off or a size"):
         validate(Settings(scheduler=SchedulerSettings(wired=text)))
+
+
+def test_a_socket_that_macos_could_not_bind_is_refused_everywhere():
+    validate(Settings(process=ProcessSettings(engine_socket="/" + "s" * 97)))
+    with pytest.raises(ConfigError, match=r"--engine-socket: /s+ has 99 bytes, and macOS takes 98"):
+        validate(Settings(process=ProcessSettings(engine_socket="/" + "s" * 98)))

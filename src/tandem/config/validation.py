@@ -19,6 +19,8 @@ from tandem.errors import ConfigError
 Label = Callable[[str], str]
 """Where the value of a field came from, for messages: `--port`, `TANDEM_PORT`, `tandem.toml [server] port`."""
 
+LONGEST_SOCKET = 98
+"""Bytes of the path of a Unix socket: 103 on macOS, less what tells replicas apart (`-123`)."""
 _AT_LEAST_ONE = (1, math.inf)
 _POSITIVE = (math.ulp(0.0), math.inf)
 _RANGES: dict[str, tuple[float, float]] = {
@@ -80,6 +82,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
         for item in value if option.repeated and value is not None else (value,):
             _check_item(option.name, item, label)
     wired_bytes(settings.scheduler.wired, label("wired"))
+    _check_socket(settings.process.engine_socket, label)
     _check_layer_split(settings, label)
     _check_launcher(settings.parallel, label)
     _check_speculation(settings, label)
@@ -130,6 +133,13 @@ def _check_item(name: str, value: Any, label: Label) -> None:
     else:
         allowed = f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
     raise ConfigError(f"{label(name)}: {value} is out of range: must be {allowed}", param=name)
+
+
+def _check_socket(path: str | None, label: Label) -> None:
+    """The same path must do on every system, so the shortest limit counts."""
+    if path is not None and (length := len(os.fsencode(path))) > LONGEST_SOCKET:
+        raise ConfigError(f"{label('engine_socket')}: {path} has {length} bytes, and macOS takes {LONGEST_SOCKET} with "
+                          "room for a replica's number; choose a shorter path", param="engine_socket")
 
 
 def _check_layer_split(settings: Settings, label: Label) -> None:
