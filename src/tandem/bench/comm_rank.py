@@ -66,7 +66,9 @@ def run(payload: CommPayload) -> None:
 
     from tandem.comm.group import StageGroup
     from tandem.comm.ring import RingLink
+    from tandem.loading.memory import choose_device
 
+    choose_device("auto")
     timer = _Timer(payload)
     group = StageGroup(payload.backend, payload.ranks)
     arrays = {size: mx.zeros(max(size // ITEM_BYTES, 1), mx.float32) for size in payload.sizes}

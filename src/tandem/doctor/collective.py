@@ -18,6 +18,9 @@ def measure(backend: str) -> dict[str, float]:
     """Median seconds of an all_sum, by size in bytes. Raises RuntimeError when a sum is wrong or the group fails."""
     import mlx.core as mx
 
+    from tandem.loading.memory import choose_device
+
+    choose_device("auto")
     group = mx.distributed.init(strict=True, backend=backend)
     expected = group.size() * (group.size() + 1) / 2
     found = {}
