@@ -4,14 +4,16 @@ without it, so that whoever watches that process starts another. A thread that i
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:  # ranks start without it
+    import asyncio
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,8 @@ def start_thread(work: Callable[[], object], *, name: str, on_failure: OnFailure
 
 def start_task(work: Coroutine[Any, Any, T], *, name: str, on_failure: OnFailure | None = None) -> asyncio.Task[T]:
     """The same as a task of the running event loop; a cancelled one has not failed."""
+    import asyncio
+
     task = asyncio.get_running_loop().create_task(work, name=name)
     _tasks.add(task)
 

@@ -6,8 +6,9 @@ import logging
 import os
 import sys
 import time
+from contextlib import suppress
 
-from tandem.borders import own_process
+from tandem.borders import own_process, start_thread
 from tandem.cli.arguments import fail
 from tandem.cli.serve import serve
 from tandem.config.loading import from_json
@@ -18,6 +19,9 @@ from tandem.processes.child import receive_payload
 from tandem.supervision.record import Background, Record
 
 MODULE = "tandem.cli.background"
+LOOK_S = 10.0
+"""Seconds between two looks at the size of the log."""
+log = logging.getLogger("tandem.cli")
 
 
 def main() -> int:
@@ -26,6 +30,15 @@ def main() -> int:
     settings = from_json(receive_payload())
     place = Background(sys.argv[1])
     set_up(settings.process.log_level)
+
+    def keep_log_short() -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with suppress(OSError):  # a full disk: the log stays as it is, and the next look tries again
+                if place.trim_log():
+                    log.info("the log began anew; what was before is in %s.1", place.log)
+
+    start_thread(keep_log_short, name="log", on_failure=lambda _: None)
 
     def write_down(bound: Settings) -> None:
         place.write(Record(os.getpid(), bound.server.host, bound.server.port,
@@ -40,7 +53,7 @@ def main() -> int:
         fail(error.message)
         return 3
     except OSError as error:
-        logging.getLogger("tandem").debug("%s", error, exc_info=True)
+        log.debug("%s", error, exc_info=True)
         return fail(str(error))
     finally:
         place.forget()

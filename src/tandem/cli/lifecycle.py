@@ -107,12 +107,14 @@ def run_logs(arguments: argparse.Namespace) -> int:
     sys.stdout.writelines(_tail(place, arguments.lines))
     if not arguments.follow:
         return 0
-    with place.log.open(errors="replace") as file:
+    with place.log.open("rb") as file:
         file.seek(0, os.SEEK_END)
         ended = False
         while not ended:
             ended = not place.runs()  # looked at before the last read, so that nothing is missed
-            sys.stdout.write(file.read())
+            if os.fstat(file.fileno()).st_size < file.tell():
+                file.seek(0)  # the server has begun its log anew
+            sys.stdout.write(file.read().decode(errors="replace"))
             sys.stdout.flush()
             time.sleep(POLL_S)
     return 0

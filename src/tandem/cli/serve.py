@@ -228,12 +228,13 @@ class Supervisor:
             child.terminate()
         deadline = time.monotonic() + self._settings.process.drain_timeout + GRACE_S
         for child in children:
-            hurried = False
+            hurried = killed = False
             while not child.wait(POLL_S):
                 meanwhile()
                 if self._signals > 1 and not hurried:
                     hurried, deadline = True, min(deadline, time.monotonic() + HURRY_S)
                     child.terminate()  # its second signal: no more draining, but its clients hear why
-                if child.stopped or time.monotonic() > deadline:
-                    log.warning("the %s did not end in time and is killed", child.name)
+                if not killed and (child.stopped or time.monotonic() > deadline):
+                    killed = True
+                    log.warning("the %s did not end in time; it is killed, and what it had left is lost", child.name)
                     child.kill()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import zmq
 
 from tandem.config.settings import Settings
 from tandem.errors import TransportError, UsageError
+from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import ReplicaInfo
@@ -19,6 +21,7 @@ from tandem.supervision.probe import StatusProbe
 from tandem.supervision.replica import ReplicaProcess, gpus_of, replica_settings
 
 log = logging.getLogger("tandem.cli")
+seldom = Seldom(log)
 
 GRACE_S = 10.0
 """Seconds beyond `drain_timeout` that a draining engine gets to end by itself."""
@@ -109,7 +112,9 @@ class EngineSet:
             elif (ended := replica.child.poll()) is not None:
                 code = self._ended(replica, replica.child, ended)
             elif time.monotonic() > replica.drain_until:
-                log.warning("the %s did not end in time and is killed", replica.child.name)
+                log.warning("the %s did not end in time; it is killed, and what it had left is lost",
+                            replica.child.name)
+                replica.drain_until = math.inf
                 replica.child.kill()
             elif (trouble := self._trouble(replica)) is not None:
                 log.error("the %s %s; replacing it", replica.child.name, trouble)
@@ -140,7 +145,7 @@ class EngineSet:
                 self._probes[replica.index] = StatusProbe(replica.endpoint, self._context)
             return self._probes[replica.index].ask()
         except TransportError as error:
-            log.warning("engine %d cannot be asked how it is: %s", replica.index, error.message)
+            seldom.warning("engine %d cannot be asked how it is: %s; it is asked again", replica.index, error.message)
             return None
 
     def _ended(self, replica: ReplicaProcess, child: ChildProcess, code: int) -> int | None:
@@ -159,7 +164,7 @@ class EngineSet:
         if code in (0, EXIT_FAILED) and not self._several:
             return EXIT_FAILED
         if replica.died(self.last_words, most=self._settings.scheduler.max_restarts, mistake=code == EXIT_USAGE):
-            log.error("replica %d is given up for now", replica.index)
+            log.error("replica %d is given up for now; it is tried again, more and more seldom", replica.index)
             if all(one.given_up for one in self._replicas.values()):
                 return EXIT_FAILED
         return None

@@ -179,12 +179,12 @@ class Fleet:
                 one.unloading = False
                 log.info("model %s is unloaded", one.name)
             elif not self.announced and not one.commands:  # one that the configuration loads, not a request
-                log.error("model %s cannot be loaded", one.name)
+                log.error("model %s cannot be loaded; the server ends", one.name)
                 self.last_words = reason
                 return code
             else:
                 one.failure = reason or f"its engine ended with code {code}"
-                log.error("model %s: %s", one.name, one.failure)
+                log.error("model %s: %s; a request for it tries again", one.name, one.failure)
         return None
 
     def statuses(self) -> dict[int, EngineStatus]:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ from tandem.errors import UsageError
 from tandem.protocol.codec import UNREADABLE
 
 DEFAULT_NAME = "default"
+MOST_LOG_BYTES = 64 * 1024 * 1024
+"""Of a server's log; there is one older one beside it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 _PATIENCE_S = 0.5
 """Somebody who only looks whether the lock is held has it for less than this."""
@@ -103,6 +106,21 @@ class Background:
             yield fd
         finally:
             os.close(fd)
+
+
+    def trim_log(self, most: int = MOST_LOG_BYTES) -> bool:
+        """When the log has more than `most` bytes, make it `log.1` and begin anew; True if so.
+
+        The server goes on writing to the same file (it appends), so what it writes in the moment between copying and
+        cutting is lost.
+        """
+        if not self.log.exists() or self.log.stat().st_size <= most:
+            return False
+        fd = os.open(self.path / "log.1", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(fd, "wb") as old, self.log.open("rb") as log:
+            shutil.copyfileobj(log, old)
+        os.truncate(self.log, 0)
+        return True
 
 
 def servers_dir() -> Path:

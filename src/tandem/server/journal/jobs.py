@@ -231,7 +231,7 @@ class Jobs:
             else:
                 await self._writer.run(self._journal.answer, entry, reply.status, reply.body)
         except Exception as error:  # noqa: BLE001 - whoever waits must be told, whatever becomes of the journal
-            logger.error("how %s ended is known in memory alone: %s", entry.id, error)
+            logger.error("how %s ended is known in memory alone (%s); a crash makes it run again", entry.id, error)
             return told_only
         return True
 

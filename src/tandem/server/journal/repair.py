@@ -45,7 +45,7 @@ def _mend(path: Path, old: sqlite3.Connection | None) -> None:
     try:
         shutil.copy(path, copy)
     except OSError as error:
-        logger.warning("%s cannot be written: %s", copy, error.strerror)
+        logger.warning("%s cannot be written: %s; the repair goes on without it", copy, error.strerror)
     path.with_name(path.name + "-wal").unlink(missing_ok=True)  # it belongs to the old file
     os.replace(new, path)
 

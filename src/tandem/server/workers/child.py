@@ -12,13 +12,13 @@ import os
 import resource
 import socket
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
 
 import msgspec
 
+from tandem.borders import own_process, start_thread
 from tandem.errors import RequestError, UsageError
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.server.workers.frames import receive_frame, send_frame
@@ -45,7 +45,7 @@ class Limits:
         with contextlib.suppress(OSError):
             os.nice(NICENESS)
         if _MACOS:
-            threading.Thread(target=self._look, name="memory", daemon=True).start()
+            start_thread(self._look, name="memory")
         else:
             with contextlib.suppress(OSError):  # rather this process than the engine
                 Path("/proc/self/oom_score_adj").write_text("1000")
@@ -108,6 +108,7 @@ def reply_to(task: Task) -> Reply:
 
 def main() -> None:
     """Work until the parent closes the socket."""
+    own_process()
     receive_payload()
     watch_lifeline()
     limits = Limits()

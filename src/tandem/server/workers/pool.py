@@ -135,7 +135,8 @@ class Workers:
             error.status = reply.status
             raise error
         if isinstance(reply, Broken):
-            logger.error("unexpected %s in a worker process\n%s", reply.name, reply.frames)
+            logger.error("unexpected %s in a worker process; its request ends with status 500, all else goes on; "
+                         "please report it\n%s", reply.name, reply.frames)
             raise ServerError("Internal server error", code="internal_error")
         return msgspec.msgpack.decode(reply.answer, type=answer)
 
