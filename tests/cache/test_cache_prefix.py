@@ -85,3 +85,13 @@ def test_capacity_and_batch_shape() -> None:
     assert kv_capacity(1000, 0.5, [(100, 10), (100, 10)]) == 15
     assert kv_capacity(100, 0.5, [(100, 10)]) == 0
     assert batch_positions([3, 7, 1]) == 21 and batch_positions([]) == 0
+
+
+def test_snapshots_of_states_cost_more_than_their_positions() -> None:
+    index = PrefixIndex(BLOCK * 4, trimmable=False, extra=BLOCK)
+    first, second = ([n] * (BLOCK * 2) for n in (1, 2))
+    assert index.save(first) is not None and index.positions == BLOCK * 3
+    assert index.save(second) is not None and index.take_evicted() == ["p0"], "both do not fit"
+    assert index.save([3] * (BLOCK * 4)) is None, "longer than the budget with its state"
+    index.check()
+    assert not PrefixIndex(BLOCK, extra=1).enabled

@@ -133,10 +133,10 @@ def test_figures_of_a_stage(tmp_path):
     d = describe(files)
     seen = []
     stage = load(files, plan_shards(d, 2)[1], progress=lambda done, total: seen.append((done, total)))
-    assert (stage.kv_heads, stage.kv_width) == (1, 16)
+    assert stage.cache_bytes == (2 * 16 * 4 * len(stage.layers), 0)
     assert seen[-1][0] == seen[-1][1] == sum(d.layer_bytes) + d.embed_bytes + d.head_bytes
     undivided = load_stage(files, d, range(4), shard=plan_shards(d, 1)[0], dtype="float32")
-    assert (undivided.kv_heads, undivided.kv_width, undivided.shard) == (2, 32, None)
+    assert undivided.cache_bytes == (2 * 32 * 4 * 4, 0) and undivided.shard is None
     assert stage.nbytes < 0.75 * undivided.nbytes
 
 

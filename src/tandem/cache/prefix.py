@@ -38,9 +38,11 @@ class Hit:
 class PrefixIndex:
     """Snapshots by the prefixes that they can serve, within a budget of KV positions."""
 
-    def __init__(self, budget: int, *, trimmable: bool = True) -> None:
-        """`budget` in KV positions over all snapshots; 0 turns the cache off. `trimmable`: a snapshot can be cut."""
+    def __init__(self, budget: int, *, trimmable: bool = True, extra: int = 0) -> None:
+        """`budget` in KV positions over all snapshots; 0 turns the cache off. `trimmable`: a snapshot can be cut.
+        `extra`: positions that every snapshot costs besides its length."""
         self._budget = budget
+        self._extra = extra
         self._trimmable = trimmable
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
         """Least recently used first."""
@@ -49,13 +51,13 @@ class PrefixIndex:
         self._evicted: list[str] = []
         self._next_key = 0
         self.positions = 0
-        """KV positions held by all snapshots."""
+        """KV positions held by all snapshots, or that their states take as much memory as."""
         self.queries = self.hits = self.hit_tokens = 0
 
     @property
     def enabled(self) -> bool:
         """False when nothing is ever kept."""
-        return self._budget >= BLOCK
+        return self._budget >= BLOCK + self._extra
 
     def __len__(self) -> int:
         return len(self._snapshots)
@@ -89,7 +91,7 @@ class PrefixIndex:
         The caller must have the ranks save it, and those snapshots that had to go evicted (`take_evicted`).
         """
         length = len(tokens) // BLOCK * BLOCK
-        if not self.enabled or not BLOCK <= length <= self._budget:
+        if not self.enabled or not BLOCK <= length <= self._budget - self._extra:
             return None
         hashes = block_hashes(tokens[:length])
         if known := self._by_hash.get(hashes[-1]):
@@ -98,19 +100,19 @@ class PrefixIndex:
         for digest in hashes[:-1] if self._trimmable else ():
             for key in [key for key in self._by_hash.get(digest, ()) if self._snapshots[key].hashes[-1] == digest]:
                 self._evict(key)  # the new one serves all that it served
-        while self.positions + length > self._budget:
+        while self.positions + length + self._extra > self._budget:
             self._evict(next(iter(self._snapshots)))
         snapshot = Snapshot(f"p{self._next_key}", length, tuple(hashes) if self._trimmable else (hashes[-1],))
         self._next_key += 1
         self._snapshots[snapshot.key] = snapshot
-        self.positions += length
+        self.positions += length + self._extra
         for digest in snapshot.hashes:
             self._by_hash.setdefault(digest, {})[snapshot.key] = None
         return snapshot
 
     def _evict(self, key: str) -> None:
         snapshot = self._snapshots.pop(key)
-        self.positions -= snapshot.length
+        self.positions -= snapshot.length + self._extra
         for digest in snapshot.hashes:
             del self._by_hash[digest][key]
             if not self._by_hash[digest]:
@@ -137,7 +139,8 @@ class PrefixIndex:
 
     def check(self) -> None:
         """Raise AssertionError unless the tables agree (for tests)."""
-        assert self.positions == sum(snapshot.length for snapshot in self._snapshots.values()) <= max(self._budget, 0)
+        held = sum(snapshot.length + self._extra for snapshot in self._snapshots.values())
+        assert self.positions == held <= max(self._budget, 0)
         assert {key for keys in self._by_hash.values() for key in keys} == set(self._snapshots)
 
 

@@ -26,7 +26,9 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
     chosen = settings.scheduler
     chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
     kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> shed, 2)
+    snapshot = max(-(-ready.state_bytes // max(ready.kv_bytes_per_token, 1)) for ready in ranks)
     return Limits(
+        prefix_extra=snapshot,
         prefix_tokens=int(kv_tokens * chosen.prefix_cache),
         prefix_trimmable=all(ready.trimmable for ready in ranks),
         lanes=layout.lanes, max_batch_size=max(chosen.max_batch_size >> shed, 1),
@@ -44,13 +46,18 @@ def _speculation(settings: SpeculationSettings) -> SpeculationLimits | None:
                              longest=chosen.prompt_lookup_max, model=chosen.speculative_method == "draft_model")
 
 
+def _fixed(ready: Ready, sequences: int) -> int:
+    """Bytes that a rank holds however many tokens there are: weights, and the states of a full batch."""
+    return ready.weight_bytes + sequences * ready.state_bytes
+
+
 def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool) -> int:
     """What the tightest memory has room for, or what the settings say if that is less."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
         pools.setdefault((ready.machine or ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
-                        [(ready.weight_bytes, ready.kv_bytes_per_token) for ready in together],
+                        [(_fixed(ready, chosen.max_batch_size), ready.kv_bytes_per_token) for ready in together],
                         kept=sum(ready.cache_bytes for ready in together))
             for together in pools.values()]
     useful = layout.max_context * chosen.max_batch_size

@@ -108,9 +108,10 @@ def ready_message(spec: StageSpec, runner: Runner) -> Ready:
     """What the engine must know of this rank's memory, once the weights are wired: nothing but them is there yet."""
     wired = wire_weights(spec.wired, spec.memory_share)
     stages = [runner.stage, *([runner.drafter.stage] if runner.drafter else [])]
-    per_token = sum(2 * stage.kv_width * len(stage.layers) * stage.dtype.size for stage in stages)
+    per_token = sum(stage.cache_bytes.position for stage in stages)
     return Ready(rank=spec.rank, weight_bytes=sum(stage.nbytes for stage in stages),
-                 kv_bytes_per_token=per_token, memory_bytes=memory_bytes(),
+                 kv_bytes_per_token=per_token, state_bytes=sum(stage.cache_bytes.state for stage in stages),
+                 memory_bytes=memory_bytes(),
                  peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
                  own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
                  cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired,

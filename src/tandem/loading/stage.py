@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
@@ -44,6 +46,19 @@ class Apart(list[list[Any]]):
     """Caches of a batch whose sequences are computed one by one: for each row those that a single sequence has."""
 
 
+_STEP = KVCache.step
+"""Positions by which mlx-lm's caches grow."""
+
+
+class CacheBytes(NamedTuple):
+    """What a sequence takes in a stage's caches."""
+
+    position: int
+    """Bytes of one position, in all layers together. Layers with a window count as if they had none."""
+    state: int
+    """Bytes whatever the length."""
+
+
 class StageModel:
     """A contiguous range of a model's layers. Not thread-safe: one thread owns all of a process's MLX work."""
 
@@ -67,10 +82,6 @@ class StageModel:
         """Type of the activations that stages hand on."""
         self.shard = shard
         """This rank's part of each layer; None for all of it."""
-        self.kv_heads = len(shard.kv_heads) if shard else description.num_kv_heads
-        """Key and value heads that this rank holds."""
-        self.kv_width = self.kv_heads * description.head_dim
-        """Elements of one position's keys in one layer, on this rank."""
         self.one_by_one = family_of(description.family).one_by_one
         """Why sequences of a batch are computed one after the other; empty if they are computed together."""
         self.nbytes = nbytes
@@ -107,6 +118,20 @@ class StageModel:
     def _require_last(self) -> None:
         if not self.is_last:
             raise LayoutError(f"stage with layers {self.layers} has no head, nor the norm before it")
+
+    @cached_property
+    def cache_bytes(self) -> CacheBytes:
+        """Read off the shapes of what two calls leave in caches, of which nothing is computed."""
+
+        def held(tokens: int) -> int:
+            caches = self.make_caches()
+            x = mx.zeros((1, tokens), mx.int32)
+            self.forward(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
+            arrays = (array for cache in caches for _, array in tree_flatten(cache.state))
+            return sum(array.nbytes for array in arrays if isinstance(array, mx.array))
+
+        once, twice = held(_STEP), held(2 * _STEP)
+        return CacheBytes((twice - once) // _STEP, 2 * once - twice)
 
     def make_caches(self) -> list[Any]:
         """Fresh single-sequence caches of mlx-lm: those of the own layers."""

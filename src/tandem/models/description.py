@@ -14,6 +14,7 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
+from tandem.models.caches import layer_caches
 from tandem.models.families.sharding import SHARDING, Width
 from tandem.models.families.table import FAMILIES, Family, family_of
 from tandem.models.quantization import loaded_bytes, read_quantization
@@ -112,14 +113,20 @@ def describe(files: ModelFiles) -> ModelDescription:
     tied = _tied(family, config, has_head=head > 0)
     headless = not tied and not head and stored_bare(tensors, family.layers)
     tied = tied or headless
+    kv_heads = facts.number(facts.key(_KV_KEYS), facts.num_heads)
+    head_dim = facts.number("head_dim", facts.hidden_size // facts.num_heads)
+    caches = layer_caches({**family.defaults, **config}, facts.num_layers, 2 * kv_heads * head_dim)
     return ModelDescription(
         family=str(name),
         num_layers=facts.num_layers,
         hidden_size=facts.hidden_size,
         vocab_size=facts.number(facts.key(_VOCAB_KEYS)),
         num_heads=facts.num_heads,
-        num_kv_heads=facts.number(facts.key(_KV_KEYS), facts.num_heads),
-        head_dim=facts.number("head_dim", facts.hidden_size // facts.num_heads),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        token_elements=sum(cache.position for cache in caches) / len(caches),
+        state_elements=sum(cache.state for cache in caches) / len(caches),
+        replicated_cache=any(cache.replicated for cache in caches),
         max_context=facts.max_context(),
         dtype=_stored_dtype(tensors),
         quantization=quantization.settings,
@@ -129,7 +136,6 @@ def describe(files: ModelFiles) -> ModelDescription:
         head_bytes=norm if tied else norm + head,
         eos_token_ids=eos_token_ids(files.path),
         generates=not headless,
-        replicated_cache=False,
         **facts.widths(str(name)),
     )
 

@@ -28,9 +28,16 @@ def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *
     return int(token_elements(description) * layers) * compute_item(description, dtype, gpu=gpu)
 
 
+def state_bytes(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:
+    """Bytes that a sequence takes in so many layers whatever its length, over all ranks of the stage."""
+    return int(description.state_elements * layers) * compute_item(description, dtype, gpu=gpu)
+
+
 def token_elements(description: ModelDescription) -> float:
     """Elements of the cache of one position in one layer."""
-    return description.token_elements or 2 * description.num_kv_heads * description.head_dim
+    if description.token_elements or description.state_elements:
+        return description.token_elements
+    return 2 * description.num_kv_heads * description.head_dim
 
 
 def compute_item(description: ModelDescription, dtype: str, *, gpu: bool) -> int:

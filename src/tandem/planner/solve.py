@@ -193,7 +193,7 @@ class Solver:
         free = self.costs.budget(part.machine) - self.costs.weights(part, start, stop)
         free -= self._headroom(part, streams, stop == self._layers)
         free -= self.costs.state(part, stop - start, streams)
-        return max(0.0, free / (self.costs.kv_bytes(part) * (stop - start)))
+        return max(0.0, free / max(self.costs.kv_bytes(part) * (stop - start), 1.0))
 
     def _parts(self, stage: Stage) -> list[RankShare]:
         ranks = zip(stage.machines, stage.shares, stage.kv_heads, strict=True)

@@ -227,6 +227,8 @@ class Ready(Struct, frozen=True, tag=True):
     pid: int
     trimmable: bool
     """Its KV caches can be cut to any length."""
+    state_bytes: int = 0
+    """What a sequence takes whatever its length: states of recurrent layers."""
     own_memory: bool = False
     """No other rank uses that memory, although others may be on the host: each has a GPU."""
     machine: str = ""

@@ -65,6 +65,8 @@ class Limits:
     prefix_tokens: int = 0
     """KV positions, of the `kv_tokens`, that may hold prefixes of past prompts; 0 for no prefix cache."""
     prefix_trimmable: bool = True
+    prefix_extra: int = 0
+    """KV positions that a snapshot costs beside those that it holds: what states of recurrent layers take."""
     """The model's caches can be cut to any length (no sliding windows)."""
     speculation: SpeculationLimits | None = None
     """How to draft tokens; None for no speculative decoding."""
@@ -80,7 +82,7 @@ class Scheduler:
         """Every request that is not over, and those over whose last tokens are still under way."""
         self.waiting: deque[Sequence] = deque()
         self.lanes = [Lane(i) for i in range(limits.lanes)]
-        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable)
+        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
         self.shares = FairShares()
         self.speculation = Speculation(limits.speculation)
         self.preemptions = 0
@@ -456,7 +458,7 @@ class Scheduler:
         assert not self._under_way
         self.limits = limits
         self.lanes = [Lane(i) for i in range(limits.lanes)]
-        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable)
+        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
         refused: list[EngineMessage] = []
         for sequence in list(self.waiting):
             need = sequence.prompt_len + sequence.request.params.max_tokens

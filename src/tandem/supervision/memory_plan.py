@@ -13,7 +13,7 @@ from tandem.engine.machines import chosen_launcher, hosts_for, told_memory
 from tandem.errors import OutOfMemory, UsageError
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import kv_bytes_per_token, slice_bytes
+from tandem.models.footprint import kv_bytes_per_token, slice_bytes, state_bytes
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
 from tandem.supervision.replica import replica_settings
@@ -84,7 +84,7 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
         names = [hosts[spec.rank] if hosts else HERE for spec in layout.ranks]
         for name in set(names):
             specs = [spec for spec, host in zip(layout.ranks, names, strict=True) if host == name]
-            sizes = [_weights(layout, spec, machines.gpu) for spec in specs]
+            sizes = [_weights(layout, spec, machines.gpu, mine.scheduler.max_batch_size) for spec in specs]
             # The ranks of a machine get equal parts of it.
             weights[name] = weights.get(name, 0) + int(MARGIN * max(sum(sizes), max(sizes) * len(sizes)))
             per_token[name] = per_token.get(name, 0) + sum(_kv(layout, spec, machines.gpu) for spec in specs)
@@ -131,9 +131,12 @@ def _refuse_manual(settings: Settings) -> None:
                          "that Tandem starts (local, ssh, ray)", param="launcher")
 
 
-def _weights(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
+def _weights(layout: GangLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
+    """Bytes of weights, and of the recurrent states of so many sequences."""
     dequantize = spec.dequantize == "yes" or (spec.dequantize == "auto" and not gpu)
     more = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
+    heads = 1.0 if layout.description.replicated_cache else spec.share
+    more += int(sequences * heads * state_bytes(layout.description, len(range(*spec.layers)), spec.dtype, gpu=gpu))
     if (draft := _draft(spec)) is not None:
         more += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=gpu)
     return more + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=gpu)
@@ -146,6 +149,8 @@ def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
     whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu)
     draft = _draft(spec)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
+    if layout.description.replicated_cache:
+        return more + whole
     return more + whole * -(-int(heads * spec.share * 1000) // 1000) // heads
 
 
