@@ -54,7 +54,9 @@ class SumOverRanks(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.module, name)
+            if "module" not in self:
+                raise
+            return getattr(self["module"], name)
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ def whole_groups(found: Slice, group: int) -> tuple[Slice, Slice]:
     return outer, Slice(-1, Part(stop - start, (inner,)))
 
 
-def divide_layer(layer: nn.Module, shard: Shard, description: ModelDescription, tp: TensorParallel) -> nn.Module:
-    """Make a layer that holds cut weights compute with them: numbers of heads, and sums over the ranks."""
+def divide_heads(layer: nn.Module, shard: Shard, description: ModelDescription) -> None:
+    """Make a layer that holds cut weights compute with as many heads; its outputs are parts of sums."""
     sharding = sharding_of(description)
     attention = at(layer, sharding.attention)
     group = description.num_heads // description.num_kv_heads
@@ -177,11 +179,14 @@ def divide_layer(layer: nn.Module, shard: Shard, description: ModelDescription, 
         for name in names:
             if getattr(attention, name, None) == whole:
                 setattr(attention, name, own)
-    for path in sharding.sums:
+
+
+def sum_outputs(layer: nn.Module, description: ModelDescription, tp: TensorParallel) -> None:
+    """Sum over the ranks what each computes a part of."""
+    for path in sharding_of(description).sums:
         parent, _, name = path.rpartition(".")
         holder = at(layer, parent)
         setattr(holder, name, SumOverRanks(getattr(holder, name), tp))
-    return layer
 
 
 def at(module: nn.Module, path: str) -> nn.Module:

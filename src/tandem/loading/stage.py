@@ -27,11 +27,12 @@ from tandem.loading.shard_modules import (
     SharedHead,
     TensorParallel,
     at,
-    divide_layer,
+    divide_heads,
     head_cutter,
     layer_cutter,
     put,
     rows_of,
+    sum_outputs,
 )
 from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_part
 from tandem.models.adapter_files import Adapter
@@ -184,9 +185,14 @@ def load_stage(
     for i in layers:
         if adapters is not None:
             nbytes += adapters.apply(i, frame.layers[i])
-        if shard is not None and tensor_parallel is not None:
-            divide_layer(frame.layers[i], shard, description, tensor_parallel)
-    return StageModel(frame, modules, description, compute, nbytes, shard)
+        if shard is not None:
+            divide_heads(frame.layers[i], shard, description)
+    stage = StageModel(frame, modules, description, compute, nbytes, shard)
+    if tensor_parallel is not None and shard is not None:
+        stage.cache_bytes  # noqa: B018 - measured while a call of this rank alone still goes through
+        for i in layers:
+            sum_outputs(frame.layers[i], description, tensor_parallel)
+    return stage
 
 
 def _check(
