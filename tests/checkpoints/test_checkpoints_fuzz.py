@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
-from tandem.checkpoints.gguf.convert import convert_gguf, read_gguf
+from tandem.checkpoints.gguf.convert import convert_gguf
+from tandem.checkpoints.gguf.header import read_gguf
 from tandem.checkpoints.safetensors import read_header
 from tandem.errors import BrokenModel, ModelError
 from tandem.models.description import describe

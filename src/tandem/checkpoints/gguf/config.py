@@ -9,18 +9,28 @@ import numpy as np
 
 from tandem.errors import BrokenModel, UnsupportedModel
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",
+    "gemma3": "gemma3_text", "phi3": "phi3", "gpt-oss": "gpt_oss",
+}  # fmt: skip
 """`general.architecture` to model_type."""
-CLASSES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
+    "phi3": "Phi3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
+}  # fmt: skip
 """model_type to the class that transformers, and hence vLLM, looks for."""
 
 
+_WITH_EXPERTS = ("qwen3moe", "gpt-oss")
+
+
 def model_config(
-    metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]], rope_factors: np.ndarray | None, source: str
+    metadata: dict[str, Any], shapes: dict[str, tuple[int, ...]], factors: dict[str, np.ndarray], source: str
 ) -> dict[str, Any]:
     """config.json as a dict, without quantisation.
 
-    `rope_factors` is the tensor rope_freqs.weight where there is one. Raises `UnsupportedModel` for an architecture
+    `factors` are the tensors of rotary factors that there are, by name. Raises `UnsupportedModel` for an architecture
     or rotary scaling that is not supported, `BrokenModel` for metadata that is missing.
     """
     arch = _architecture(metadata, source)
@@ -33,9 +43,12 @@ def model_config(
 
     if "token_embd.weight" not in shapes:
         raise BrokenModel(f"{source}: has no tensor token_embd.weight", param="model")
+    if need("block_count") > len(shapes):
+        raise BrokenModel(f"{source}: GGUF metadata {arch}.block_count is larger than its tensors", param="model")
     heads, hidden = int(need("attention.head_count")), int(need("embedding_length"))
     dim = int(metadata.get(f"{arch}.attention.key_length", hidden // heads))
-    if metadata.get(f"{arch}.rope.dimension_count", dim) != dim:
+    rotary = metadata.get(f"{arch}.rope.dimension_count", dim)
+    if rotary != dim and arch != "phi3":
         raise UnsupportedModel(f"{source}: rotary embedding of a part of each head is not supported", param="model")
     config: dict[str, Any] = {
         "architectures": [CLASSES[ARCHITECTURES[arch]]],
@@ -54,13 +67,59 @@ def model_config(
     }
     if arch == "llama" and "blk.0.attn_q.bias" in shapes:
         config["attention_bias"] = True
-    config |= _rope_scaling(metadata, arch, rope_factors, config["rope_theta"], dim, source)
+    config |= _rope_scaling(metadata, arch, factors, config["rope_theta"], dim, source)
+    if own := _OWN.get(arch):
+        config |= own(metadata, config, shapes)
+    if rotary != dim:
+        config["partial_rotary_factor"] = rotary / dim
     return config | _token_ids(metadata)
+
+
+def _qwen3moe(metadata: dict[str, Any], config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    dense = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_gate.weight" in shapes]
+    return {
+        "num_experts": int(metadata["qwen3moe.expert_count"]),
+        "num_experts_per_tok": int(metadata["qwen3moe.expert_used_count"]),
+        "moe_intermediate_size": int(metadata["qwen3moe.expert_feed_forward_length"]),
+        "decoder_sparse_step": 1, "mlp_only_layers": dense, "norm_topk_prob": True,
+    }  # fmt: skip
+
+
+def _gemma(metadata: dict[str, Any], config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """The file does not say what queries are scaled by: a head's width, except in the largest model of each."""
+    arch = metadata["general.architecture"]
+    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[arch]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    own = {"query_pre_attn_scalar": scalar, "sliding_window": int(metadata.get(f"{arch}.attention.sliding_window", 0))}
+    for key, name in (("attn_logit_softcapping", "attn_logit_softcapping"),
+                      ("final_logit_softcapping", "final_logit_softcapping")):  # fmt: skip
+        if f"{arch}.{key}" in metadata:
+            own[name] = float(metadata[f"{arch}.{key}"])
+    return own if arch == "gemma2" else own | {"sliding_window_pattern": 6, "rope_local_base_freq": 10000.0}
+
+
+def _phi3(metadata: dict[str, Any], config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    window = metadata.get("phi3.attention.sliding_window")
+    return {"sliding_window": int(window)} if window else {}
+
+
+def _gpt_oss(metadata: dict[str, Any], config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    count = config["num_hidden_layers"]
+    return {
+        "num_local_experts": int(metadata["gpt-oss.expert_count"]),
+        "num_experts_per_tok": int(metadata["gpt-oss.expert_used_count"]),
+        "intermediate_size": int(metadata.get("gpt-oss.expert_feed_forward_length", config["intermediate_size"])),
+        "sliding_window": int(metadata["gpt-oss.attention.sliding_window"]),
+        "layer_types": (["sliding_attention", "full_attention"] * count)[:count],
+    }
+
+
+_OWN = {"qwen3moe": _qwen3moe, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3, "gpt-oss": _gpt_oss}
 
 
 def _architecture(metadata: dict[str, Any], source: str) -> str:
     arch = str(metadata.get("general.architecture"))
-    if arch in ARCHITECTURES and not metadata.get(f"{arch}.expert_count", 0):
+    if arch in ARCHITECTURES and (arch in _WITH_EXPERTS or not metadata.get(f"{arch}.expert_count", 0)):
         return arch
     kind = f"{arch} with experts" if arch in ARCHITECTURES else arch
     raise UnsupportedModel(
@@ -77,21 +136,35 @@ def _token_ids(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope_scaling(
-    metadata: dict[str, Any], arch: str, factors: np.ndarray | None, base: float, dim: int, source: str
+    metadata: dict[str, Any], arch: str, factors: dict[str, np.ndarray], base: float, dim: int, source: str
 ) -> dict[str, Any]:
     kind = metadata.get(f"{arch}.rope.scaling.type", "none")
-    if factors is not None:
-        # The file has the factors alone; Llama 3's settings are the ones known to make such factors.
-        settings = {"rope_type": "llama3", "factor": (factor := float(np.max(factors))), "low_freq_factor": 1.0}
-        settings |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-        if factors.shape == (dim // 2,) and np.allclose(factors, _llama3(factor, base, dim), rtol=1e-3):
-            return {"rope_scaling": settings}
-        raise UnsupportedModel(f"{source}: the rotary factors of rope_freqs.weight are not Llama 3's", param="model")
+    original = metadata.get(f"{arch}.rope.scaling.original_context_length")
+    if "rope_freqs.weight" in factors:
+        return _llama3_scaling(factors["rope_freqs.weight"], base, dim, source)
+    if "rope_factors_long.weight" in factors and arch == "phi3":
+        long, short = (factors.get(f"rope_factors_{which}.weight", np.ones(0)).tolist() for which in ("long", "short"))
+        scaling = {"type": "longrope", "long_factor": long, "short_factor": short}
+        return {"rope_scaling": scaling, "original_max_position_embeddings": int(original or 4096)}
+    factor = float(metadata.get(f"{arch}.rope.scaling.factor", 1.0))
     if kind == "linear":
-        return {"rope_scaling": {"type": "linear", "factor": float(metadata.get(f"{arch}.rope.scaling.factor", 1.0))}}
+        return {"rope_scaling": {"type": "linear", "factor": factor}}
+    if kind == "yarn" and arch == "gpt-oss" and original:
+        scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original),
+                   "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}  # fmt: skip
+        return {"rope_scaling": scaling}
     if kind != "none":
         raise UnsupportedModel(f"{source}: rotary scaling {kind} is not supported from GGUF", param="model")
     return {}
+
+
+def _llama3_scaling(factors: np.ndarray, base: float, dim: int, source: str) -> dict[str, Any]:
+    """The file has the factors alone; Llama 3's settings are the ones known to make such factors."""
+    settings = {"rope_type": "llama3", "factor": (factor := float(np.max(factors))), "low_freq_factor": 1.0}
+    settings |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    if factors.shape == (dim // 2,) and np.allclose(factors, _llama3(factor, base, dim), rtol=1e-3):
+        return {"rope_scaling": settings}
+    raise UnsupportedModel(f"{source}: the rotary factors of rope_freqs.weight are not Llama 3's", param="model")
 
 
 def _llama3(factor: float, base: float, dim: int, original: int = 8192) -> np.ndarray:

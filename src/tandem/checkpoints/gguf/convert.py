@@ -1,8 +1,8 @@
-"""GGUF files of the llama family, converted into MLX model directories without loss. No mlx.
+"""GGUF files, converted into MLX model directories. No mlx.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Q4_0, Q4_1 and Q8_0 become MLX's affine 4 and 8 bit
-with groups of 32 (same numbers, other packing); F16, BF16 and F32 stay. llama.cpp stores the rows of query and key
-projections in the order of its own rotary embedding; they are put back into the usual order.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What MLX can hold stays packed, other quantisations
+are expanded (`tensors.py`). What llama.cpp stores in another way is put back: the rows of Llama's query and key
+projections, in the order of its own rotary embedding, and Gemma's norms, which are one larger.
 """
 
 from __future__ import annotations
@@ -11,24 +11,26 @@ import hashlib
 import json
 import os
 import shutil
-import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tandem.checkpoints.gguf.config import model_config
+from tandem.checkpoints.gguf.header import GGUFTensor, read_gguf
+from tandem.checkpoints.gguf.names import mlx_name
 from tandem.checkpoints.gguf.tensors import (
     GROUP,
-    QUANT_BITS,
-    SUPPORTED,
-    TYPE_NAMES,
-    convert_tensor,
-    mlx_name,
+    PLAIN,
+    bfloat16,
+    converted,
+    expanded,
+    kind_name,
+    kinds,
+    settings_of,
     stored_bytes,
 )
 from tandem.checkpoints.gguf.tokenizer import write_tokenizer
@@ -36,120 +38,7 @@ from tandem.checkpoints.safetensors import PendingTensor, write_safetensors
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
 
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
-MAX_DIMENSIONS = 4
-_FORMAT = 2  # raised when converted directories from before must not be used any more
-
-
-@dataclass(frozen=True)
-class GGUFTensor:
-    """One tensor of the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Rows first, as in MLX (the file has columns first)."""
-    kind: int
-    """ggml type number."""
-    offset: int
-    """Bytes from the start of the file."""
-
-
-@dataclass(frozen=True)
-class GGUFFile:
-    """Metadata and tensor directory of a GGUF file."""
-
-    path: Path
-    metadata: dict[str, Any]
-    tensors: tuple[GGUFTensor, ...]
-
-
-class _Reader:
-    """Values of a GGUF header in turn. Raises EOFError when the file ends within it.
-
-    Every value takes bytes of the file, so that no announced count makes it loop or allocate beyond the file's size.
-    """
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self.at = 0
-
-    def scalar(self, kind: int) -> Any:
-        code = "<" + _SCALARS[kind]
-        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
-
-    def take(self, count: int) -> memoryview:
-        if count > len(self._data) - self.at:
-            raise EOFError
-        self.at += count
-        return self._data[self.at - count : self.at]
-
-    def string(self) -> str:
-        return bytes(self.take(self.scalar(10))).decode("utf-8", errors="replace")
-
-    def value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self.string()
-        if kind != _ARRAY:
-            return self.scalar(kind)
-        inner, count = self.scalar(4), self.scalar(10)
-        if inner in (_STRING, _ARRAY):
-            return [self.value(inner) for _ in range(count)]
-        code = np.dtype("<" + {"B": "u1", "b": "i1", "?": "?"}.get(_SCALARS[inner], _SCALARS[inner]))
-        return np.frombuffer(self.take(count * code.itemsize), code).tolist()
-
-
-def read_gguf(path: Path) -> GGUFFile:
-    """Read the header of a GGUF file (version 2 or 3, little-endian). Raises `BrokenModel`, `UnsupportedModel`."""
-    data = _mapped(path)
-    if bytes(data[:4]) != b"GGUF":
-        raise BrokenModel(f"{path}: is not a GGUF file", param="model")
-    reader = _Reader(data.data)
-    try:
-        reader.take(4)
-        version = reader.scalar(4)
-        if version not in (2, 3):
-            raise UnsupportedModel(f"{path}: GGUF version {version} is not supported (2 and 3 are)", param="model")
-        count, entries = reader.scalar(10), reader.scalar(10)
-        metadata = {}
-        for _ in range(entries):
-            key = reader.string()
-            metadata[key] = reader.value(reader.scalar(4))
-        tensors = [_tensor(reader) for _ in range(count)]
-    except (EOFError, KeyError, struct.error, RecursionError) as error:
-        raise BrokenModel(f"{path}: truncated or damaged GGUF header; copy it again", param="model") from error
-    align = metadata.get("general.alignment", 32)
-    if not isinstance(align, int) or align <= 0:
-        raise BrokenModel(f"{path}: general.alignment is {align!r:.100}, not a number of bytes", param="model")
-    start = (reader.at + align - 1) // align * align
-    tensors = [GGUFTensor(t.name, t.shape, t.kind, start + t.offset) for t in tensors]
-    for tensor in tensors:
-        _check_tensor(path, tensor, data.size)
-    return GGUFFile(path, metadata, tuple(tensors))
-
-
-def _mapped(path: Path) -> np.ndarray:
-    try:
-        return np.memmap(path, np.uint8, "r")
-    except (OSError, ValueError) as error:
-        raise BrokenModel(f"{path}: cannot be read: {error}", param="model") from error
-
-
-def _check_tensor(path: Path, tensor: GGUFTensor, size: int) -> None:
-    """Does a tensor of a supported type have a shape, and lie within the file's `size` bytes?"""
-    if not 1 <= len(tensor.shape) <= MAX_DIMENSIONS or 0 in tensor.shape:
-        raise BrokenModel(f"{path}: tensor {tensor.name} has the shape {list(tensor.shape)[:9]}", param="model")
-    if tensor.kind in QUANT_BITS and tensor.shape[-1] % GROUP:
-        raise BrokenModel(f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]} values, which is no whole "
-                          f"number of blocks of {GROUP}", param="model")
-    if tensor.kind in SUPPORTED and tensor.offset + stored_bytes(tensor.kind, tensor.shape) > size:
-        raise BrokenModel(f"{path}: truncated: tensor {tensor.name} ends after the file; copy it again", param="model")
-
-
-def _tensor(reader: _Reader) -> GGUFTensor:
-    name = reader.string()
-    shape = tuple(reader.scalar(10) for _ in range(reader.scalar(4)))
-    return GGUFTensor(name, shape[::-1], reader.scalar(4), reader.scalar(10))
+_FORMAT = 3  # raised when converted directories from before must not be used any more
 
 
 def convert_gguf(source: Path, directory: Path, progress: Callable[[int, int], None] | None = None) -> None:
@@ -171,33 +60,29 @@ def convert_gguf(source: Path, directory: Path, progress: Callable[[int, int], N
 def _convert(source: Path, directory: Path, progress: Callable[[int, int], None] | None) -> None:
     file = read_gguf(source)
     for tensor in file.tensors:
-        if tensor.kind not in SUPPORTED:
-            kind = TYPE_NAMES.get(tensor.kind, f"number {tensor.kind}")
+        if tensor.kind not in kinds():
             raise UnsupportedModel(
-                f"{source}: tensor type {kind} ({tensor.name}) is not supported; supported are "
-                f"{', '.join(SUPPORTED.values())}",
+                f"{source}: tensor type {kind_name(tensor.kind)} ({tensor.name}) is not supported; supported are "
+                f"{', '.join(kind.name for kind in kinds().values())}",
                 param="model",
             )
     data = np.memmap(source, np.uint8, "r")
-    factors = [_plain(data, t) for t in file.tensors if t.name == "rope_freqs.weight"]
     shapes = {t.name: t.shape for t in file.tensors}
-    config = model_config(file.metadata, shapes, factors[0] if factors else None, str(source))
-    heads = config["num_attention_heads"], config["num_key_value_heads"]
+    factors = {t.name: _plain(data, t) for t in file.tensors if t.name.startswith(("rope_freqs.", "rope_factors_"))}
+    config = model_config(file.metadata, shapes, factors, str(source))
     total = sum(stored_bytes(t.kind, t.shape) for t in file.tensors)
     done = 0
 
-    def read(tensor: GGUFTensor) -> dict[str, np.ndarray]:
+    def progressed(size: int) -> None:
         nonlocal done
-        size = stored_bytes(tensor.kind, tensor.shape)
-        parts = convert_tensor(data[tensor.offset : tensor.offset + size], tensor.kind, tensor.shape)
         done += size
         if progress is not None:
             progress(done, total)
-        return _unpermute(tensor.name, parts, heads, config["model_type"])
 
-    pending, bits = _pending(file, read)
-    if bits:
-        config["quantization"] = _quantization(bits)
+    writer = _Writer(data, str(file.metadata.get("general.architecture")), config, progressed)
+    pending = [part for tensor in file.tensors for part in writer.parts(tensor)]
+    if writer.packed:
+        config["quantization"] = _quantization(writer.packed)
     write_safetensors(directory / "model.safetensors", pending)
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     write_tokenizer(file.metadata, directory, str(source))
@@ -205,32 +90,63 @@ def _convert(source: Path, directory: Path, progress: Callable[[int, int], None]
 
 def _plain(data: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
     size = stored_bytes(tensor.kind, tensor.shape)
-    return convert_tensor(data[tensor.offset : tensor.offset + size], tensor.kind, tensor.shape)["weight"]
+    return expanded(data[tensor.offset : tensor.offset + size], tensor.kind, tensor.shape, "F16")
 
 
-def _pending(
-    file: GGUFFile, read: Callable[[GGUFTensor], dict[str, np.ndarray]]
-) -> tuple[list[PendingTensor], dict[str, int]]:
-    """Tensors to write, and the bits of those that are quantised, by module path."""
-    pending: list[PendingTensor] = []
-    bits: dict[str, int] = {}
-    for tensor in file.tensors:
-        name = mlx_name(tensor.name)
+class _Writer:
+    """Says which tensors are to be written, and makes them when their turn comes."""
+
+    def __init__(
+        self, data: np.ndarray, architecture: str, config: dict[str, Any], progressed: Callable[[int], None]
+    ) -> None:
+        self._data = data
+        self._architecture = architecture
+        self._gemma = architecture.startswith("gemma")
+        # Gemma's activations are too large for float16, and the embedding's type is that of the activations.
+        self._dtype = "BF16" if self._gemma else "F16"
+        self._heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self._progressed = progressed
+        self.packed: dict[str, int] = {}
+        """Type numbers of what stays packed, by module path."""
+
+    def parts(self, tensor: GGUFTensor) -> list[PendingTensor]:
+        """What becomes of a tensor of the file."""
+        name = mlx_name(tensor.name, self._architecture)
         if name is None:
-            continue
-        parts = _Once(lambda tensor=tensor: read(tensor))  # type: ignore[misc]
-        if tensor.kind in QUANT_BITS:
-            base = name.removesuffix(".weight")
-            bits[base] = width = QUANT_BITS[tensor.kind]
-            rows, columns = tensor.shape[:-1], tensor.shape[-1]
-            pending += [
-                PendingTensor(f"{base}.weight", "U32", (*rows, columns * width // 32), parts.part("weight")),
-                PendingTensor(f"{base}.scales", "F16", (*rows, columns // 32), parts.part("scales")),
-                PendingTensor(f"{base}.biases", "F16", (*rows, columns // 32), parts.part("biases")),
-            ]
+            return []
+        kind, rows, columns = kinds()[tensor.kind], tensor.shape[:-1], tensor.shape[-1]
+        wide = self._gemma and name == "model.embed_tokens.weight"
+        parts = _Once(lambda: self._read(tensor, wide))
+        if not kind.bits or wide:
+            dtype = PLAIN.get(tensor.kind, self._dtype)
+            dtype = "BF16" if wide and dtype == "F16" else dtype
+            return [PendingTensor(name, dtype, tensor.shape, parts.part("weight"))]
+        base = name.removesuffix(".weight")
+        self.packed[base] = tensor.kind
+        scale = "F16" if kind.mode == "affine" else "U8"
+        pending = [
+            PendingTensor(f"{base}.weight", "U32", (*rows, columns * kind.bits // 32), parts.part("weight")),
+            PendingTensor(f"{base}.scales", scale, (*rows, columns // GROUP), parts.part("scales")),
+        ]
+        if kind.mode == "affine":
+            pending.append(PendingTensor(f"{base}.biases", "F16", (*rows, columns // GROUP), parts.part("biases")))
+        return pending
+
+    def _read(self, tensor: GGUFTensor, wide: bool) -> dict[str, np.ndarray]:
+        size = stored_bytes(tensor.kind, tensor.shape)
+        data = self._data[tensor.offset : tensor.offset + size]
+        if wide:
+            weight = expanded(data, tensor.kind, tensor.shape, "BF16")
+            parts = {"weight": bfloat16(weight) if weight.dtype == np.float16 else weight}
         else:
-            pending.append(PendingTensor(name, SUPPORTED[tensor.kind], tensor.shape, parts.part("weight")))
-    return pending, bits
+            parts = converted(data, tensor.kind, tensor.shape, self._dtype)
+        self._progressed(size)
+        if self._gemma and tensor.name.endswith("norm.weight"):
+            weight = parts["weight"]
+            if weight.dtype == np.uint16:
+                return {"weight": bfloat16((weight.astype(np.uint32) << 16).view(np.float32) - 1)}
+            return {"weight": weight - 1}
+        return _unpermute(tensor.name, parts, self._heads, self._architecture)
 
 
 class _Once:
@@ -249,18 +165,20 @@ class _Once:
         return take
 
 
-def _quantization(bits: dict[str, int]) -> dict[str, Any]:
-    """MLX's settings: the commonest width for all, exceptions by path."""
-    widths = list(bits.values())
-    common = max(set(widths), key=widths.count)
-    settings: dict[str, Any] = {"group_size": 32, "bits": common, "mode": "affine"}
-    settings |= {path: {"group_size": 32, "bits": width} for path, width in bits.items() if width != common}
-    return settings
+def _quantization(packed: dict[str, int]) -> dict[str, Any]:
+    """MLX's settings: the commonest for all, exceptions by path."""
+    numbers = list(packed.values())
+    common = max(set(numbers), key=numbers.count)
+    usual = settings_of(common)
+    exceptions = {path: settings_of(number) for path, number in packed.items()}
+    return {"mode": "affine", **usual, **{path: own for path, own in exceptions.items() if own != usual}}
 
 
-def _unpermute(name: str, parts: dict[str, np.ndarray], heads: tuple[int, int], family: str) -> dict[str, np.ndarray]:
+def _unpermute(
+    name: str, parts: dict[str, np.ndarray], heads: tuple[int, int], architecture: str
+) -> dict[str, np.ndarray]:
     """Undo llama.cpp's order of query and key rows (architecture llama alone): pairs back into halves."""
-    if family != "llama" or not name.endswith(("attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias")):
+    if architecture != "llama" or not name.endswith(("attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias")):
         return parts
     count = heads[0] if "attn_q" in name else heads[1]
 

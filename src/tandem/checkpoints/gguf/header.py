@@ -1,0 +1,134 @@
+"""Headers of GGUF files. No mlx.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. They are read here and not by the gguf package, whose
+reader follows announced counts beyond the end of a file.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.checkpoints.gguf.tensors import kinds, stored_bytes
+from tandem.errors import BrokenModel, UnsupportedModel
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """One tensor of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Rows first, as in MLX (the file has columns first)."""
+    kind: int
+    """ggml type number."""
+    offset: int
+    """Bytes from the start of the file."""
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """Metadata and tensor directory of a GGUF file."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: tuple[GGUFTensor, ...]
+
+
+class _Reader:
+    """Values of a GGUF header in turn. Raises EOFError when the file ends within it.
+
+    Every value takes bytes of the file, so that no announced count makes it loop or allocate beyond the file's size.
+    """
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self.at = 0
+
+    def scalar(self, kind: int) -> Any:
+        code = "<" + _SCALARS[kind]
+        return struct.unpack(code, self.take(struct.calcsize(code)))[0]
+
+    def take(self, count: int) -> memoryview:
+        if count > len(self._data) - self.at:
+            raise EOFError
+        self.at += count
+        return self._data[self.at - count : self.at]
+
+    def string(self) -> str:
+        return bytes(self.take(self.scalar(10))).decode("utf-8", errors="replace")
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            return self.scalar(kind)
+        inner, count = self.scalar(4), self.scalar(10)
+        if inner in (_STRING, _ARRAY):
+            return [self.value(inner) for _ in range(count)]
+        code = np.dtype("<" + {"B": "u1", "b": "i1", "?": "?"}.get(_SCALARS[inner], _SCALARS[inner]))
+        return np.frombuffer(self.take(count * code.itemsize), code).tolist()
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read the header of a GGUF file (version 2 or 3, little-endian). Raises `BrokenModel`, `UnsupportedModel`."""
+    data = _mapped(path)
+    if bytes(data[:4]) != b"GGUF":
+        raise BrokenModel(f"{path}: is not a GGUF file", param="model")
+    reader = _Reader(data.data)
+    try:
+        reader.take(4)
+        version = reader.scalar(4)
+        if version not in (2, 3):
+            raise UnsupportedModel(f"{path}: GGUF version {version} is not supported (2 and 3 are)", param="model")
+        count, entries = reader.scalar(10), reader.scalar(10)
+        metadata = {}
+        for _ in range(entries):
+            key = reader.string()
+            metadata[key] = reader.value(reader.scalar(4))
+        tensors = [_tensor(reader) for _ in range(count)]
+    except (EOFError, KeyError, struct.error, RecursionError) as error:
+        raise BrokenModel(f"{path}: truncated or damaged GGUF header; copy it again", param="model") from error
+    align = metadata.get("general.alignment", 32)
+    if not isinstance(align, int) or align <= 0:
+        raise BrokenModel(f"{path}: general.alignment is {align!r:.100}, not a number of bytes", param="model")
+    start = (reader.at + align - 1) // align * align
+    tensors = [GGUFTensor(t.name, t.shape, t.kind, start + t.offset) for t in tensors]
+    for tensor in tensors:
+        _check_tensor(path, tensor, data.size)
+    return GGUFFile(path, metadata, tuple(tensors))
+
+
+def _mapped(path: Path) -> np.ndarray:
+    try:
+        return np.memmap(path, np.uint8, "r")
+    except (OSError, ValueError) as error:
+        raise BrokenModel(f"{path}: cannot be read: {error}", param="model") from error
+
+
+def _check_tensor(path: Path, tensor: GGUFTensor, size: int) -> None:
+    """Does a tensor of a supported type have a shape, and lie within the file's `size` bytes?"""
+    if not 1 <= len(tensor.shape) <= MAX_DIMENSIONS or 0 in tensor.shape:
+        raise BrokenModel(f"{path}: tensor {tensor.name} has the shape {list(tensor.shape)[:9]}", param="model")
+    kind = kinds().get(tensor.kind)
+    if kind is None:
+        return  # refused by name, once it is known what the file is
+    if tensor.shape[-1] % kind.block:
+        raise BrokenModel(f"{path}: tensor {tensor.name} has rows of {tensor.shape[-1]} values, which is no whole "
+                          f"number of blocks of {kind.block}", param="model")
+    if tensor.offset + stored_bytes(tensor.kind, tensor.shape) > size:
+        raise BrokenModel(f"{path}: truncated: tensor {tensor.name} ends after the file; copy it again", param="model")
+
+
+def _tensor(reader: _Reader) -> GGUFTensor:
+    name = reader.string()
+    shape = tuple(reader.scalar(10) for _ in range(reader.scalar(4)))
+    return GGUFTensor(name, shape[::-1], reader.scalar(4), reader.scalar(10))
