@@ -39,11 +39,11 @@ def logits(path: Path, *, stages: int = 1, dequantize: bool = False, size: int =
     ranges = split_layers(description.num_layers, stages)
 
     def work(tp: Any) -> np.ndarray:
-        hidden = None
+        hidden = mx.array([TOKENS])
         for layers in ranges:
             part = load_stage(files, description, layers, dtype="float32", dequantize=dequantize,
                               shard=shards[tp.rank], tensor_parallel=tp)  # fmt: skip
-            hidden = part.forward(part.embed(mx.array([TOKENS])) if hidden is None else hidden, part.make_caches())
+            hidden = part.forward(hidden, part.make_caches())
         return np.array(part.head(hidden))
 
     return ThreadGroup(size).run(work)
@@ -282,6 +282,17 @@ def test_formats_of_mlx_give_what_mlx_lm_gives(group, bits, mode, mixed, tmp_pat
 def test_mlx_lm_reads_the_same_awq_weights(tmp_path):
     foreign, _ = make_awq(Twin(tmp_path, "qwen3"))
     np.testing.assert_array_equal(logits(foreign, stages=2)[0], logits_of_mlx_lm(foreign))
+
+
+@pytest.mark.parametrize(("family", "form"), [
+    ("deepseek_v3", lambda twin: make_fp8(twin, (128, 128))), ("deepseek_v32", lambda twin: make_fp8(twin, (128, 128))),
+    ("kimi_k2", lambda twin: make_packed(twin, 4, 32, False)),
+], ids=["DeepSeek V3 in fp8", "DeepSeek V3.2 in fp8", "Kimi K2 in 4 bits"])
+def test_mlx_lm_loads_the_same_model_from_the_published_format(family, form, tmp_path):
+    foreign, _ = form(Twin(tmp_path, family))
+    want = logits_of_mlx_lm(foreign)
+    assert np.isfinite(want).all()
+    np.testing.assert_array_equal(logits(foreign, stages=2)[0], want)
 
 
 def test_fp8_is_expanded_as_mlx_lms_models_do():
