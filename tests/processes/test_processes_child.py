@@ -135,6 +135,16 @@ def test_backends_that_need_a_host_file_say_so() -> None:
         make_world("jaccl", 2, 0)
 
 
+def test_ports_for_later_are_none_that_outgoing_connections_get() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as outgoing:
+        first = min(32768, outgoing.getsockname()[1])
+        assert all(20000 <= port < first for port in free_ports(50))
+        [mine] = free_ports(1, wanted=[server.getsockname()[1]])  # taken
+        assert mine < first
+    with pytest.raises(OSError, match="assign"):
+        free_ports(1, "192.0.2.77")
+
+
 def test_free_ports_can_be_bound() -> None:
     ports = free_ports(5)
     assert len(set(ports)) == 5

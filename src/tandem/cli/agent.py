@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     trust = Trust("agent")
     if arguments.forget:
         trust.forget(arguments.forget)
-        print(f"{arguments.forget} may not run anything here any more; restart the agent if it is running")
+        print(f"{arguments.forget} may not run anything here any more; what runs there for it is ended")
         return 0
     name = checked_name(arguments.name or socket.gethostname().split(".")[0])
     if not 0 <= arguments.port < 65535:

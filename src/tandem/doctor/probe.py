@@ -39,6 +39,8 @@ from tandem.env import child_environment
 from tandem.processes.interpreter import module_command
 
 COLLECTIVE = "tandem.doctor.collective"
+TAIL = 65536
+"""Bytes of what the test group has complained about that are read, from the end."""
 
 
 class Probe:
@@ -74,28 +76,30 @@ def free_ports(count: int) -> list[int]:
 
 def collect(request: Collect) -> Collected:
     """Run one rank of the test group in a process of its own, which is killed when its time is up."""
-    with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as directory:
+    with ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-doctor-"))
         variables = dict(request.variables)
         for name, content in request.files.items():
             path = Path(directory) / name.lower()
             path.write_text(content)
             variables[name] = str(path)
+        complaints = stack.enter_context(tempfile.TemporaryFile())  # a pipe that nobody reads fills, and stops it
         process = subprocess.Popen(module_command(COLLECTIVE), env=child_environment(variables),
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints)
         assert process.stdin is not None
         process.stdin.write(request.backend.encode() + b"\n")
         process.stdin.flush()
         timer = threading.Timer(request.timeout_s, process.kill)
         timer.start()
         assert process.stdout is not None
-        assert process.stderr is not None
-        with process.stdin, process.stdout, process.stderr:  # its lifeline stays open until it has ended
-            output, errors = process.stdout.read(), process.stderr.read()
-            code = process.wait()
+        with process.stdin, process.stdout:  # its lifeline stays open until it has ended
+            output, code = process.stdout.read(), process.wait()
+        complaints.seek(max(complaints.seek(0, os.SEEK_END) - TAIL, 0))
+        errors = complaints.read()
         late = not timer.is_alive()
         timer.cancel()
     if code == 0:
-        return Collected(latency_s=json.loads(output))
+        return Collected(latency_s=json.loads(output.splitlines()[-1]))  # NCCL may have written before it
     lines = errors.decode(errors="replace").strip().splitlines()
     return Collected(f"no sum within {request.timeout_s:g} s" if late else lines[-1] if lines else f"exit code {code}")
 

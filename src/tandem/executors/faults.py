@@ -10,6 +10,9 @@ FULL = ("its GPU's memory is full: lower --max-batch-size, --prefill-chunk, --kv
 WAITED = ("a command took its GPU longer than macOS allows; where it waited for another rank of its stage, that one "
           "is slow, but answers")
 
+PORT_TAKEN = ("Couldn't bind socket", "Address already in use")
+"""Words of MLX and NCCL for a port that was free a moment ago."""
+
 
 def rank_failure(rank: int, kind: str, message: str, details: str = "") -> RankFailure:
     """The failure of a rank that raised an error of the class `kind` with `message`.
@@ -17,6 +20,9 @@ def rank_failure(rank: int, kind: str, message: str, details: str = "") -> RankF
     The causes `memory` (the GPU's is full) and `timeout` (it waited, perhaps for another rank, until the system ended
     that) say nothing against the requests that it worked on.
     """
+    if any(sign in message for sign in PORT_TAKEN):
+        return RankFailure(f"rank {rank}: somebody took a port of the group before it did ({message}); it gets others",
+                           rank=rank, details=details, cause="link")
     fault = fault_of(message)
     words = {"memory": f"{FULL} ({message})", "timeout": f"{WAITED} ({message})"}.get(fault or "", f"{kind}: {message}")
     return RankFailure(f"rank {rank}: {words}", rank=rank, details=details, cause=fault or "error")

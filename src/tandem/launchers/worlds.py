@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import random
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -14,6 +15,14 @@ from pathlib import Path
 from tandem.env import variables
 from tandem.errors import LayoutError
 from tandem.launchers.base import World
+
+LOWEST, HIGHEST = 20000, 61000
+"""Below it stand the ports of many services; from it on Linux gives none to outgoing connections, as it comes."""
+OTHERS_FIRST = 29600
+"""Tandem's own fixed ports begin here, and those that systems give to outgoing connections are above (Linux: from 32768
+on, macOS: from 49152 on), unless their settings say otherwise."""
+ENOUGH = 1000
+ATTEMPTS = 20
 
 
 class RingWorld(World):
@@ -83,14 +92,24 @@ def visible_gpus() -> list[str]:
 def free_ports(count: int, address: str = "127.0.0.1", wanted: Sequence[int] = ()) -> list[int]:
     """Ports of `address` that were free a moment ago, all different; `wanted` if all of them are.
 
-    Raises OSError when this machine does not have the address.
+    They are used seconds later, so they are none of those that the system gives to outgoing connections. Raises OSError
+    when this machine does not have the address.
     """
-    try:
-        return _bound(address, wanted) if len(wanted) == count else _bound(address, [0] * count)
-    except OSError:
-        if not wanted:
-            raise
-        return _bound(address, [0] * count)
+    if len(wanted) == count:
+        with suppress(OSError):
+            return _bound(address, wanted)
+    for _ in range(ATTEMPTS):
+        with suppress(OSError):  # somebody has one of them
+            return _bound(address, random.SystemRandom().sample(_lasting(), count))
+    return _bound(address, [0] * count)
+
+
+def _lasting() -> range:
+    """Ports that the system gives to nobody who does not ask for them by number."""
+    first = OTHERS_FIRST
+    with suppress(OSError, ValueError):
+        first = min(first, int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0]))
+    return range(LOWEST, first) if first - LOWEST >= ENOUGH else range(HIGHEST, 65536)
 
 
 def _bound(address: str, ports: Sequence[int]) -> list[int]:

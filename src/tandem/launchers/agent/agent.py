@@ -10,22 +10,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import subprocess
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from tandem.env import child_environment
-from tandem.errors import TransportError, UsageError
+from tandem.errors import ConfigError, TransportError, UsageError
 from tandem.launchers.agent.link import BEAT_S, CHUNK, MAX_FRAME, SILENCE_S
 from tandem.launchers.agent.pairing import AgentSide
+from tandem.launchers.agent.session import Session
 from tandem.launchers.agent.trust import NAME, Peer, Trust
 from tandem.log import Seldom
-from tandem.processes.interpreter import module_command
 from tandem.protocol.agent import (
     Beat,
     CloseInput,
@@ -47,44 +44,13 @@ PROGRAMS = {"rank-host": "tandem.launchers.rank_host", "probe": "tandem.doctor.p
 """What a head may have run, and the module that it is."""
 PORT = 29640
 """Of sessions; pairing has the next one."""
-END_S = 3.0
 MOST_SESSIONS = 64
+MOST_AT_ONCE = 1000
+"""Messages taken from a socket before anything else is looked at."""
+ENDING_MS, QUIET_MS = 50, 500
+"""Longest sleeps while a program ends, and else."""
 DOMAIN = "tandem-agent"
-
-
-@dataclass
-class _Session:
-    identity: bytes
-    process: subprocess.Popen[bytes]
-    heard: float = field(default_factory=time.monotonic)
-
-    @property
-    def output(self) -> int:
-        assert self.process.stdout is not None
-        return self.process.stdout.fileno()
-
-    def write(self, data: bytes) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self.process.stdin.write(data)
-            self.process.stdin.flush()
-
-    def close_input(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-
-    def end(self) -> int:
-        """Its exit code; it gets a moment to end its ranks, then it is killed."""
-        self.close_input()
-        try:
-            self.process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        return self.process.returncode
+UNPAIRED = "it is not paired with this head any more"
 
 
 class Agent:
@@ -96,9 +62,10 @@ class Agent:
         self.name, self.public = name, identity.public
         self.pairing = AgentSide(name, identity.public)
         self._trust = trust
-        self._sessions: dict[bytes, _Session] = {}
+        self._sessions: dict[bytes, Session] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._keys = {peer.public for peer in trust.peers().values()}
+        self._keys, self._keys_from = set[str](), (-1, 0)
+        self._look_at_keys()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
         self._authenticator.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
@@ -128,8 +95,13 @@ class Agent:
         return int(one.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by pyzmq for each handshake with the peer's public key."""
-        return key.decode("ascii", errors="replace") in self._keys
+        """Called by pyzmq, in its thread, for each handshake with the peer's public key."""
+        try:
+            trusted = {peer.public for peer in self._trust.peers().values()}
+        except ConfigError as error:
+            log.error("nobody is let in: %s", error.message)
+            return False
+        return key.decode("ascii", errors="replace") in trusted
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         """Answer until `until` says so."""
@@ -137,64 +109,78 @@ class Agent:
             poller = zmq.Poller()
             for source in (self._commands, self._pairs):
                 poller.register(source, zmq.POLLIN)
-            outputs = {one.output: one for one in self._sessions.values()}
+            running = [one for one in self._sessions.values() if one.reason is None]
+            outputs = {one.output: one for one in running}
+            inputs = {one.input: one for one in running if one.behind}
             for descriptor in outputs:
                 poller.register(descriptor, zmq.POLLIN)
-            for source, _ in poller.poll(500):
-                if source is self._commands:
-                    self._obey()
-                elif source is self._pairs:
-                    self._pair()
-                elif source in outputs:
-                    self._pass_on(outputs[source])
+            for descriptor in inputs:
+                poller.register(descriptor, zmq.POLLOUT)
+            ready = dict(poller.poll(ENDING_MS if len(running) < len(self._sessions) else QUIET_MS))
+            self._drain(self._commands, self._obey)  # all of them: what is read late was not said late
+            self._drain(self._pairs, self._pair)
+            for descriptor in ready:
+                if descriptor in outputs:
+                    self._pass_on(outputs[descriptor])
+                elif descriptor in inputs:
+                    inputs[descriptor].flush()
             self._watch()
 
-    def _obey(self) -> None:
-        frames = self._commands.recv_multipart()
+    def _drain(self, one: zmq.Socket[bytes], take: Callable[[list[zmq.Frame]], None]) -> None:
+        for _ in range(MOST_AT_ONCE):
+            try:
+                frames = one.recv_multipart(zmq.DONTWAIT, copy=False)
+            except zmq.Again:
+                return
+            take(frames)
+
+    def _obey(self, frames: list[zmq.Frame]) -> None:
+        identity, owner = frames[0].bytes, str(frames[-1].get("User-Id"))
         try:
-            message = self._decode(frames[-1])
+            message = self._decode(frames[-1].bytes)
         except TransportError as error:
             seldom.warning("a message of a paired head cannot be read: %s; it is dropped; is it of this version?",
                            error)
             return
-        session = self._sessions.get(frames[0])
-        if isinstance(message, OpenSession):
-            self._open(frames[0], message)
+        session = self._sessions.get(identity)
+        if owner not in self._keys:
+            self._look_at_keys()  # it may have been paired with a moment ago
+        if owner not in self._keys:
+            self._send(identity, Ended(255, UNPAIRED))
+        elif isinstance(message, OpenSession):
+            self._open(identity, owner, message)
         elif session is None:
-            self._send(frames[0], Ended(255, "there is no such session"))
-        else:
+            self._send(identity, Ended(255, "there is no such session"))
+        elif session.reason is None:
             session.heard = time.monotonic()
             if isinstance(message, Data):
-                session.write(message.data)
+                if not session.write(message.data):
+                    session.end("it does not read what it is sent")
             elif isinstance(message, CloseInput):
                 session.close_input()
 
-    def _open(self, identity: bytes, message: OpenSession) -> None:
+    def _open(self, identity: bytes, owner: str, message: OpenSession) -> None:
         module = PROGRAMS.get(message.program)
         if module is None or identity in self._sessions or len(self._sessions) >= MOST_SESSIONS:
             self._send(identity, Ended(255, f"{message.program} cannot be started here"))
             return
-        process = subprocess.Popen(module_command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.STDOUT, env=child_environment(), start_new_session=True)
-        self._sessions[identity] = _Session(identity, process)
-        log.info("a head has started a %s (process %d)", message.program, process.pid)
+        try:
+            session = self._sessions[identity] = Session(identity, owner, module)
+        except OSError as error:
+            self._send(identity, Ended(255, f"{message.program} cannot be started: {error.strerror}"))
+            return
+        log.info("a head has started a %s (process %d)", message.program, session.pid)
         self._send(identity, Beat())
 
-    def _pass_on(self, session: _Session) -> None:
+    def _pass_on(self, session: Session) -> None:
         """Output of a program; its end when there is no more."""
         if data := os.read(session.output, CHUNK):
             self._send(session.identity, Data(data))
         else:
-            self._close(session, "")
+            session.end("")
 
-    def _close(self, session: _Session, reason: str) -> None:
-        del self._sessions[session.identity]
-        code = session.end()
-        self._send(session.identity, Ended(code, reason))
-        log.info("process %d has ended with %d%s", session.process.pid, code, f": {reason}" if reason else "")
-
-    def _pair(self) -> None:
-        frames = self._pairs.recv_multipart()
+    def _pair(self, received: list[zmq.Frame]) -> None:
+        frames = [frame.bytes for frame in received]
         try:
             request = self._decode_pair(frames[-1])
         except TransportError:
@@ -204,7 +190,7 @@ class Agent:
         reply, head = self.pairing.answer(frames[0], request)
         if head is not None:
             self._trust.add(head.name, Peer(head.public))
-            self._keys = {peer.public for peer in self._trust.peers().values()}
+            self._look_at_keys()
             log.info("paired with %s: it may run ranks here", head.name)
         elif isinstance(reply, PairRefused):
             seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again",
@@ -212,15 +198,43 @@ class Agent:
         self._pairs.send_multipart([frames[0], msgspec.msgpack.encode(reply)])
 
     def _watch(self) -> None:
-        """Beats, both ways."""
+        """Beats, both ways; who is trusted; programs that have ended."""
         now = time.monotonic()
+        self._look_at_keys()
         beat = now - self._beaten >= BEAT_S
         self._beaten = now if beat else self._beaten
         for session in list(self._sessions.values()):
-            if now - session.heard > SILENCE_S:
-                self._close(session, "nothing was heard of the head")
+            if session.owner not in self._keys:
+                session.end(UNPAIRED)
+            elif now - session.heard > SILENCE_S:
+                session.end("nothing was heard of the head")
+            if session.reason is not None:
+                self._bury(session)
             elif beat:
                 self._send(session.identity, Beat())
+
+    def _bury(self, session: Session) -> None:
+        """Say how a session has ended, if it has."""
+        if (code := session.ended()) is None:
+            return
+        del self._sessions[session.identity]
+        reason = session.reason or ""
+        self._send(session.identity, Ended(code, reason))
+        log.info("process %d has ended with %d%s", session.pid, code, f": {reason}" if reason else "")
+
+    def _look_at_keys(self) -> None:
+        """Whom this machine trusts, if that has changed. Raises ConfigError at first."""
+        changed = self._trust.changed_at()
+        if changed == self._keys_from:
+            return
+        try:
+            self._keys = {peer.public for peer in self._trust.peers().values()}
+        except ConfigError as error:
+            if self._keys_from[0] < 0:
+                raise
+            log.error("nobody is trusted: %s", error.message)
+            self._keys = set()
+        self._keys_from = changed
 
     def _send(self, identity: bytes, message: SessionReply) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the head has gone; silence ends the session
@@ -229,7 +243,11 @@ class Agent:
     def close(self) -> None:
         """End all sessions, and close."""
         for session in list(self._sessions.values()):
-            self._close(session, "the agent ends")
+            session.end("the agent ends")
+        while self._sessions:
+            for session in list(self._sessions.values()):
+                self._bury(session)
+            time.sleep(ENDING_MS / 1000)
         self._authenticator.stop()
         for one in (self._commands, self._pairs):
             one.close()

@@ -54,6 +54,14 @@ class Trust:
         """Trusted peers by name. Raises ConfigError."""
         return _read(self._directory / "peers.json", dict[str, Peer]) or {}
 
+    def changed_at(self) -> tuple[int, int]:
+        """Something that is another after each change of `peers`."""
+        try:
+            found = (self._directory / "peers.json").stat()
+        except OSError:
+            return 0, 0
+        return found.st_mtime_ns, found.st_ino
+
     def add(self, name: str, peer: Peer) -> None:
         """Trust a peer from now on; one of that name is replaced."""
         _write(self._directory / "peers.json", {**self.peers(), name: peer})

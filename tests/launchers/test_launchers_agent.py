@@ -1,0 +1,181 @@
+"""One head's programs never hold up another's, and a head that is forgotten has none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from tandem.launchers.agent import agent as module
+from tandem.launchers.agent import session
+from tandem.launchers.agent.agent import UNPAIRED, Agent
+from tandem.launchers.agent.trust import Identity, Peer, Trust
+from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
+
+PROGRAMS = {
+    "echo": "import sys\nfor line in sys.stdin.buffer:\n    sys.stdout.write(line.decode())\n    sys.stdout.flush()",
+    "deaf": "import time\nimport sys\nsys.stdout.write('up\\n')\nsys.stdout.flush()\ntime.sleep(100)",
+}
+
+
+class Head:
+    """A head's end of a session."""
+
+    def __init__(self, agent: Agent, identity: Identity) -> None:
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.curve_serverkey = agent.public.encode()
+        self._socket.curve_publickey, self._socket.curve_secretkey = identity.public.encode(), identity.secret.encode()
+        self._socket.connect(f"tcp://127.0.0.1:{agent.port}")
+
+    def send(self, message: SessionRequest) -> None:
+        with suppress(zmq.Again):  # there is no connection
+            self._socket.send(msgspec.msgpack.encode(message), zmq.DONTWAIT)
+
+    def hear(self, seconds: float = 30.0) -> SessionReply | None:
+        """The next word that is no beat."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._socket.poll(100):
+                message: SessionReply = msgspec.msgpack.decode(self._socket.recv(), type=SessionReply)
+                if not isinstance(message, Beat):
+                    return message
+            self.send(Beat())
+        return None
+
+    def open(self, program: str) -> Head:
+        self.send(OpenSession(program))
+        return self
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Machine:
+    """An agent in a thread, and heads that it is paired with."""
+
+    def __init__(self) -> None:
+        self.trust = Trust("agent")
+        self.agent = Agent("here", self.trust, host="127.0.0.1", port=0)
+        self.heads: list[Head] = []
+        self.pause = 0.0
+        self._over = False
+        self._thread = threading.Thread(target=self.agent.serve, args=(self._until,))
+        self._thread.start()
+
+    def _until(self) -> bool:
+        pause, self.pause = self.pause, 0.0
+        time.sleep(pause)
+        return self._over
+
+    def head(self, name: str) -> Head:
+        identity = Identity(*(key.decode() for key in zmq.curve_keypair()))
+        self.trust.add(name, Peer(identity.public))
+        self.heads.append(Head(self.agent, identity))
+        return self.heads[-1]
+
+    def close(self) -> None:
+        self._over = True
+        self._thread.join(60)
+        self.agent.close()
+        for head in self.heads:
+            head.close()
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(module, "PROGRAMS", {name: f"agent_{name}" for name in PROGRAMS})
+    for name, text in PROGRAMS.items():
+        (tmp_path / f"agent_{name}.py").write_text(text)
+    machine = Machine()
+    yield machine
+    machine.close()
+
+
+def echo(head: Head, words: str) -> None:
+    head.send(Data(words.encode() + b"\n"))
+    assert head.hear() == Data(words.encode() + b"\n")
+
+
+def test_a_program_that_does_not_read_holds_up_nobody_and_is_ended(machine: Machine) -> None:
+    deaf, other = machine.head("a").open("deaf"), machine.head("b").open("echo")
+    assert deaf.hear() == Data(b"up\n")
+    deaf.send(Data(b"x" * 500_000))  # more than a pipe holds
+    echo(other, "still here")
+    for _ in range(20):
+        deaf.send(Data(b"x" * 500_000))
+    echo(other, "and here")
+    assert deaf.hear() == Ended(-9, "it does not read what it is sent")
+    echo(other, "always")
+
+
+def test_programs_that_do_not_end_hold_up_nobody(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "END_S", 600.0)
+    stubborn, other = [machine.head(f"a{i}").open("deaf") for i in range(3)], machine.head("b").open("echo")
+    for one in stubborn:
+        assert one.hear() == Data(b"up\n")
+    echo(other, "before")
+    for one in stubborn:
+        for _ in range(20):
+            one.send(Data(b"x" * 500_000))
+    while sum(one.reason is not None for one in list(machine.agent._sessions.values())) < 3:
+        time.sleep(0.05)
+    echo(other, "meanwhile")
+    for running in list(machine.agent._sessions.values()):
+        if running.reason is not None:
+            os.kill(running.pid, signal.SIGKILL)
+    assert [one.hear() for one in stubborn] == [Ended(-9, "it does not read what it is sent")] * 3
+
+
+def test_after_a_pause_nobody_who_has_spoken_is_struck_off(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = [machine.head(f"h{i}").open("echo") for i in range(4)]
+    for head in heads:
+        echo(head, "up")
+    monkeypatch.setattr(module, "SILENCE_S", 5.0)
+    machine.pause = 6.0  # as SIGSTOP does
+    for _ in range(62):
+        time.sleep(0.1)
+        for head in heads:
+            head.send(Beat())
+    for head in heads:
+        echo(head, "still here")
+
+
+def test_what_is_sent_is_read_to_its_end(machine: Machine) -> None:
+    head = machine.head("a").open("echo")
+    lines = [f"{i} {'x' * 1000}" for i in range(2000)]
+    for start in range(0, 2000, 200):
+        head.send(Data("".join(f"{line}\n" for line in lines[start:start + 200]).encode()))
+    head.send(CloseInput())
+    got = b""
+    while isinstance(message := head.hear(), Data):
+        got += message.data
+    assert message == Ended(0, "") and got.decode().split("\n")[:-1] == lines
+
+
+def test_a_head_that_is_forgotten_is_out_at_once(machine: Machine) -> None:
+    head = machine.head("a").open("echo")
+    echo(head, "in")
+    machine.trust.forget("a")
+    assert head.hear() == Ended(0, UNPAIRED)
+    head.open("echo")
+    assert head.hear() == Ended(255, UNPAIRED)  # over the connection that it still has
+    again = machine.head("a").open("echo")
+    machine.trust.forget("a")
+    assert not isinstance(again.hear(1.0), Data)
+    assert not [one for one in list(machine.agent._sessions.values()) if one.reason is None]
+
+
+def test_what_cannot_be_started_is_told(machine: Machine) -> None:
+    head = machine.head("a").open("sh")
+    assert head.hear() == Ended(255, "sh cannot be started here")
