@@ -22,8 +22,9 @@ from typing import Any
 from server.conftest import FakeEngine, wait_until
 from tandem.config.settings import ModelSettings, ProcessSettings, Settings
 from tandem.protocol.control import Submit
+from tandem.router.router import Router
 from tandem.server.app import create_app
-from tandem.server.engines.client import EngineClient
+from tandem.server.engines.replicas import Replicas
 from tandem.server.listener import listen
 from tandem.server.run import make_server
 from tandem.testing import write_tokenizer
@@ -113,7 +114,7 @@ def record(command: list[str], call: str, form: str) -> list[dict[str, Any]]:
         engine.start()
         settings = Settings(model=ModelSettings(model=directory, served_name="demo"),
                             process=ProcessSettings(engine_socket=engine.endpoint))
-        app = create_app(settings, EngineClient(engine.endpoint, heartbeat_s=0.1))
+        app = create_app(settings, Replicas(Router(), {0: engine.endpoint}, heartbeat_s=0.1))
         app.add_middleware(Recording, requests=requests)
         listener = listen("127.0.0.1", 0)
         server = make_server(app, drain_timeout=2.0)

@@ -34,8 +34,9 @@ from tandem.protocol.control import (
     Submit,
 )
 from tandem.protocol.request import EngineRequest, TokenLogprob
+from tandem.router.router import Router
 from tandem.server.app import create_app
-from tandem.server.engines.client import EngineClient
+from tandem.server.engines.replicas import Replicas
 from tandem.server.listener import listen
 from tandem.server.run import make_server
 from tandem.testing import write_tokenizer
@@ -191,7 +192,7 @@ class LiveServer:
         self.listener = listen("127.0.0.1", 0)
         self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
         self.address = self.listener.getsockname()
-        self.app = create_app(settings, EngineClient(settings.process.engine_socket, heartbeat_s=0.1))
+        self.app = create_app(settings, Replicas(Router(), {0: settings.process.engine_socket}, heartbeat_s=0.1))
         self.api = self.app.state.api
         self.api.heartbeat_s = heartbeat_s
         self.server = make_server(self.app, drain_timeout=2.0)

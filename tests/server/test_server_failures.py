@@ -40,7 +40,7 @@ def test_disconnect_aborts_all_choices(server, engine, wait_until, stream, hold)
         connection.recv(100)
     connection.close()
     wait_until(lambda: engine.aborted == set(engine.submitted))
-    assert server.api.live == {}
+    wait_until(lambda: not server.api.live)
     engine.hold, engine.delay = False, 0
     assert server.chat().status_code == 200
 

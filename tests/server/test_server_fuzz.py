@@ -14,8 +14,9 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tandem.config.settings import Settings
+from tandem.router.router import Router
 from tandem.server.app import create_app
-from tandem.server.engines.client import EngineClient
+from tandem.server.engines.replicas import Replicas
 
 CHECKS = [
     schemathesis.checks.not_a_server_error,
@@ -26,7 +27,7 @@ CHECKS = [
 FUZZ = settings(
     max_examples=15, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)
 )
-DESCRIPTION = create_app(Settings(), EngineClient("ipc://nowhere")).openapi()
+DESCRIPTION = create_app(Settings(), Replicas(Router())).openapi()
 OPERATIONS = [
     (method, path, mode)
     for path, operations in DESCRIPTION["paths"].items()

@@ -20,14 +20,15 @@ CHILD = """
 import sys
 from tandem import log
 from tandem.config.settings import ProcessSettings, ServerSettings, Settings
-from tandem.server.engines.client import EngineClient
+from tandem.router.router import Router
+from tandem.server.engines.replicas import Replicas
 from tandem.server.run import engine_endpoint, run_api
 log.set_up("INFO")
 endpoint, port, fd, drain = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
 settings = Settings(
     server=ServerSettings(port=port), process=ProcessSettings(engine_socket=endpoint, drain_timeout=drain)
 )
-run_api(settings, EngineClient(engine_endpoint(settings)), fd=fd if fd >= 0 else None)
+run_api(settings, Replicas(Router(), {0: engine_endpoint(settings)}), fd=fd if fd >= 0 else None)
 print("ended in good order", file=sys.stderr)
 """
 

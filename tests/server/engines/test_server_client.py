@@ -5,10 +5,10 @@ import contextlib
 
 import pytest
 
-from engine_outputs import outputs_of
 from tandem.errors import OverloadedError, UnavailableError
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.engines.client import EngineClient
+from tandem.server.engines.subscription import Subscription
 
 
 def request(name, **params):
@@ -27,8 +27,23 @@ async def connected(engine, wait=True):
         await client.close()
 
 
+async def sent(client, *names):
+    """A subscription to what the engine answers."""
+    subscription = Subscription(names, client.abort)
+    for name in names:
+        if not client.send(request(name), subscription):
+            raise UnavailableError("nobody is there")
+    return subscription
+
+
 async def tokens_of(client, name):
-    return [token async for output in outputs_of(client, request(name)) for token in output.tokens]
+    subscription, tokens = await sent(client, name), []
+    while True:
+        for output in await subscription.get():
+            tokens += output.tokens
+            if output.finish_reason is not None:
+                client.forget(name)
+                return tokens
 
 
 def test_submit_status_and_metrics(engine):
@@ -42,14 +57,13 @@ def test_submit_status_and_metrics(engine):
     assert engine.aborted == set()
 
 
-def test_leaving_the_loop_aborts(engine, wait_until):
+def test_closing_a_subscription_aborts(engine, wait_until):
     async def run():
         engine.delay = 0.01
         async with connected(engine) as client:
-            outputs = outputs_of(client, request("a"))
-            async for _ in outputs:
-                break
-            await outputs.aclose()
+            subscription = await sent(client, "a")
+            await subscription.get()
+            subscription.close()
 
     asyncio.run(run())
     wait_until(lambda: engine.aborted == {"a"} and engine.detached == 1)
@@ -69,11 +83,10 @@ def test_refusal(engine):
 def test_outputs_that_arrive_together_are_taken_together(engine):
     async def run():
         async with connected(engine) as client:
-            subscription = client.open([request("a"), request("b")])
+            subscription = await sent(client, "a", "b")
             await asyncio.sleep(0.3)
             outputs = await subscription.get()
             assert len(outputs) == 2 * (len(engine.reply) + 1)
-            client.release(subscription, ["a", "b"])
 
     asyncio.run(run())
 

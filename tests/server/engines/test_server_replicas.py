@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from engine_outputs import outputs_of
 from tandem.errors import NotFoundError, OverloadedError, ServerError, UnavailableError
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -54,6 +53,19 @@ async def until(condition):
 
 def request(name, **params):
     return EngineRequest(request_id=name, prompt=[5, 6], params=SamplingParams(**{"max_tokens": 50, **params}))
+
+
+async def outputs_of(replicas, request):
+    """Its outputs; leaving the loop early aborts it."""
+    subscription = replicas.open([request])
+    try:
+        while True:
+            for output in await subscription.get():
+                yield output
+                if output.finish_reason is not None:
+                    return
+    finally:
+        replicas.release(subscription, [request.request_id])
 
 
 async def answers_of(replicas, name, **params):

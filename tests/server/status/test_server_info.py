@@ -114,7 +114,7 @@ def test_metrics(server, serve):
     server.chat(temperature=9)
     server.http.get("/made/up")
     text = server.http.get("/metrics").text
-    assert "tandem_engine_up 1" in text
+    assert 'tandem_engine_up{replica="0"} 1' in text
     assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="200"} 1.0' in text
     assert 'tandem_http_requests_total{method="POST",route="/v1/chat/completions",status="400"} 1.0' in text
     assert 'route="unmatched",status="404"' in text

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -32,8 +31,7 @@ from tandem.protocol.control import (
     Submit,
 )
 from tandem.protocol.request import EngineRequest
-from tandem.server.engines.protocol import EngineLost, ReplicaState, Sink, refusal, replica_state
-from tandem.server.engines.subscription import Subscription
+from tandem.server.engines.protocol import EngineLost, Sink, refusal
 from tandem.server.failures import internal_error
 
 logger = logging.getLogger(__name__)
@@ -109,19 +107,6 @@ class EngineClient:
         self._loop = None
         self._fresh = False
 
-    def open(self, requests: Sequence[EngineRequest]) -> Subscription:
-        """Start requests that belong together. The caller must `release` what it got.
-
-        Raises UnavailableError when the engine is not there.
-        """
-        self.check()
-        subscription = Subscription((request.request_id for request in requests), self.abort)
-        for request in requests:
-            if not self.send(request, subscription):
-                self.release(subscription, [r.request_id for r in requests])
-                raise UnavailableError("The engine is not reachable; try again shortly.")
-        return subscription
-
     def send(self, request: EngineRequest, sink: Sink) -> bool:
         """Start one request whose outputs go to `sink`; False when no engine is connected to take it.
 
@@ -136,12 +121,6 @@ class EngineClient:
     def forget(self, request_id: str) -> None:
         """Hand on nothing more of a request, which the engine is done with."""
         self._sinks.pop(request_id, None)
-
-    def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
-        """Abort what still runs of a subscription and forget it."""
-        subscription.close()
-        for request_id in request_ids:
-            self.forget(request_id)
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
         """Stop a request in the engine; its subscription hears no more of it. `answered`: it had all that it wants."""
@@ -181,10 +160,6 @@ class EngineClient:
             return None
         finally:
             del self._questions[question.query_id]
-
-    def replicas(self) -> list[ReplicaState]:
-        """This engine alone."""
-        return [replica_state(0, self.status, alive=self.alive)]
 
     # --- socket ------------------------------------------------------------------------------------------------
 

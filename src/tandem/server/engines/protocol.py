@@ -83,7 +83,7 @@ class Overview(Protocol):
 
 
 class Engines(Overview, Protocol):
-    """One engine (`EngineClient`), or several of one model (`Replicas`)."""
+    """Those of one model (`Replicas`)."""
 
     def open(self, requests: Sequence[EngineRequest]) -> Subscription:
         """Start requests that belong together; whoever opened must `release`. Raises UnavailableError."""

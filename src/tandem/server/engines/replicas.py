@@ -77,7 +77,7 @@ class _Member:
 
 
 class Replicas:
-    """Engines by number; the same methods as `EngineClient`. Belongs to the event loop that called `start`."""
+    """Engines by number. Belongs to the event loop that called `start`."""
 
     def __init__(self, router: Placement, endpoints: Mapping[int, str] | None = None, *,
                  link: SupervisorLink | None = None, heartbeat_s: float = HEARTBEAT_S,
