@@ -132,11 +132,14 @@ class RankFailure(TandemError):
     `cause` is one of `CAUSES`, for metrics.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, details: str = "", cause: str = "error") -> None:
+    def __init__(self, message: str, *, rank: int | None = None, details: str = "", cause: str = "error",
+                 blame: bool = True) -> None:
+        """`blame`: a request that the ranks worked on may have done it."""
         super().__init__(message)
         self.rank = rank
         self.details = details
         self.cause = cause
+        self.blame = blame and cause not in ("stopped", "start", "host")
 
 
 class EngineStuck(RankFailure):

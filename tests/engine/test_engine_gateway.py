@@ -30,6 +30,25 @@ def gateway(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
         assert not one.path.exists()
 
 
+def test_a_socket_file_that_was_removed_is_made_anew(gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's clean-up job did; those who are connected stay so, and another api can come."""
+    monkeypatch.setattr("tandem.transport.socket_file.LOOK_S", 0.1)
+    old = Api(gateway)
+    old.say(QueryStatus(1))
+    assert old.hear()
+    gateway.path.unlink()
+    deadline = time.monotonic() + 30
+    while not gateway.path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    for api in (old, Api(gateway)):
+        api.say(QueryStatus(2))
+        answer = api.hear()
+        assert isinstance(answer, EngineStatus) and answer.query_id == 2
+        api.die()
+    assert gateway.path.stat().st_mode & 0o777 == 0o600
+
+
 class Api:
     """A client that says what it is told to."""
 

@@ -6,7 +6,8 @@ import random
 
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepResult
-from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 
 
 def scheduler(**changes: object) -> Scheduler:

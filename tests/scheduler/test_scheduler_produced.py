@@ -8,7 +8,8 @@ from tandem.errors import RequestError
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepResult
-from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 
 
 def scheduler() -> Scheduler:

@@ -13,7 +13,8 @@ from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.lane import PATIENCE
-from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 
 EOS = 0
 
@@ -198,11 +199,13 @@ def test_a_request_under_which_gangs_keep_dying_is_refused() -> None:
     scheduler = Scheduler(limits())
     scheduler.submit(request("a"), seed=1)
     outcomes = []
-    for _ in range(3):
+    for _ in range(4):
+        if (resting := scheduler.resting) is not None:
+            scheduler.rested(resting)
         assert scheduler.next_plan()
         outcomes.append(scheduler.restart())
-    assert outcomes[:2] == [[], []]
-    assert isinstance(outcomes[2][0], Refused) and outcomes[2][0].status == 500
+    assert outcomes[:3] == [[]] * 3
+    assert isinstance(outcomes[3][0], Refused) and outcomes[3][0].status == 500
     assert scheduler.idle
 
 

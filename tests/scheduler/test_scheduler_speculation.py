@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import SpecDecodeRow, StepPlan, StepResult, accepted, batch_fingerprint
-from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.ngram import NgramIndex
 from tandem.speculation.proposers import RETRY, SpeculationLimits, StepCosts, best_drafts
 

@@ -9,7 +9,9 @@ import pytest
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
-from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.protocol.suspicion import ANYWHERE, CLEAR, Suspicion
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 
 
 def a_scheduler(lanes: int = 1) -> Scheduler:
@@ -17,9 +19,9 @@ def a_scheduler(lanes: int = 1) -> Scheduler:
                             max_queue=50, max_queue_tokens=5000, eos_token_ids=frozenset([0]), vocab_size=50))
 
 
-def submit(scheduler: Scheduler, name: str, tokens: int = 40, strikes: int = 0) -> None:
+def submit(scheduler: Scheduler, name: str, tokens: int = 40, suspicion: Suspicion | None = None) -> None:
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    scheduler.submit(EngineRequest(request_id=name, prompt=[1] * 20, params=params, strikes=strikes), seed=1)
+    scheduler.submit(EngineRequest(request_id=name, prompt=[1] * 20, params=params, suspicion=suspicion), seed=1)
 
 
 class Gang:
@@ -30,12 +32,17 @@ class Gang:
         self.deaths = 0
         self.produced: dict[str, int] = {}
         self.refused: list[str] = []
+        self.rests = 0
 
     def run(self) -> None:
         plans: deque[StepPlan] = deque()
         for _ in range(20_000):
             while (plan := self.scheduler.next_plan()) is not None:
                 plans.append(plan)
+            if not plans and (resting := self.scheduler.resting) is not None:
+                self.rests += 1
+                self.scheduler.rested(resting)
+                continue
             if not plans:
                 assert self.scheduler.idle
                 return
@@ -69,7 +76,7 @@ def test_the_one_that_kills_is_refused_and_nobody_else(lanes: int, at: int) -> N
     gang = Gang(scheduler, {"killer": at})
     gang.run()
     assert gang.refused == ["killer"]
-    assert gang.deaths == 3
+    assert (gang.deaths, gang.rests) == (4, 1), "twice in company, twice alone, and once it was looked without it"
     assert {name: count for name, count in gang.produced.items() if name != "killer"} == dict.fromkeys("abcd", 40)
 
 
@@ -80,7 +87,7 @@ def test_two_that_kill_are_both_found() -> None:
     gang = Gang(scheduler, {"k1": 3, "k2": 12})
     gang.run()
     assert sorted(gang.refused) == ["k1", "k2"]
-    assert gang.deaths <= 6
+    assert gang.deaths <= 10
     assert gang.produced["a"] == gang.produced["b"] == 40
 
 
@@ -103,7 +110,7 @@ def test_gangs_that_die_for_other_reasons_cost_nobody_an_answer() -> None:
 
 def test_new_requests_wait_while_a_suspect_runs_alone() -> None:
     scheduler = a_scheduler()
-    submit(scheduler, "suspect", strikes=2)
+    submit(scheduler, "suspect", suspicion=Suspicion(company=2, end=20 + 8))
     submit(scheduler, "new")
     gang = Gang(scheduler, {})
     together = []
@@ -112,6 +119,63 @@ def test_new_requests_wait_while_a_suspect_runs_alone() -> None:
         assert plan is not None
         together.append((gang.produced.get("suspect", 0), sorted(working(plan))))
         gang.take(plan)
-    assert all(names == ["suspect"] for count, names in together if count < 8)
+    assert all(names == ["suspect"] for count, names in together if count < CLEAR)
     assert any(names == ["new", "suspect"] for count, names in together), "cleared, it shares the batch again"
     assert gang.produced == {"suspect": 40, "new": 40}
+
+
+def dies(scheduler: Scheduler, steps: int, *, blame: bool = True) -> list[str]:
+    """The gang does so many steps and dies in the next one; returns who is refused."""
+    if (resting := scheduler.resting) is not None:
+        scheduler.rested(resting)
+    plans: deque[StepPlan] = deque()
+    for _ in range(steps + 1):
+        while (plan := scheduler.next_plan()) is not None:
+            plans.append(plan)
+        if len(plans) and _ < steps:
+            plan = plans.popleft()
+            scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+    return [one.request_id for one in scheduler.restart(blame=blame) if isinstance(one, Refused)]
+
+
+def test_what_is_nobodys_doing_is_held_against_nobody() -> None:
+    """A signal that only others send, a machine that is lost, a rank that had nothing to do."""
+    scheduler = a_scheduler()
+    submit(scheduler, "a")
+    for _ in range(20):
+        assert dies(scheduler, 0, blame=False) == []
+    assert not scheduler.sequences["a"].suspicion.suspect
+
+
+def test_a_gang_that_dies_idle_clears_all_suspects() -> None:
+    scheduler = a_scheduler()
+    for name in "ab":
+        submit(scheduler, name)
+    for _ in range(3):
+        dies(scheduler, 0)
+    assert scheduler.sequences["a"].suspicion.alone == 1 and scheduler.resting is scheduler.sequences["a"]
+    assert scheduler.next_plan() is None, "nothing runs while it is looked whether the gang lives without it"
+    assert scheduler.restart() == []
+    assert scheduler.resting is None
+    assert not any(one.suspicion.suspect for one in scheduler.sequences.values())
+
+
+def test_one_that_dies_alone_at_other_places_is_given_more_tries() -> None:
+    """Places that it had passed once cannot be what kills."""
+    suspicion = Suspicion(company=2)
+    suspicion.died(100, 110, alone=True)
+    assert suspicion.alone == 1 and suspicion.rests
+    for _ in range(ANYWHERE - 2):
+        suspicion.died(20, 40, alone=True)
+        assert not suspicion.guilty
+    suspicion.died(20, 40, alone=True)
+    assert suspicion.guilty
+
+
+def test_the_same_place_twice_is_enough() -> None:
+    suspicion = Suspicion(company=2)
+    suspicion.died(100, 110, alone=True)
+    assert not suspicion.guilty
+    suspicion.died(96, 104, alone=True)
+    assert suspicion.guilty
+    assert suspicion.passed(119) and not suspicion.guilty

@@ -32,6 +32,7 @@ from tandem.protocol.control import (
     RankInfo,
     Refused,
     Submit,
+    Trial,
 )
 from tandem.protocol.request import EngineRequest, TokenLogprob
 from tandem.router.router import Router
@@ -167,6 +168,8 @@ class FakeEngine:
                 self._send(identity, Refused(message.request.request_id, status, text, code, None, retry))
             else:
                 self._live[message.request.request_id] = Sequence(identity, message.request, self)
+                if message.request.suspicion is not None and message.request.suspicion.suspect:
+                    self._send(identity, Trial(message.request.request_id, resting=False))
         elif isinstance(message, Abort):
             self.aborted.add(message.request_id)
             if message.answered:

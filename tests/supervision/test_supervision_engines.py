@@ -124,6 +124,16 @@ def test_control_socket(control):
         ControlServer(control, lambda request: ReplicaList([]))
 
 
+def test_a_control_socket_whose_file_was_removed_is_reached_again(control, monkeypatch):
+    monkeypatch.setattr("tandem.transport.socket_file.LOOK_S", 0.1)
+    control.unlink()
+    deadline = time.monotonic() + 30
+    while not control.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert ask(control, AddReplica()) == ReplicaChanged(3)
+
+
 def test_nobody_there(tmp_path):
     path = tmp_path / "serve-1.sock"
     path.touch()

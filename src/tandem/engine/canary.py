@@ -22,7 +22,7 @@ from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep
-from tandem.scheduler.scheduler import Limits
+from tandem.scheduler.limits import Limits
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from tandem.executors.base import Executor
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, TokenLogprob
 from tandem.protocol.step import RankStep
-from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 
 POLL_S = 0.1
 

@@ -6,6 +6,7 @@ gets its sequences from here and goes on where the old one stopped.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 
@@ -17,9 +18,13 @@ from tandem.engine.recovery import Gang
 from tandem.engine.report import Report
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress
-from tandem.protocol.control import EngineMessage, EngineStatus, Output, Refused, Stepped
+from tandem.protocol.control import EngineMessage, EngineStatus, Output, Refused, Stepped, Trial
 from tandem.protocol.request import EngineRequest
+from tandem.protocol.suspicion import REST_S
 from tandem.scheduler.scheduler import Scheduler
+from tandem.scheduler.sequence import Sequence
+
+log = logging.getLogger(__name__)
 
 
 class Engine:
@@ -35,6 +40,8 @@ class Engine:
         self._drain_rate = DrainRate()
         self._out: list[EngineMessage] = []
         """What nobody has taken yet."""
+        self._resting: tuple[Sequence, float] | None = None
+        """For whom nothing runs, and until when."""
 
     @property
     def executor(self) -> Executor:
@@ -122,6 +129,7 @@ class Engine:
             self.gang.state = "failed"
             raise
         except RankFailure as failure:
+            self._resting = None
             self.gang.recover(self._scheduler, failure, self._out)
         return self.take_messages()
 
@@ -137,9 +145,29 @@ class Engine:
         return messages
 
     def _send_plans(self) -> None:
+        now = time.monotonic()
+        self._rest(now)
         while (plan := self.scheduler.next_plan()) is not None:
+            for op in plan.inserts:
+                self._tell_trial(self.scheduler.sequences[op.request_id], resting=False)
             self.executor.submit(plan)
-        self._drain_rate.observe(time.monotonic(), self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
+        self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
+
+    def _rest(self, now: float) -> None:
+        """Nothing runs for a while before a suspect does, to see whether ranks die without it."""
+        resting = self.scheduler.resting
+        if resting is None or self._resting is None or self._resting[0] is not resting:
+            self._resting = None if resting is None else (resting, now + REST_S)
+            if resting is not None:
+                log.warning("nothing runs for %.0f s, to see whether ranks die without request %s too, which ran alone "
+                            "when they did", REST_S, resting.request_id)
+                self._tell_trial(resting, resting=True)
+        elif now >= self._resting[1]:
+            self.scheduler.rested(resting)
+
+    def _tell_trial(self, sequence: Sequence, *, resting: bool) -> None:
+        if sequence.suspicion.suspect and sequence.request.suspicion is not None:
+            self._out.append(Trial(sequence.request_id, resting))
 
     def _take(self, report: Stepped) -> None:
         self._report.stepped(report)

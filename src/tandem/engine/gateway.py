@@ -27,6 +27,7 @@ from tandem.protocol.control import (
     QueryStatus,
     Submit,
 )
+from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -81,14 +82,10 @@ class Gateway:
         self.engine_end.connect("inproc://engine")
 
     def _bind(self) -> None:
-        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.exists() and _answers(self.path):
             raise UsageError(f"an engine is listening on {self.path} already; end it, or choose another "
                              "--engine-socket", param="engine_socket")
-        with contextlib.suppress(FileNotFoundError):
-            self.path.unlink()
-        self._router.bind(f"ipc://{self.path}")
-        self.path.chmod(0o600)
+        self._file = SocketFile(self._router, self.path)
 
     # --- the engine's thread ---
 
@@ -141,6 +138,7 @@ class Gateway:
                 if self._router in ready:
                     self._take_requests()
                 self._forget_silent()
+                self._file.renew()
         finally:  # whatever happens: `close` waits for them
             self._router.close()
             self._inside.close()

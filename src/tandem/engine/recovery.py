@@ -24,7 +24,8 @@ from tandem.engine.sizing import make_limits
 from tandem.errors import RankFailure, UsageError
 from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import EngineMessage, Ready
-from tandem.scheduler.scheduler import Limits, Scheduler
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class Gang:
     def _blames(self, failure: RankFailure | None) -> bool:
         """Whether the requests under way may be what ended the gang; a GPU's limits are not, unless they go on."""
         if failure is None or failure.cause not in ("memory", "timeout") or self._spared >= MOST_SHED:
-            return failure is not None
+            return failure is not None and failure.blame
         self._spared += 1
         return False
 

@@ -20,7 +20,7 @@ from tandem.engine.layout import plan_layout
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline
-from tandem.protocol.control import Abort, Detach, EngineMessage, Output, Refused, Submit
+from tandem.protocol.control import Abort, Detach, EngineMessage, Output, Refused, Submit, Trial
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -153,9 +153,9 @@ class EngineService:
         batches: dict[Client, list[EngineMessage]] = {}
         ended = False
         for message in messages:
-            if not isinstance(message, Output | Refused):
+            if not isinstance(message, Output | Refused | Trial):
                 continue
-            over = isinstance(message, Refused) or message.finish_reason is not None
+            over = isinstance(message, Refused) or (isinstance(message, Output) and message.finish_reason is not None)
             ended |= over
             owner = self._owners.pop(message.request_id, None) if over else self._owners.get(message.request_id)
             if owner is not None:

@@ -10,7 +10,7 @@ from tandem.config.speculation import with_speculative_config
 from tandem.engine.layout import GangLayout
 from tandem.errors import OutOfMemory
 from tandem.protocol.control import Ready
-from tandem.scheduler.scheduler import Limits
+from tandem.scheduler.limits import Limits
 from tandem.speculation.proposers import SpeculationLimits
 
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -56,6 +57,7 @@ DEATH_S = 0.3
 """Seconds that the end of a process may take longer than the loss of its connections, which other ranks report."""
 LAST_PING = 2**31
 """Number of the pings to the peers of a rank whose GPU waited too long."""
+SENT_BY_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FAILED = 1
 """Exit code of a rank that has reported why it ends."""
 
@@ -304,8 +306,7 @@ class ClusterExecutor(Executor):
             for rank, process in enumerate(self._processes):
                 if rank != failure.rank and process.poll() not in (None, 0, FAILED):
                     # What this rank reports is what it saw of the other's death.
-                    return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank,
-                                       cause="died")
+                    return self._death(rank, process)
             time.sleep(DEATH_S / 10)
         found = rank_failure(failure.rank, failure.kind, failure.message, failure.traceback)
         return (self._absent_peer(failure.rank) if found.cause == "timeout" else None) or found
@@ -341,8 +342,13 @@ class ClusterExecutor(Executor):
                 # Its last words may still be on the way, if it had any.
                 if process.poll() == FAILED:
                     self._hear_last_words()
-                raise RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank,
-                                  cause="died")
+                raise self._death(rank, process)
+
+    def _death(self, rank: int, process: RankProcess) -> RankFailure:
+        """No request is to blame for a signal that only others send, nor for the death of a rank with nothing to do."""
+        blame = self._watchdog.works(rank) and -(process.poll() or 0) not in SENT_BY_OTHERS
+        return RankFailure(f"rank {rank} (pid {process.pid}) {process.describe_exit()}", rank=rank, cause="died",
+                           blame=blame)
 
     def _hear_last_words(self) -> None:
         while (received := self._bus.receive(0.2) if self._bus else None) is not None:

@@ -133,6 +133,10 @@ class Watchdog:
         """Steps are under way."""
         return bool(self._steps)
 
+    def works(self, rank: int) -> bool:
+        """The rank has a step under way."""
+        return any(rank in step.missing for step in self._steps)
+
     # --- events ---
 
     def planned(self, plan: StepPlan, now: float) -> None:

@@ -18,7 +18,7 @@ from tandem.parity.rank import RecordingLauncher
 from tandem.parity.reference import Recording, split_rows
 from tandem.parity.task import Task
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.scheduler.scheduler import Limits
+from tandem.scheduler.limits import Limits
 
 THREADS = 1
 """CPU threads of each rank unless the user says otherwise. A BLAS may add up in another order with another number of

@@ -157,7 +157,15 @@ class MetricsText(Struct, frozen=True, tag=True):
     text: bytes
 
 
-EngineMessage = Output | Refused | EngineStatus | MetricsText
+class Trial(Struct, frozen=True, tag=True):
+    """A request that may be what kills engines is being tried. Sent for those that came with a suspicion."""
+
+    request_id: str
+    resting: bool
+    """Nothing runs, to see whether the engine dies without it; else it begins to run alone."""
+
+
+EngineMessage = Output | Refused | Trial | EngineStatus | MetricsText
 
 # --- engine -> rank --------------------------------------------------------------------------------------------
 

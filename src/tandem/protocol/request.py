@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
+from tandem.protocol.suspicion import Suspicion
+
 Pooling = Literal["last", "mean"]
 """How the final hidden states of a prompt's positions become one vector: the last one's, or the mean of all."""
 
@@ -87,8 +89,8 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     produced: list[int] = []
     """Output tokens that the client has already, fewer than `max_tokens`: the request comes from an engine that was
     lost. They count as output (limits, penalties, random-number position); only later tokens are sent."""
-    strikes: int = 0
-    """Engines that were lost while they worked on it, without its getting further; from 2 on it runs alone."""
+    suspicion: Suspicion | None = None
+    """What speaks against it, if engines were lost while they worked on it; its api hears when it runs alone."""
     pooling: Pooling | None = None
     """It ends with its prompt, and asks for the pooled hidden state of that in place of tokens."""
 

@@ -7,15 +7,11 @@ surplus token dropped. The scheduler alone decides which sequences are in a batc
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import repeat
 
 from tandem.cache.prefix import PrefixIndex
-from tandem.errors import OverloadedError, RequestError
-from tandem.protocol.checks import check_request
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import (
@@ -29,47 +25,18 @@ from tandem.protocol.step import (
     StepResult,
     batch_fingerprint,
 )
+from tandem.scheduler.admission import check_fits, check_queue
 from tandem.scheduler.lane import Lane
+from tandem.scheduler.limits import Limits
 from tandem.scheduler.placement import choose_lane
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
-from tandem.scheduler.suspects import acquit, may_join, strike, suspect
-from tandem.speculation.proposers import Speculation, SpeculationLimits
+from tandem.speculation.proposers import Speculation
 
 HEADROOM = 64
 """Positions of output that must fit beside the prompt before a request is admitted."""
-RESERVE = 0.25
-"""What a full queue still takes, as a share of its limits, from groups that have less than their share of it."""
 BLOCKED_PLANS = 16
 """Plans for which a group without any running sequence waits for room before others have to make it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the scheduler must keep to."""
-
-    lanes: int
-    max_batch_size: int
-    """Most sequences in all lanes together."""
-    prefill_chunk: int
-    """Most prompt tokens in one step."""
-    kv_tokens: int
-    """Most KV positions in all lanes together."""
-    max_context: int
-    max_queue: int
-    max_queue_tokens: int
-    eos_token_ids: frozenset[int]
-    vocab_size: int
-    depth: int = 2
-    """Plans of one lane that may be under way."""
-    prefix_tokens: int = 0
-    """KV positions, of the `kv_tokens`, that may hold prefixes of past prompts; 0 for no prefix cache."""
-    prefix_trimmable: bool = True
-    prefix_extra: int = 0
-    """KV positions that a snapshot costs beside those that it holds: what states of recurrent layers take."""
-    """The model's caches can be cut to any length (no sliding windows)."""
-    speculation: SpeculationLimits | None = None
-    """How to draft tokens; None for no speculative decoding."""
 
 
 class Scheduler:
@@ -96,8 +63,8 @@ class Scheduler:
 
     def submit(self, request: EngineRequest, seed: int) -> None:
         """Queue a request. Raises RequestError if it can never run, OverloadedError if the queue is full."""
-        self._check(request)
-        self._check_queue(request)
+        check_fits(request, self.limits, self.sequences)
+        check_queue(request, self.limits, self.waiting, self.queued_tokens)
         sequence = Sequence(request, seed, proposer=self.speculation.proposer(request))
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
@@ -107,44 +74,6 @@ class Scheduler:
     def queued_tokens(self) -> int:
         """Tokens of the sequences that wait."""
         return sum(len(sequence.tokens) for sequence in self.waiting)
-
-    def _check_queue(self, request: EngineRequest) -> None:
-        """Raises OverloadedError when the queue is full. One group cannot fill it for the others: those that have less
-        than their share of its places find some in reserve."""
-        queued, limits = self.queued_tokens, self.limits
-        mine = sum(sequence.request.group == request.group for sequence in self.waiting)
-        others = {sequence.request.group for sequence in self.waiting} - {request.group}
-        stretch = 1 + RESERVE if others and mine < limits.max_queue / (len(others) + 1) else 1.0
-        if len(self.waiting) >= limits.max_queue * stretch:
-            raise OverloadedError(f"{len(self.waiting)} requests are waiting already (max_queue); try again later")
-        if self.waiting and queued + len(request.prompt) > limits.max_queue_tokens * stretch:
-            raise OverloadedError(f"{queued} prompt tokens are waiting already (max_queue_tokens); try again later")
-
-    def _check(self, request: EngineRequest) -> None:
-        limits, params = self.limits, request.params
-        if request.request_id in self.sequences:
-            raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
-        if not request.prompt:
-            raise RequestError("the prompt has no tokens; send at least one", param="prompt")
-        if not all(0 <= token < limits.vocab_size for token in (*request.prompt, *request.produced)):
-            raise RequestError(f"prompt token ids must lie in 0..{limits.vocab_size - 1}", param="prompt")
-        if not 0 < request.weight < math.inf:
-            raise RequestError(f"the weight {request.weight} is not a number above 0", param="weight")
-        check_request(request, limits.vocab_size)
-        if request.pooling is None and len(request.produced) >= params.max_tokens:
-            raise RequestError(f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already",
-                               param="max_tokens")
-        need = len(request.prompt) + params.max_tokens
-        if need > limits.max_context:
-            raise RequestError(
-                f"This model's maximum context length is {limits.max_context} tokens. However, you requested {need} "
-                f"tokens ({len(request.prompt)} in the prompt, {params.max_tokens} in the completion). "
-                "Please reduce the length of the prompt or max_tokens.",
-                param="messages", code="context_length_exceeded")
-        if need > limits.kv_tokens:
-            raise RequestError(f"prompt and output of {need} tokens exceed the KV cache of {limits.kv_tokens} tokens; "
-                               "shorten the request or raise --kv-tokens", param="max_tokens",
-                               code="context_length_exceeded")
 
     def abort(self, request_id: str) -> bool:
         """End a request without further output; False if there is no such live request."""
@@ -178,6 +107,18 @@ class Scheduler:
     def kv_positions(self) -> int:
         """KV positions that batches use, or are about to."""
         return sum(lane.positions(drafts=self.speculation.most) for lane in self.lanes)
+
+    @property
+    def resting(self) -> Sequence | None:
+        """Who waits to run alone, until the ranks have stood idle for a while and `rested` is called."""
+        if not self.waiting or self.running or self._under_way:
+            return None
+        first = self._first()
+        return first if first.suspicion.rests and not first.rested else None
+
+    def rested(self, sequence: Sequence) -> None:
+        """The ranks have stood idle for it, and live."""
+        sequence.rested = True
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is under way."""
@@ -259,7 +200,7 @@ class Scheduler:
                 break  # it waits for its own lane's next plan
             if any(sequence.request_id in other.removes for other in self.lanes if other is not lane):
                 break  # the ranks have not been told yet that it has left another lane
-            if sequence.inflight or not may_join(sequence, self._members()) or not self._fits(lane, sequence):
+            if sequence.inflight or not self._may_join(sequence) or not self._fits(lane, sequence):
                 break
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
@@ -275,8 +216,17 @@ class Scheduler:
 
     def _first(self) -> Sequence:
         """Which of the waiting sequences is next."""
-        suspects = (sequence for sequence in self.waiting if suspect(sequence))
-        return next(suspects, None) or self.shares.first(self.waiting)
+        return next(self._suspects(), None) or self.shares.first(self.waiting)
+
+    def _suspects(self) -> Iterator[Sequence]:
+        """Those that wait to run alone."""
+        return (sequence for sequence in self.waiting if sequence.suspicion.suspect)
+
+    def _may_join(self, sequence: Sequence) -> bool:
+        """Suspects share a batch with nobody, and some have to wait until the ranks have stood idle."""
+        if sequence.suspicion.suspect:
+            return not self.running and (sequence.rested or not sequence.suspicion.rests)
+        return not any(other.suspicion.suspect for other in self._members())
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SnapshotOp | None:
         """Keep the prompt's KV when this chunk completes it, as far as it has whole blocks."""
@@ -308,7 +258,7 @@ class Scheduler:
 
     def _make_way(self, lane: Lane) -> None:
         """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""
-        if not self.waiting or suspect(sequence := self._first()):
+        if not self.waiting or (sequence := self._first()).suspicion.suspect:
             return
         running = Counter(one.request.group for one in self._members())
         if running[sequence.request.group] or self._fits(lane, sequence):
@@ -347,6 +297,9 @@ class Scheduler:
         lane = self.lanes[plan.lane]
         lane.outstanding -= 1
         outputs = [message for request_id in plan.pooled() if (message := self._take_vector(request_id, result))]
+        for op in plan.prefill:
+            if (prompted := self.sequences.get(op.request_id)) is not None:
+                self._got(prompted, op.start + op.count)
         sampled: dict[str, list[int]] = {}
         for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
             sampled.setdefault(request_id, []).append(token)
@@ -379,18 +332,25 @@ class Scheduler:
             sequence.tokens.append(tokens[taken])
             reason = self._reason(sequence)
             taken += 1
+        self._got(sequence, len(sequence.tokens))
         self.shares.charge(sequence.request, taken - 1)
         if sequence.lane is not None and sequence.decoding:
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
         sequence.read()
         if reason:
             self._finish(sequence)
-        elif acquit(sequence) and sequence.lane is not None and any(map(suspect, self.waiting)):
+        elif sequence.yields and sequence.lane is not None and any(self._suspects()):
             self.lanes[sequence.lane].drop(sequence)  # the next one's turn, alone too
             self.waiting.appendleft(sequence)
         logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
         return Output(sequence.request_id, tokens[:taken], logprobs, reason, reason == "stop",
                       sequence.cached if first else 0)
+
+    @staticmethod
+    def _got(sequence: Sequence, positions: int) -> None:
+        """The ranks have surely come so far with it."""
+        sequence.reached = positions
+        sequence.yields |= sequence.suspicion.passed(positions)
 
     def _reason(self, sequence: Sequence) -> str | None:
         """Why its last token ends a sequence; None when it goes on."""
@@ -427,30 +387,44 @@ class Scheduler:
     def restart(self, *, blame: bool = True) -> list[EngineMessage]:
         """The gang is gone: queue everything again, with the tokens it has, in the order of arrival.
 
-        Without `blame` it was ended on purpose, and nobody is a suspect. Those that may have killed it are next, and
-        run alone (suspects.py). Returns refusals for those that are not tried again.
+        Without `blame` that is no request's doing. A gang that dies with nothing to do clears all suspects: something
+        else kills gangs. Those that may have killed it are next, and run alone (protocol/suspicion.py).
+        Returns refusals for those that are not tried again.
         """
-        refused: list[EngineMessage] = []
-        working = {request_id for plan in self._under_way.values() for request_id in
-                   (*plan.decode, *(op.request_id for op in plan.prefill))}
+        if not self._under_way:
+            for sequence in self.sequences.values():
+                sequence.suspicion.clear()
+        elif blame:
+            self._accuse()
         self._under_way.clear()
         self.speculation.forget()
         self.prefixes.clear()
         self.lanes = [Lane(i) for i in range(self.limits.lanes)]
         self.waiting.clear()
+        refused: list[EngineMessage] = []
         for request_id, sequence in list(self.sequences.items()):
             sequence.leave()
-            sequence.inflight = 0
-            over = blame and request_id in working and strike(sequence)
-            if sequence.finished or over:
-                del self.sequences[request_id]
-                if not sequence.finished:
-                    self.shares.leave(sequence.request)
-                    refused.append(Refused(request_id, 500, f"the ranks died {sequence.deaths} times while they "
-                                           "worked on this request; it is not tried again", code="rank_failure"))
-            else:
+            sequence.inflight, sequence.rested = 0, False
+            if not sequence.finished and not sequence.suspicion.guilty:
                 self.waiting.append(sequence)
+                continue
+            del self.sequences[request_id]
+            if not sequence.finished:
+                self.shares.leave(sequence.request)
+                refused.append(Refused(request_id, 500, f"the ranks died {sequence.deaths} times while they worked on "
+                                       "this request, the last times while it ran alone; it is not tried again",
+                                       code="rank_failure"))
         return refused
+
+    def _accuse(self) -> None:
+        """Note whom the gang that has died was working on."""
+        names = {name for plan in self._under_way.values()
+                 for name in (*plan.decode, *(op.request_id for op in plan.prefill))}
+        working = [sequence for name in names if (sequence := self.sequences.get(name)) and not sequence.finished]
+        alone = [sequence for sequence in working if sequence.suspicion.suspect]
+        for sequence in alone or working:
+            sequence.deaths += 1
+            sequence.suspicion.died(sequence.reached, max(sequence.computed, sequence.reached), alone=bool(alone))
 
     def resize(self, limits: Limits, why: str) -> list[EngineMessage]:
         """Other limits from now on; only right after `restart`. Returns refusals for requests that no longer fit, which

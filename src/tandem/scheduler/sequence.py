@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from msgspec.structs import replace
+
 from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_CONTINUATION, InsertOp, StepResult
+from tandem.protocol.suspicion import Suspicion
 from tandem.speculation.proposers import Proposer
 
 
@@ -37,10 +40,14 @@ class Sequence:
     """Positions that came from the prefix cache when it was last inserted."""
     deaths: int = 0
     """Gangs that died while they worked on it."""
-    strikes: int = 0
-    """Those of them in a row between which it did not get further (suspects.py)."""
-    died_at: int = -1
-    """Output tokens that it had when the last of them died."""
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    """Whether it may be what killed them."""
+    reached: int = 0
+    """Positions that the ranks have surely computed since it was last inserted."""
+    rested: bool = False
+    """The ranks have stood idle for it, and lived."""
+    yields: bool = False
+    """It was a suspect, and makes room for the next one."""
     proposer: Proposer | None = None
     """Where its drafts come from; None if it gets none."""
     told: int = 0
@@ -48,8 +55,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.produced]
-        self.strikes = self.request.strikes
-        self.died_at = self.produced if self.strikes else -1
+        if self.request.suspicion is not None:
+            self.suspicion = replace(self.request.suspicion)
 
     @property
     def request_id(self) -> str:
@@ -78,6 +85,7 @@ class Sequence:
 
     def enter(self, lane: int, cached: int = 0) -> InsertOp:
         """Start (again) in `lane`, with the first `cached` positions from the prefix cache."""
+        self.reached, self.yields = cached, False
         self.lane, self.computed, self.target, self.skipped = lane, cached, len(self.tokens), 0
         self.cached = cached
         self.told = len(self.tokens)

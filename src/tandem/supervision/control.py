@@ -18,6 +18,7 @@ from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import ControlRefused, SupervisorReply, SupervisorRequest
 from tandem.transport.errors import translated
+from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger("tandem.cli")
 seldom = Seldom(log)
@@ -45,15 +46,12 @@ class ControlServer:
         self._handle = handle
         if _answers(path):
             raise UsageError(f"a server listens on {path} already; choose another --port", param="port")
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.REP)
         self._socket.linger = 200
         self._socket.maxmsgsize = MAX_FRAME
         try:
-            self._socket.bind(f"ipc://{path}")
-            path.chmod(0o600)
+            self._file = SocketFile(self._socket, path)
         except (zmq.ZMQBaseError, NotImplementedError, OSError) as error:
             self._socket.close()
             self._context.term()
@@ -61,6 +59,7 @@ class ControlServer:
 
     def serve(self, timeout_s: float) -> None:
         """Answer what comes within `timeout_s` seconds."""
+        self._file.renew()
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and self._socket.poll(max(int(left * 1000), 1)):
             # All frames must be taken, or REP refuses to answer.

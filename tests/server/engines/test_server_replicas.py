@@ -16,7 +16,6 @@ from tandem.router.router import Router
 from tandem.server.engines.merged import merged_metrics, merged_status
 from tandem.server.engines.protocol import refusal, replica_state
 from tandem.server.engines.replicas import Replicas
-from tandem.server.engines.trials import MOST_LOSSES
 
 
 @pytest.fixture
@@ -189,7 +188,7 @@ def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
             outputs = await asyncio.wait_for(task, 10)
             [again] = [one for key, one in home.submitted.items() if key.startswith("a+")]
             assert again.produced
-            assert again.strikes == 1
+            assert again.suspicion.company == 1
             assert sum(bool(output.finish_reason) for output in outputs) == 1
         finally:
             await replicas.close()
@@ -217,20 +216,45 @@ def test_it_waits_for_so_long_and_no_longer(engines):
 
 
 def test_what_kills_engines_is_not_tried_for_ever(engines):
-    assert len(engines) == MOST_LOSSES
-
     async def run():
         async with connected(engines) as replicas:
             for one in engines:
                 one.hold = True
             task = asyncio.create_task(answers_of(replicas, "killer"))
-            for count in range(1, MOST_LOSSES + 1):
-                await until(lambda count=count: len(where(engines, "killer")) == count)
-                for one in engines:
-                    if one.submitted:
-                        one.stop()
-            with pytest.raises(ServerError, match="3 engines were lost"):
+            for losses in range(4):
+                holds = lambda one: any(name.startswith("killer") for name in one._live)  # noqa: E731
+                await until(lambda: any(map(holds, engines)))  # noqa: B023 - awaited at once
+                if losses >= 2:
+                    await until(lambda: replicas._flights["killer"].trial)
+                [holder] = filter(holds, engines)
+                holder.stop()
+                holder._live.clear()
+                holder.start()
+            with pytest.raises(ServerError, match="4 engines were lost .* ran alone"):
                 await asyncio.wait_for(task, 10)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(engines):
+    async def run():
+        async with connected(engines[:1]) as replicas:
+            replicas._patience_s = 60.0
+            [engine] = engines[:1]
+            engine.hold = True
+            task = asyncio.create_task(answers_of(replicas, "a"))
+            for losses in range(8):
+                await until(lambda: engine._live)
+                flight = replicas._flights["a"]
+                if losses >= 2:
+                    flight.tried(resting=losses % 4 == 3)
+                engine.stop()
+                engine._live.clear()
+                await until(lambda: flight.losses > losses)  # noqa: B023 - awaited at once
+                assert flight.suspicion.suspect == (losses % 4 in (1, 2))
+                engine.start()
+            engine.hold = False
+            assert await asyncio.wait_for(task, 10)
 
     asyncio.run(run())
 

@@ -29,6 +29,7 @@ from tandem.protocol.control import (
     QueryMetrics,
     QueryStatus,
     Submit,
+    Trial,
 )
 from tandem.protocol.request import EngineRequest
 from tandem.server.engines.protocol import EngineLost, Sink, refusal
@@ -216,6 +217,9 @@ class EngineClient:
             self._answered(message)
         elif isinstance(message, MetricsText):
             self._answered(message)
+        elif isinstance(message, Trial):
+            if (sink := self._sinks.get(message.request_id)) is not None:
+                sink.tried(resting=message.resting)
         else:
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:

@@ -10,10 +10,8 @@ import msgspec
 from tandem.errors import RequestError
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
+from tandem.protocol.suspicion import Suspicion
 from tandem.server.engines.subscription import Subscription
-
-CLEAR = 8
-"""Tokens beyond the point of loss that clear a request of having caused it."""
 
 
 class Carrier(Protocol):
@@ -37,18 +35,23 @@ class Flight:
         self._request = msgspec.structs.replace(request, params=params)
         self._carrier = carrier
         self._sendings = 0
+        self._heard = False
+        """Its replica has brought something."""
         self.subscription = subscription
         self.produced = list(request.produced)
         self.replica: int | None = None
         """Where it is; None between two replicas."""
         self.losses = 0
         """Replicas that died under it."""
-        self.strikes = 0
-        """Those of them in a row between which it did not get further."""
+        self.suspicion = Suspicion()
+        """Whether it may be what killed them."""
+        self.trial: bool | None = None
+        """Its replica tries it alone; False while nothing runs there, to see whether that dies without it."""
+        self.judged = ""
+        """The sending whose loss has been judged."""
         self.lost_at: float | None = None
         """When it lost the last one, by the event loop's clock. It was accepted once: it is not turned away now because
         others are full."""
-        self._died_at = -1
         self.refused_by: set[int] = set()
         """Replicas that would not have it."""
 
@@ -76,32 +79,39 @@ class Flight:
         """Its replica is lost; `died` unless it was leaving anyway."""
         self.lost_at, self.replica = now, None
         self.refused_by.clear()
-        if died:
-            self.losses += 1
-            self.strikes = 1 if self.acquitted else self.strikes + 1
-            self._died_at = len(self.produced)
+        self.losses += died
 
     @property
-    def acquitted(self) -> bool:
-        """It is further than when it lost its last replica, by more than can have been under way unseen."""
-        return len(self.produced) > self._died_at + CLEAR
+    def computed(self) -> int:
+        """Positions that its replica has surely computed."""
+        return len(self._request.prompt) + len(self.produced) if self._heard else 0
+
+    def blame(self, *, alone: bool) -> None:
+        """Its replica died while it worked on it."""
+        self.suspicion.died(self.computed, len(self._request.prompt) + len(self.produced), alone=alone)
 
     def depart(self) -> str:
         """It is about to be sent (again): the id to use."""
         self._sendings += 1
+        self.trial, self._heard = None, False
         return self.wire_id
 
     def wire_request(self) -> EngineRequest:
         """What to send."""
         return msgspec.structs.replace(self._request, request_id=self.wire_id, produced=list(self.produced),
-                                       strikes=self.strikes)
+                                       suspicion=msgspec.structs.replace(self.suspicion))
 
     def push(self, output: Output) -> None:
         """Take an output of the replica."""
         self.produced += output.tokens
+        self._heard = True
         if self._sendings > 1:
             output = msgspec.structs.replace(output, request_id=self.request_id)
         self._carrier.arrived(self, output)
+
+    def tried(self, *, resting: bool) -> None:
+        """Take note that it runs alone now, or will when its replica has stood idle and lived."""
+        self.trial = not resting
 
     def fail(self, error: RequestError) -> None:
         """Take the replica's refusal, or the news that it is lost."""

@@ -34,6 +34,10 @@ class Sink(Protocol):
     def fail(self, error: RequestError) -> None:
         """No more will come."""
 
+    def tried(self, *, resting: bool) -> None:
+        """It may be what kills engines, and begins to run alone; or, `resting`, nothing runs yet, to see whether the
+        engine dies without it."""
+
 
 class ReplicaState(Struct, frozen=True):
     """One engine, as /health shows it."""

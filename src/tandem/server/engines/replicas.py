@@ -303,17 +303,23 @@ class Replicas:
         member = None if flight.replica is None else self._members.get(flight.replica)
         if not self._closing and isinstance(error, OverloadedError | UnavailableError):
             if isinstance(error, EngineLost):
-                flight.lose(asyncio.get_running_loop().time(), died=member is not None and not member.draining)
+                self._lost(flight, died=member is not None and not member.draining)
             elif flight.replica is not None:
                 flight.refused_by.add(flight.replica)
                 flight.replica = None
-            if not self._trials.guilty(flight):
+            if not flight.suspicion.guilty:
                 if self._move(flight, error):
                     return
             else:
-                error = ServerError(f"{flight.losses} engines were lost while they worked on this request; it is not "
-                                    "tried again", code="engine_lost")
+                error = ServerError(f"{flight.losses} engines were lost while they worked on this request, the last "
+                                    "ones while it ran alone; it is not tried again", code="engine_lost")
         self._end(flight, error)
+
+    def _lost(self, flight: Flight, *, died: bool) -> None:
+        now = asyncio.get_running_loop().time()
+        if died and flight.judged != flight.wire_id and flight.replica is not None:
+            self._trials.judge(flight.replica, self._flights.values())
+        flight.lose(now, died=died)
 
     def _end(self, flight: Flight, error: RequestError) -> None:
         self._flights.pop(flight.request_id, None)

@@ -50,6 +50,9 @@ class Subscription:
             self._error = error
         self._wake()
 
+    def tried(self, *, resting: bool) -> None:
+        """Of no interest to a client."""
+
     def nudge(self) -> None:
         """Let a waiting `get` return an empty list."""
         self._nudged = True

@@ -1,16 +1,11 @@
-"""Requests that may be what kills engines: they are sent one at a time, so that the one to blame is found alone."""
+"""Requests that may be what kills engines: they are sent one at a time, and judged by what engines say of them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from tandem.server.engines.flight import Flight
-
-ALONE_AFTER = 2
-"""Engines lost under a request, without its getting further, before it runs alone."""
-MOST_LOSSES = 3
-"""The same, before it is refused."""
 
 
 class Trials:
@@ -24,7 +19,7 @@ class Trials:
 
     def must_wait(self, flight: Flight) -> bool:
         """Called before a flight is sent. True when it is a suspect and another is on trial; it is sent later."""
-        if flight.strikes < ALONE_AFTER:
+        if not flight.suspicion.suspect:
             return False
         if self._current not in (None, flight):
             if flight not in self._waiting:
@@ -33,16 +28,34 @@ class Trials:
         self._current = flight
         return False
 
-    def guilty(self, flight: Flight) -> bool:
-        """True when enough engines were lost under it, the last of them with no other suspect in it."""
-        return flight.strikes >= MOST_LOSSES
+    def judge(self, replica: int, flights: Collection[Flight]) -> None:
+        """A replica has died: who of all `flights` may have done it?"""
+        here = [flight for flight in flights if flight.replica == replica]
+        for flight in here:
+            flight.judged = flight.wire_id
+        tried = [flight for flight in here if flight.trial is not None]
+        if any(flight.trial is False for flight in tried):
+            # It died while nothing ran there: something else kills engines.
+            for flight in flights:
+                flight.suspicion.clear()
+            self._current = None
+        for flight in tried or here:
+            if flight.trial is not False:
+                flight.blame(alone=flight.trial is True)
+        self._call_next()
 
     def look(self, flight: Flight, *, over: bool = False) -> None:
         """A flight has got further, or is over: if it was on trial, the next one's turn may have come."""
         if over and flight in self._waiting:
             self._waiting.remove(flight)
-        if flight is not self._current or not (over or flight.acquitted):
+        if flight.suspicion.passed(flight.computed):
+            flight.trial = None
+        if flight is not self._current or (flight.suspicion.suspect and not over):
             return
         self._current = None
-        if self._waiting:
+        self._call_next()
+
+    def _call_next(self) -> None:
+        """Send those that wait, as long as nobody is on trial; one that is no suspect any more need not wait."""
+        while self._waiting and self._current is None:
             self._send(self._waiting.popleft())

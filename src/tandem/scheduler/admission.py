@@ -1,0 +1,57 @@
+"""Which requests the queue takes. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+from tandem.errors import OverloadedError, RequestError
+from tandem.protocol.checks import check_request
+from tandem.protocol.request import EngineRequest
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.sequence import Sequence
+
+RESERVE = 0.25
+"""What a full queue still takes, as a share of its limits, from groups that have less than their share of it."""
+
+
+def check_queue(request: EngineRequest, limits: Limits, waiting: Collection[Sequence], queued: int) -> None:
+    """Raises OverloadedError when the queue of `waiting` sequences, `queued` tokens in all, is full.
+
+    One group cannot fill it for the others: those that have less than their share of its places find some in reserve.
+    """
+    mine = sum(sequence.request.group == request.group for sequence in waiting)
+    others = {sequence.request.group for sequence in waiting} - {request.group}
+    stretch = 1 + RESERVE if others and mine < limits.max_queue / (len(others) + 1) else 1.0
+    if len(waiting) >= limits.max_queue * stretch:
+        raise OverloadedError(f"{len(waiting)} requests are waiting already (max_queue); try again later")
+    if waiting and queued + len(request.prompt) > limits.max_queue_tokens * stretch:
+        raise OverloadedError(f"{queued} prompt tokens are waiting already (max_queue_tokens); try again later")
+
+
+def check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -> None:
+    """Raises RequestError if the request can never run, or has the id of one that is `live`."""
+    params = request.params
+    if request.request_id in live:
+        raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
+    if not request.prompt:
+        raise RequestError("the prompt has no tokens; send at least one", param="prompt")
+    if not all(0 <= token < limits.vocab_size for token in (*request.prompt, *request.produced)):
+        raise RequestError(f"prompt token ids must lie in 0..{limits.vocab_size - 1}", param="prompt")
+    if not 0 < request.weight < math.inf:
+        raise RequestError(f"the weight {request.weight} is not a number above 0", param="weight")
+    check_request(request, limits.vocab_size)
+    if request.pooling is None and len(request.produced) >= params.max_tokens:
+        raise RequestError(f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already",
+                           param="max_tokens")
+    need = len(request.prompt) + params.max_tokens
+    if need > limits.max_context:
+        raise RequestError(
+            f"This model's maximum context length is {limits.max_context} tokens. However, you requested {need} "
+            f"tokens ({len(request.prompt)} in the prompt, {params.max_tokens} in the completion). "
+            "Please reduce the length of the prompt or max_tokens.",
+            param="messages", code="context_length_exceeded")
+    if need > limits.kv_tokens:
+        raise RequestError(f"prompt and output of {need} tokens exceed the KV cache of {limits.kv_tokens} tokens; "
+                           "shorten the request or raise --kv-tokens", param="max_tokens",
+                           code="context_length_exceeded")

@@ -1,0 +1,47 @@
+"""The file of a Unix socket, which people and clean-up jobs remove."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+import zmq
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+"""Seconds between two looks at whether it is there."""
+
+
+class SocketFile:
+    """Where a ZeroMQ socket listens; only this user can connect. Used by the socket's thread."""
+
+    def __init__(self, socket: zmq.Socket[bytes], path: Path) -> None:
+        """Bind. A file that is in the way is removed. Raises ZMQError and OSError."""
+        self._socket = socket
+        self._path = path
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        self._bind()
+
+    def _bind(self) -> None:
+        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._socket.bind(f"ipc://{self._path}")
+        self._path.chmod(0o600)
+        self._looked_at = time.monotonic()
+
+    def renew(self) -> None:
+        """Make the file anew if it was removed: who is connected stays so, but nobody else could come. Call often."""
+        if time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        if self._path.exists():
+            return
+        try:
+            self._bind()
+        except (zmq.ZMQBaseError, NotImplementedError, OSError) as error:
+            log.error("%s was removed and cannot be made anew: %s; nobody new can connect", self._path, error)
+        else:
+            log.warning("%s was removed; it was made anew", self._path)

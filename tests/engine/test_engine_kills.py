@@ -1,0 +1,171 @@
+"""Ranks that are killed from outside again and again: no request is held to have done it. The clock is not real."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from tandem.engine.engine import Engine
+from tandem.engine.layout import plan_layout
+from tandem.errors import RankFailure
+from tandem.executors.base import Executor, Progress
+from tandem.protocol.control import Output, Ready, Refused, Stepped
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import RankStep, StepPlan, StepResult
+from tandem.testing import tiny_model
+
+MINUTES = 10
+CHUNK = 16
+
+
+class Clock:
+    """Seconds that pass when somebody waits."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Killed(Executor):
+    """Two ranks that take `step_s` for a step and `start_s` to start, of which one is killed at each of `kills`, and
+    whenever they work on what has come to the place of a `killer`."""
+
+    def __init__(self, clock: Clock, step_s: float, start_s: float, kills: Sequence[float]) -> None:
+        self.clock, self.step_s, self.start_s = clock, step_s, start_s
+        self.kills = deque(kills)
+        self.killers: set[str] = set()
+        self.plans: deque[StepPlan] = deque()
+        self.deaths = 0
+
+    def _pass(self, seconds: float) -> None:
+        while self.kills and self.kills[0] <= self.clock.now:
+            self.kills.popleft()  # nobody was there to be killed
+        if self.kills and self.clock.now + seconds >= self.kills[0]:
+            self.clock.now = self.kills.popleft()
+            self._die()
+        self.clock.now += seconds
+
+    def _die(self) -> None:
+        self.deaths += 1
+        raise RankFailure("rank 1 was ended by SIGKILL", rank=1, cause="died", blame=bool(self.plans))
+
+    def start(self, progress: Progress | None = None) -> list[Ready]:
+        self._pass(self.start_s)
+        return [Ready(rank=rank, weight_bytes=10**6, kv_bytes_per_token=256, memory_bytes=2**30, peak_bytes=0,
+                      gpu=False, host="host", pid=1, trimmable=True) for rank in range(2)]
+
+    def submit(self, plan: StepPlan) -> None:
+        self.plans.append(plan)
+
+    def collect(self, timeout_s: float) -> list[Stepped]:
+        if not self.plans:
+            self._pass(0.1)
+            return []
+        self._pass(self.step_s)
+        plan = self.plans[0]
+        if self.killers & {*plan.decode, *(op.request_id for op in plan.prefill)}:
+            self._die()
+        self.plans.popleft()
+        return [Stepped(RankStep(0, plan.step_id, 0.0, 0),
+                        result=StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))]
+
+    def close(self) -> None:
+        self.plans.clear()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), config={"max_position_embeddings": 2048})
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    one = Clock()
+    for module in ("engine", "recovery", "metrics"):
+        monkeypatch.setattr(f"tandem.engine.{module}.time", one)
+    return one
+
+
+def an_engine(model: Path, executor: Killed) -> Engine:
+    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
+                        scheduler=SchedulerSettings(canary=False, kv_tokens=8000, prefill_chunk=CHUNK, max_restarts=20))
+    engine = Engine(settings, plan_layout(settings), executor)
+    engine.start()
+    return engine
+
+
+def ask(engine: Engine, name: str, prompt: int, tokens: int) -> None:
+    engine.submit(EngineRequest(request_id=name, prompt=[7] * prompt, params=SamplingParams(max_tokens=tokens,
+                                                                                           ignore_eos=True)))
+
+
+def serve(engine: Engine, clock: Clock, until: float, rng: random.Random) -> tuple[int, list[str]]:
+    """Ten requests at any time, of which one has a prompt that takes longer than the ranks live; how many were
+    answered, and which were refused."""
+    asked, live, answered, refused = 0, set[str](), 0, list[str]()
+    while live or clock.now < until:
+        while clock.now < until and len(live) < 10:
+            long = not any(name.startswith("long") for name in live)
+            name = f"{'long' if long else 'r'}{asked}"
+            ask(engine, name, 1500 if long else rng.randint(1, 60), rng.randint(1, 60))
+            asked += 1
+            live.add(name)
+        for message in engine.pump(0.0):
+            if isinstance(message, Refused):
+                refused.append(message.request_id)
+                live.discard(message.request_id)
+            elif isinstance(message, Output) and message.finish_reason:
+                answered += 1
+                live.discard(message.request_id)
+        engine.scheduler.check()
+    return answered, refused
+
+
+@pytest.mark.parametrize("start_s", [0.5, 2.0, 4.0])
+@pytest.mark.parametrize("step_s", [0.1, 0.5])
+def test_a_kill_every_six_seconds_for_ten_minutes_refuses_nobody(model: Path, clock: Clock, step_s: float,
+                                                                 start_s: float) -> None:
+    first = clock.now + 10
+    executor = Killed(clock, step_s, start_s, [first + 6 * i for i in range(10 * MINUTES)])
+    engine = an_engine(model, executor)
+    answered, refused = serve(engine, clock, first + 60 * MINUTES, random.Random(1))
+    assert refused == [] and executor.deaths > 3 * MINUTES and answered > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kills_at_random_times_less_than_ten_seconds_apart_refuse_nobody(model: Path, clock: Clock, seed: int) -> None:
+    rng = random.Random(seed)
+    times = [clock.now + 10]
+    while times[-1] < clock.now + 60 * MINUTES:
+        times.append(times[-1] + rng.uniform(1, 10))
+    executor = Killed(clock, 0.05, 1.0, times)
+    engine = an_engine(model, executor)
+    _, refused = serve(engine, clock, times[-1] + 20, rng)
+    assert refused == [] and executor.deaths > len(times) / 3
+
+
+def test_a_killer_is_found_and_only_it(model: Path, clock: Clock) -> None:
+    executor = Killed(clock, 0.05, 1.0, [])
+    executor.killers = {"killer"}
+    engine = an_engine(model, executor)
+    begun = clock.now
+    for i in range(5):
+        ask(engine, f"r{i}", 20, 40)
+    ask(engine, "killer", 20, 40)
+    refused = []
+    while not engine.idle:
+        refused += [one.request_id for one in engine.pump(0.0) if isinstance(one, Refused)]
+    assert refused == ["killer"] and executor.deaths == 4
+    assert clock.now - begun < 60, "looking whether ranks die without it takes seconds"
+
+
