@@ -101,7 +101,7 @@ class FakeEngine:
         self.reply = self.tokenizer.encode("Hello, wörld 漢🙂!")
         self.tokens_per_output = 1
         self.delay = 0.0
-        self.hold = self.silent = self.garbage = False
+        self.hold = self.silent = self.garbage = self.rests = False
         self.refusal: tuple[int, str, str | None, float | None] | None = None
         self.status = EngineStatus(
             query_id=0, state="ready", detail="", model="tiny", source=str(model_dir), max_context=256, vocab_size=512,
@@ -169,7 +169,8 @@ class FakeEngine:
             else:
                 self._live[message.request.request_id] = Sequence(identity, message.request, self)
                 if message.request.suspicion is not None and message.request.suspicion.suspect:
-                    self._send(identity, Trial(message.request.request_id, resting=False))
+                    resting = self.rests and message.request.suspicion.rests
+                    self._send(identity, Trial(message.request.request_id, resting=resting))
         elif isinstance(message, Abort):
             self.aborted.add(message.request_id)
             if message.answered:

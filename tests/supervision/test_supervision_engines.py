@@ -378,7 +378,7 @@ def test_a_process_that_cannot_be_had_is_tried_again_and_leaves_nothing_open(mon
     for _ in range(2):
         assert [info.state for info in engines.infos()] == ["restarting"]
         assert "cannot be started" in engines.infos()[0].detail
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert len(os.listdir("/proc/self/fd")) <= before
         assert engines.look() is None
     assert engines.look() is None
     assert [(info.state, info.restarts) for info in engines.infos()] == [("running", 0)], "it has not died"

@@ -218,6 +218,7 @@ def test_it_waits_for_so_long_and_no_longer(engines):
 def test_what_kills_engines_is_not_tried_for_ever(engines):
     async def run():
         async with connected(engines) as replicas:
+            replicas._patience_s = 60.0
             for one in engines:
                 one.hold = True
             task = asyncio.create_task(answers_of(replicas, "killer"))
@@ -241,13 +242,12 @@ def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(engines):
         async with connected(engines[:1]) as replicas:
             replicas._patience_s = 60.0
             [engine] = engines[:1]
-            engine.hold = True
+            engine.hold = engine.rests = True
             task = asyncio.create_task(answers_of(replicas, "a"))
             for losses in range(8):
                 await until(lambda: engine._live)
                 flight = replicas._flights["a"]
-                if losses >= 2:
-                    flight.tried(resting=losses % 4 == 3)
+                await until(lambda: (flight.trial is not None) == flight.suspicion.suspect)  # noqa: B023
                 engine.stop()
                 engine._live.clear()
                 await until(lambda: flight.losses > losses)  # noqa: B023 - awaited at once
