@@ -30,7 +30,7 @@ def test_a_start_that_has_lost_its_port_takes_another(
         return [thief.getsockname()[1], *sound(count - 1)] if len(asked) == 1 else sound(count)
 
     monkeypatch.setattr(worlds, "free_ports", lost)
-    options = {"pipeline_parallel_size": 2, "channel": "ring"}
+    options = {"tensor_parallel_size": 2}
     with (socket.create_server(("127.0.0.1", 0)) as thief, caplog.at_level(logging.WARNING),
           LLM(str(tiny_model(tmp_path)), **options) as llm):
         assert llm.generate([[5, 6]], SamplingParams(max_tokens=3, ignore_eos=True))[0].finish_reason == "length"

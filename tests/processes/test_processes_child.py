@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +21,7 @@ from tandem.errors import LayoutError
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.worlds import free_ports, make_world, visible_gpus
 from tandem.processes.child import ChildProcess
+from tandem.processes.interpreter import code_command
 
 CHILD = """
 import sys, time
@@ -73,6 +75,7 @@ def test_a_child_goes_with_its_parent(tmp_path: Path, module: dict[str, str]) ->
     parent = f"""
 import time
 from tandem.processes.child import ChildProcess
+from tandem.processes.interpreter import code_command
 child = ChildProcess("a_child", b"x", env={module!r}, name="child", arguments=[{str(tmp_path / 'got')!r}])
 print(child.pid, flush=True)
 time.sleep(60)
@@ -151,3 +154,28 @@ def test_free_ports_can_be_bound() -> None:
     for port in ports:
         with socket.socket() as one:
             one.bind(("127.0.0.1", port))
+
+
+LOCKED = """
+import ctypes, subprocess, sys
+from tandem.processes.child import guarded_lifeline
+with guarded_lifeline("darwin"):
+    pass
+with guarded_lifeline("darwin"):
+    print("locked", flush=True)
+    ctypes.PyDLL(None).sleep(300)  # with the interpreter lock, as MLX's ring start-up
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32" or not shutil.which("ps"), reason="needs ps")
+def test_a_child_that_keeps_the_interpreter_lock_goes_with_its_parent_without_the_kernels_help() -> None:
+    with subprocess.Popen(code_command(LOCKED), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        try:
+            assert child.stdin is not None
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"locked\n"
+            assert len(psutil.Process(child.pid).children()) == 1, "the first guard has gone"
+            child.stdin.close()
+            assert child.wait(60) == -signal.SIGKILL
+        finally:
+            child.kill()

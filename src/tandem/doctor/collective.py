@@ -7,7 +7,7 @@ import statistics
 import sys
 import time
 
-from tandem.processes.child import receive_payload, watch_lifeline
+from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 
 SIZES = (4096, 65536, 1 << 20)
 """Bytes of the arrays."""
@@ -21,7 +21,8 @@ def measure(backend: str) -> dict[str, float]:
     from tandem.loading.memory import choose_device
 
     choose_device("auto")
-    group = mx.distributed.init(strict=True, backend=backend)
+    with guarded_lifeline():
+        group = mx.distributed.init(strict=True, backend=backend)
     expected = group.size() * (group.size() + 1) / 2
     found = {}
     for size in SIZES:

@@ -25,7 +25,7 @@ from tandem.errors import RankFailure
 from tandem.executors.weights import Head, obtain_files
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
-from tandem.processes.child import receive_payload, watch_lifeline
+from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.protocol.payloads import WorkerPayload
 from tandem.system.awake import keep_awake
@@ -86,8 +86,9 @@ class Worker:
         from tandem.loading.memory import choose_device
 
         choose_device(self._spec.device)
-        link = self._connect(command, channel)
-        group = StageGroup(self._spec.backend, self._spec.tp_size) if self._spec.tp_size > 1 else None
+        with guarded_lifeline():
+            link = self._connect(command, channel)
+            group = StageGroup(self._spec.backend, self._spec.tp_size) if self._spec.tp_size > 1 else None
         if not on_gpu():
             log.info("linear algebra: %s", self._blas or "MLX's own (slow: install OpenBLAS, or give --blas)")
         endpoint = self._payload.weights_endpoint

@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from tandem.borders import start_thread
@@ -17,6 +17,7 @@ from tandem.processes.interpreter import module_command
 from tandem.system.state import process_state
 
 PR_SET_PDEATHSIG = 1
+GUARD = """cat >/dev/null; [ "$(ps -o ppid= -p $$ | tr -d ' ')" = "$0" ] && kill -9 "$0" """
 _spawner = ThreadPoolExecutor(1, thread_name_prefix="spawn")
 """Starts all children: Linux takes the end of the thread that started one for the end of its parent."""
 
@@ -94,6 +95,26 @@ class ChildProcess:
 def receive_payload() -> bytes:
     """In the child: the payload that the parent sent. Call once, before `watch_lifeline`."""
     return sys.stdin.buffer.readline().rstrip(b"\n")
+
+
+@contextlib.contextmanager
+def guarded_lifeline(platform: str = sys.platform) -> Iterator[None]:
+    """In the child, around code that keeps the interpreter lock: its end is not put off when the parent goes meanwhile.
+
+    Linux does that by itself (`watch_lifeline`). Elsewhere a shell reads the lifeline too, and kills this process when
+    it closes, if this process is still its parent.
+    """
+    if platform == "linux":
+        yield
+        return
+    guard = subprocess.Popen(["/bin/sh", "-c", GUARD, str(os.getpid())], stdin=0, stdout=subprocess.DEVNULL,
+                             stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(guard.pid, signal.SIGKILL)
+        guard.wait()
 
 
 def watch_lifeline(on_loss: Callable[[], None] | None = None) -> None:
