@@ -17,7 +17,10 @@ SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_
 def gguf_name(name, arch="llama"):
     """The package's name of a tensor of mlx-lm's."""
     number = {text: key for key, text in gguf.MODEL_ARCH_NAMES.items()}[arch]
-    base, _, last = name.replace("switch_mlp", "experts").rpartition(".")
+    for ours, theirs in (("switch_mlp", "experts"), ("embed_q", "k_b_proj"), ("unembed_out", "v_b_proj"),
+                         ("e_score_correction_bias", "e_score_correction.bias")):  # fmt: skip
+        name = name.replace(ours, theirs)
+    base, _, last = name.rpartition(".")
     if last == "sinks":
         base, last = f"{base}.sinks", "weight"
     found = gguf.get_tensor_name_map(number, 99).get_name(base)
@@ -55,7 +58,7 @@ def write_gguf(path, model, kind, arch="llama", extra=(), metadata=()):
             array = permute(array, config[heads])
         if arch.startswith("gemma") and name.endswith("norm.weight"):
             array = array + 1
-        plain = array.ndim == 1 or name.endswith("bias") or (arch in ("qwen3moe", "gpt-oss") and "gate.w" in name)
+        plain = array.ndim == 1 or name.endswith("bias") or "mlp.gate.w" in name
         put(writer, gguf_name(name, arch), array, "F32" if plain or "router" in name else kind)
     for name, array, as_kind in extra:
         put(writer, name, array, as_kind)

@@ -33,6 +33,15 @@ def logits(files, **kwargs):
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0,
         "beta_slow": 1.0, "truncate": False}  # fmt: skip
 LONG = {"type": "longrope", "long_factor": [1.5] * 8, "short_factor": [1.0] * 8}
+LATENT = [
+    lambda w: w.add_q_lora_rank(32), lambda w: w.add_kv_lora_rank(32), lambda w: w.add_key_length(48),
+    lambda w: w.add_value_length(16), lambda w: w.add_rope_dimension_count(16), lambda w: w.add_expert_count(4),
+    lambda w: w.add_expert_used_count(2), lambda w: w.add_expert_shared_count(1),
+    lambda w: w.add_expert_feed_forward_length(64), lambda w: w.add_leading_dense_block_count(1),
+    lambda w: w.add_expert_weights_scale(1.5), lambda w: w.add_expert_weights_norm(True),
+    lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), lambda w: w.add_rope_scaling_factor(40.0),
+    lambda w: w.add_rope_scaling_orig_ctx_len(4096), lambda w: w.add_rope_scaling_yarn_log_mul(0.1),
+]  # fmt: skip
 MODELS = [
     # family, architecture, layers, its config, its metadata
     ("llama", "llama", 4, {}, []), ("qwen2", "qwen2", 4, {}, []), ("qwen3", "qwen3", 4, {}, []),
@@ -46,6 +55,11 @@ MODELS = [
     ("phi3", "phi3", 3, {"rope_scaling": LONG, "original_max_position_embeddings": 4096},
      [lambda w: w.add_tensor("rope_factors_long.weight", np.full(8, 1.5, np.float32)),
       lambda w: w.add_tensor("rope_factors_short.weight", np.ones(8, np.float32))]),
+    ("deepseek_v2", "deepseek2", 3, {}, LATENT),
+    ("deepseek_v3", "deepseek2", 3, {}, [
+        *LATENT, lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID),
+        lambda w: w.add_uint32("deepseek2.expert_group_count", 2),
+        lambda w: w.add_uint32("deepseek2.expert_group_used_count", 1)]),
     ("gpt_oss", "gpt-oss", 4, {"rope_scaling": YARN, "sliding_window": 16},
      [lambda w: w.add_expert_count(4), lambda w: w.add_expert_used_count(2), lambda w: w.add_sliding_window(16),
       lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), lambda w: w.add_rope_scaling_factor(4.0),

@@ -11,18 +11,19 @@ from tandem.errors import BrokenModel, UnsupportedModel
 
 ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "gemma2": "gemma2",
-    "gemma3": "gemma3_text", "phi3": "phi3", "gpt-oss": "gpt_oss",
+    "gemma3": "gemma3_text", "phi3": "phi3", "gpt-oss": "gpt_oss", "deepseek2": "deepseek_v3",
 }  # fmt: skip
-"""`general.architecture` to model_type."""
+"""`general.architecture` to model_type (deepseek2 may also be deepseek_v2)."""
 CLASSES = {
     "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM", "gemma2": "Gemma2ForCausalLM", "gemma3_text": "Gemma3ForCausalLM",
     "phi3": "Phi3ForCausalLM", "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM",
 }  # fmt: skip
 """model_type to the class that transformers, and hence vLLM, looks for."""
 
 
-_WITH_EXPERTS = ("qwen3moe", "gpt-oss")
+_WITH_EXPERTS = ("qwen3moe", "gpt-oss", "deepseek2")
 
 
 def model_config(
@@ -48,7 +49,7 @@ def model_config(
     heads, hidden = int(need("attention.head_count")), int(need("embedding_length"))
     dim = int(metadata.get(f"{arch}.attention.key_length", hidden // heads))
     rotary = metadata.get(f"{arch}.rope.dimension_count", dim)
-    if rotary != dim and arch != "phi3":
+    if rotary != dim and arch not in ("phi3", "deepseek2"):
         raise UnsupportedModel(f"{source}: rotary embedding of a part of each head is not supported", param="model")
     config: dict[str, Any] = {
         "architectures": [CLASSES[ARCHITECTURES[arch]]],
@@ -70,7 +71,7 @@ def model_config(
     config |= _rope_scaling(metadata, arch, factors, config["rope_theta"], dim, source)
     if own := _OWN.get(arch):
         config |= own(metadata, config, shapes)
-    if rotary != dim:
+    if rotary != dim and arch == "phi3":
         config["partial_rotary_factor"] = rotary / dim
     return config | _token_ids(metadata)
 
@@ -114,7 +115,40 @@ def _gpt_oss(metadata: dict[str, Any], config: dict[str, Any], shapes: dict[str,
     }
 
 
-_OWN = {"qwen3moe": _qwen3moe, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3, "gpt-oss": _gpt_oss}
+def _deepseek2(metadata: dict[str, Any], config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+    """DeepSeek V2, and V3 with its sigmoid gates: latent attention, cut into heads in the file or not."""
+
+    def get(key: str, default: Any = None) -> Any:
+        return metadata[f"deepseek2.{key}"] if default is None else metadata.get(f"deepseek2.{key}", default)
+
+    sigmoid = get("expert_gating_func", 1) == 2
+    if not sigmoid and "blk.0.attn_k_b.weight" in shapes:
+        raise UnsupportedModel("GGUF: DeepSeek V2 with attn_k_b and attn_v_b is not supported; use a file with "
+                               "attn_kv_b, or a model in MLX format", param="model")  # fmt: skip
+    rope = int(get("rope.dimension_count"))
+    groups = int(get("expert_group_count", 1))
+    kind = "deepseek_v3" if sigmoid else "deepseek_v2"
+    return {
+        "architectures": [CLASSES[kind]], "model_type": kind, "num_key_value_heads": config["num_attention_heads"],
+        "q_lora_rank": int(get("attention.q_lora_rank", 0)) or None, "kv_lora_rank": int(get("attention.kv_lora_rank")),
+        "qk_rope_head_dim": rope,
+        "qk_nope_head_dim": int(get("attention.key_length_mla", get("attention.key_length"))) - rope,
+        "v_head_dim": int(get("attention.value_length_mla", get("attention.value_length"))),
+        "n_routed_experts": int(get("expert_count")), "num_experts_per_tok": int(get("expert_used_count")),
+        "n_shared_experts": int(get("expert_shared_count", 0)) or None,
+        "moe_intermediate_size": int(get("expert_feed_forward_length")),
+        "first_k_dense_replace": int(get("leading_dense_block_count", 0)), "moe_layer_freq": 1,
+        "routed_scaling_factor": float(get("expert_weights_scale", 1.0)),
+        "norm_topk_prob": bool(get("expert_weights_norm", False)),
+        "n_group": groups, "topk_group": int(get("expert_group_used_count", 1)),
+        "topk_method": "noaux_tc" if sigmoid else "group_limited_greedy" if groups > 1 else "greedy",
+    }  # fmt: skip
+
+
+_OWN = {
+    "deepseek2": _deepseek2, "qwen3moe": _qwen3moe, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3,
+    "gpt-oss": _gpt_oss,
+}  # fmt: skip
 
 
 def _architecture(metadata: dict[str, Any], source: str) -> str:
@@ -149,6 +183,11 @@ def _rope_scaling(
     factor = float(metadata.get(f"{arch}.rope.scaling.factor", 1.0))
     if kind == "linear":
         return {"rope_scaling": {"type": "linear", "factor": factor}}
+    if kind == "yarn" and arch == "deepseek2" and original:
+        mscale = 10 * float(metadata.get("deepseek2.rope.scaling.yarn_log_multiplier", 0.1))
+        scaling = {"type": "yarn", "factor": factor, "original_max_position_embeddings": int(original),
+                   "beta_fast": 32, "beta_slow": 1, "mscale": mscale, "mscale_all_dim": mscale}  # fmt: skip
+        return {"rope_scaling": scaling}
     if kind == "yarn" and arch == "gpt-oss" and original:
         scaling = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(original),
                    "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}  # fmt: skip

@@ -49,6 +49,22 @@ _IN_LAYER: dict[str, dict[str, str]] = {
         **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
     },
 }
+_IN_LAYER["deepseek2"] = {
+    **_ATTENTION,
+    **_MLP,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.embed_q",
+    "attn_v_b": "self_attn.unembed_out",
+    "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.gate.e_score_correction",
+    **{f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")},
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
 _LAYER = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -62,6 +78,6 @@ def mlx_name(name: str, architecture: str) -> str | None:
         if match[2] == "attn_sinks":
             return f"{layer}.self_attn.sinks"
         if inner := _IN_LAYER.get(architecture, {**_ATTENTION, **_MLP}).get(match[2]):
-            return f"{layer}.{inner}.{match[3]}"
+            return f"{layer}.{inner}{'_' if inner.endswith('e_score_correction') else '.'}{match[3]}"
     base, _, last = name.rpartition(".")
     return f"{_GLOBAL[base]}.{last}" if base in _GLOBAL else name  # what is unknown is refused when it is loaded
