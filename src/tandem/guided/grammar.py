@@ -53,7 +53,9 @@ def _described(form: StructuredOutputs) -> dict[str, Any]:
     if form.choice is not None:
         if not form.choice or "" in form.choice:
             raise ValueError("it must hold at least one string, none of them empty")
-        return _lark("start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice))
+        # One lexeme: as a rule, each choice would be an item of the parser's, and there may be 2,000 of those.
+        choices = " | ".join(json.dumps(text, ensure_ascii=False) for text in form.choice)
+        return _lark(f"start: CHOICE\nCHOICE: {choices}")
     return _context_free(form.grammar or "")
 
 

@@ -53,9 +53,9 @@ def trouble(grammar: str, special: dict[str, int]) -> str:
     """What is wrong with the grammar; empty if nothing."""
     vocabulary = _Bytes(special)
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary))
-    matcher, mask, seconds = _walk(tokenizer, grammar, vocabulary.eos_token_id)
-    if matcher.is_error():
-        return matcher.get_error() or "it cannot be compiled"
+    error, mask, seconds = _walk(tokenizer, grammar, vocabulary.eos_token_id)
+    if error:
+        return error
     if not any(mask):
         return "nothing matches it"
     # Once more, as whatever else the machine does may have been the reason.
@@ -64,22 +64,24 @@ def trouble(grammar: str, special: dict[str, int]) -> str:
     return ""
 
 
-def _walk(tokenizer: LLTokenizer, grammar: str, eos: int) -> tuple[LLMatcher, bytes, float]:
-    """A matcher before its first token, its first mask, and the processor seconds of the slowest of the first masks."""
+def _walk(tokenizer: LLTokenizer, grammar: str, eos: int) -> tuple[str, bytes, float]:
+    """What is wrong within the first steps, the first mask, and the processor seconds of the slowest mask."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
-    first, slowest, walker = b"", 0.0, matcher
+    if matcher.is_error():
+        return matcher.get_error() or "it cannot be compiled", b"", 0.0
+    first, slowest = b"", 0.0
     for step in range(WALK):
-        if walker.is_error() or walker.is_stopped():
+        if matcher.is_error() or matcher.is_stopped():
             break
         started = time.thread_time()
-        mask = walker.compute_bitmask()
+        mask = matcher.compute_bitmask()
         slowest = max(slowest, time.thread_time() - started)
-        if step == 0:
-            first, walker = mask, matcher.deep_copy()
+        first = first if step else mask
         token = _last(mask, eos)
-        if token is None or not walker.consume_token(token):
+        if token is None or not matcher.consume_token(token):
             break
-    return matcher, first, slowest
+    error = f"it is too complex: {matcher.get_error().partition(chr(10))[0]}" if matcher.is_error() else ""
+    return error, first, slowest
 
 
 def _last(mask: bytes, eos: int) -> int | None:
