@@ -16,6 +16,8 @@ from tandem.config.settings import ModelSettings
 from tandem.server.anthropic.schemas import MessagesRequest
 from tandem.server.openai.schemas import ChatRequest, DetokenizeRequest
 from tandem.server.responses.schemas import ResponsesRequest
+from tandem.server.responses.translate import chat_request
+from tandem.server.tools.prompt import plain_messages
 from tandem.server.workers.pool import MODULE
 
 SCHEMAS = {"/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest, "/v1/messages": MessagesRequest,
@@ -118,19 +120,28 @@ def test_a_heavy_body_is_refused_and_holds_up_nobody(calm, name):
     assert words in answer["error"]["message"]
     stream, health = watch.longest_pauses(begin, end)
     # On a machine that is loaded all of this takes longer; with the work in the api they would take as long as it.
-    assert max(stream, health) < max((end - begin) / 2, 0.2), (stream, health, end - begin)
+    assert max(stream, health) < max((end - begin) / 2, 2.0), (stream, health, end - begin)
 
 
-@pytest.mark.slow
-def test_many_small_pieces_in_one_conversation_cost_no_more_than_their_length(calm):
-    system = {"role": "system", "content": "a" * 1000}
-    tool = {"type": "function_call_output", "call_id": "1", "output": "a" * 1000}
-    body = json.dumps({"input": [system] * 3000 + [tool] * 3000 + HELLO}).encode()
-    with Watch(calm) as watch:
-        status, answer, begin, end = post(calm, "/v1/responses", body)
-        time.sleep(0.1)
-    assert status == 400 and "maximum context length" in answer["error"]["message"]
-    assert max(watch.longest_pauses(begin, end)) < max((end - begin) / 2, 0.2)
+def pieces(kind, count):
+    """A conversation of `count` pieces that stand together, and what makes messages of them."""
+    if kind == "system messages":
+        fields = ResponsesRequest.model_validate({"input": [{"role": "system", "content": "a" * 9000}] * count})
+        return lambda: chat_request(fields)
+    if kind == "answers":
+        answer = {"role": "assistant", "content": [{"type": "output_text", "text": "a" * 9000}]}
+        fields = ResponsesRequest.model_validate({"input": [answer] * count})
+        return lambda: chat_request(fields)
+    return lambda: plain_messages([{"role": "tool", "tool_call_id": "1", "content": "a" * 9000}] * count, [])
+
+
+@pytest.mark.parametrize("kind", ["system messages", "answers", "results of tools"])
+def test_many_pieces_of_one_message_cost_no_more_than_their_length(kind):
+    work = pieces(kind, 4000)
+    begin = time.thread_time()
+    work()
+    spent = time.thread_time() - begin
+    assert spent < 2.5, "36 MB once take 0.05 s of the processor; joined to all before again and again, 72 GB"
 
 
 @pytest.mark.parametrize(("path", "body", "param"), [

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +20,7 @@ from tandem.server.workers.tasks import Judge
 
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send its body."""
+Result = TypeVar("Result")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -59,6 +61,11 @@ async def understood(request: Request, raw: bytes, model: type[Model], ignored: 
     if len(raw) > LARGE_BODY:
         await unless_gone(request, api.workers.ask(get_group(request), Judge(model.__name__, raw), type(None)))
     return await off_loop(len(raw) > LARGE, lambda: parse_bytes(raw, model, ignored))
+
+
+async def translated(request: Request, work: Callable[[], Result]) -> Result:
+    """What `work` makes of a request's fields: here, or in a thread when there are many of them."""
+    return await off_loop(request.scope.get("tandem.body_size", 0) > LARGE_BODY, work)
 
 
 async def refuse_query(request: Request, error: Exception) -> Response:

@@ -11,7 +11,7 @@ from tandem.errors import RequestError
 from tandem.server.anthropic.answers import MessageWriter, ending, failed_message, message, usage, whole_blocks
 from tandem.server.anthropic.schemas import IGNORED, CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import chat_request, in_own_words
-from tandem.server.body import parse
+from tandem.server.body import parse, translated
 from tandem.server.chats.answer_message import Reply
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
@@ -35,8 +35,8 @@ async def messages(http: Request) -> Response:
 async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Response:
     api = get_api(http)
     try:
-        plan, generation, model = await start_chat(http, served, chat_request(fields), f"msg_{uuid.uuid4().hex}",
-                                                   clip=True)
+        chat = await translated(http, lambda: chat_request(fields))
+        plan, generation, model = await start_chat(http, served, chat, f"msg_{uuid.uuid4().hex}", clip=True)
     except RequestError as error:
         raise in_own_words(error) from None
     reply = Reply(plan)
@@ -57,7 +57,7 @@ async def count_tokens(http: Request) -> Response:
     fields = await parse(http, CountRequest, ignored=IGNORED)
     served = await api.engage(http, fields.model)
     try:
-        plan, _, _ = await prepare_chat(http, served, chat_request(fields))
+        plan, _, _ = await prepare_chat(http, served, await translated(http, lambda: chat_request(fields)))
     except RequestError as error:
         raise in_own_words(error) from None
     return Response(encode_json({"input_tokens": len(plan.prompt)}), media_type="application/json")

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.errors import RequestError
-from tandem.server.body import read_body, understood
+from tandem.server.body import read_body, translated, understood
 from tandem.server.chats.answer_message import Reply
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
@@ -63,7 +63,7 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
     response_id = background.response_id(job.entry) if job is not None else f"resp_{uuid.uuid4().hex}"
     created = time.time() if job is None else job.entry.created
     try:
-        chat = chat_request(fields)
+        chat = await translated(http, lambda: chat_request(fields))
         plan, generation, model = await start_chat(http, served, chat, response_id)
     except RequestError as error:
         raise in_own_words(error) from None
