@@ -9,17 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tandem.models.families.tiny import BASE, TINY
+from tandem.models.families.tiny import EOS, TINY, tiny_config
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 T = TypeVar("T")
+__all__ = ["EOS", "TINY", "ThreadGroup", "ThreadRank", "tiny_adapter", "tiny_config", "tiny_model", "write_tokenizer"]
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-_BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer"}
-EOS = 2
-"""Id of <|im_end|>, the end-of-sequence token of tiny models."""
 
 
 def tiny_model(
@@ -33,36 +31,23 @@ def tiny_model(
     dtype: str = "bfloat16",
     shards: int = 1,
     config: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a tiny random model of `family` (see `TINY`) into `directory` and return its path.
 
     Weights are stored as `dtype`, in `shards` files; with `quantized` as 4 bits in groups of 32 (gpt_oss: experts as
-    mxfp4). `config` overrides entries of config.json. The byte-level tokenizer has `vocab` entries (at least 300).
+    mxfp4). `config` overrides entries of config.json;
+    `settings` is all of it. The byte-level tokenizer has `vocab` entries (at least 300).
     The same arguments give the same weights. Needs mlx.
     """
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    settings = tiny_config(family, layers=layers, vocab=vocab, overrides=config)
+    settings = dict(settings or tiny_config(family, layers=layers, vocab=vocab, overrides=config))
     arrays = _weights(settings, quantized=quantized, seed=seed, dtype=dtype)
     _save(path, arrays, shards)
     (path / "config.json").write_text(json.dumps(settings, indent=2))
     write_tokenizer(path, vocab)
     return path
-
-
-def tiny_config(
-    family: str, *, layers: int = 4, vocab: int = 512, overrides: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """config.json of a tiny model."""
-    common = {"num_hidden_layers": layers, "vocab_size": vocab, **BASE}
-    nested = TINY[family].get("text_config")
-    inner = {**common, **(TINY[family] if nested is None else nested), **(overrides or {})}
-    if "num_layers" in inner or family == "exaone":
-        inner["num_layers"] = layers  # its name for num_hidden_layers
-    for kinds in _BY_LAYER & inner.keys():
-        inner[kinds] = (inner[kinds] * layers)[:layers]
-    outer = {"model_type": family, "eos_token_id": EOS}
-    return {**outer, **inner} if nested is None else {**outer, "vocab_size": vocab, "text_config": inner}
 
 
 def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str) -> dict[str, Any]:

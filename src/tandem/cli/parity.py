@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoints.config import read_config
 from tandem.cli.arguments import load_settings
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.config.settings import Settings
 from tandem.engine.layout import GangLayout, plan_layout
 from tandem.engine.machines import chosen_launcher
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, UnsupportedModel
+from tandem.loading.trial import try_config
 from tandem.log import set_up
+from tandem.models.families.tiny import TINY, tiny_config
 from tandem.parity.reference import Recording, default_path, describe, read, versions, write
 from tandem.parity.runs import THREADS, run_layout, single
 from tandem.parity.task import Task, default_prompts, make_task, read_prompts
@@ -43,12 +46,31 @@ class Comparison:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print the verdict. Returns 0 if it passed, 1 if not; raises UsageError and RankFailure."""
+    if arguments.tiny:
+        return _try(arguments.tiny)
     world = launched_world()
     comparison = _prepared(arguments, world)
     if world is not None:
         return _run_member(comparison, world)
     reference = _reference(comparison)
     return _judge(comparison, reference, run_layout(comparison.settings, comparison.layout, comparison.task))
+
+
+def _try(named: str) -> int:
+    """Try a type, or the config of a directory; prints what was compared. Raises UsageError where there is neither."""
+    if Path(named).is_dir():
+        config = read_config(Path(named))
+    elif named in TINY:
+        config = tiny_config(named)
+    else:
+        raise ConfigError(f"--tiny {named}: is neither a directory with a config.json nor one of "
+                          f"{', '.join(sorted(TINY))}", param="tiny")
+    try:
+        print(f"PASS {named}: {try_config(config)}")
+    except UnsupportedModel as error:
+        print(f"FAIL {named}: {error.message}")
+        return EXIT_FAIL
+    return EXIT_PASS
 
 
 def _prepared(arguments: argparse.Namespace, world: World | None) -> Comparison:

@@ -24,6 +24,7 @@ from tandem.models.description import ModelDescription, describe
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
+from tandem.models.trial import require_trial
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import Pooling
 from tandem.system.awake import keep_awake
@@ -62,6 +63,7 @@ def plan_layout(settings: Settings) -> GangLayout:
                           "replicas; leave it out", param="data_parallel_size")
     files = resolve(model.model, revision=model.revision, weights=model.weights_from == "head")
     description = describe(files)
+    require_trial(files.path, description)
     sizes = stage_sizes(parallel)
     ranges = split_layers(description.num_layers, len(sizes), layer_bytes=description.layer_bytes,
                           memory=stage_memory(parallel, sizes), explicit=parallel.layer_split)
@@ -80,6 +82,9 @@ def plan_layout(settings: Settings) -> GangLayout:
         context = model.max_context
     speculation = with_speculative_config(settings.speculation)
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
+    if drafts and description.state_elements:
+        raise ConfigError(f"{description.family} keeps recurrent states, which cannot take back drafts that were not "
+                          "accepted; serve it without speculative decoding", param="speculative_method")
     draft = find_draft_model(settings, files, description)
     specs = [
         StageSpec(

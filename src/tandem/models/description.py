@@ -16,7 +16,7 @@ from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.caches import layer_caches
 from tandem.models.families.sharding import SHARDING, Width
-from tandem.models.families.table import FAMILIES, Family, family_of
+from tandem.models.families.table import FAMILIES, Family, family_of, module_of
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -95,13 +95,15 @@ class ModelDescription:
 def describe(files: ModelFiles) -> ModelDescription:
     """Read and check a model, of which only headers need be here.
 
-    Raises `BrokenModel` for damaged files, `UnsupportedModel` for what cannot be run.
+    Raises `BrokenModel` for damaged files, `UnsupportedModel` for what cannot be run. A type of mlx-lm without a row
+    of ours is described too: whoever serves it calls `require_trial` (models/trial.py) first.
     """
     config = text_config(read_config(files.path))
     name = config.get("model_type")
-    if not isinstance(name, str) or name not in FAMILIES:
+    if not isinstance(name, str) or (name not in FAMILIES and not in_mlx_lm(module_of(name))):
         raise UnsupportedModel(
-            f"{files.name}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}",
+            f"{files.name}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}, and "
+            "other types of mlx-lm that pass a trial",
             param="model",
         )
     family = family_of(name)

@@ -19,6 +19,7 @@ from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import slice_bytes
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
+from tandem.models.trial import require_trial
 from tandem.protocol.layout import RankPosition
 from tandem.runner.links import ChannelLink
 from tandem.runner.prefix_store import trimmable
@@ -88,6 +89,7 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
     limit_memory(memory_share, sharing)
     files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None)
     description = describe(files)
+    require_trial(files.path, description)
     layers = split_layers(description.num_layers, layout.stages, layer_bytes=description.layer_bytes,
                           explicit=layout.layer_split)[layout.stage]
     dequantize = not on_gpu()

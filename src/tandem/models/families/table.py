@@ -124,9 +124,12 @@ ALIASES = {
 mlx is not."""
 
 
+_UNLISTED = Family(tied="file", one_by_one="its type is unlisted, so that nothing is known of its batches")
+
+
 def family_of(model_type: str) -> Family:
-    """The row of a type, or an empty one; it is tied, then, when its files hold no head."""
-    return FAMILIES.get(model_type) or Family(tied="file")
+    """The row of a type, or one that is right for any."""
+    return FAMILIES.get(model_type) or _UNLISTED
 
 
 def module_of(model_type: str) -> str:

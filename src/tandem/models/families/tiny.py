@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+EOS = 2
+"""Id of <|im_end|>, the end-of-sequence token of tiny models."""
+_BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer"}
 WINDOW = 16
 """Attention window in tokens, so that short tests run beyond it."""
 
@@ -297,3 +301,18 @@ TINY: dict[str, dict[str, Any]] = {
     },
 }
 """By `model_type`: what a family's config.json has beyond `BASE`; lists of `layer_types` are repeated."""
+
+
+def tiny_config(
+    family: str, *, layers: int = 4, vocab: int = 512, overrides: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """config.json of a tiny model."""
+    common = {"num_hidden_layers": layers, "vocab_size": vocab, **BASE}
+    nested = TINY[family].get("text_config")
+    inner = {**common, **(TINY[family] if nested is None else nested), **(overrides or {})}
+    if "num_layers" in inner or family == "exaone":
+        inner["num_layers"] = layers  # its name for num_hidden_layers
+    for kinds in _BY_LAYER & inner.keys():
+        inner[kinds] = (inner[kinds] * layers)[:layers]
+    outer = {"model_type": family, "eos_token_id": EOS}
+    return {**outer, **inner} if nested is None else {**outer, "vocab_size": vocab, "text_config": inner}

@@ -1,0 +1,111 @@
+"""Is an architecture that no row vouches for computed rightly over stages? Tried on a tiny random model (mlx).
+
+`python -m tandem.loading.trial DIRECTORY` runs the model of a directory's config.json, cut down, whole and in two and
+three stages. Exit code 0 and a line of what was compared if all bits agree, else 1 and the line that differed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
+
+from tandem.checkpoints.config import read_config
+from tandem.errors import TandemError, UnsupportedModel
+from tandem.loading.frame import Frame
+from tandem.loading.mlx_lm_models import import_models_only
+from tandem.models.families.shrink import shrunk
+from tandem.models.families.table import family_of, module_of
+from tandem.models.partition import split_layers
+
+STEPS = (11, 16, 1, 1)
+"""Tokens of each call: a prompt in two chunks, which is longer than tiny windows, and two more."""
+MOST_WEIGHTS = 60_000_000
+
+
+def try_config(config: dict[str, Any]) -> str:
+    """What was compared. Raises UnsupportedModel with what differed, or why the model cannot be tried."""
+    failed = "it cannot be cut down far enough to be tried"
+    for small in shrunk(config):
+        try:
+            model = _model(small)
+        except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
+            failed = f"cut down, its config makes no model: {error}"
+            continue
+        weights = sum(array.size for _, array in tree_flatten(model.parameters()))
+        if weights <= MOST_WEIGHTS:
+            return _compare(small, model, weights)
+    raise UnsupportedModel(failed)
+
+
+def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
+    model.update(tree_map_with_path(_random, model.parameters()))
+    mx.eval(model.parameters())
+    layers, tokens = len(model.layers), mx.random.randint(0, 256, (1, sum(STEPS)), key=mx.random.key(1))
+    carries = family_of(str(config.get("model_type"))).carries
+    want = _logits([Frame(model, range(layers), carries=carries)], tokens, whole=model)
+    if not all(mx.all(mx.isfinite(one)).item() for one in want):
+        raise UnsupportedModel("cut down, it computes numbers that are not finite, so nothing can be compared")
+    for stages in range(1, min(layers, 3) + 1):
+        frames = [Frame(model, own, carries=carries) for own in split_layers(layers, stages)]
+        for i, (one, other) in enumerate(zip(_logits(frames, tokens), want, strict=True)):
+            if not mx.array_equal(one, other).item():
+                by = mx.max(mx.abs(one - other)).item()
+                raise UnsupportedModel(f"over {stages} stages the logits of call {i + 1} differ from mlx-lm's by "
+                                       f"{by:g}")
+    return f"{layers} layers and {weights:,} weights in up to {min(layers, 3)} stages agree with mlx-lm in all bits"
+
+
+def _logits(frames: list[Frame], tokens: mx.array, whole: nn.Module | None = None) -> list[mx.array]:
+    caches = [frame.make_caches() for frame in frames]
+    found, start = [], 0
+    for count in STEPS:
+        x = tokens[:, start : start + count]
+        start += count
+        if whole is not None:
+            found.append(whole(x, cache=caches[0]))
+        else:
+            for frame, own in zip(frames, caches, strict=True):
+                x = frame.run(x, own)
+            found.append(frames[-1].head(x))
+        mx.eval(found[-1])
+    return found
+
+
+def _model(config: dict[str, Any]) -> nn.Module:
+    module = importlib.import_module(f"mlx_lm.models.{module_of(str(config.get('model_type')))}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    model.eval()
+    return model
+
+
+def _random(path: str, array: mx.array) -> mx.array:
+    """Of one kind for a path, whatever else the model holds."""
+    if not mx.issubdtype(array.dtype, mx.floating):
+        return array
+    key = mx.random.key(sum(path.encode()) % 2**31)
+    noise = mx.random.normal(array.shape, key=key)
+    return 1 + 0.1 * noise if array.ndim == 1 and path.endswith("weight") else noise / 8
+
+
+def main() -> int:
+    """Try the config of the directory that is the only argument."""
+    import_models_only()
+    code = 1
+    try:
+        line, code = try_config(read_config(Path(sys.argv[1]))), 0
+    except TandemError as error:
+        line = error.message
+    except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
+        line = f"its forward pass fails: {type(error).__name__}: {error}".splitlines()[0]
+    sys.stdout.write(f"{line}\n")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
