@@ -100,7 +100,9 @@ def firewall(evidence: Evidence) -> list[Finding]:
 
 def _blocking(evidence: Evidence, name: str, facts: Facts, one: FirewallState, blocked: list[str]) -> Finding:
     peers = [host.address for host in evidence.hosts if host.name != name and host.address]
+    note = ""
     if facts.system == "Darwin":
+        note = "   (again after each upgrade of that Python; over ssh macOS asks nobody)"
         tool = "/usr/libexec/ApplicationFirewall/socketfilterfw"
         remedy = f"sudo {tool} --add {facts.executable} --unblockapp {facts.executable}"
     elif one.kind == "nftables":
@@ -111,6 +113,6 @@ def _blocking(evidence: Evidence, name: str, facts: Facts, one: FirewallState, b
         return Finding("firewall", "warn", name, f"{one.kind}: {one.detail}", "let the cluster's machines in")
     if blocked:
         return Finding("firewall", "fail", name, f"{one.kind}: {one.detail}; nothing arrives from {', '.join(blocked)}",
-                       on(evidence, name, remedy))
+                       on(evidence, name, remedy) + note)
     return Finding("firewall", "warn", name, f"{one.kind}: {one.detail}; the test's ports got through",
-                   on(evidence, name, remedy))
+                   on(evidence, name, remedy) + note)
