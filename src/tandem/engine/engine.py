@@ -159,8 +159,8 @@ class Engine:
         if resting is None or self._resting is None or self._resting[0] is not resting:
             self._resting = None if resting is None else (resting, now + REST_S)
             if resting is not None:
-                log.warning("nothing runs for %.0f s, to see whether ranks die without request %s too, which ran alone "
-                            "when they did", REST_S, resting.request_id)
+                log.warning("nothing runs for %.0f s; it shows whether ranks die without request %s too, which ran "
+                            "alone when they did", REST_S, resting.request_id)
                 self._tell_trial(resting, resting=True)
         elif now >= self._resting[1]:
             self.scheduler.rested(resting)

@@ -25,7 +25,8 @@ def require_trial(path: Path, description: ModelDescription) -> None:
     Raises UnsupportedModel with the line that differed.
     """
     if description.family not in FAMILIES:
-        log.warning("%s: unlisted architecture, parity checked: %s", description.family, _tried(path))
+        log.warning("%s: unlisted architecture, parity checked: %s; `tandem parity` checks more",
+                    description.family, _tried(path))
 
 
 @cache

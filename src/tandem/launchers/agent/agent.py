@@ -99,7 +99,7 @@ class Agent:
         try:
             trusted = {peer.public for peer in self._trust.peers().values()}
         except ConfigError as error:
-            log.error("nobody is let in: %s", error.message)
+            seldom.error("nobody is let in: %s; heads that are paired keep trying", error.message)
             return False
         return key.decode("ascii", errors="replace") in trusted
 
@@ -232,7 +232,7 @@ class Agent:
         except ConfigError as error:
             if self._keys_from[0] < 0:
                 raise
-            log.error("nobody is trusted: %s", error.message)
+            log.error("nobody is trusted: %s; nobody is let in until it is mended", error.message)
             self._keys = set()
         self._keys_from = changed
 
