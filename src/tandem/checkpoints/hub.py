@@ -17,6 +17,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils import tqdm as hub_bar
 
 from tandem.checkpoints.index import weight_names
+from tandem.checkpoints.pruning import used
 from tandem.checkpoints.safetensors import header_length, read_header
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
@@ -55,6 +56,7 @@ def download_headers(repo: str, snapshot: Path, patterns: Sequence[str]) -> Path
     commit = snapshot.name
     target = cache_dir() / "headers" / repo.replace("/", "--") / commit
     if target.is_dir():
+        used(target)
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".headers-", dir=target.parent))

@@ -95,16 +95,22 @@ def _add_model(commands: argparse._SubParsersAction[Parser]) -> None:
     for name, text in (("get", "Download a model: `demo`, or a hub id (org/name)."),
                        ("path", "Print the directory of a model that is on this machine."),
                        ("list", "List the models in Tandem's cache."),
+                       ("prune", "Remove what is kept for the next start of models that were not used for long: slices "
+                                 "from other machines, headers, converted GGUF files."),
                        ("ps", "List the models of a running server, and which are loaded."),
                        ("load", "Load a model of a running server that has several."),
                        ("unload", "Unload one, when it has finished what it has; the next request loads it again.")):
         parser = add_command(actions, name, text)
         if name in ("ps", "load", "unload"):
             bench.add_server(parser)
-        if name not in ("list", "ps"):
+        if name not in ("list", "ps", "prune"):
             parser.add_argument("name", metavar="MODEL")
         if name == "get":
             parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
+        if name == "prune":
+            parser.add_argument("--unused-days", type=float, default=30.0, metavar="DAYS",
+                                help="how long nobody has needed it (default 30; 0: all).")
+            parser.add_argument("--dry-run", action="store_true", help="only say what would go.")
     model.set_defaults(run=_model)
 
 

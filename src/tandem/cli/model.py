@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from urllib.parse import quote
 
@@ -13,9 +14,13 @@ from rich.table import Table
 
 from tandem.bench.client import get
 from tandem.checkpoints.demo import fetch_demo
+from tandem.checkpoints.pruning import prune, unused
 from tandem.checkpoints.resolve import resolve
 from tandem.cli.bench import api_key, base_url
 from tandem.env import cache_dir
+from tandem.errors import ConfigError
+
+DAY_S = 86400.0
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -26,6 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
         for config in sorted(cache_dir().glob("*/*/config.json")):
             print(config.parent)
         return 0
+    if arguments.action == "prune":
+        return _prune(arguments.unused_days, dry_run=arguments.dry_run)
     if arguments.action == "path":
         print(resolve(arguments.name).path)
         return 0
@@ -41,6 +48,18 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             path = resolve(arguments.name, revision=arguments.revision, progress=report).path
     print(path)
+    return 0
+
+
+def _prune(days: float, *, dry_run: bool) -> int:
+    if not 0 <= days < math.inf:
+        raise ConfigError(f"--unused-days: {days:g} is out of range: must be 0 or more", param="unused_days")
+    gone = unused(days * DAY_S) if dry_run else prune(days * DAY_S)
+    total = 0
+    for one in gone:
+        total += one.nbytes
+        print(f"{one.path}  {one.nbytes / 2**20:.1f} MiB, not used for {one.unused_s / DAY_S:.0f} days")
+    print(f"{total / 2**20:.1f} MiB {'would be' if dry_run else 'are'} free again")
     return 0
 
 

@@ -31,6 +31,7 @@ from tandem.launchers.local import thread_variables
 from tandem.launchers.worlds import free_ports
 from tandem.log import Seldom, set_up
 from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
+from tandem.processes.leftovers import temporary_prefix
 from tandem.protocol.hosts import (
     HeadMessage,
     Join,
@@ -72,7 +73,7 @@ class _Rank:
 
     def __init__(self, order: StartRank, worker: str) -> None:
         self.number = order.number
-        self._directory = Path(tempfile.mkdtemp(prefix="tandem-rank-"))
+        self._directory = Path(tempfile.mkdtemp(prefix=temporary_prefix("rank")))
         threads = thread_variables(max(1, (os.cpu_count() or 1) // order.sharing))
         environment: dict[str, str | None] = {**dict.fromkeys(WORLD_VARIABLES), **threads, **order.environment}
         for variable, content in order.files.items():

@@ -15,6 +15,7 @@ from pathlib import Path
 from tandem.env import variables
 from tandem.errors import LayoutError
 from tandem.launchers.base import World
+from tandem.processes.leftovers import temporary_prefix
 
 LOWEST, HIGHEST = 20000, 61000
 """Below it stand the ports of many services; from it on Linux gives none to outgoing connections, as it comes."""
@@ -31,7 +32,7 @@ class RingWorld(World):
     backend = "ring"
 
     def __init__(self, size: int) -> None:
-        handle, name = tempfile.mkstemp(prefix="tandem-ring-", suffix=".json")
+        handle, name = tempfile.mkstemp(prefix=temporary_prefix("ring"), suffix=".json")
         with os.fdopen(handle, "w") as file:
             json.dump([[f"127.0.0.1:{port}"] for port in free_ports(size)], file)
         self._path = Path(name)

@@ -22,6 +22,7 @@ from typing import BinaryIO, Protocol
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers
+from tandem.checkpoints.pruning import used
 from tandem.checkpoints.safetensors import header_length, read_header
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, UsageError
@@ -74,6 +75,7 @@ def fetch_slice(
         accept(here)
         plans = plan_parts(read_headers(here), layers, describe(here))
         _fetch_parts(source, plans, root / "parts", progress, limit)
+        used(root)
     except OSError as error:
         raise UsageError(f"{root}: cannot keep the weights here: {error.strerror or error}; free some space, or set "
                          "TANDEM_CACHE to a directory with enough of it", param="weights_from") from error

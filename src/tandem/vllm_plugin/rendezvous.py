@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from tandem.processes.leftovers import temporary_prefix
 from tandem.protocol.keys import ClusterKeys
 
 TIMEOUT = timedelta(minutes=10)
@@ -69,6 +70,6 @@ def listen_port(address: str, port: int | None) -> int:
 
 def ring_variables(endpoints: Sequence[str], index: int) -> dict[str, str]:
     """What MLX's ring backend reads from the environment; `endpoints` are host:port in ring order."""
-    with tempfile.NamedTemporaryFile("w", prefix="tandem-ring-", suffix=".json", delete=False) as file:
+    with tempfile.NamedTemporaryFile("w", prefix=temporary_prefix("ring"), suffix=".json", delete=False) as file:
         json.dump([[endpoint] for endpoint in endpoints], file)
     return {"MLX_HOSTFILE": file.name, "MLX_RANK": str(index)}

@@ -34,6 +34,7 @@ from tandem.checkpoints.gguf.tensors import (
     stored_bytes,
 )
 from tandem.checkpoints.gguf.tokenizer import write_tokenizer
+from tandem.checkpoints.pruning import used
 from tandem.checkpoints.safetensors import PendingTensor, write_safetensors
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
@@ -197,6 +198,7 @@ def convert_cached(source: Path, progress: Callable[[int, int], None] | None = N
     if not (target / "config.json").is_file():
         with new_directory(target) as directory:
             convert_gguf(source, directory, progress)
+    used(target)
     return target
 
 

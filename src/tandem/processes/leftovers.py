@@ -1,0 +1,46 @@
+"""Temporary files of processes that were killed: the next process that makes some takes them away."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+KEPT_S = 3600.0
+"""Seconds that they are kept at least: in a container the maker's process may not be seen."""
+_NAME = re.compile(r"tandem-[a-z]+-(\d+)-.*")
+
+
+def temporary_prefix(kind: str) -> str:
+    """For names that `tempfile` makes: it tells who made the file. Takes leftovers of this user away first."""
+    sweep(Path(tempfile.gettempdir()))
+    return f"tandem-{kind}-{os.getpid()}-"
+
+
+def sweep(directory: Path) -> None:
+    """Remove what processes that are no more have left in `directory`."""
+    with suppress(OSError):
+        for entry in os.scandir(directory):
+            found = _NAME.fullmatch(entry.name)
+            with suppress(OSError):
+                info = entry.stat(follow_symlinks=False)
+                if found and info.st_uid == os.getuid() and time.time() - info.st_mtime > KEPT_S \
+                        and not _runs(int(found[1])):
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        os.unlink(entry.path)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,72 @@
+"""What is kept of models goes when nobody has needed it for long, and not while somebody does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.checkpoints.pruning import kept, used
+from tandem.cli.main import main
+from tandem.processes.interpreter import code_command
+
+DAY = 86400
+HOLD = """
+import sys
+from pathlib import Path
+from tandem.checkpoints.pruning import used
+used(Path(sys.argv[1]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    for name, days in (("slices/abc", 40), ("slices/def", 3), ("headers/org--model/c1", 40), ("gguf/m-1", 40),
+                       ("gguf/.m-2-x", 40), ("models/demo", 400)):
+        (tmp_path / name / "parts").mkdir(parents=True)
+        (tmp_path / name / "parts" / "data").write_bytes(b"x" * 2**20)
+        then = time.time() - days * DAY
+        os.utime(tmp_path / name, (then, then))
+    return tmp_path
+
+
+def names() -> set[str]:
+    return {one.path.name for one in kept()}
+
+
+def test_what_was_not_used_for_long_goes(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "prune", "--dry-run"]) == 0
+    assert "4.0 MiB would be free again" in capsys.readouterr().out
+    assert names() == {"abc", "def", "c1", "m-1", ".m-2-x"}
+    assert main(["model", "prune"]) == 0
+    said = capsys.readouterr().out
+    assert f"{cache}/slices/abc  1.0 MiB, not used for 40 days" in said and "4.0 MiB are free again" in said
+    assert names() == {"def"} and (cache / "models" / "demo").is_dir()
+    assert main(["model", "prune", "--unused-days", "0"]) == 0
+    assert names() == set()
+    assert main(["model", "prune"]) == 0
+
+
+def test_what_a_process_uses_stays(cache: Path) -> None:
+    entry = cache / "slices" / "abc"
+    with subprocess.Popen(code_command(HOLD, str(entry)), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
+        assert user.stdout is not None
+        assert user.stdout.readline() == b"held\n"
+        assert main(["model", "prune", "--unused-days", "0"]) == 0
+        assert names() == {"abc"}
+    assert main(["model", "prune"]) == 0
+    assert names() == {"abc"}, "it was used just now"
+    assert main(["model", "prune", "--unused-days", "0"]) == 0
+    assert names() == set()
+    used(entry)  # nothing is there: no error
+
+
+def test_a_number_of_days_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["model", "prune", "--unused-days", "-1"]) == 2
+    assert "--unused-days: -1 is out of range: must be 0 or more" in capsys.readouterr().err
