@@ -8,14 +8,32 @@ import mlx.core as mx
 import pytest
 
 from tandem.checkpoints.resolve import resolve
-from tandem.loading.stage import load_stage
+from tandem.errors import UnsupportedModel
+from tandem.loading.stage import StageModel, load_stage
 from tandem.models.caches import LayerCache, layer_caches
 from tandem.models.description import describe
 from tandem.models.families.tiny import TINY
 from tandem.models.footprint import token_elements
+from tandem.runner.kv_store import make_store
+from tandem.runner.prefix_store import trimmable
 from tandem.testing import tiny_model
 
+PAGE = (Path(__file__).parents[2] / "docs" / "models-list.md").read_text(encoding="utf-8")
 UNTOLD = {"baichuan_m1": "its convolution's state is not counted", "recurrent_gemma": "counted as attention throughout"}
+
+
+def assert_as_listed(family: str, stage: StageModel) -> None:
+    """docs/models-list.md says of the type what its caches can do."""
+    _, drafts, prefixes, batches = next(line.strip("| ").split(" | ")[1:] for line in PAGE.splitlines()
+                                        if line.startswith(f"| `{family}` |"))
+    assert prefixes == ("any length" if trimmable(stage.make_caches()) else "blocks")
+    assert batches == ("one by one" if stage.one_by_one else "together")
+    try:
+        make_store(stage.make_caches, 2, stage.one_by_one)
+        can_draft = "yes"
+    except UnsupportedModel:
+        can_draft = "no"
+    assert drafts == can_draft
 
 
 @pytest.mark.parametrize("family", sorted(TINY))
@@ -24,6 +42,7 @@ def test_what_is_told_is_what_is_measured(family: str, tmp_path: Path) -> None:
     description = describe(files)
     layers = description.num_layers
     whole = load_stage(files, description, range(layers))
+    assert_as_listed(family, whole)
     told = (token_elements(description) * layers * 4, description.state_elements * layers * 4)
     if family in UNTOLD:
         assert whole.cache_bytes[0] <= told[0]
