@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from tandem.env import child_environment
 from tandem.errors import UnsupportedModel
 from tandem.models.description import ModelDescription
 from tandem.models.families.table import FAMILIES
+from tandem.processes.interpreter import module_command
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def require_trial(path: Path, description: ModelDescription) -> None:
 
 @cache
 def _tried(path: Path) -> str:
-    command = [sys.executable, "-m", "tandem.loading.trial", str(path)]
+    command = module_command("tandem.loading.trial", str(path))
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
                               env=child_environment())
