@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
+from tandem.config.settings import ModelSettings, ParallelSettings, ProcessSettings, SchedulerSettings, Settings
 from tandem.engine import fallback, recovery
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
+from tandem.engine.service import EngineService
 from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UsageError
 from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import Output, Ready, Refused, Stepped
@@ -260,3 +262,34 @@ def test_a_stop_string_is_no_client_who_gives_up(model: Path, answered: bool, co
     lines = [line for line in engine.metrics.text().decode().splitlines() if line.endswith(" 1.0")]
     assert [line.partition("{")[0].split()[0] for line in lines if line.startswith("tandem_request")] == [
         f"tandem_{counted}"]
+
+
+def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(model: Path, tmp_path: Path,
+                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recovery, "BACKOFF_S", 100.0)
+    settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
+                        scheduler=SchedulerSettings(canary=False), process=ProcessSettings(
+                            engine_socket=str(tmp_path / "engine.sock")))
+    service = EngineService(settings)
+    machines = Machines(service._engine.layout.ranks)
+    service._engine.gang.executor = machines
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(service.run(lambda message: None)))
+    thread.start()
+    try:
+        wait_for(lambda: service._engine.state == "ready")
+        machines.broken = lambda slots: missing(1)
+        machines.failure = die()
+        wait_for(lambda: "next try in" in service._gateway.status.detail)
+        assert service._gateway.status.state == "recovering"
+    finally:
+        service.stop()
+        thread.join(30)
+    assert codes == [0] and not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

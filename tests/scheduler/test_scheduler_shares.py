@@ -11,7 +11,8 @@ from tandem.errors import OverloadedError, RequestError
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
-from tandem.scheduler.scheduler import BLOCKED_PLANS, Limits, Scheduler
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import BLOCKED_PLANS, Scheduler
 
 
 class Load:

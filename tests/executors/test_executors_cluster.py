@@ -1,0 +1,69 @@
+"""The end of a gang."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any, cast
+
+import pytest
+
+from tandem.executors import cluster
+from tandem.executors.cluster import ClusterExecutor
+from tandem.launchers.base import Launcher
+from tandem.protocol.step import StepPlan
+
+
+class Away:
+    """A rank on a machine that cannot be reached: it is not heard to end."""
+
+    pid, stopped, code, kills = 1, False, None, 0
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def describe_exit(self) -> str:
+        return "is gone"
+
+    def kill(self) -> None:
+        self.kills += 1
+
+    def wait(self, timeout_s: float) -> bool:
+        time.sleep(timeout_s)
+        return False
+
+
+def an_executor(ranks: int) -> ClusterExecutor:
+    spec = cast(Any, type("Spec", (), {"rank": 0}))
+    executor = ClusterExecutor([spec] * ranks, cast(Launcher, None), start_timeout_s=1.0, step_timeout_s=1.0,
+                               rejoin_timeout_s=1.0)
+    executor._processes = [Away() for _ in range(ranks)]
+    return executor
+
+
+def test_ranks_that_cannot_be_reached_are_waited_for_together_and_aloud(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "KILL_S", 0.5)
+    monkeypatch.setattr(cluster, "STOP_GRACE_S", 0.0)
+    executor = an_executor(20)
+    ranks: list[Any] = list(executor._processes)
+    called: list[float] = []
+    executor.on_wait = lambda: called.append(time.monotonic())
+    started = time.monotonic()
+    executor.close()
+    assert time.monotonic() - started < 8, "one after the other it would be ten seconds"
+    assert len(called) >= 3, "whoever asks hears that the engine lives"
+    assert all(rank.kills == 1 for rank in ranks) and executor.pids == []
+
+
+@pytest.mark.parametrize(("code", "busy", "blame"), [
+    (-signal.SIGKILL, True, True), (-signal.SIGKILL, False, False), (-signal.SIGSEGV, True, True), (1, True, True),
+    (-signal.SIGTERM, True, False), (-signal.SIGINT, True, False), (-signal.SIGHUP, True, False)])
+def test_who_may_be_to_blame_for_a_death(code: int, busy: bool, blame: bool) -> None:
+    """No request sends SIGTERM, and none is worked on by a rank that has nothing to do."""
+    executor = an_executor(2)
+    rank: Any = executor._processes[1]
+    rank.code = code
+    if busy:
+        executor._watchdog.planned(StepPlan(0, 0, decode=["a"]), time.monotonic())
+    failure = executor._death(1, rank)
+    assert (failure.cause, failure.rank, failure.blame) == ("died", 1, blame)
