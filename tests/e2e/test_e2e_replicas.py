@@ -46,7 +46,7 @@ class Server:
 
     def engine(self, replica: int) -> psutil.Process:
         [found] = [one for one in psutil.Process(self.process.pid).children()
-                   if one.cmdline()[-2:] == ["engine", str(replica)]]
+                   if one.cmdline()[-3::2] == ["engine", str(replica)]]
         return found
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
