@@ -23,7 +23,8 @@ KINDS = {
     "kimi_linear": "delta rule and latent", "granitemoehybrid": "Mamba 2 and attention", "mamba2": "Mamba 2",
     "nemotron_h": "layers without a cache", "lfm2": "convolution", "baichuan_m1": "lists", "rwkv7": "RWKV",
     "recurrent_gemma": "recurrent and window", "longcat_flash": "two latents", "llama4": "chunks",
-    "gemma2": "scores by group", "step3p5": "windows",
+    "gemma2": "scores by group", "step3p5": "windows", "glm_moe_dsa": "latent and index", "mistral4": "scaled latent",
+    "ministral3": "scaled by position", "jamba": "Mamba", "youtu_llm": "latent", "laguna": "windows and gates",
 }
 
 

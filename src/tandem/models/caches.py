@@ -64,7 +64,7 @@ def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
     return LayerCache("latent", latent + rope + (2 * index if isinstance(index, int) else 0))
 
 
-_EXPANDED = frozenset(("deepseek_v2", "minicpm3"))
+_EXPANDED = frozenset(("deepseek_v2", "minicpm3", "youtu_llm"))
 """Latent attention whose cache holds keys and values by head all the same, in mlx-lm."""
 _TWO_ATTENTIONS = frozenset(("longcat_flash", "longcat_flash_ngram"))
 _LINEAR = frozenset(("linear_attention", "conv", "mamba", "recurrent", "M"))
@@ -84,6 +84,8 @@ def _layer_kind(config: Mapping[str, Any], i: int) -> str:
         return "attention" if i in config["full_attn_idxs"] else "state"
     if isinstance(every := config.get("full_attention_interval"), int) and every > 0:
         return "attention" if (i + 1) % every == 0 else "state"
+    if isinstance(every := config.get("attn_layer_period"), int) and every > 0:
+        return "attention" if i % every == config.get("attn_layer_offset") else "state"
     return "state" if config.get("model_type") in ("mamba2", "rwkv7") else "attention"
 
 
@@ -103,6 +105,9 @@ def _state(config: Mapping[str, Any]) -> int | None:
         return 3 * (linear.get("short_conv_kernel_size", 4) - 1) * width + width * int(linear["head_dim"])
     if taps := of("conv_L_cache"):
         return (taps - 1) * of("hidden_size")
+    if of("attn_layer_period"):
+        inner = of("mamba_expand") * of("hidden_size")
+        return inner * (of("mamba_d_conv") - 1 + of("mamba_d_state"))
     if config.get("model_type") == "rwkv7":
         return of("hidden_size") * (2 + of("head_dim"))
     heads = of("mamba_n_heads", "mamba_num_heads") or (of("num_heads") if config.get("model_type") == "mamba2" else 0)

@@ -284,6 +284,36 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": _GEMMA3 | {"model_type": "gemma3_text"}},
     "mistral3": {"text_config": _HEAD | {"model_type": "llama"}},
     "longcat_flash": _LONGCAT,
+    "glm_moe_dsa": _DEEPSEEK | {
+        "index_head_dim": 32, "index_n_heads": 2, "index_topk": 8, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "ministral3": _HEAD | {
+        "rope_parameters": {
+            "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+        },
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mistral4": _ROUTED | _MLA | {
+        "rope_parameters": {
+            "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.1,
+            "original_max_position_embeddings": 16,
+        },
+    },
+    "laguna": _HEAD | _MOE | {
+        "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.5, "gating": True,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "youtu_llm": _MLA,
+    "qwen3_vl": {"text_config": _HEAD | {"model_type": "qwen3"}},
+    "qwen3_vl_moe": {
+        "text_config": _HEAD | _MOE | {"model_type": "qwen3_moe", "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+    },
+    "jamba": _MOE | {
+        "attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2,
+        "mamba_d_conv": 4, "mamba_d_state": 16, "mamba_expand": 2,
+    },
     "rwkv7": {
         "norm_eps": 1e-5, "head_dim": 32, "a_low_rank_dim": 16, "v_low_rank_dim": 16, "gate_low_rank_dim": 16,
         "decay_low_rank_dim": 16,
