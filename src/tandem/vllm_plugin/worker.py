@@ -140,9 +140,11 @@ class TandemWorker(WorkerBase):
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
         """One entry for each of this stage's layers, by which vLLM counts blocks; it allocates nothing."""
         stage, description = self._loaded.stage, self._loaded.description
-        heads = -(-description.num_kv_heads // self._layout.tp_size)
-        spec = FullAttentionSpec(block_size=self.cache_config.block_size, num_kv_heads=heads,
-                                 head_size=description.head_dim,
+        heads, size = -(-description.num_kv_heads // self._layout.tp_size), description.head_dim
+        held = -(-stage.cache_bytes.position // (2 * stage.dtype.size * len(stage.layers)))
+        if held != heads * size:  # a latent, or states in some layers: vLLM counts bytes, whatever they are of
+            heads, size = 1, max(held, 1)
+        spec = FullAttentionSpec(block_size=self.cache_config.block_size, num_kv_heads=heads, head_size=size,
                                  dtype=getattr(torch, str(stage.dtype).removeprefix("mlx.core.")))
         return {f"model.layers.{layer}.self_attn": spec for layer in stage.layers}
 
@@ -156,7 +158,9 @@ class TandemWorker(WorkerBase):
         if given:
             return int(given)
         share = self._loaded.memory_bytes * self._fraction() / self._here
-        return max(int((share - self._loaded.stage.nbytes) * KV_SHARE), 0)
+        stage = self._loaded.stage
+        fixed = stage.nbytes + self.scheduler_config.max_num_seqs * stage.cache_bytes.state
+        return max(int((share - fixed) * KV_SHARE), 0)
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM knows how many blocks there are: from here on steps may come."""
