@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from tandem.cache.budget import kv_capacity
+from tandem.cache.prefix import BLOCK
 from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.layout import GangLayout
@@ -12,6 +14,8 @@ from tandem.errors import OutOfMemory
 from tandem.protocol.control import Ready
 from tandem.scheduler.limits import Limits
 from tandem.speculation.proposers import SpeculationLimits
+
+log = logging.getLogger(__name__)
 
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
@@ -26,10 +30,14 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
     chosen = settings.scheduler
     chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
     kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> shed, 2)
+    prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     snapshot = max(-(-ready.state_bytes // max(ready.kv_bytes_per_token, 1)) for ready in ranks)
+    if 0 < prefix_tokens < snapshot + BLOCK:
+        log.warning("prefix cache is off: a snapshot of this model's states takes as much memory as %d tokens of KV, "
+                    "and %d are set aside; raise --kv-tokens or --prefix-cache", snapshot, prefix_tokens)
     return Limits(
         prefix_extra=snapshot,
-        prefix_tokens=int(kv_tokens * chosen.prefix_cache),
+        prefix_tokens=prefix_tokens,
         prefix_trimmable=all(ready.trimmable for ready in ranks),
         lanes=layout.lanes, max_batch_size=max(chosen.max_batch_size >> shed, 1),
         prefill_chunk=max(chunk >> shed, 1), kv_tokens=kv_tokens,

@@ -194,7 +194,30 @@ SHARDING: dict[str, Sharding] = {
 """By `model_type`."""
 
 _FULL_NORM = "its norms of queries and keys run over all heads together"
+_LATENT = "its latent keys and values, which all heads share, are not divided yet"
+_STATES = "its recurrent layers are not divided yet"
+_NESTED = "its layers, which are nested in a model of several senses, are not divided yet"
 NOT_SHARDED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "joyai_llm_flash", "kimi_k2",
+            "kimi_k25", "kimi_linear", "longcat_flash", "mistral4", "youtu_llm",
+        ),
+        _LATENT,
+    ),
+    **dict.fromkeys(
+        (
+            "baichuan_m1", "granitemoehybrid", "jamba", "lfm2", "lfm2_moe", "mamba2", "nemotron_h", "olmo_hybrid",
+            "qwen3_5", "qwen3_5_moe", "qwen3_next", "recurrent_gemma", "rwkv7",
+        ),
+        _STATES,
+    ),
+    **dict.fromkeys(("gemma3", "llama4", "mistral3", "qwen3_vl", "qwen3_vl_moe"), _NESTED),
+    **dict.fromkeys(("minimax", "minimax_m2"), _FULL_NORM),
+    **dict.fromkeys(
+        ("Klear", "afmoe", "exaone_moe", "laguna", "ministral3", "nanbeige", "step3p5"),
+        "its layers are not divided yet",
+    ),
     "exaone": "its attention reshapes by the model's hidden size",
     "olmo2": _FULL_NORM,
     "olmo3": _FULL_NORM,
