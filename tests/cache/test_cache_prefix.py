@@ -95,3 +95,5 @@ def test_snapshots_of_states_cost_more_than_their_positions() -> None:
     assert index.save([3] * (BLOCK * 4)) is None, "longer than the budget with its state"
     index.check()
     assert not PrefixIndex(BLOCK, extra=1).enabled
+    serves = [one.serves for one in (index, PrefixIndex(BLOCK), PrefixIndex(BLOCK, extra=1))]
+    assert serves == ["blocks", "any length", "off"]

@@ -59,6 +59,11 @@ class PrefixIndex:
         """False when nothing is ever kept."""
         return self._budget >= BLOCK + self._extra
 
+    @property
+    def serves(self) -> str:
+        """What of a prompt it takes up again, in words of `/model/info`."""
+        return ("any length" if self._trimmable else "blocks") if self.enabled else "off"
+
     def __len__(self) -> int:
         return len(self._snapshots)
 

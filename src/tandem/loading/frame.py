@@ -86,10 +86,13 @@ class Frame:
             logits: mx.array = self.model(mx.zeros(h.shape[:2], mx.int32), cache=list(self._made))
         return logits
 
-    def final(self, h: mx.array, projection: str) -> mx.array:
-        """Hidden states [B, L, H] of the last layer to what the output projection gets of them, whose path this is."""
+    def final(self, h: mx.array, projection: str, *, embedding: bool) -> mx.array:
+        """Hidden states [B, L, H] of the last layer to what the output projection gets of them.
+
+        `projection` is its path; with `embedding` it is the embedding that serves as one.
+        """
         module = at(self.model, projection)
-        put(self.model, projection, _Projection(module))
+        put(self.model, projection, _Projection(module if embedding else None))
         try:
             self.head(h)
         except _Reached as reached:
@@ -251,9 +254,9 @@ class _End(_StandIn):
 class _Projection(nn.Module):
     """In the place of the output projection, or of the embedding that serves as one: ends the call with its input."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, embedding: nn.Module | None) -> None:
         super().__init__()
-        self._embedding = module if hasattr(module, "as_linear") else None
+        self._embedding = embedding
 
     def __call__(self, x: mx.array) -> mx.array:
         if self._embedding is None:

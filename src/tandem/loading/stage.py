@@ -106,7 +106,7 @@ class StageModel:
         self._require_last()
         heads = [path for path, _ in self._frame.model.named_modules() if path and _role(path) == "head"]
         embeds = [path for path, module in self.modules.items() if isinstance(path, str) and _role(path) == "embed"]
-        return self._frame.final(h, (heads or embeds)[0])
+        return self._frame.final(h, (heads or embeds)[0], embedding=not heads)
 
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V] in the model's type. Last stage only.

@@ -128,6 +128,8 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """KV positions kept for prompts to come."""
     prefix_queries: int = 0
     prefix_hits: int = 0
+    prefix_cache: str = ""
+    """What of a prompt is taken up again: `any length`, `blocks` (its last whole one), or `off`."""
     load_s: float = 0.0
     """Seconds from the start of the ranks that are there now until they were ready."""
     degraded: str = ""

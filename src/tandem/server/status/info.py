@@ -138,7 +138,8 @@ async def model_info(http: Request) -> Response:
         "backend": "tandem",
         "num_devices": len(status.ranks),
     }
-    more = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
+    more: dict[str, Any] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
+    more |= {"prefix_cache": status.prefix_cache}
     return _json({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})
 
 
