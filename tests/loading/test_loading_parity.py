@@ -86,7 +86,7 @@ def test_quantized_weights_stay_packed_or_are_expanded(family, tmp_path):
     assert_equal_runs(path, 2, dequantize=True)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "ministral3"])
 def test_half_precision_as_stored(family, tmp_path):
     path = tiny_model(tmp_path, family, shards=3)
     assert_equal_runs(path, 2, dtype="bfloat16")

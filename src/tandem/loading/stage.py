@@ -165,6 +165,7 @@ def load_stage(
     _check(layers, description, shard, tensor_parallel)
     compute = _compute_dtype(dtype, description)
     model = _build(files, description)
+    model.set_dtype(compute)  # what is not loaded too: models make some values of a call in their embedding's type
     frame = _frame(model, layers, description, files.name)
     weights = split_by_part(open_weights(files, model, description), frame.path, model, description, str(files.path))
     owned = {part: weights.pop(part) for part in _owned(weights, layers, description)}
