@@ -36,20 +36,27 @@ class Frame:
         self.own = own
         self._holder, self._name, self.path = _layer_list(model)
         self.layers: list[Any] = list(self._holder[self._name])
-        """mlx-lm's modules, which may be replaced by those with weights."""
+        """mlx-lm's modules. Those with weights take their places through `put_layer`."""
         self._made = make_prompt_cache(model)
+        self._given = _Given()
         self._cache_of, self._extras, self._hidden, self._carried = self._trace(carries)
         self._kept = self._kept_caches()
-        self._alike = [self._like(i) for i in range(len(self._made))]
+        self._places = [self._place(i) for i in range(len(self._made))]
         self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset")), None)
         self._grouped_scores = grouped_scores
-        self._given: tuple[Any, ...] = ()
+        self._in_run: list[Any] = []
+        self._in_head: list[Any] = []
         self._try()
 
     @property
     def carried_width(self) -> int:
         """Elements that a position hands on besides its hidden states."""
         return sum(math.prod(shape) for shape in self._carried)
+
+    def put_layer(self, i: int, layer: nn.Module) -> None:
+        """Let `layer` compute as the model's layer `i`."""
+        self.layers[i] = layer
+        self._in_run, self._in_head = [], []
 
     def make_caches(self) -> list[Any]:
         """Fresh single-sequence caches of mlx-lm that this stage keeps; a layer may have one, none, or share one."""
@@ -62,14 +69,15 @@ class Frame:
         Where layers carry more than hidden states it stands behind them: [B, L, H + ...]. `caches` are those of
         `make_caches`, or batches of such.
         """
-        full = [self._cache(i, caches) for i in range(len(self._made))]
+        full = [caches[at] if at is not None else self._elsewhere(i, caches) for i, at in enumerate(self._places)]
         if self._grouped_scores:
             full = [_GroupedMask(cache) for cache in full]
         tokens = x
         if self.own.start:
-            self._given = self._unpacked(x)
+            self._given.values = self._unpacked(x)
             tokens = mx.zeros(x.shape[:2], mx.int32)
-        out = self._call([self._stand_in(i) for i in range(len(self.layers))], tokens, full)
+        self._in_run = self._in_run or [self._stand_in(i) for i in range(len(self.layers))]
+        out = self._call(self._in_run, tokens, full)
         if not isinstance(out, tuple):
             return out
         if not self._carried or self.own.stop == len(self.layers):
@@ -78,11 +86,11 @@ class Frame:
 
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] of the last layer to logits [B, L, V]."""
-        last = len(self.layers) - 1
-        self._given = (h,)
-        layers: list[Any] = [_PassedOver(*one) for one in zip(self.layers, self._extras, strict=True)]
-        layers[last] = _Source(self.layers[last], self, self._extras[last])
-        with self._layers_are(layers):
+        self._given.values = (h,)
+        if not self._in_head:
+            others = [_PassedOver(*one) for one in zip(self.layers[:-1], self._extras[:-1], strict=True)]
+            self._in_head = [*others, _Source(self.layers[-1], self._given, self._extras[-1])]
+        with self._layers_are(self._in_head):
             logits: mx.array = self.model(mx.zeros(h.shape[:2], mx.int32), cache=list(self._made))
         return logits
 
@@ -131,13 +139,8 @@ class Frame:
         if i in self.own:
             return self.layers[i] if i < self.own.stop - 1 else _End(self.layers[i])
         if i == self.own.start - 1:
-            return _Source(self.layers[i], self, self._extras[i])
+            return _Source(self.layers[i], self._given, self._extras[i])
         return _PassedOver(self.layers[i], self._extras[i])
-
-    def given_by(self, extras: int) -> Any:
-        """What a layer returns in whose place the given values stand, with so many values besides hidden states."""
-        values = (*self._given, *[None] * (extras + 1 - len(self._given)))
-        return values if extras else values[0]
 
     def _call(self, layers: list[Any], tokens: mx.array, caches: list[Any]) -> Any:
         try:
@@ -154,7 +157,7 @@ class Frame:
         try:
             yield
         finally:
-            self._holder[self._name] = whole
+            self._holder[self._name], self._given.values = whole, ()
 
     def _trace(self, carries: int) -> tuple[list[int | None], list[int], int, list[tuple[int, ...]]]:
         """From a call on one token: which cache each layer gets, how many values it returns besides the first, the
@@ -184,18 +187,15 @@ class Frame:
             raise UnsupportedModel(f"layers {users[0]} to {users[-1]} share keys and values, so they stay in one stage")
         return sorted(cache for cache in kept if cache is not None)
 
-    def _cache(self, index: int, caches: Sequence[Any]) -> Any:
-        """For the model's cache `index`: the stage's own, or one from which masks and offsets can be made as from it.
-        """
-        if index in self._kept:
-            return caches[self._kept.index(index)]
-        if (at := self._alike[index]) is not None:
-            return caches[at]
+    def _elsewhere(self, index: int, caches: Sequence[Any]) -> Any:
+        """In the place of the model's cache `index`, of whose kind the stage has none: offsets can be made from it."""
         made = self._made[index]
         return made if self._counts is None or not hasattr(made, "offset") else _Elsewhere(made, caches[self._counts])
 
-    def _like(self, index: int) -> int | None:
-        """Place among this stage's caches of one that is of the kind of the model's cache `index`."""
+    def _place(self, index: int) -> int | None:
+        """Place among this stage's caches of the model's cache `index`, or of one from which masks are made alike."""
+        if index in self._kept:
+            return self._kept.index(index)
         kinds = [_kind(self._made[i]) for i in self._kept]
         kind = _kind(self._made[index])
         return kinds.index(kind) if kind in kinds else None
@@ -207,6 +207,17 @@ class _Reached(BaseException):
     def __init__(self, value: Any) -> None:
         super().__init__()
         self.value = value
+
+
+class _Given:
+    """What the stage before sent. Apart from the frame, so that stand-ins do not keep the frame and its weights."""
+
+    values: tuple[Any, ...] = ()
+
+    def as_output(self, extras: int) -> Any:
+        """As a layer returns it that has so many values besides hidden states."""
+        values = (*self.values, *[None] * (extras + 1 - len(self.values)))
+        return values if extras else values[0]
 
 
 class _StandIn:
@@ -236,12 +247,12 @@ class _PassedOver(_StandIn):
 class _Source(_StandIn):
     """The layer before the first own one: returns what the frame was given."""
 
-    def __init__(self, layer: Any, frame: Frame, extras: int) -> None:
+    def __init__(self, layer: Any, given: _Given, extras: int) -> None:
         super().__init__(layer)
-        self._frame, self._extras = frame, extras
+        self._given, self._extras = given, extras
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._frame.given_by(self._extras)
+        return self._given.as_output(self._extras)
 
 
 class _End(_StandIn):

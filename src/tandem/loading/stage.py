@@ -309,7 +309,7 @@ def _load_parts(
     for part, weights in owned.items():
         if isinstance(part, int):
             modules[part] = loader.load(f"{frame.path}.{part}", frame.layers[part], weights, cutters.get(part))
-            frame.layers[part] = modules[part]
+            frame.put_layer(part, modules[part])
         else:
             modules[part] = loader.load(part, at(frame.model, part), weights, cutters.get(part))
             put(frame.model, part, modules[part])
