@@ -112,21 +112,21 @@ def test_the_age_of_what_is_told_shows_whether_the_engine_moves(gateway: Gateway
     time.sleep(0.3)
     api.say(QueryStatus(1))
     old = api.hear()
+    told = time.monotonic()
     gateway.status = STATUS
     api.say(QueryStatus(2))
     new = api.hear()
     assert isinstance(old, EngineStatus) and isinstance(new, EngineStatus)
     assert (old.query_id, new.query_id) == (1, 2)
-    assert old.age_s >= 0.3 > new.age_s >= 0
+    assert old.age_s >= 0.3 and 0 <= new.age_s <= time.monotonic() - told
     api.die()
 
 
-def test_a_file_that_a_killed_engine_left_is_no_obstacle() -> None:
+def test_a_file_that_a_killed_engine_left_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         path = Path(directory) / "engine.sock"
         with zmq.Context() as context, context.socket(zmq.ROUTER) as old:
             old.bind(f"ipc://{path}")
         path.touch()
-        started = time.monotonic()
+        monkeypatch.setattr("tandem.engine.gateway.QueryStatus", None)  # nobody is asked, and waited for
         Gateway(path, STATUS, lambda: b"").close()
-        assert time.monotonic() - started < 0.4

@@ -18,10 +18,11 @@ from tandem.engine.layout import plan_layout
 from tandem.engine.service import EngineService
 from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UsageError
 from tandem.executors.base import Executor, Progress
-from tandem.protocol.control import Output, Ready, Refused, Stepped
+from tandem.protocol.control import EngineMessage, Output, Ready, Refused, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep, StepPlan, StepResult
+from tandem.scheduler.limits import Limits
 from tandem.testing import tiny_model
 
 MEMORY = 2**30
@@ -262,6 +263,38 @@ def test_a_stop_string_is_no_client_who_gives_up(model: Path, answered: bool, co
     lines = [line for line in engine.metrics.text().decode().splitlines() if line.endswith(" 1.0")]
     assert [line.partition("{")[0].split()[0] for line in lines if line.startswith("tandem_request")] == [
         f"tandem_{counted}"]
+
+
+def test_refusals_reach_whoever_takes_messages_while_ranks_are_replaced(tmp_path: Path) -> None:
+    engine, machines = an_engine(tiny_model(tmp_path, config={"max_position_embeddings": 4096}), ranks=2)
+    ask(engine, 1500)
+    taken: list[EngineMessage] = []
+    engine.gang.on_wait = lambda: taken.extend(engine.take_messages())
+    machines.failure = RankFailure("its GPU's memory is full", rank=1, cause="memory")  # so half of the KV cache is left
+    taken += engine.pump(0.0)
+    assert [one.code for one in taken if isinstance(one, Refused)] == ["degraded"]
+    assert engine.idle
+
+
+def test_a_whole_layout_that_fails_its_canary_leaves_the_limits_of_the_smaller_one(
+        model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, machines = an_engine(model)
+    machines.places = [0, 2]
+    machines.failure = RankFailure("machines are missing", cause="host")
+    engine.pump(0.0)
+    smaller = engine.scheduler.limits
+    assert smaller.lanes < 3
+
+    def canary(limits: Limits, first_step: int) -> int:
+        if limits.lanes == 3:
+            raise die()
+        return first_step
+
+    monkeypatch.setattr(engine.gang, "_canary", canary)
+    machines.places = [0, 1, 2]
+    engine.pump(0.0)
+    assert machines.starts[-2:] == [[0, 1, 2], machines.slots] and engine.gang.degraded
+    assert engine.scheduler.limits == smaller
 
 
 def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(model: Path, tmp_path: Path,

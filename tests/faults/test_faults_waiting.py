@@ -60,7 +60,7 @@ def test_files_that_stay_away_end_the_server_and_clients_hear_it_at_once(running
         os.kill(server.ranks()[1], signal.SIGKILL)
         started = time.monotonic()
         assert server.process.wait(120) == 3, server.tail()
-        assert time.monotonic() - started < 60, "not the drain timeout"
+        assert time.monotonic() - started < 90, "not the drain timeout"
         assert "gave up" in call.join().result["error"]["message"], call.result
 
 

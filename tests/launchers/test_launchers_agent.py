@@ -163,7 +163,8 @@ def test_what_is_sent_is_read_to_its_end(machine: Machine) -> None:
     assert message == Ended(0, "") and got.decode().split("\n")[:-1] == lines
 
 
-def test_a_head_that_is_forgotten_is_out_at_once(machine: Machine) -> None:
+def test_a_head_that_is_forgotten_is_out_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "END_S", 60.0)
     head = machine.head("a").open("echo")
     echo(head, "in")
     machine.trust.forget("a")

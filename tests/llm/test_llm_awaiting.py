@@ -166,13 +166,18 @@ def test_mistakes_are_named(tiny: str) -> None:
 @pytest.mark.slow
 def test_a_start_that_is_cancelled_leaves_nothing(tiny: str) -> None:
     async def work() -> None:
-        begun = asyncio.Event()
+        begun, cancelled = asyncio.Event(), threading.Event()
         loop = asyncio.get_running_loop()
-        llm = AsyncLLM(tiny, pipeline_parallel_size=2, canary=False, log_level="WARNING",
-                       progress=lambda *_: loop.call_soon_threadsafe(begun.set))
+
+        def progress(*_: object) -> None:
+            loop.call_soon_threadsafe(begun.set)
+            cancelled.wait(20)  # it cannot be over before it is cancelled
+
+        llm = AsyncLLM(tiny, pipeline_parallel_size=2, canary=False, log_level="WARNING", progress=progress)
         starting = asyncio.create_task(llm.start())
         await begun.wait()
         starting.cancel()
+        cancelled.set()
         with pytest.raises(asyncio.CancelledError):
             await starting
 

@@ -135,7 +135,8 @@ class Engine:
 
     def take_messages(self) -> list[EngineMessage]:
         """What there is for clients since the last call; `pump` returns it too, once it is done."""
-        messages, self._out = self._out, []
+        messages = list(self._out)
+        self._out.clear()  # the same list: `recover`, which calls who takes these, goes on filling it
         for message in messages:
             if isinstance(message, Output):
                 self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason)

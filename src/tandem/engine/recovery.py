@@ -79,8 +79,10 @@ class Gang:
         self.on_wait: Callable[[], None] | None = None
         """Called about every 0.1 s while ranks are replaced. It may submit and abort requests."""
         self._failures_in_a_row = 0
-        self._shed = self._shed_last = 0
-        """How often the limits were halved, now and for the last gang."""
+        self._shed = 0
+        """How often the limits were halved."""
+        self._fitted = (layout, 0)
+        """Layout and halvings that the scheduler's limits are for."""
         self._spared = 0
         """Failures in a row that no request was blamed for."""
         self._canary_s = 0.0
@@ -129,7 +131,7 @@ class Gang:
             except BaseException:
                 self.executor.shutdown()
                 raise
-        self._shed_last = self._shed
+        self._fitted = (self.layout, self._shed)
         self._alternatives = Alternatives(self._settings, self.layout, self.ready)
         self._metrics.kv_total.set(limits.kv_tokens)
         self._stand()
@@ -196,10 +198,10 @@ class Gang:
             self._announce("recovering", "all machines are back; the model is laid out over them again")
             self.executor.close()
             self._lay_out(self._whole)
-            failure = self._bring_up(scheduler, before.layout, out)
+            failure = self._bring_up(scheduler, out)
             if failure is not None:
                 self._go_back(before, failure)
-                failure = self._bring_up(scheduler, before.layout, out)
+                failure = self._bring_up(scheduler, out)
         while failure is not None:
             self._count_failure(failure)
             self._lighten(failure)
@@ -211,19 +213,20 @@ class Gang:
             self._do_without(failure)
             if failure.cause != "host" and self._failures_in_a_row > 1:
                 self._pause(failure)
-            failure = self._bring_up(scheduler, before.layout, out)
+            failure = self._bring_up(scheduler, out)
         self._stand()
         self._metrics.recovery_seconds.observe(self._ready_at - noticed)
         log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
                  len(scheduler.sequences))
 
-    def _bring_up(self, scheduler: Scheduler, before: GangLayout, out: list[EngineMessage]) -> RankFailure | None:
-        """Start the next gang; what went wrong if it did. `before` is the layout that the scheduler's limits fit."""
+    def _bring_up(self, scheduler: Scheduler, out: list[EngineMessage]) -> RankFailure | None:
+        """Start the next gang; what went wrong if it did."""
         try:
             self._launch()
-            if self.layout is not before or self._shed != self._shed_last:
-                out += scheduler.resize(self._limits(), FULL if self._shed != self._shed_last else FEWER)
-                self._shed_last = self._shed
+            layout, shed = self._fitted
+            if self.layout is not layout or self._shed != shed:
+                out += scheduler.resize(self._limits(), FULL if self._shed != shed else FEWER)
+                self._fitted = (self.layout, self._shed)
                 self._metrics.kv_total.set(scheduler.limits.kv_tokens)
             if self._canary_s < REPEAT_S:
                 scheduler.next_step = self._canary(scheduler.limits, scheduler.next_step)
