@@ -270,7 +270,8 @@ def test_refusals_reach_whoever_takes_messages_while_ranks_are_replaced(tmp_path
     ask(engine, 1500)
     taken: list[EngineMessage] = []
     engine.gang.on_wait = lambda: taken.extend(engine.take_messages())
-    machines.failure = RankFailure("its GPU's memory is full", rank=1, cause="memory")  # so half of the KV cache is left
+    # Half of the KV cache is left after this.
+    machines.failure = RankFailure("its GPU's memory is full", rank=1, cause="memory")
     taken += engine.pump(0.0)
     assert [one.code for one in taken if isinstance(one, Refused)] == ["degraded"]
     assert engine.idle
