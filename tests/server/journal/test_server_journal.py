@@ -258,6 +258,23 @@ def test_a_repair_that_is_interrupted_begins_anew(tmp_path, monkeypatch, step):
     again.close()
 
 
+def test_a_number_that_the_disk_has_changed_does_not_make_the_repair_endless(tmp_path):
+    journal = Journal(tmp_path / "j")
+    for number in range(200):
+        accept(journal, f"r{number}", b"<%03d>" % number * 400)
+    journal._database.execute("UPDATE requests SET number = 1 << 60 WHERE id = 'r199'")
+    journal._database.execute("UPDATE requests SET number = -(1 << 60) WHERE id = 'r0'")
+    journal.close()
+    path = tmp_path / "j" / "journal.db"
+    data = bytearray(path.read_bytes())
+    at = data.index(b"<150>" * 200) // 4096 * 4096
+    data[at:at + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    again = Journal(tmp_path / "j")
+    assert 190 <= len(contents(again)) < 199
+    again.close()
+
+
 class Interrupted(BaseException):
     pass
 

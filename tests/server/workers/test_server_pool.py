@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tandem.checkpoints.files import ModelFiles
-from tandem.errors import RequestError, UnavailableError
+from tandem.errors import RequestError, SpawnError, UnavailableError
 from tandem.server.workers import pool
 from tandem.server.workers.pool import Workers
 from tandem.server.workers.tasks import Describe, Encode, Judge, TextsOf
@@ -142,6 +142,25 @@ def test_a_task_that_nobody_waits_for_is_killed_and_another_client_is_not_held_u
         assert await workers.ask("a", GOOD, type(None)) is None
 
     run(work)
+
+
+def test_when_no_process_can_be_started_the_next_request_tries_again(monkeypatch, caplog):
+    tries = []
+
+    def refused(*_, **__):
+        tries.append(1)
+        raise SpawnError("the worker cannot be started: Cannot allocate memory")
+
+    monkeypatch.setattr(pool, "ChildProcess", refused)
+
+    async def work(workers):
+        for _ in range(2):
+            with pytest.raises(UnavailableError):
+                await workers.ask("a", GOOD, type(None))
+
+    run(work)
+    assert len(tries) == 2
+    assert "Cannot allocate memory; its request is refused with 503" in caplog.text
 
 
 def test_none_outlives_the_pool(slow_child):

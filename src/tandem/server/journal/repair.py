@@ -78,4 +78,9 @@ def _numbers(old: sqlite3.Connection) -> range:
         for end in ("min", "max"):
             with contextlib.suppress(sqlite3.DatabaseError):
                 ends += filter(None, old.execute(f"SELECT {end}(number) FROM {table}").fetchone())
-    return range(min(ends), max(ends) + 1) if ends else range(0)
+    if not ends:
+        return range(0)
+    first, last = max(min(ends), 1), max(ends)
+    with contextlib.suppress(sqlite3.DatabaseError):  # a number that the disk has changed may be any: none is larger
+        last = min(last, *old.execute("SELECT seq FROM sqlite_sequence WHERE name = 'requests'").fetchone() or (last,))
+    return range(first, last + 1)

@@ -52,13 +52,11 @@ class Limits:
 
     def renew(self) -> None:
         """Give the next task its time and memory."""
-        until = int(time.process_time()) + 1 + CPU_S
-        resource.setrlimit(resource.RLIMIT_CPU, (until, resource.getrlimit(resource.RLIMIT_CPU)[1]))
+        _limit(resource.RLIMIT_CPU, int(time.process_time()) + 1 + CPU_S)
         if _MACOS:
             self._most_resident = peak_bytes() + MEMORY_BYTES
         else:
-            most = address_space() + MEMORY_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            _limit(resource.RLIMIT_AS, address_space() + MEMORY_BYTES)
 
     def lift(self) -> None:
         """Until the next task there is none."""
@@ -72,6 +70,12 @@ class Limits:
             time.sleep(_LOOK_S)
             if peak_bytes() > self._most_resident:
                 os._exit(EXIT_MEMORY)
+
+
+def _limit(kind: int, most: int) -> None:
+    """Set a soft limit; where whoever started the server has set a lower hard one, that holds."""
+    last = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (most if last == resource.RLIM_INFINITY else min(most, last), last))
 
 
 def peak_bytes() -> int:

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from tandem.env import child_environment
-from tandem.errors import RequestError, ServerError, UnavailableError
+from tandem.errors import RequestError, ServerError, SpawnError, UnavailableError
 from tandem.processes.child import ChildProcess
 from tandem.server.workers.child import CPU_S, EXIT_MEMORY, MEMORY_BYTES
 from tandem.server.workers.frames import receive_frame, send_frame
@@ -60,7 +60,7 @@ class Worker:
             with contextlib.suppress(BrokenPipeError):
                 send_frame(connection, task)
             frame = receive_frame(connection)
-        except OSError as error:  # no memory, no descriptor, or no answer in time
+        except (OSError, SpawnError) as error:  # no memory, no descriptor, or no answer in time
             if self.usable:
                 logger.error("a worker process failed: %s; its request is refused with 503", error)
             self.end()
