@@ -210,6 +210,14 @@ def test_a_prefix_that_vllm_takes_for_cached_is_restored_and_not_computed_again(
     assert one.recomputed == 0
 
 
+def test_a_snapshot_costs_what_its_states_take() -> None:
+    for extra, kept in ((0, 3), (400, 2), (1000, 0)):
+        one = adapter(kv_tokens=5000, prefix_extra=extra, trimmable=False)
+        plans = [one.plan(first_step(str(number), [500 * number + i for i in range(64)]))  # type: ignore[arg-type]
+                 for number in range(3)]
+        assert sum(len(plan.saves) - len(plan.evicts) for plan in plans if plan is not None) == kept
+
+
 def test_a_prefix_that_no_snapshot_holds_is_computed_again_in_bounded_pieces() -> None:
     one = adapter()
     plan = one.plan(first_step("b", list(range(230)), computed=128))  # type: ignore[arg-type]

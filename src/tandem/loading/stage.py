@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
@@ -137,6 +137,10 @@ class StageModel:
     def make_caches(self) -> list[Any]:
         """Fresh single-sequence caches of mlx-lm: those of the own layers."""
         return self._frame.make_caches()
+
+    def caches_of_all_stages(self) -> list[Any]:
+        """As `make_caches`, for every layer of the model: the same on each rank."""
+        return list(make_prompt_cache(self._frame.model))
 
 
 def load_stage(

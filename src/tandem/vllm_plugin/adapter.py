@@ -70,10 +70,11 @@ class Adapter:
     """Follows vLLM's scheduler and writes plans."""
 
     def __init__(self, *, stages: int, kv_tokens: int, chunk: int, prefix_tokens: int, trimmable: bool,
-                 drafts: bool = False) -> None:
+                 prefix_extra: int = 0, drafts: bool = False) -> None:
         """`kv_tokens`: KV positions that vLLM hands out; `chunk`: most prompt positions in one forward pass.
 
         `prefix_tokens`: positions of snapshots, 0 for none; they give way to what runs. `trimmable`: caches can be cut.
+        `prefix_extra`: positions that a snapshot costs besides its own, for states.
         `drafts`: vLLM schedules drafts, and `sampled` is told of every step's tokens before the next one is planned.
         """
         self.lanes = stages + 1
@@ -81,7 +82,7 @@ class Adapter:
         self._kv_tokens = kv_tokens
         self._chunk = chunk
         self._drafts = drafts
-        self._prefixes = PrefixIndex(prefix_tokens, trimmable=trimmable)
+        self._prefixes = PrefixIndex(prefix_tokens, trimmable=trimmable, extra=prefix_extra)
         self._members: list[dict[str, None]] = [{} for _ in range(self.lanes)]
         self._sequences: dict[str, _Sequence] = {}
         self._step = 0
@@ -247,6 +248,6 @@ class Adapter:
         sequence.decoding = target == total
 
     def _make_room(self) -> None:
-        """Let go of snapshots where running sequences need the room. """
+        """Let go of snapshots where running sequences need the room."""
         used = sum(batch_positions(self._sequences[one].computed for one in members) for members in self._members)
         self._prefixes.shrink(used + self._prefixes.positions - self._kv_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from tandem.errors import OutOfMemory
 from tandem.loading.memory import choose_device, limit_memory, memory_bytes, on_gpu, wire_weights
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import slice_bytes
+from tandem.models.footprint import slice_bytes, token_elements
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.models.trial import require_trial
@@ -74,6 +75,9 @@ class LoadedRank:
     stage: StageModel
     description: ModelDescription
     trimmable: bool
+    """The model's caches can be cut. As what follows it is the same on all ranks, which write the same plans."""
+    snapshot_positions: int
+    """Positions of KV that take as much memory as a sequence's states."""
     memory_bytes: int
     """Of the machine or device."""
 
@@ -110,5 +114,7 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
     runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
                     link=link, group=group, samples=layout.samples, drafts=drafts, attention=decode_attention())
     wire_weights(None, memory_share)
-    return LoadedRank(runner=runner, stage=stage, description=description, trimmable=trimmable(stage.make_caches()),
-                  memory_bytes=total)
+    return LoadedRank(runner=runner, stage=stage, description=description,
+                      trimmable=trimmable(stage.caches_of_all_stages()),
+                      snapshot_positions=math.ceil(description.state_elements / max(token_elements(description), 1)),
+                      memory_bytes=total)

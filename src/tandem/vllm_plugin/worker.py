@@ -168,7 +168,7 @@ class TandemWorker(WorkerBase):
         prefixes = tokens if self.cache_config.enable_prefix_caching else 0
         self._adapter = Adapter(stages=self._layout.stages, kv_tokens=tokens, prefix_tokens=prefixes,
                                 chunk=self.scheduler_config.max_num_batched_tokens, trimmable=self._loaded.trimmable,
-                                drafts=bool(self._drafts))
+                                prefix_extra=self._loaded.snapshot_positions, drafts=bool(self._drafts))
         speculation = self.vllm_config.speculative_config
         self._drafter = Drafter(most=self._drafts, shortest=speculation.prompt_lookup_min,
                                 longest=speculation.prompt_lookup_max) if speculation else None
