@@ -70,8 +70,14 @@ def described(environment: dict[str, str], name: str = "default") -> tuple[list[
 @pytest.mark.slow
 def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str], tmp_path: Path) -> None:
     tiny_model(tmp_path / "here" / "tiny")
+    keys = tmp_path / "keys"
+    keys.write_text("open\n")
+    keys.chmod(0o600)
     assert tandem(environment, "service", "status").returncode == 1
-    done = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "0", "--device=cpu",
+    open_to_all = tandem(environment, "service", "install", "tiny", "--name", "mine", cwd=tmp_path / "here")
+    assert open_to_all.returncode == 2 and "TANDEM_API_KEY: keys of the environment" in open_to_all.stderr
+    given = ("--device=cpu", f"--api-key-file={keys}")
+    done = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "0", *given,
                   cwd=tmp_path / "here")
     assert done.returncode == 0, done.stderr
     assert "mine is installed" in done.stdout and "`tandem service status`" in done.stdout
@@ -80,7 +86,7 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
     assert (status.returncode, "runs (process 4711)" in status.stdout) == (0, True)
 
     command, variables, directory = described(environment, "mine")
-    assert command[1:] == ["-P", "-m", "tandem", "serve", "tiny", "--port", "0", "--device=cpu"]
+    assert command[1:] == ["-P", "-m", "tandem", "serve", "tiny", "--port", "0", *given]
     assert directory == str(tmp_path / "here")
     assert "TANDEM_API_KEY" not in variables and "sesame" not in json.dumps([command, variables])
     with subprocess.Popen(command, env={**variables, "HOME": environment["HOME"]}, cwd=directory, text=True,
@@ -96,9 +102,10 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
             server.communicate(timeout=60)
     assert server.returncode == 0  # so that it is not started again
 
+    del environment["TANDEM_API_KEY"]
     again = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "8001", cwd=tmp_path / "here")
     assert again.returncode == 0, again.stderr
-    assert described(environment, "mine")[0][-1] == "8001"
+    assert described(environment, "mine")[0][-1] == "8001" and "`tandem status --port 8001`" in again.stdout
     assert tandem(environment, "service", "uninstall", "--name", "mine").returncode == 0
     assert tandem(environment, "service", "status", "--name", "mine").returncode == 1
     assert "mine is not installed" in tandem(environment, "service", "uninstall", "--name", "mine").stdout

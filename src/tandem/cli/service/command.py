@@ -10,7 +10,7 @@ from tandem.cli.processes import prepared
 from tandem.cli.serve import checked
 from tandem.cli.service.managers import Manager, manager
 from tandem.cli.service.units import Service
-from tandem.env import SECRET_VARIABLES, state_dir, variables
+from tandem.env import SECRET_VARIABLES, state_dir, variable, variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
 from tandem.supervision.record import Background
@@ -34,7 +34,10 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
     if arguments.setting_api_key:
         raise UsageError("--api-key: every user of this machine could read it in the service's arguments; give "
                          "--api-key-file", param="api_key")
-    checked(prepared(arguments))
+    settings = checked(prepared(arguments))
+    if variable("TANDEM_API_KEY") and settings.server.api_key_file is None:
+        raise UsageError("TANDEM_API_KEY: keys of the environment do not go along, and the service would let everybody "
+                         "in; give --api-key-file, or unset it", param="api_key")
     environment = {key: value for key, value in variables().items()
                    if (key in _KEPT or key.startswith("TANDEM_")) and key not in SECRET_VARIABLES}
     log = _log(name)
@@ -42,7 +45,7 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
     command = module_command("tandem", "serve", *serve_words(arguments.words))
     holder.install(Service(name, tuple(command), Path.cwd(), log, environment))
     print(f"{name} is installed ({holder.file(name)}) and starting; its log is {log}")
-    print(f"`tandem service status` shows whether it runs, `tandem status --port {_port(arguments)}` how it is")
+    print(f"`tandem service status` shows whether it runs, `tandem status --port {settings.server.port}` how it is")
     if holder.hint:
         print(holder.hint)
     return 0
@@ -58,10 +61,6 @@ def serve_words(words: Sequence[str]) -> list[str]:
         elif not word.startswith("--name="):
             kept.append(word)
     return kept
-
-
-def _port(arguments: argparse.Namespace) -> str:
-    return str((arguments.setting_port or ["8000"])[-1])
 
 
 def _log(name: str) -> Path:
