@@ -30,9 +30,10 @@ def test_a_rank_imports_no_transformers() -> None:
     assert (run.stdout, run.stderr) == ("[]\n", "")
 
 
-def test_the_supervisor_imports_no_web_server() -> None:
+@pytest.mark.parametrize("command", ["serve", "parity"])
+def test_the_supervisor_imports_no_web_server_and_parity_mlx_only_after_the_blas(command: str) -> None:
     heavy = "{'fastapi', 'uvicorn', 'mlx.core', 'transformers'}"
-    code = f"import sys, tandem.cli.serve; print(sorted({heavy} & set(sys.modules)))"
+    code = f"import sys, tandem.cli.{command}; print(sorted({heavy} & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert (run.stdout, run.stderr) == ("[]\n", "")
 

@@ -93,18 +93,25 @@ def _random(path: str, array: mx.array) -> mx.array:
     return 1 + 0.1 * noise if array.ndim == 1 and path.endswith("weight") else noise / 8
 
 
+def outcome(config: dict[str, Any]) -> tuple[bool, str]:
+    """Whether the trial passes, and what was compared or what differed."""
+    try:
+        return True, try_config(config)
+    except TandemError as error:
+        return False, error.message
+    except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
+        return False, f"its forward pass fails: {type(error).__name__}: {error}".splitlines()[0]
+
+
 def main() -> int:
     """Try the config of the directory that is the only argument."""
     import_models_only()
-    code = 1
     try:
-        line, code = try_config(read_config(Path(sys.argv[1]))), 0
+        passed, line = outcome(read_config(Path(sys.argv[1])))
     except TandemError as error:
-        line = error.message
-    except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
-        line = f"its forward pass fails: {type(error).__name__}: {error}".splitlines()[0]
+        passed, line = False, error.message
     sys.stdout.write(f"{line}\n")
-    return code
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":
