@@ -111,7 +111,7 @@ def test_a_lost_engine_hands_its_requests_on(engines):
             task = asyncio.create_task(answers_of(replicas, "a", temperature=1.0))
             await until(lambda: where(engines, "a"))
             [home] = where(engines, "a")
-            await asyncio.sleep(0.15)
+            await until(lambda: replicas._flights["a"].produced)
             engines[home].stop()
             outputs = await asyncio.wait_for(task, 10)
             assert {output.request_id for output in outputs} == {"a"}
@@ -177,8 +177,7 @@ def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
         try:
             await until(lambda: replicas.alive)
             task = asyncio.create_task(answers_of(replicas, "a"))
-            await until(lambda: where([home], "a"))
-            await asyncio.sleep(0.1)
+            await until(lambda: where([home], "a") and replicas._flights["a"].produced)
             home.stop()
             await until(lambda: not replicas.alive)
             with pytest.raises(UnavailableError):

@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from starlette.responses import Response, StreamingResponse
 
 from tandem.errors import NotFoundError, RequestError
+from tandem.server.body import translated
 from tandem.server.context import get_api, get_group
 from tandem.server.journal.jobs import CANCELLED, Job, Jobs, StoredReply, get_jobs
 from tandem.server.journal.journal import Entry
@@ -54,7 +55,7 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
         raise RequestError("'background' needs a journal: start the server with --journal DIR (docs/journal.md), or "
                            "leave it out and wait for the answer or stream it.", param="background",
                            code="unsupported_parameter")
-    chat_request(fields)
+    await translated(http, lambda: chat_request(fields))
     api.find(fields.model)
     http.scope["tandem.metered"] = True
     outline = empty_response(fields, "", fields.model or api.served[0].name, 0, "queued")
