@@ -40,3 +40,8 @@ def test_http_and_engine_agree_on_every_parameter(name):
         except ValidationError:
             http = False
         assert (engine, http) == (value in RANGES[name], value in RANGES[name] or (name == "top_k" and value == -1))
+
+
+def test_integers_beyond_floats_and_what_is_no_number_are_told_apart() -> None:
+    assert 10**400 in RANGES["max_tokens"] and 10**400 not in RANGES["top_k"] and -10**400 not in RANGES["max_tokens"]
+    assert not any(value in allowed for value in (math.nan, math.inf, -math.inf) for allowed in RANGES.values())

@@ -18,7 +18,9 @@ class Range:
     """The value that turns the parameter off, in words."""
 
     def __contains__(self, value: float) -> bool:
-        return math.isfinite(value) and value <= self.high and (value > self.low if self.above else value >= self.low)
+        # Compared, not converted: an integer may be more than a float can hold. Nothing compares with NaN.
+        return abs(value) < math.inf and value <= self.high and (
+            value > self.low if self.above else value >= self.low)
 
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"

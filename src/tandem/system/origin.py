@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -22,9 +23,9 @@ def install_command(python: str, host: str) -> str:
     if url.startswith("file:"):
         path = unquote(urlsplit(url).path)
         if "dir_info" in origin:
-            return (f"rsync -a --exclude '.*' {path}/ {host}:tandem/ && "
+            return (f"rsync -a --exclude '.*' {shlex.quote(path + '/')} {host}:tandem/ && "
                     f"ssh {host} \"{python} -m pip install ./tandem\"")
-        return f"scp {path} {host}: && ssh {host} \"{python} -m pip install ./{path.rpartition('/')[2]}\""
+        return f"scp {shlex.quote(path)} {host}: && ssh {host} \"{python} -m pip install ./{path.rpartition('/')[2]}\""
     return f"ssh {host} \"{python} -m pip install '{_requirement(origin, url)}'\""
 
 
