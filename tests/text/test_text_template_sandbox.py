@@ -169,7 +169,8 @@ def test_time_runs_for_each_rendering(monkeypatch):
         template.render([{"content": "x"}], tools=None, add_generation_prompt=True)
 
 
-def test_where_others_wait_only_a_moment_is_given():
+def test_where_others_wait_only_a_moment_is_given(monkeypatch):
+    monkeypatch.setattr(template_sandbox, "QUICK_SECONDS", 60.0)  # steps are counted here; a busy machine is no fault
     source = "{% for a in range(40000) %}{% endfor %}{{ messages[0].content }}{{ quick }}"
     costly = ChatTemplate(source, {}, origin="model")
     given = {"tools": None, "add_generation_prompt": True, "quick": "!"}
