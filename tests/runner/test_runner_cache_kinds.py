@@ -101,6 +101,19 @@ def test_a_snapshot_is_taken_up_again_and_again(stage: StageModel) -> None:
         prefixes.save("q", first.caches, 33, 32)
 
 
+def test_rows_whose_rotary_embedding_changes_with_their_length_are_computed_apart(tmp_path: Path) -> None:
+    scaling = {"type": "dynamic", "rope_type": "dynamic", "factor": 2.0}
+    files = resolve(str(tiny_model(tmp_path, "internlm2", dtype="float32",
+                                   config={"rope_scaling": scaling, "max_position_embeddings": 32})))
+    stage = load_stage(files, describe(files), range(4))
+    store, prompts = make_store(stage.make_caches, 0, stage.one_by_one), ([5] * 3, [7] * 40)
+    for number, prompt in enumerate(prompts):
+        store.join(str(number), prefilled(stage, prompt, 64).caches, len(prompt))
+    got = stage.head(stage.forward(mx.array([[9], [9]]), store.batch()))[:, -1]
+    want = np.stack([prefilled(stage, prompt, 64).feed([9]) for prompt in prompts])
+    np.testing.assert_allclose(np.array(got), want, rtol=1e-3, atol=2e-4)
+
+
 def test_drafts_are_refused_where_they_cannot_be_taken_back(tmp_path: Path) -> None:
     for family, words in (("mamba2", "ArraysCache"), ("llama4", "one by one")):
         files = resolve(str(tiny_model(tmp_path / family, family)))

@@ -83,7 +83,7 @@ class StageModel:
         """Type of the activations that stages hand on."""
         self.shard = shard
         """This rank's part of each layer; None for all of it."""
-        self.one_by_one = family_of(description.family).one_by_one
+        self.one_by_one = family_of(description.family).one_by_one or _changing_rope(frame.model)
         """Why sequences of a batch are computed one after the other; empty if they are computed together."""
         self.nbytes = nbytes
         """Bytes of weights in memory."""
@@ -250,6 +250,12 @@ def _owned(parts: Iterable[str | int], layers: range, description: ModelDescript
     wanted = {"head": last and not tied, "rest": last, "embed": first or (last and tied)}
     owned: list[str | int] = [path for role in wanted for path in paths if _role(path) == role and wanted[role]]
     return [*owned, *layers]
+
+
+def _changing_rope(model: nn.Module) -> str:
+    """Why rows cannot be computed together, where mlx-lm takes another rotary base for each length."""
+    changes = any(type(module).__name__ == "DynamicNTKScalingRoPE" for module in model.modules())
+    return "its rotary embedding changes with a sequence's length (dynamic rope scaling)" if changes else ""
 
 
 def _share_head(
