@@ -45,6 +45,13 @@ def test_it_is_answered_without_a_client_and_kept(serve, engine, place, wait_unt
         again.openai().responses.retrieve(started.id)
 
 
+def test_who_may_run_one_request_can_follow_it(serve, place):
+    server = serve(journal=place, max_concurrent_requests=1)
+    for _ in range(2):
+        with server.openai().responses.create(**ASK, stream=True) as stream:
+            assert list(stream)[-1].type == "response.completed"
+
+
 def test_its_events_can_be_followed_from_anywhere(serve, engine, place, wait_until):
     server = serve(journal=place, heartbeat_s=0.05)
     client = server.openai()
