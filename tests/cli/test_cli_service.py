@@ -103,9 +103,12 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
     assert server.returncode == 0  # so that it is not started again
 
     del environment["TANDEM_API_KEY"]
-    again = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "8001", cwd=tmp_path / "here")
+    again = tandem(environment, "service", "install", "tiny", "--name", "mine", "--port", "8001",
+                   "--drain-timeout=200", cwd=tmp_path / "here")
     assert again.returncode == 0, again.stderr
-    assert described(environment, "mine")[0][-1] == "8001" and "`tandem status --port 8001`" in again.stdout
+    assert described(environment, "mine")[0][-2] == "8001" and "`tandem status --port 8001`" in again.stdout
+    [told] = [path for path in Path(environment["HOME"]).rglob("*mine*") if path.suffix in (".plist", ".service")]
+    assert re.search(r"TimeoutStopSec=230|<key>ExitTimeOut</key>\s*<integer>230<", told.read_text())
     assert tandem(environment, "service", "uninstall", "--name", "mine").returncode == 0
     assert tandem(environment, "service", "status", "--name", "mine").returncode == 1
     assert "mine is not installed" in tandem(environment, "service", "uninstall", "--name", "mine").stdout

@@ -21,6 +21,8 @@ Label = Callable[[str], str]
 
 LONGEST_SOCKET = 98
 """Bytes of the path of a Unix socket: 103 on macOS, less what tells replicas apart (`-123`)."""
+_BEYOND = 2**63
+"""What no setting is: settings travel to other processes as numbers of 64 bits."""
 _AT_LEAST_ONE = (1, math.inf)
 _POSITIVE = (math.ulp(0.0), math.inf)
 _RANGES: dict[str, tuple[float, float]] = {
@@ -124,7 +126,7 @@ def _check_item(name: str, value: Any, label: Label) -> None:
     if name not in _RANGES or value is None:
         return
     low, high = _RANGES[name]
-    if low <= value <= high and math.isfinite(value):
+    if low <= value <= high and value < _BEYOND:
         return
     if name == "memory_fraction":
         allowed = "above 0 and at most 1"
@@ -132,6 +134,8 @@ def _check_item(name: str, value: Any, label: Label) -> None:
         allowed = "above 0"
     else:
         allowed = f"{low:g} or more" if math.isinf(high) else f"{low:g} to {high:g}"
+    if low <= value <= high:
+        allowed += ", and less than 2^63"
     raise ConfigError(f"{label(name)}: {value} is out of range: must be {allowed}", param=name)
 
 

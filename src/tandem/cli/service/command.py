@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tandem.supervision.record import Background
 
 _KEPT = ("PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
 """Variables that a service gets from whoever installs it, beside TANDEM_*."""
+END_S = 30.0
+"""Seconds beyond `drain_timeout` that a service gets to end."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,7 +46,8 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
     log = _log(name)
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = module_command("tandem", "serve", *serve_words(arguments.words))
-    holder.install(Service(name, tuple(command), Path.cwd(), log, environment))
+    stop_s = math.ceil(settings.process.drain_timeout + END_S)
+    holder.install(Service(name, tuple(command), Path.cwd(), log, environment, stop_s))
     print(f"{name} is installed ({holder.file(name)}) and starting; its log is {log}")
     print(f"`tandem service status` shows whether it runs, `tandem status --port {settings.server.port}` how it is")
     if holder.hint:

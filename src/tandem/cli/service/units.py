@@ -24,6 +24,8 @@ class Service:
     """In which it runs: relative paths among its options are below it."""
     log: Path
     variables: Mapping[str, str]
+    stop_s: int = 60
+    """Seconds that it gets to drain and end before it is killed."""
 
 
 def launchd_label(name: str) -> str:
@@ -37,7 +39,7 @@ def launchd_agent(service: Service) -> bytes:
         "Label": launchd_label(service.name), "ProgramArguments": list(service.command),
         "WorkingDirectory": str(service.directory), "EnvironmentVariables": dict(service.variables),
         "RunAtLoad": True, "KeepAlive": {"SuccessfulExit": False}, "ThrottleInterval": PAUSE_S,
-        "ProcessType": "Interactive", "ExitTimeOut": 60,
+        "ProcessType": "Interactive", "ExitTimeOut": service.stop_s,
         "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES}, "HardResourceLimits": {"NumberOfFiles": OPEN_FILES},
         "StandardOutPath": str(service.log), "StandardErrorPath": str(service.log)})
 
@@ -57,7 +59,7 @@ StandardError=inherit
 Restart=on-failure
 RestartPreventExitStatus={MISTAKE}
 RestartSec={PAUSE_S}
-TimeoutStopSec=60
+TimeoutStopSec={service.stop_s}
 KillMode=mixed
 LimitNOFILE={OPEN_FILES}
 
