@@ -17,7 +17,8 @@ from tandem.errors import ConfigError
     [
         ("port", 65536), ("port", -1), ("max_batch_size", 0), ("memory_fraction", 0.0), ("memory_fraction", 1.1),
         ("memory_fraction", float("nan")), ("step_timeout", float("inf")), ("step_timeout", 0.0),
-        ("layer_split", (0,)), ("max_restarts", -1), ("max_restarts", 10**400), ("prefix_cache", 1.5), ("host", ""), ("served_name", ""),
+        ("layer_split", (0,)), ("max_restarts", -1), ("max_restarts", 10**400), ("prefix_cache", 1.5), ("host", ""),
+        ("served_name", ""),
         ("api_key", ("good", " ")), ("tensor_parallel_size", 0), ("tensor_split", (1.0, -1.0)),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,7 +91,7 @@ def _peft_scale(config: dict[str, Any], directory: str) -> float:
 
 
 def _number(value: object, name: str, directory: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise BrokenModel(f"--adapter-path {directory}: {name} in adapter_config.json must be a number, is {value!r}",
                           param="adapter_path")
     return float(value)
