@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from concurrent.futures import Future
@@ -19,6 +20,7 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.env import set_variables
+from tandem.models.footprint import token_elements
 from tandem.protocol.step import StepPlan
 from tandem.system.awake import keep_awake
 from tandem.system.identity import machine_id
@@ -138,12 +140,15 @@ class TandemWorker(WorkerBase):
     # --- KV ---
 
     def get_kv_cache_spec(self) -> dict[str, FullAttentionSpec]:
-        """One entry for each of this stage's layers, by which vLLM counts blocks; it allocates nothing."""
+        """One entry for each of this stage's layers, by which vLLM counts blocks; it allocates nothing.
+
+        All ranks of a stage must say the same of a layer, also those that hold fewer heads than others.
+        """
         stage, description = self._loaded.stage, self._loaded.description
         heads, size = -(-description.num_kv_heads // self._layout.tp_size), description.head_dim
-        held = -(-stage.cache_bytes.position // (2 * stage.dtype.size * len(stage.layers)))
-        if held != heads * size:  # a latent, or states in some layers: vLLM counts bytes, whatever they are of
-            heads, size = 1, max(held, 1)
+        each = token_elements(description)
+        if each != 2 * description.num_kv_heads * size:  # latents, or states in some layers: vLLM counts bytes alone
+            heads, size = 1, max(math.ceil(each / 2), 1)
         spec = FullAttentionSpec(block_size=self.cache_config.block_size, num_kv_heads=heads, head_size=size,
                                  dtype=getattr(torch, str(stage.dtype).removeprefix("mlx.core.")))
         return {f"model.layers.{layer}.self_attn": spec for layer in stage.layers}
