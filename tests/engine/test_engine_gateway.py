@@ -14,6 +14,7 @@ import zmq
 
 from tandem.engine import gateway as module
 from tandem.engine.gateway import Gateway
+from tandem.errors import UsageError
 from tandem.protocol.control import Abort, Detach, EngineMessage, EngineStatus, Output, QueryStatus
 
 STATUS = EngineStatus(query_id=0, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1, queued=0,
@@ -130,3 +131,11 @@ def test_a_file_that_a_killed_engine_left_is_no_obstacle(monkeypatch: pytest.Mon
         path.touch()
         monkeypatch.setattr("tandem.engine.gateway.QueryStatus", None)  # nobody is asked, and waited for
         Gateway(path, STATUS, lambda: b"").close()
+
+
+def test_somebodys_file_is_not_taken_for_a_socket(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    path.write_text("mine")
+    with pytest.raises(UsageError, match=r"notes: it is somebody's file, not a socket; choose another --engine-socket"):
+        Gateway(path, STATUS, lambda: b"")
+    assert path.read_text() == "mine"

@@ -19,9 +19,11 @@ class SocketFile:
     """Where a ZeroMQ socket listens; only this user can connect. Used by the socket's thread."""
 
     def __init__(self, socket: zmq.Socket[bytes], path: Path) -> None:
-        """Bind. A file that is in the way is removed. Raises ZMQError and OSError."""
+        """Bind. A socket that is in the way is removed, a file with content is not. Raises ZMQError and OSError."""
         self._socket = socket
         self._path = path
+        if path.is_file() and path.stat().st_size:
+            raise FileExistsError("it is somebody's file, not a socket")
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
         self._bind()
