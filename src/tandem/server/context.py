@@ -61,9 +61,9 @@ class Api:
         self.quotas = Quotas(client_limits(settings), {key_group(key): limits for key, limits in keys.items()})
         self.workers = Workers()
         """For what is large or costly in requests."""
-        self.text_turns = Turns(THREADS - 1)
+        self.text_turns = Turns(THREADS - 1, settings.scheduler.max_queue)
         """Whose texts are worked on next in a thread; one thread is left for what is read on the way there."""
-        self.grammar_turns = Turns(AT_ONCE)
+        self.grammar_turns = Turns(AT_ONCE, settings.scheduler.max_queue)
         """Whose grammar is tried next."""
         self.metrics = ApiMetrics()
         self.live: dict[str, LiveRequest] = {}

@@ -14,8 +14,8 @@ from tandem.server.workers.turns import Turns
 class Work:
     """Pieces of work that last until they are told to end; `begun` says which have a turn, in their order."""
 
-    def __init__(self, at_once):
-        self.turns = Turns(at_once)
+    def __init__(self, at_once, most_waiting=0):
+        self.turns = Turns(at_once, most_waiting)
         self.begun, self.ends, self.tasks = [], {}, {}
 
     async def add(self, name, size=0):
@@ -88,6 +88,20 @@ def test_what_waits_for_one_client_has_a_limit(monkeypatch, limit, size):
             await work.tasks["a4"]
         await work.add("b1", size)
         assert work.begun == ["a0", "b1"]
+        await work.close()
+
+    asyncio.run(run())
+
+
+def test_a_server_with_a_longer_queue_has_more_that_wait(monkeypatch):
+    monkeypatch.setattr(turns, "MOST_WAITING", 1)
+
+    async def run():
+        work = Work(2, most_waiting=3)
+        for number in range(5):
+            await work.add(f"a{number}")
+        with pytest.raises(OverloadedError, match="3 large requests of yours wait"):
+            await work.tasks["a4"]
         await work.close()
 
     asyncio.run(run())

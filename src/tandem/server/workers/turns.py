@@ -25,8 +25,12 @@ class _Waiting:
 class Turns:
     """First come, first served among clients that have no more than their share. Belongs to one event loop."""
 
-    def __init__(self, at_once: int) -> None:
-        """`at_once` pieces of work run; one client may have all of them but one."""
+    def __init__(self, at_once: int, most_waiting: int = 0) -> None:
+        """`at_once` pieces of work run; one client may have all of them but one.
+
+        `most_waiting` of its pieces may wait, where that is more than `MOST_WAITING`.
+        """
+        self._most_waiting = most_waiting
         self._free = at_once
         self._share = max(at_once - 1, 1)
         self._running: Counter[str] = Counter()
@@ -39,7 +43,7 @@ class Turns:
         Raises OverloadedError when too much of the client's waits already.
         """
         mine = [one.size for one in self._waiting if one.group == group]
-        if len(mine) >= MOST_WAITING or (mine and sum(mine) + size > MOST_WAITING_BYTES):
+        if len(mine) >= max(MOST_WAITING, self._most_waiting) or (mine and sum(mine) + size > MOST_WAITING_BYTES):
             raise OverloadedError(f"{len(mine)} large requests of yours wait to be read; try again shortly.")
         waiting = _Waiting(group, size, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
