@@ -155,6 +155,7 @@ def test_a_gang_that_dies_idle_clears_all_suspects() -> None:
         dies(scheduler, 0)
     assert scheduler.sequences["a"].suspicion.alone == 1 and scheduler.resting is scheduler.sequences["a"]
     assert scheduler.next_plan() is None, "nothing runs while it is looked whether the gang lives without it"
+    assert scheduler.restart(died=False) == [] and scheduler.resting is scheduler.sequences["a"], "ended on purpose"
     assert scheduler.restart() == []
     assert scheduler.resting is None
     assert not any(one.suspicion.suspect for one in scheduler.sequences.values())

@@ -190,7 +190,7 @@ class Gang:
         if noticed - self._ready_at > STABLE_S:
             self._failures_in_a_row = 0
         self.executor.on_wait = self.on_wait
-        refused = scheduler.restart(blame=self._blames(failure))
+        refused = scheduler.restart(died=failure is not None, blame=self._blames(failure))
         out += refused
         # Deaths that a request is to blame for say nothing against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)

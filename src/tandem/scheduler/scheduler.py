@@ -384,17 +384,18 @@ class Scheduler:
 
     # --- starting again ---
 
-    def restart(self, *, blame: bool = True) -> list[EngineMessage]:
+    def restart(self, *, died: bool = True, blame: bool = True) -> list[EngineMessage]:
         """The gang is gone: queue everything again, with the tokens it has, in the order of arrival.
 
-        Without `blame` that is no request's doing. A gang that dies with nothing to do clears all suspects: something
-        else kills gangs. Those that may have killed it are next, and run alone (protocol/suspicion.py).
+        Unless it `died` it ended on purpose; without `blame` its death is no request's doing. A gang that dies with
+        nothing to do clears all suspects: something else kills gangs. Those that may have killed it are next, and run
+        alone (protocol/suspicion.py).
         Returns refusals for those that are not tried again.
         """
-        if not self._under_way:
+        if died and not self._under_way:
             for sequence in self.sequences.values():
                 sequence.suspicion.clear()
-        elif blame:
+        elif died and blame:
             self._accuse()
         self._under_way.clear()
         self.speculation.forget()
