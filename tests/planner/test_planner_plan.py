@@ -240,8 +240,9 @@ def test_weights_are_those_that_a_stage_loads(tmp_path, family, quantized):
         assert costs.weights(RankShare(1, 1.0, 1.0), layers.start, layers.stop) == pytest.approx(loaded, rel=0.03)
 
 
-def test_experts_are_read_from_the_headers(tmp_path):
-    files = resolve(str(tiny_model(tmp_path / "moe", "qwen3_moe", quantized=True)))
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_vl_moe"])
+def test_experts_are_read_from_the_headers(tmp_path, family):
+    files = resolve(str(tiny_model(tmp_path / "moe", family, quantized=True)))
     model = describe(files)
     experts = read_experts(files, model)
     assert experts is not None

@@ -8,7 +8,8 @@ from typing import Any
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers
-from tandem.models.description import ModelDescription, part_of_tensor
+from tandem.models.description import ModelDescription, part_of_tensor, text_config
+from tandem.models.quantization import loaded_bytes, read_quantization
 from tandem.planner.types import Experts
 
 _COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -19,16 +20,16 @@ ROUTED = re.compile(r"\.(?:experts|switch_mlp|switch_glu|input_linear|output_lin
 
 def read_experts(files: ModelFiles, description: ModelDescription) -> Experts | None:
     """The routed experts of a model, None for a dense one. Raises `BrokenModel`."""
-    config = read_config(files.path)
+    config = text_config(read_config(files.path))
     count, used = _first(config, _COUNT), _first(config, _USED)
     if not count or not used or used > count:
         return None
     layers = [0] * description.num_layers
-    for header in read_headers(files).values():
-        for name, tensor in header.items():
-            part = part_of_tensor(name, len(layers))
-            if isinstance(part, int) and ROUTED.search(name):
-                layers[part] += tensor.nbytes
+    tensors = {name: tensor for header in read_headers(files).values() for name, tensor in header.items()}
+    for name, nbytes in loaded_bytes(tensors, read_quantization(config, files.name).foreign).items():
+        part = part_of_tensor(name, len(layers))
+        if isinstance(part, int) and ROUTED.search(name):
+            layers[part] += nbytes
     return Experts(count=count, used=used, layer_bytes=tuple(layers)) if any(layers) else None
 
 
