@@ -127,7 +127,7 @@ class StageModel:
         def held(tokens: int) -> int:
             caches = self.make_caches()
             x = mx.zeros((1, tokens), mx.int32)
-            self.forward(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
+            self._frame.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
             arrays = (array for cache in caches for _, array in tree_flatten(cache.state))
             return sum(array.nbytes for array in arrays if isinstance(array, mx.array))
 
