@@ -186,7 +186,8 @@ class ServerSettings:
     `cors_origin`, the server's own and those of this machine (http://localhost:3000) may."""
     allowed_host: tuple[str, ...] = ()
     """Names by which clients reach a server without keys, such as gpu.example.com, or *.example.com; * for any.
-    Addresses, names without a dot, and names in .localhost, .local, .internal and .home.arpa need not be listed."""
+    Addresses, names without a dot, and names in .localhost, .local, .internal, .home.arpa, .lan and .home need not be
+    listed."""
     tls_cert: str | None = None
     """PEM file with the certificate, and those between it and its authority, to serve HTTPS; read anew when it changes
     (docs/security.md)."""

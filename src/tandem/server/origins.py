@@ -16,8 +16,9 @@ from starlette.datastructures import Headers
 from tandem.config.validation import is_loopback
 from tandem.errors import RequestError
 
-PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa")
-"""Ends of names that the public DNS does not know (RFC 6761, 6762 and 8375, and ICANN's .internal)."""
+PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan", ".home")
+"""Ends of names that the public DNS does not know (RFC 6761, 6762 and 8375, ICANN's .internal; .lan and .home, which
+many routers give, are delegated to nobody)."""
 PORTS = {"http": 80, "https": 443}
 WEB = tuple(PORTS)
 FORM = "application/x-www-form-urlencoded"
