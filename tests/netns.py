@@ -265,9 +265,9 @@ class Machines:
         for namespace, device in ((self.switch, name), (self[name].namespace, "eth0")):
             sh("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", *shape)
 
-    def link(self, one: str, other: str, addresses: tuple[str, str]) -> str:
+    def link(self, one: str, other: str, addresses: tuple[str, str], device: str = "") -> str:
         """A cable between two machines alone, with addresses like "192.168.0.1/30"; the interface's name on both."""
-        device = f"p2p{self._links}"
+        device = device or f"p2p{self._links}"
         self._links += 1
         near, far = self[one].namespace, self[other].namespace
         sh("ip", "-n", near, "link", "add", device, "type", "veth", "peer", "name", device, "netns", far)

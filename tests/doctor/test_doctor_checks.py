@@ -155,6 +155,21 @@ def test_a_local_network_that_macos_withholds_is_told_as_that():
                                            'security?Privacy_LocalNetwork\'"')
 
 
+@pytest.mark.parametrize("used", [False, True], ids=["for RDMA alone", "connected to"])
+def test_link_local_addresses_of_several_cables_clash_only_if_connections_go_there(used):
+    """macOS gives each cable one, and the doctor's own remedy for RDMA does."""
+    text = ifconfig("en0 inet 192.168.1.2 netmask 0xffffff00", "en2 inet 169.254.2.1 netmask 0xffff0000",
+                    "en3 inet 169.254.2.3 netmask 0xffff0000")
+    evidence = with_output(pair(), ifconfig=text)
+    evidence.hosts[1] = Host("b", "169.254.2.1" if used else "192.168.1.2", ("rdma_en2", None))
+    found = [one for one in bad(evidence) if one.check in ("rdma", "subnets")]
+    assert [(one.check, one.where) for one in found] == ([("subnets", "b")] if used else [])
+
+
+def test_of_interfaces_that_cannot_be_read_nothing_is_said():
+    assert [one for one in bad(with_output(pair(), ifconfig="")) if one.check == "rdma"] == []
+
+
 def test_two_cables_with_one_subnet():
     text = mac(2).outputs["ifconfig"] + ifconfig("en3 inet 10.254.0.2 netmask 0xfffffffc").partition("en3")[1] + (
         ": flags=8863<UP> mtu 1500\n\tinet 10.254.0.3 netmask 0xfffffffc\n")

@@ -224,12 +224,14 @@ def rdma_off(cluster: Cluster) -> Iterator[None]:
     before = cluster.machines.variables["h0"]["PATH"]
     for name in ("h0", "h2"):
         cluster.machines.set_variables(name, {"PATH": f"{tools}:{before}"})
+    device = cluster.machines.link("h0", "h2", ("169.254.1.3/16", "169.254.3.1/16"), "en2")  # jaccl needs addresses
     content = cluster.hostfile.read_text()
     matrix = [[None if i == j else "rdma_en2" for j in range(3)] for i in range(3)]
     hosts = [{**one, "rdma": row} for one, row in zip(json.loads(content), matrix, strict=True)]
     cluster.hostfile.write_text(json.dumps({"backend": "jaccl", "hosts": hosts}))
     yield
     cluster.hostfile.write_text(content)
+    cluster.machines.unlink("h0", device)
     for name in ("h0", "h2"):
         cluster.machines.set_variables(name, {"PATH": before})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+from dataclasses import replace
 from itertools import combinations
 
 from tandem.doctor.checks_software import on
@@ -20,7 +22,8 @@ LATE_FAIL_S, LATE_WARN_S = 0.05, 0.005
 
 def subnets(evidence: Evidence) -> list[Finding]:
     """No cable's subnet holds the default gateway, no two interfaces share a subnet, no two machines an address."""
-    every = {name: _real(facts) for name, facts in evidence.facts.items()}
+    local = any(_is_link_local(host.address) for host in evidence.hosts)
+    every = {name: _real(facts, local) for name, facts in evidence.facts.items()}
     fresh = free_subnets(network.network for found in every.values() for one in found for network in one.networks)
     found: list[Finding] = []
     for name, here in every.items():
@@ -31,8 +34,19 @@ def subnets(evidence: Evidence) -> list[Finding]:
     return alike("subnets", found, "no cable's subnet clashes with the default gateway or another")
 
 
-def _real(facts: Facts) -> list[Interface]:
-    return [one for one in interfaces(facts) if one.kind != "loopback" and one.networks and not is_virtual(one.name)]
+def _real(facts: Facts, local: bool) -> list[Interface]:
+    """Interfaces of cables and networks. Every cable without a router may have an address of the one link-local
+    subnet, and for RDMA that is enough: those clash only if Tandem connects to them (`local`)."""
+    found = [replace(one, networks=[network for network in one.networks if local or not network.ip.is_link_local])
+             for one in interfaces(facts) if one.kind != "loopback" and not is_virtual(one.name)]
+    return [one for one in found if one.networks]
+
+
+def _is_link_local(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_link_local
+    except ValueError:
+        return False  # empty, or a name
 
 
 def _clashes(facts: Facts, here: list[Interface]) -> list[tuple[Interface, str]]:
