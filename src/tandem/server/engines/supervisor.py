@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
 
 INTERVAL_S, BEGIN_S = 1.0, 0.1
-"""Seconds between two questions, and while not all replicas are reached."""
+"""Seconds between two questions, and while replicas come or go."""
 ANSWER_S = 0.05
 """Seconds after a question at which the answer is looked for."""
 
@@ -83,7 +83,8 @@ class SupervisorLink:
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
-                known = sum(one.state in ("running", "restarting") for one in latest.replicas)
+                # One that drains is never reached, and others wait for its room; a failed one stays for long.
+                known = sum(one.state != "failed" for one in latest.replicas)
                 await on_replicas(latest)
             if known is not None:
                 with contextlib.suppress(TimeoutError):
