@@ -26,7 +26,7 @@ preload_blas("auto")
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load
-from tandem.llm import LLM, SamplingParams
+from tandem import LLM, SamplingParams
 from tandem.models.description import describe
 from tandem.checkpoints.resolve import resolve
 from tandem.loading.stage import load_stage
