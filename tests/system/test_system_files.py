@@ -52,12 +52,12 @@ def test_the_doctor_says_it_too(tmp_path, monkeypatch):
 LOAD = """
 import resource, sys
 from pathlib import Path
-from tandem.loading.weights import _load
+from tandem.loading.weights import load_file
 resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
 held = []
 try:
     for number in range(60):
-        held.append(_load(Path(sys.argv[1])))
+        held.append(load_file(Path(sys.argv[1])))
 except Exception as error:
     print(error)
 """
