@@ -9,9 +9,10 @@ import mlx.core as mx
 
 from tandem.errors import UnsupportedModel
 from tandem.loading.stage import Apart
+from tandem.runner.kv_rows import Rows
 
 
-class RowsApart:
+class RowsApart(Rows):
     """As `KVStore`: rows join after their prefill, take a token a step, and leave; the last row takes a gap.
 
     A decode step is as many forward passes as there are rows, so a batch is no faster than its sequences in turn.
@@ -22,26 +23,9 @@ class RowsApart:
         if drafts:
             raise UnsupportedModel(f"the model decodes its sequences one by one, as {reason}: serve it without "
                                    "speculative decoding", param="speculative_method")
-        self._rows: dict[str, int] = {}
-        self._ids: list[str] = []
+        super().__init__()
         self._caches: list[list[Any]] = []
-        self._lengths: list[int] = []
         self._layers = len(make_caches())
-
-    @property
-    def ids(self) -> list[str]:
-        """As `KVStore.ids`."""
-        return list(self._ids)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._rows
-
-    def length(self, request_id: str) -> int:
-        """As `KVStore.length`."""
-        return self._lengths[self._rows[request_id]]
 
     @property
     def nbytes(self) -> int:

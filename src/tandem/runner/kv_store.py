@@ -20,9 +20,10 @@ from tandem.errors import UnsupportedModel
 from tandem.runner.kv_apart import RowsApart
 from tandem.runner.kv_arena import ArenaLayer, Attention
 from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable, require_batchable
+from tandem.runner.kv_rows import Rows
 
 
-class KVStore:
+class KVStore(Rows):
     """KV of the decoding sequences of one lane, for the layers of one stage. Not thread-safe: MLX's thread owns it."""
 
     def __init__(self, make_caches: Callable[[], list[Any]], drafts: int = 0,
@@ -32,26 +33,9 @@ class KVStore:
 
         Raises UnsupportedModel when a layer's cache kind cannot be batched, or not be cut although there are drafts.
         """
+        super().__init__()
         self._layers: list[LayerStore] = [_layer_store(cache, drafts, attention) for cache in make_caches()]
         self._drafts = drafts
-        self._ids: list[str] = []
-        self._rows: dict[str, int] = {}
-        self._lengths: list[int] = []
-
-    @property
-    def ids(self) -> list[str]:
-        """Request ids in row order: row i of the decode batch is ids[i]. A copy."""
-        return list(self._ids)
-
-    def __len__(self) -> int:
-        return len(self._ids)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._rows
-
-    def length(self, request_id: str) -> int:
-        """Tokens whose KV the sequence's row holds (counting the step that `batch` last began). KeyError if unknown."""
-        return self._lengths[self._rows[request_id]]
 
     @property
     def nbytes(self) -> int:
