@@ -120,9 +120,10 @@ class TimeoutExceeded(ServerError):
     status = 504
 
 
-CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "memory", "timeout", "error")
+CAUSES = ("died", "stopped", "silent", "link", "stuck", "start", "host", "gpu", "memory", "timeout",
+          "error")
 """Why a gang ended: a rank's process ended, stands still by a signal, does not answer; a link brings nothing; a step
-does not move; ranks did not come up in time; machines are missing; a GPU's memory is full; a GPU
+does not move; ranks did not come up in time; machines are missing; a GPU does not answer; a GPU's memory is full; a GPU
 waited for another rank until the system ended that; a rank raised."""
 
 
@@ -139,7 +140,11 @@ class RankFailure(TandemError):
         self.rank = rank
         self.details = details
         self.cause = cause
-        self.blame = blame and cause not in ("stopped", "start", "host")
+        self.blame = blame and cause not in ("stopped", "start", "host", "gpu")
+
+
+class GpuSilent(RankFailure):
+    """A GPU does not do the least thing: its machine counts as lost until it is restarted."""
 
 
 class EngineStuck(RankFailure):

@@ -11,6 +11,8 @@ from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSet
 from tandem.engine import recovery
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
+from tandem.errors import ConfigError, GpuSilent, RankFailure
+from tandem.executors import gpu_probe
 from tandem.executors.cluster import ClusterExecutor
 from tandem.executors.faults import rank_failure
 from tandem.launchers.local import LocalLauncher
@@ -22,6 +24,7 @@ FULL = ("[METAL] Command buffer execution failed: Insufficient Memory "
         "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")
 LATE = ("[METAL] Command buffer execution failed: Caused GPU Timeout Error "
         "(00000002:kIOGPUCommandBufferCallbackErrorTimeout)")
+IGNORED = "Command buffer execution failed: Ignored (for causing prior/excessive GPU errors)"
 PROMPT = [*range(10, 50)]
 
 RANK = f'''
@@ -38,6 +41,13 @@ from tandem.executors.worker import WorkerPayload, run_rank
 from tandem.processes.child import receive_payload
 
 payload = msgspec.json.decode(receive_payload(), type=WorkerPayload)
+if os.environ["HOW"] == "wedged":
+    from tandem.executors import gpu_probe
+
+    gpu_probe.PROBE_S = 0.2
+    gpu_probe.on_gpu = lambda: True
+    if payload.spec.rank == 1:
+        gpu_probe.small_product = lambda: time.sleep(1000)
 rank, how, marks = payload.spec.rank, os.environ["HOW"], Path(os.environ["MARKS"])
 
 
@@ -156,6 +166,41 @@ def test_the_rank_whose_gpu_waited_is_not_to_blame(
     words = {"stopped": "rank 1 stands still: its process is stopped; the GPU of rank 0 waited for it",
              "slow": "rank 0: a command took its GPU longer than macOS allows"}
     assert words[how] in caplog.text
+
+
+def test_a_gpu_that_takes_work_and_never_ends_it_is_named_before_anything_is_loaded(
+        model: Path, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOW", "wedged")
+    with pytest.raises(RankFailure, match="rank 1: its GPU does not answer.*restart that machine") as failure:
+        answered(model, module, pipeline_parallel_size=2)
+    assert (failure.value.cause, failure.value.rank, failure.value.blame) == ("gpu", 1, False)
+
+
+@pytest.mark.parametrize(("parallel", "words"), [
+    (ParallelSettings(fast_sync="on", device="cpu"), "--device cpu leaves them idle; leave one out"),
+    (ParallelSettings(fast_sync="on", tensor_parallel_size=2), "all ranks run on this machine, which is none")])
+def test_fast_fences_are_refused_where_no_rank_can_have_them(model: Path, parallel: ParallelSettings,
+                                                              words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=parallel))
+    ranks = plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(
+        fast_sync="auto", parallel=(2, 1)))).ranks
+    assert [rank.fast_fences for rank in ranks] == [True, True, False]
+
+
+def test_the_probe_costs_nothing_on_a_cpu_and_names_a_gpu_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Exception] = []
+    gpu_probe.probe_gpu(told.append)  # MLX computes on the CPU here, or its GPU answers
+    monkeypatch.setattr(gpu_probe, "on_gpu", lambda: True)
+    gpu_probe.probe_gpu(told.append)  # a real product
+    for words, error in ((f"[METAL] {IGNORED}", GpuSilent), (FULL, RuntimeError)):
+        def refuse(words: str = words) -> None:
+            raise RuntimeError(words)
+        monkeypatch.setattr(gpu_probe, "small_product", refuse)
+        with pytest.raises(error) as raised:
+            gpu_probe.probe_gpu(told.append)
+        assert type(raised.value) is error
+    assert told == []
 
 
 @pytest.mark.parametrize(("message", "cause"), [(FULL, "memory"), (LATE, "timeout"), ("division by zero", "error")])

@@ -18,6 +18,7 @@ from tandem.engine.layout import plan_layout
 from tandem.engine.service import EngineService
 from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UsageError
 from tandem.executors.base import Executor, Progress
+from tandem.executors.faults import rank_failure
 from tandem.protocol.control import EngineMessage, Output, Ready, Refused, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -213,6 +214,31 @@ def test_a_machine_whose_rank_cannot_start_is_done_without_and_tried_again(model
     produced += finish(engine)
     assert machines.slots == [0, 1, 2] and engine.gang.degraded == ""
     assert produced == [5] * 60
+
+
+def test_a_machine_whose_gpu_does_not_answer_is_lost_until_it_has_been_away(model: Path) -> None:
+    """Its processes run and its rank host answers: nothing but a restart frees the GPU."""
+    engine, machines = an_engine(model)
+    ask(engine, 60)
+    engine.pump(0.0)
+    machines.places = [0, 1, 2]
+    machines.broken = lambda slots: rank_failure(
+        slots.index(1), "GpuSilent", "its GPU does not answer; restart that machine") if 1 in slots else None
+    machines.failure = die()
+    for _ in range(10):
+        engine.pump(0.0)
+    assert "of 3 ranks: rank 1: its GPU does not answer; restart that machine" in engine.gang.degraded
+    assert 1 not in machines.starts[-1]
+    tries = len(machines.starts)
+    for _ in range(10):
+        engine.pump(0.0)
+    assert len(machines.starts) == tries  # nobody asks that GPU again
+    machines.places = [0, 2]
+    engine.pump(0.0)
+    machines.places, machines.broken = [0, 1, 2], lambda slots: None
+    assert finish(engine)
+    assert machines.starts[-1] == [0, 1, 2] and not engine.gang.degraded
+    assert engine.metrics.failures.labels("gpu")._value.get() == 1
 
 
 def test_requests_come_and_go_while_the_planner_looks_for_a_layout(

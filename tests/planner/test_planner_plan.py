@@ -13,7 +13,7 @@ from tandem.loading.stage import load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.planner.cost import Costs, RankShare
 from tandem.planner.experts import read_experts
-from tandem.planner.hardware import GIB, METAL_FENCE, Link, Machine, link, machine
+from tandem.planner.hardware import GIB, METAL_FENCE, Link, Machine, link, machine, with_fences
 from tandem.planner.manual import parse_layout
 from tandem.planner.plan import plan
 from tandem.planner.solve import score
@@ -274,8 +274,14 @@ def test_with_mlxs_own_fences_two_macs_that_share_every_layer_are_hardly_faster_
     alone, shared = (row(answer, one).prediction.step_single for one in ("single", "TP 2"))
     assert machine("a", GIB, "m2-ultra").fence == METAL_FENCE
     assert alone / shared == pytest.approx(1.0, abs=0.35)
-    fast = plan(LLAMA_70B_4BIT, macs(("a", 192, "m2-ultra"), ("b", 192, "m2-ultra")), RDMA, Request())
+    quick, counted = with_fences(machines, fast=True)
+    fast = plan(LLAMA_70B_4BIT, quick, RDMA, Request())
     assert alone / row(fast, "TP 2").prediction.step_single > 1.5
+    assert "waits 4 us" in counted
+    assert "waits 180 us" in with_fences(machines, fast=False)[1]
+    told = macs(("a", 192, "m2-ultra"), ("b", 192, "m2-ultra"))
+    assert with_fences(told, fast=True) == (told, "")  # their user has said what it is
+    assert with_fences([machine("a", GIB, "cpu"), machine("b", GIB, "h200")], fast=False)[1] == ""
 
 
 def test_over_ethernet_the_same_two_are_no_faster_than_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -40,6 +41,36 @@ def test_a_mac_tells_the_memory_of_its_gpu_and_not_what_is_installed(tmp_path):
 def test_a_limit_that_the_user_has_raised_counts(tmp_path):
     answers(tmp_path, {"sysctl": recorded("sysctl").replace("iogpu.wired_limit_mb=0", "iogpu.wired_limit_mb=120000")})
     assert asked(mac_environment(tmp_path))[0] == 120000 * 2**20
+
+
+FENCES = """
+import json, os
+from tandem.system.metal import prepare_metal
+prepare_metal({fast})
+print(json.dumps([os.environ.get(one) for one in
+                  ("MLX_METAL_FAST_SYNCH", "MLX_MAX_OPS_PER_BUFFER", "MLX_MAX_MB_PER_BUFFER")]))
+"""
+
+
+def fences(fast: bool, environment: dict[str, str]) -> tuple[list, str]:
+    done = subprocess.run([sys.executable, "-c", FENCES.format(fast=fast)], env=environment, capture_output=True,
+                          text=True, check=True)
+    return json.loads(done.stdout), done.stderr
+
+
+def test_fast_fences_are_as_the_setting_says_whatever_the_environment_does(tmp_path):
+    assert fences(False, mac_environment(tmp_path)) == ([None, None, None], "")
+    found, said = fences(True, mac_environment(tmp_path))
+    assert found == ["1", "20", "50"] and "only a restart of the Mac frees it" in said
+    small = {"MLX_MAX_OPS_PER_BUFFER": "5", "MLX_MAX_MB_PER_BUFFER": "2000"}
+    assert fences(True, mac_environment(tmp_path, **small))[0] == ["1", "5", "50"]
+    found, said = fences(False, mac_environment(tmp_path, MLX_METAL_FAST_SYNCH="1"))
+    assert found[0] == "0" and "--fast-sync on is how to ask for it" in said
+
+
+def test_off_macos_fast_fences_are_told_to_have_no_effect():
+    found, said = fences(True, {name: value for name, value in os.environ.items() if not name.startswith("MLX_")})
+    assert found == [None, None, None] and "no effect on this machine" in said
 
 
 def test_a_refresh_interval_of_the_users_own_wins(tmp_path):

@@ -16,7 +16,7 @@ from tandem.cli.plan_output import as_json, print_plan
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription, describe
 from tandem.planner.experts import read_experts
-from tandem.planner.hardware import Link, Machine
+from tandem.planner.hardware import Link, Machine, with_fences
 from tandem.planner.hosts import read_hosts, read_links, this_machine
 from tandem.planner.manual import parse_layout
 from tandem.planner.plan import plan
@@ -64,7 +64,8 @@ def _cluster(arguments: argparse.Namespace) -> tuple[list[Machine], list[Link], 
     else:
         hosts = this_machine()
     links, notes = read_links(arguments.link or [], hosts)
-    return hosts.machines, links, [*hosts.notes, *notes]
+    machines, counted = with_fences(hosts.machines, fast=arguments.fast_sync != "off")
+    return machines, links, [*hosts.notes, *notes, *([counted] if counted else [])]
 
 
 def _request(arguments: argparse.Namespace, description: ModelDescription) -> Request:

@@ -77,6 +77,8 @@ def serve_flags(plan: LayoutPlan, arguments: argparse.Namespace) -> list[str]:
     else:
         flags += ["--tensor-parallel-size", str(sizes[0])] if sizes[0] > 1 else []
         flags += ["--pipeline-parallel-size", str(len(sizes))] if len(sizes) > 1 else []
+    if arguments.fast_sync != "off":
+        flags += ["--fast-sync", arguments.fast_sync]
     if shares := _shares(layout):
         flags += ["--tensor-split", ",".join(f"{x:g}" for x in shares)]
     if len(stages) > 1:

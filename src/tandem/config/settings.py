@@ -94,6 +94,10 @@ class ParallelSettings:
     """CPU threads of each rank; by default the cores are shared out among the ranks of a machine."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """What ranks compute on. auto: what TANDEM_DEVICE says on a rank's machine, else a GPU where MLX has one."""
+    fast_sync: Literal["auto", "on", "off"] = "off"
+    """MLX's fast fences (MLX_METAL_FAST_SYNCH) on ranks of Macs: a sum over ranks waits about 4 us for the GPU and not
+    180. MLX warns of them: they have locked GPUs up until the Mac was restarted (docs/machines.md). auto: where ranks
+    share layers; on: everywhere, and refused where no Mac's GPU computes; off: never, whatever the environment says."""
     blas: str = "auto"
     """Linear algebra library for CPU ranks: auto, none, or the path of a shared library."""
 

@@ -145,9 +145,11 @@ def fences(evidence: Evidence) -> list[Finding]:
     found = []
     if _is_on(evidence.variables):
         found.append(Finding("fences", "warn", "", f"`envs` of the hosts file sets {FAST_FENCE}, which has locked GPUs "
-                             "up until the Mac was restarted", f"take {FAST_FENCE} out of `envs`"))
+                             "up until the Mac was restarted; ranks go by --fast-sync and not by it",
+                             f"take {FAST_FENCE} out of `envs`"))
     found += [Finding("fences", "warn", name, f"{FAST_FENCE} is set there, which has locked GPUs up until the Mac was "
-                      "restarted", on(evidence, name, f"grep -n {FAST_FENCE} ~/.zshenv ~/.zprofile ~/.zshrc")
+                      "restarted; ranks go by --fast-sync, other programs by it",
+                      on(evidence, name, f"grep -n {FAST_FENCE} ~/.zshenv ~/.zprofile ~/.zshrc")
                       + "   (take it out, and `unset` it here)")
               for name, facts in macs.items() if _is_on(facts.variables)]
     return alike("fences", found, "MLX's own, on all Macs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,6 +72,7 @@ def plan_layout(settings: Settings) -> GangLayout:
         # Refuses what cannot be shared out. Only the ranks know whether `auto` expands; they refuse the rest.
         plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no")
     _check_adapter(model, description)
+    _check_fast_sync(parallel)
     lanes = parallel.lanes or len(ranges)
     if not 1 <= lanes <= MAX_LANES:
         raise LayoutError(f"--lanes {lanes}: must be 1 to {MAX_LANES}", param="lanes")
@@ -95,7 +97,8 @@ def plan_layout(settings: Settings) -> GangLayout:
             memory_share=settings.scheduler.memory_fraction / sum(sizes), eos_token_ids=description.eos_token_ids,
             channel="tcp" if parallel.channel == "auto" else parallel.channel,
             backend=parallel.backend, blas=parallel.blas, device=parallel.device,
-            wired=wired_bytes(settings.scheduler.wired), log_level=settings.process.log_level,
+            fast_sync=parallel.fast_sync, wired=wired_bytes(settings.scheduler.wired),
+            log_level=settings.process.log_level,
             weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts,
             adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
             draft_path=str(draft.path) if draft else "")
@@ -111,6 +114,18 @@ def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
         raise ConfigError("--adapter-path with --weights-from head: adapters do not travel; copy model and adapter to "
                           "every machine, and leave out --weights-from head", param="adapter_path")
     read_adapter(model.adapter_path, description)
+
+
+def _check_fast_sync(parallel: ParallelSettings) -> None:
+    """Raises ConfigError for fast fences where no rank can have them."""
+    if parallel.fast_sync != "on":
+        return
+    if parallel.device == "cpu":
+        raise ConfigError("--fast-sync on: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out",
+                          param="fast_sync")
+    if sys.platform != "darwin" and chosen_launcher(parallel) == "local":
+        raise ConfigError("--fast-sync on: is about the GPUs of Macs, and all ranks run on this machine, which is "
+                          "none; leave it out", param="fast_sync")
 
 
 def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
@@ -143,7 +158,7 @@ def make_executor(settings: Settings, layout: GangLayout) -> Executor:
     if kind == "inline" or (kind == "auto" and here and len(layout.ranks) == 1):
         from tandem.comm.blas import preload_blas
 
-        prepare_metal()
+        prepare_metal(layout.ranks[0].fast_fences)
         preload_blas(settings.parallel.blas)
         from tandem.executors.inline import InlineExecutor
 

@@ -92,6 +92,8 @@ class Gang:
         """The place whose rank could not start last, and how often in a row."""
         self._barred: set[int] = set()
         """Places that are done without, though their machines are there."""
+        self._wedged: set[int] = set()
+        """Places whose GPU does not answer, until their machines have been away, and so may have been restarted."""
         self._whole_at = 0.0
         """When the whole layout may be tried again."""
         self._whole_pause = AGAIN_S
@@ -238,6 +240,7 @@ class Gang:
         self._accused = (-1, 0)
         if self._laid is self._whole:
             self._barred.clear()
+            self._wedged.clear()
             self._whole_pause = AGAIN_S
         return None
 
@@ -276,8 +279,9 @@ class Gang:
         if present is None:
             return
         self._accuse(failure)
-        usable = [slot for slot in present if slot not in self._barred]
-        lost = failure.cause == "host" or (failure.cause == "start" and bool(self.degraded or self._barred))
+        self._note_wedged(failure)
+        usable = [slot for slot in present if slot not in self._barred | self._wedged]
+        lost = failure.cause in ("host", "gpu") or (failure.cause == "start" and bool(self.degraded or self._barred))
         if not lost or not usable or len(usable) == len(self._whole.layout.ranks):
             return
         found = self._looked_for(usable)
@@ -308,11 +312,18 @@ class Gang:
             self._barred.add(failure.rank)
             self._whole_at = time.monotonic() + self._whole_pause
 
+    def _note_wedged(self, failure: RankFailure) -> None:
+        """A machine whose GPU does not answer counts as lost, though its processes do."""
+        if failure.cause == "gpu" and failure.rank is not None:
+            slots = self._laid.slots
+            self._wedged.add(failure.rank if slots is None else slots[failure.rank])
+
     def _go_back(self, laid: _Laid, failure: RankFailure) -> None:
         """The whole layout could not start: serve again as before, and try it later."""
         log.warning("all machines are back, but: %s; they are tried again in %.0f s", failure.message,
                     self._whole_pause)
         self._metrics.failures.labels(failure.cause).inc()
+        self._note_wedged(failure)
         self.executor.close()
         self._whole_at = time.monotonic() + self._whole_pause
         self._whole_pause = min(2 * self._whole_pause, LATEST_AGAIN_S)
@@ -335,4 +346,6 @@ class Gang:
         if not self.degraded or now - self._sought_at < SEEK_S or now < self._whole_at:
             return False
         self._sought_at = now
-        return len(self.executor.present() or ()) == len(self._whole.layout.ranks)
+        present = self.executor.present() or ()
+        self._wedged &= set(present)
+        return not self._wedged and len(present) == len(self._whole.layout.ranks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.errors import RankFailure
+from tandem.errors import GpuSilent, RankFailure
 from tandem.system.metal import fault_of
 
 FULL = ("its GPU's memory is full: lower --max-batch-size, --prefill-chunk, --kv-tokens or --memory-fraction, or give "
@@ -23,6 +23,8 @@ def rank_failure(rank: int, kind: str, message: str, details: str = "") -> RankF
     if any(sign in message for sign in PORT_TAKEN):
         return RankFailure(f"rank {rank}: somebody took a port of the group before it did ({message}); it gets others",
                            rank=rank, details=details, cause="link")
+    if kind == GpuSilent.__name__:
+        return RankFailure(f"rank {rank}: {message}", rank=rank, details=details, cause="gpu")
     fault = fault_of(message)
     words = {"memory": f"{FULL} ({message})", "timeout": f"{WAITED} ({message})"}.get(fault or "", f"{kind}: {message}")
     return RankFailure(f"rank {rank}: {words}", rank=rank, details=details, cause=fault or "error")

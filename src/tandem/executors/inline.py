@@ -8,10 +8,11 @@ import time
 import traceback
 from functools import partial
 
-from tandem.errors import EngineStuck, RankFailure, UsageError
+from tandem.errors import EngineStuck, GpuSilent, RankFailure, UsageError
 from tandem.executors.assembly import build_runner, load_slice, peak_bytes, ready_message, require_memory
 from tandem.executors.base import Executor, Progress
 from tandem.executors.faults import rank_failure
+from tandem.executors.gpu_probe import probe_gpu
 from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
@@ -53,6 +54,8 @@ class InlineExecutor(Executor):
 
     def _build(self, progress: Report) -> tuple[Runner, Ready]:
         choose_device(self._spec.device)
+        assert self._mailbox is not None
+        probe_gpu(self._mailbox.put)
         # Whatever `weights_from` says: the engine's machine is this one.
         files = obtain_files(self._spec, None, partial(progress, "fetch"),
                              accept=partial(require_memory, self._spec))
@@ -92,6 +95,8 @@ class InlineExecutor(Executor):
         for event in events:
             if not isinstance(event, Exception):
                 continue
+            if isinstance(event, GpuSilent):
+                raise EngineStuck(f"rank 0: {event.message}", rank=0, cause=event.cause)
             known = isinstance(event, RankFailure | UsageError)
             if not known:
                 log.error("rank 0 failed; it is loaded anew, and requests go on\n%s",

@@ -75,17 +75,19 @@ class Worker:
         from tandem.loading.memory import peak_bytes  # imports mlx, after the BLAS
 
         mailbox = Mailbox()
-        loop = RankLoop(spec.rank, lambda progress: self._build(command, channel, progress), mailbox, peak_bytes)
+        loop = RankLoop(spec.rank, partial(self._build, command, channel, mailbox), mailbox, peak_bytes)
         self._serve(loop, mailbox)
 
-    def _build(self, command: Connect, channel: TcpChannel | None,
+    def _build(self, command: Connect, channel: TcpChannel | None, mailbox: Mailbox,
                progress: Report) -> tuple[Runner, Ready]:
         """In the thread that owns MLX: connect to the neighbours, load, and say so."""
         from tandem.comm.group import StageGroup
         from tandem.executors.assembly import build_runner, load_slice, on_gpu, ready_message, require_memory
+        from tandem.executors.gpu_probe import probe_gpu
         from tandem.loading.memory import choose_device
 
         choose_device(self._spec.device)
+        probe_gpu(mailbox.put)
         with guarded_lifeline():
             link = self._connect(command, channel)
             group = StageGroup(self._spec.backend, self._spec.tp_size) if self._spec.tp_size > 1 else None
@@ -157,7 +159,6 @@ def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
     """The rest of `main`, for entry points that are given more than a rank's payload. Ends the process."""
     raise_limit()
     own_process()
-    prepare_metal()
     keep_awake()
     import_models_only()
     watch_lifeline()
@@ -165,6 +166,7 @@ def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spec = payload.spec
     set_up(spec.log_level, prefix=f"[Rank {spec.rank}]")
+    prepare_metal(spec.fast_fences and spec.device != "cpu")
     log.info("%s, pid %d", spec.label, os.getpid())
     bus = RankBus(payload.bus_endpoint, payload.keys, spec.rank, payload.generation)
     try:

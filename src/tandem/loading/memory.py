@@ -84,6 +84,12 @@ def on_metal() -> bool:
     return on_gpu() and mx.metal.is_available()
 
 
+def small_product() -> None:
+    """Have the device multiply two small matrices, and wait for it. Raises RuntimeError where it cannot."""
+    ones = mx.ones((64, 64))
+    mx.eval(ones @ ones)
+
+
 def device_name() -> str:
     """What MLX computes on, for the log: the GPU's name and, where CUDA was given some, which of them."""
     if not on_gpu():

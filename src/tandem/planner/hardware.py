@@ -7,15 +7,15 @@ is why the cost model scales them (`planner_cost`). docs/planning.md names where
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.errors import LayoutError
 from tandem.system.metal import gpu_memory
 
 GIB = 2**30
-METAL_FENCE = 160e-6
-"""Seconds that a collective on a Mac waits beside its link: for its GPU, before and after, with the fences that MLX has
-by default."""
+METAL_FENCE, FAST_METAL_FENCE = 180e-6, 4e-6
+"""Seconds that a collective on a Mac waits beside its link, for its GPU, with the fences that MLX has by default, and
+with its fast ones (mlx#4438)."""
 GPU_RUNTIME_OVERHEAD = 60e-6
 """Seconds a layer and step that a GPU spends on launches instead of reading weights."""
 
@@ -123,6 +123,19 @@ def machine(name: str, installed: int, chip: str) -> Machine:
         layer_overhead=preset.layer_overhead,
         chip=chip.lower(),
     )
+
+
+def with_fences(machines: Sequence[Machine], fast: bool) -> tuple[list[Machine], str]:
+    """Machines with the fences that ranks shall have, where nothing else was said of them; and a note that says what
+    was counted, empty where it makes no difference."""
+    if not any(one.fence == METAL_FENCE for one in machines) or len(machines) == 1:
+        return list(machines), ""
+    if not fast:
+        return list(machines), (
+            f"Each sum over ranks waits {METAL_FENCE * 1e6:.0f} us for a Mac's GPU, with MLX's own fences; with "
+            f"--fast-sync auto about {FAST_METAL_FENCE * 1e6:.0f} us (docs/machines.md says what that risks).")
+    note = f"--fast-sync: each sum over ranks waits {FAST_METAL_FENCE * 1e6:.0f} us for a Mac's GPU."
+    return [replace(one, fence=FAST_METAL_FENCE) if one.fence == METAL_FENCE else one for one in machines], note
 
 
 def link(name: str) -> Link:

@@ -78,6 +78,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Of decode steps: `auto` or `masked`, as the settings have it."""
     device: str = "auto"
     """`cpu`, `gpu`, or `auto`: what MLX takes by itself."""
+    fast_sync: str = "off"
+    """MLX's fast fences on a Mac: `on`, `off`, or `auto`, where the stage has several ranks."""
     wired: int | None = None
     """Most bytes of weights to keep in a GPU's memory for good, 0 for none; None: as many as is safe."""
     machine: str = ""
@@ -104,6 +106,11 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
         """Its part of the stage's heads and widths."""
         weights = self.tensor_split or (1.0,) * self.tp_size
         return weights[self.tp_rank] / sum(weights)
+
+    @property
+    def fast_fences(self) -> bool:
+        """Whether it wants MLX's fast fences, where there are any."""
+        return self.fast_sync == "on" or (self.fast_sync == "auto" and self.tp_size > 1)
 
     @property
     def label(self) -> str:

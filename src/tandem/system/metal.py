@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import Literal
 
-from tandem.env import machine_memory, set_default
+from tandem.env import machine_memory, set_default, set_variables, variable
 from tandem.system.tools import sysctl
 
 GIB = 2**30
@@ -13,6 +14,12 @@ REFRESH = "MLX_METAL_RESIDENCY_REFRESH_INTERVAL_MS"
 REFRESH_MS = "1000"
 FAST_FENCE = "MLX_METAL_FAST_SYNCH"
 """MLX's variable for fences that are faster, and that can lock a GPU up until the machine is restarted."""
+
+SHORT_BUFFERS = {"MLX_MAX_OPS_PER_BUFFER": 20, "MLX_MAX_MB_PER_BUFFER": 50}
+"""With fast fences, the most operations and MiB of one of Metal's command buffers. A fence spins inside of one, and
+macOS ends what takes more than some seconds: the less work stands behind it the better. MLX's own are 20 to 50."""
+
+log = logging.getLogger(__name__)
 
 Fault = Literal["memory", "timeout"]
 _MEMORY = ("ErrorOutOfMemory", "Insufficient Memory", "Unable to allocate", "Resource limit", "CUDA out of memory",
@@ -38,14 +45,32 @@ def usable_memory() -> int:
     return int(limit) * 2**20 if limit.isdigit() and int(limit) else gpu_memory(installed)
 
 
-def prepare_metal() -> None:
-    """Set what Metal's backend reads when it starts. Call before mlx is imported; does nothing off macOS.
+def prepare_metal(fast_fences: bool = False) -> None:
+    """Set what Metal's backend reads when it starts. Call before mlx is imported; off macOS it only says so if
+    `fast_fences` are wanted.
 
     macOS takes a GPU's memory away after about a second without work, and the next answer is late. MLX can ask for it
-    anew at an interval; it does so for what is wired.
+    anew at an interval; it does so for what is wired. Fences are as `fast_fences` says, whatever the environment does.
     """
-    if sys.platform == "darwin":
-        set_default(REFRESH, REFRESH_MS)
+    if sys.platform != "darwin":
+        if fast_fences:
+            log.warning("--fast-sync has no effect on this machine: it is about the GPUs of Macs")
+        return
+    set_default(REFRESH, REFRESH_MS)
+    if fast_fences:
+        set_variables({FAST_FENCE: "1", **{name: _at_most(name, most) for name, most in SHORT_BUFFERS.items()}})
+        log.warning("MLX's fast fences are on (--fast-sync); should this Mac's GPU lock up, only a restart of the Mac "
+                    "frees it")
+    elif (variable(FAST_FENCE) or "0") != "0":
+        set_variables({FAST_FENCE: "0"})
+        log.warning("%s of the environment is not taken: it has locked GPUs up until the Mac was restarted; "
+                    "--fast-sync on is how to ask for it", FAST_FENCE)
+
+
+def _at_most(name: str, most: int) -> str:
+    """A variable's number if the user has set a smaller one, else `most`."""
+    given = variable(name) or ""
+    return given if given.isdecimal() and 0 < int(given) < most else str(most)
 
 
 def fault_of(text: str) -> Fault | None:

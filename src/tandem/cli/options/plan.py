@@ -44,7 +44,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=MEMORY[:CHIP]",
         help="such as a=64GB b=128GB:m4-max; memory is what is installed. Chips: " + ", ".join(CHIPS) + ". More, each "
         "after a colon: gpu=112GB (memory for MLX), bandwidth=500 (GB/s) and tflops=14, taken as measured when both "
-        "are given; fence=17 (us that a collective waits for a Mac's GPU, 160 with MLX's own fences). By default this "
+        "are given; fence=17 (us that a collective waits for a Mac's GPU; else as --fast-sync says). By default this "
         "machine.",
     )
     group.add_argument(
@@ -58,6 +58,14 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         metavar="[A,B=]NAME",
         help="what joins the machines, or two of them: " + ", ".join(LINKS) + ". More, each after a colon: latency=30 "
         "(us), bandwidth=7.5 (GB/s).",
+    )
+
+
+    group.add_argument(
+        "--fast-sync",
+        choices=("auto", "on", "off"),
+        default="off",
+        help="as for `tandem serve`: the fences of Macs that share layers [off]",
     )
 
 
