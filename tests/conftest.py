@@ -28,14 +28,3 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Reports:
         report.outcome = "failed"
         report.longrepr = f"{collector.nodeid}: no test is collected from this file"
     return report
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests over several processes are tried twice: what a busy machine upset must not look like a fault of ours.
-
-    The summary lists every second attempt (R), so that one which always needs it is seen.
-    """
-    if config.pluginmanager.hasplugin("rerunfailures"):
-        for item in items:
-            if item.get_closest_marker("slow") or item.get_closest_marker("vllm"):
-                item.add_marker(pytest.mark.flaky(reruns=1, reruns_delay=1))
