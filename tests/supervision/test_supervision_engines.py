@@ -14,8 +14,8 @@ import pytest
 import zmq
 
 from tandem.config.loading import build
-from tandem.engine.machines import ranks_of
 from tandem.errors import UsageError
+from tandem.launchers.machines import ranks_of
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaList
 from tandem.supervision.control import ControlServer, ask

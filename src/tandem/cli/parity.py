@@ -14,8 +14,8 @@ from tandem.cli.arguments import load_settings
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.config.settings import Settings
 from tandem.engine.layout import GangLayout, plan_layout
-from tandem.engine.machines import chosen_launcher
 from tandem.errors import ConfigError
+from tandem.launchers.registry import launcher_kind
 from tandem.log import set_up
 from tandem.models.families.tiny import TINY, tiny_config
 from tandem.parity.reference import Recording, default_path, describe, read, versions, write
@@ -75,7 +75,7 @@ def _prepared(arguments: argparse.Namespace, world: World | None) -> Comparison:
     loaded = load_settings(arguments)
     set_up("WARNING")
     settings = loaded.settings
-    if chosen_launcher(settings.parallel) != "local":
+    if not launcher_kind(settings.parallel).here:
         raise ConfigError("parity runs its ranks on this machine, or under mlx.launch; leave out --launcher and "
                           "--hostfile", param="launcher")
     if settings.parallel.executor == "inline":

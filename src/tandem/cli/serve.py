@@ -23,9 +23,9 @@ from rich.console import Console
 
 from tandem.cli.processes import prepared
 from tandem.config.settings import Settings
-from tandem.engine.machines import ranks_of
 from tandem.env import engine_socket_path
 from tandem.errors import UsageError
+from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import new_cluster
 from tandem.processes.child import ChildProcess
 from tandem.protocol.control import EngineStatus

@@ -71,21 +71,23 @@ class ParallelSettings:
     launcher: Literal["auto", "local", "ssh", "ray", "manual"] = "auto"
     """How ranks are started. local: on this machine; ssh: on the hosts of `hostfile`; ray: on the nodes of a Ray
     cluster; manual: by `tandem rank` on each machine. auto: ssh with a hostfile, else local."""
-    hostfile: str | None = None
+    hostfile: str | None = field(default=None, metadata={"launcher": "ssh", "needed": "which names the hosts"})
     """MLX's hostfile: machines for the ranks, one rank for each entry, in order. Without a layout of your own they
     form a pipeline."""
-    host_entries: tuple[int, ...] | None = None
+    host_entries: tuple[int, ...] | None = field(default=None, metadata={"launcher": "ssh"})
     """Entries of the hostfile to use, counted from 0; by default all in order, shared out among replicas."""
-    remote_python: str | None = None
+    remote_python: str | None = field(default=None, metadata={"launcher": "ssh"})
     """Python interpreter on the hosts. By default that of the same path as here, else what a login shell there finds as
     `tandem` or `python3`."""
     head_address: str | None = None
     """Address of this machine at which the ranks' machines reach it. By default worked out for each host."""
     join_port: int = 29650
     """Port at which `tandem rank` joins with the manual launcher; further replicas take the ports behind it."""
-    token_file: str | None = None
+    token_file: str | None = field(default=None, metadata={
+        "launcher": "manual",
+        "needed": "it is made if it is missing, and each machine needs a copy for `tandem rank`"})
     """File with the keys that `tandem rank` needs to join; made if it is missing."""
-    ray_address: str | None = None
+    ray_address: str | None = field(default=None, metadata={"launcher": "ray"})
     """Ray cluster of the ray launcher: host:port of its head, auto (the one that runs on this machine), or new (one
     that Tandem starts here, and ends). By default what RAY_ADDRESS says, else auto."""
     heartbeat_timeout: float = 8.0
@@ -100,6 +102,13 @@ class ParallelSettings:
     share layers; on: everywhere, and refused where no Mac's GPU computes; off: never, whatever the environment says."""
     blas: str = "auto"
     """Linear algebra library for CPU ranks: auto, none, or the path of a shared library."""
+
+    @property
+    def chosen_launcher(self) -> str:
+        """The launcher that `auto` stands for."""
+        if self.launcher != "auto":
+            return self.launcher
+        return "ssh" if self.hostfile is not None else "local"
 
 
 @dataclass(frozen=True, kw_only=True)

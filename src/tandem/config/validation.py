@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import math
 import os
@@ -162,22 +163,17 @@ def _check_layer_split(settings: Settings, label: Label) -> None:
 
 
 def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
-    """Options that only one launcher takes."""
-    launcher = "ssh" if parallel.launcher == "auto" and parallel.hostfile else parallel.launcher
-    if launcher == "ssh" and parallel.hostfile is None:
-        raise ConfigError(f"{label('launcher')} ssh: needs --hostfile FILE, which names the hosts", param="hostfile")
-    if launcher == "manual" and parallel.token_file is None:
-        raise ConfigError(f"{label('launcher')} manual: needs --token-file FILE; it is made if it is missing, and each "
-                          "machine needs a copy for `tandem rank`", param="token_file")
-    if parallel.executor == "inline" and launcher not in ("auto", "local"):
-        raise ConfigError(f"{label('executor')} inline: computes in the engine's process, not on the machines of "
-                          f"{label('launcher')} {launcher}; leave one out", param="executor")
-    takers = {"hostfile": "ssh", "host_entries": "ssh", "remote_python": "ssh", "token_file": "manual",
-              "ray_address": "ray"}
-    for name, taker in takers.items():
-        if getattr(parallel, name) is not None and launcher != taker:
-            raise ConfigError(f"{label(name)}: is for {label('launcher')} {taker}, not {launcher}; leave one out",
-                              param=name)
+    """Options that only one launcher takes, and those that it cannot do without: the fields say which."""
+    chosen = parallel.chosen_launcher
+    for field in dataclasses.fields(parallel):
+        taker, needed = field.metadata.get("launcher", chosen), field.metadata.get("needed")
+        given = getattr(parallel, field.name) is not None
+        if taker == chosen and needed and not given:
+            raise ConfigError(f"{label('launcher')} {chosen}: needs {by_name()[field.name].flag} FILE: {needed}",
+                              param=field.name)
+        if taker != chosen and given:
+            raise ConfigError(f"{label(field.name)}: is for {label('launcher')} {taker}, not {chosen}; leave one out",
+                              param=field.name)
 
 
 def _check_speculation(settings: Settings, label: Label) -> None:

@@ -16,10 +16,11 @@ from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.draft import find_draft_model
-from tandem.engine.machines import chosen_launcher, make_launcher, stage_memory, told_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
 from tandem.executors.base import Executor
 from tandem.launchers.base import Place
+from tandem.launchers.machines import stage_memory, told_memory, with_layout
+from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.partition import split_layers
@@ -140,6 +141,9 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
                               "--pipeline-parallel-size and --tensor-parallel-size", param="parallel")
     if not sizes or min(sizes) < 1:
         raise LayoutError("every stage needs at least one rank", param="parallel")
+    if parallel.executor == "inline" and not launcher_kind(parallel).here:
+        raise LayoutError("--executor inline: computes in the engine's process, not on the machines of --launcher "
+                          f"{parallel.chosen_launcher}; leave one out", param="executor")
     if max(sizes) > 1 and len(sizes) > 1 and parallel.channel == "mlx":
         raise LayoutError("--channel mlx joins stages of one rank each; use tcp with tensor parallelism",
                           param="channel")
@@ -152,7 +156,7 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
 def make_executor(settings: Settings, layout: GangLayout) -> Executor:
     """The executor that the settings ask for. The inline one brings mlx into this process."""
     keep_awake()
-    kind, here = settings.parallel.executor, chosen_launcher(settings.parallel) == "local"
+    kind, here = settings.parallel.executor, launcher_kind(settings.parallel).here
     if kind == "inline" and len(layout.ranks) > 1:
         raise LayoutError(f"--executor inline runs one rank, not {len(layout.ranks)}; use cluster", param="executor")
     if kind == "inline" or (kind == "auto" and here and len(layout.ranks) == 1):

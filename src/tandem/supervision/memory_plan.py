@@ -9,8 +9,9 @@ from pathlib import Path
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import Settings
 from tandem.engine.layout import GangLayout, plan_layout
-from tandem.engine.machines import chosen_launcher, hosts_for, told_memory
 from tandem.errors import OutOfMemory, UsageError
+from tandem.launchers.machines import hosts_for, told_memory
+from tandem.launchers.registry import LAUNCHERS, launcher_kind
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import kv_bytes_per_token, slice_bytes, state_bytes
@@ -52,17 +53,16 @@ class Footprint:
 
 def look_at_machines(settings: Settings) -> Machines:
     """This machine, or those of the hostfile if it tells their memory. Raises UsageError where there can be no plan."""
-    parallel, kind = settings.parallel, chosen_launcher(settings.parallel)
-    _refuse_manual(settings)
+    parallel, kind = settings.parallel, launcher_kind(settings.parallel)
+    _refuse_by_hand(settings)
     here = this_device(parallel.device)
-    memory: dict[str, int] = {HERE: here.memory_bytes}
-    if kind == "ssh":
-        told = told_memory(parallel)
-        memory = dict(zip((host.ssh for host in hosts_for(parallel)), told, strict=True)) if told else {}
-    if (kind == "ray" or not memory) and settings.models.max_loaded is None:
+    memory = {HERE: here.memory_bytes} if kind.here else {}
+    if told := told_memory(parallel):
+        memory = dict(zip((host.ssh for host in hosts_for(parallel)), told, strict=True))
+    if not memory and settings.models.max_loaded is None:
         raise UsageError("several models on other machines need to know how many fit: give each host its `memory` in "
                          "the hostfile, or say --max-loaded 1 (or more)", param="max_loaded")
-    return Machines({} if kind == "ray" else memory, here.gpu)
+    return Machines(memory, here.gpu)
 
 
 def budget_of(settings: Settings, machines: Machines) -> dict[str, int]:
@@ -72,7 +72,7 @@ def budget_of(settings: Settings, machines: Machines) -> dict[str, int]:
 
 def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) -> Footprint:
     """What the model of these settings takes. Finds and checks it and its layout. Raises UsageError."""
-    _refuse_manual(settings)
+    _refuse_by_hand(settings)
     weights: dict[str, int] = {}
     per_token: dict[str, int] = {}
     context = 0
@@ -105,8 +105,7 @@ def granted(settings: Settings, needs: dict[str, int], machines: Machines, at_on
         # Rounded up a little: a share is a float, and a token too few would be an error.
         share = min(max(bytes_ / machines.memory[name] for name, bytes_ in needs.items()) * 1.0001, 1.0)
     else:
-        # Ray gives each rank a device of its own.
-        count = 1 if chosen_launcher(settings.parallel) == "ray" else at_once or 1
+        count = 1 if launcher_kind(settings.parallel).own_devices else at_once or 1
         share = settings.scheduler.memory_fraction / count
     return dataclasses.replace(settings, scheduler=dataclasses.replace(settings.scheduler, memory_fraction=share))
 
@@ -125,10 +124,11 @@ def check_fit(name: str, found: Footprint, budget: dict[str, int], kept: dict[st
                 "more machines, or raise --memory-fraction", param="memory_fraction")
 
 
-def _refuse_manual(settings: Settings) -> None:
-    if chosen_launcher(settings.parallel) == "manual":
-        raise UsageError("--launcher manual: ranks that join by hand stay with one model; several models need ranks "
-                         "that Tandem starts (local, ssh, ray)", param="launcher")
+def _refuse_by_hand(settings: Settings) -> None:
+    if launcher_kind(settings.parallel).by_hand:
+        others = ", ".join(name for name, kind in LAUNCHERS.items() if not kind.by_hand)
+        raise UsageError(f"--launcher {settings.parallel.chosen_launcher}: ranks that join by hand stay with one "
+                         f"model; several models need ranks that Tandem starts ({others})", param="launcher")
 
 
 def _weights(layout: GangLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
-from tandem.engine.machines import chosen_launcher, ranks_of, replica_hosts, sharing
 from tandem.env import child_environment, engine_socket_path
 from tandem.errors import SpawnError
+from tandem.launchers.machines import ranks_of, replica_hosts
+from tandem.launchers.registry import launcher_kind, sharing
 from tandem.launchers.worlds import visible_gpus
 from tandem.processes.child import ChildProcess
 from tandem.protocol.supervisor import ReplicaInfo
@@ -180,7 +181,7 @@ def gpus_of(settings: Settings, index: int) -> str | None:
     in turn with others. None where there is one replica, or fewer GPUs than it has ranks, or ranks run elsewhere."""
     ranks, count = ranks_of(settings.parallel), settings.parallel.data_parallel_size
     count = count if count > 1 else index + 1  # some may have been added to one
-    given = visible_gpus() if count > 1 and chosen_launcher(settings.parallel) == "local" else []
+    given = visible_gpus() if count > 1 and launcher_kind(settings.parallel).here else []
     if len(given) < max(ranks, 2):
         return None
     places = len(given) // ranks * ranks if len(given) >= count * ranks else len(given)
@@ -207,10 +208,10 @@ def replica_settings(settings: Settings, index: int, number: int | None = None) 
     path = base.with_name(f"{base.stem}-{number}{base.suffix}") if count > 1 or number else base
     if count > 1:
         parallel = dataclasses.replace(parallel, data_parallel_size=1)
-        if chosen_launcher(parallel) == "local":
+        if launcher_kind(parallel).here:
             threads = parallel.threads_per_rank or max(1, (os.cpu_count() or 1) // (count * ranks_of(parallel)))
             parallel = dataclasses.replace(parallel, threads_per_rank=threads)
-    if index and parallel.launcher == "manual":
+    if index and launcher_kind(parallel).by_hand:
         parallel = dataclasses.replace(parallel, join_port=parallel.join_port + index)
     share = settings.scheduler.memory_fraction / _sharing_memory(settings, index)
     scheduler = dataclasses.replace(settings.scheduler, memory_fraction=share)

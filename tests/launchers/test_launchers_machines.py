@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,17 +10,22 @@ from pathlib import Path
 
 import pytest
 
+import tandem
 from tandem import LLM, SamplingParams
 from tandem.config.loading import build, load
+from tandem.config.options import by_name
 from tandem.config.settings import Settings
 from tandem.engine import layout as layout_module
 from tandem.engine.layout import plan_layout
-from tandem.engine.machines import replica_hosts, sharing, stage_memory, with_layout
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.local import LocalLauncher
+from tandem.launchers.machines import replica_hosts, stage_memory, with_layout
+from tandem.launchers.registry import LAUNCHERS, sharing
 from tandem.supervision.replica import replica_settings
 from tandem.testing import tiny_model
+
+SOURCE = Path(tandem.__file__).parent
 
 
 def hosts(tmp_path: Path, *names: str, **fields: object) -> str:
@@ -105,10 +111,9 @@ def test_machines_that_report_more_memory_get_more_layers(
     ({"launcher": "ssh"}, "--launcher ssh: needs --hostfile FILE"),
     ({"launcher": "manual"}, "--launcher manual: needs --token-file FILE"),
     ({"launcher": "local", "hostfile": "h"}, "--hostfile: is for --launcher ssh, not local"),
-    ({"token_file": "t"}, "--token-file: is for --launcher manual, not auto"),
+    ({"token_file": "t"}, "--token-file: is for --launcher manual, not local"),
     ({"token_file": "t", "hostfile": "h"}, "--token-file: is for --launcher manual, not ssh"),
-    ({"remote_python": "p"}, "--remote-python: is for --launcher ssh, not auto"),
-    ({"executor": "inline", "hostfile": "h"}, "--executor inline: computes in the engine's process"),
+    ({"remote_python": "p"}, "--remote-python: is for --launcher ssh, not local"),
     ({"hostfile": ""}, "--hostfile: must not be empty"),
     ({"heartbeat_timeout": "0.5"}, "--heartbeat-timeout: 0.5 is out of range: must be 2 or more"),
     ({"host_entries": "-1", "hostfile": "h"}, "--host-entries: -1 is out of range"),
@@ -116,6 +121,32 @@ def test_machines_that_report_more_memory_get_more_layers(
 def test_settings_that_contradict_one_another(flags: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load({name: [text] for name, text in flags.items()})
+
+
+def test_a_model_in_the_engine_is_on_no_other_machine(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "tiny", "llama")
+    with pytest.raises(LayoutError, match="--executor inline: computes in the engine's process, .* --launcher ssh"):
+        plan_layout(build({"model": str(model), "executor": "inline", "hostfile": hosts(tmp_path, "a")}))
+
+
+def test_every_launcher_of_the_settings_is_in_the_registry() -> None:
+    assert {*LAUNCHERS, "auto"} == {*by_name()["launcher"].choices}
+    for name, kind in LAUNCHERS.items():
+        assert kind.here + kind.by_hostfile + kind.by_hand + kind.own_devices == 1, name
+
+
+def test_launchers_names_are_compared_nowhere() -> None:
+    """Nor are they keys of tables: other packages ask the registry what a launcher is like."""
+    names = {*LAUNCHERS, "auto"}
+    found = []
+    for path in SOURCE.rglob("*.py"):
+        if path.parent.name == "launchers":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Compare) and "launcher" in ast.unparse(node) and any(
+                    isinstance(part, ast.Constant) and part.value in names for part in ast.walk(node)):
+                found.append(f"{path.relative_to(SOURCE)}: {ast.unparse(node)}")
+    assert found == ["config/settings.py: self.launcher != 'auto'"]
 
 
 def test_a_layer_split_may_leave_the_number_of_stages_to_the_hostfile() -> None:

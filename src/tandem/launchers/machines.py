@@ -1,24 +1,13 @@
-"""From settings to machines: which hosts an engine has, and which launcher starts its ranks. No mlx."""
+"""From settings to machines: which hosts of the hostfile an engine has."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.config.settings import ParallelSettings, Settings
+from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError
-from tandem.launchers.base import Launcher
 from tandem.launchers.hostfile import HostEntry, hosts_of, read_hostfile
-
-log = logging.getLogger(__name__)
-
-
-def chosen_launcher(parallel: ParallelSettings) -> str:
-    """The launcher that `auto` stands for."""
-    if parallel.launcher != "auto":
-        return parallel.launcher
-    return "ssh" if parallel.hostfile is not None else "local"
 
 
 def hosts_for(parallel: ParallelSettings) -> tuple[HostEntry, ...]:
@@ -68,18 +57,6 @@ def replica_hosts(parallel: ParallelSettings, index: int) -> ParallelSettings:
     return replace(parallel, host_entries=mine)
 
 
-def sharing(parallel: ParallelSettings, index: int) -> int:
-    """Replicas that share the machines of replica `index`, as far as can be known: the hostfile's hosts tell, ranks on
-    this machine share it, and what joins by hand has a machine of its own."""
-    count, kind = parallel.data_parallel_size, chosen_launcher(parallel)
-    if kind != "ssh":
-        return count if kind == "local" else 1
-    hosts = hosts_for(parallel)
-    ranks = ranks_of(with_layout(parallel))
-    groups = [{host.ssh for host in hosts[i * ranks:(i + 1) * ranks]} for i in range(max(count, index + 1))]
-    return max(sum(name in group for group in groups) for name in groups[index])
-
-
 def ranks_of(parallel: ParallelSettings) -> int:
     """Ranks of one replica."""
     return sum(parallel.parallel) if parallel.parallel else (
@@ -98,32 +75,3 @@ def stage_memory(parallel: ParallelSettings, sizes: Sequence[int]) -> list[int]:
     if not memory:
         return list(sizes)
     return [sum(memory[sum(sizes[:stage]):sum(sizes[:stage + 1])]) for stage in range(len(sizes))]
-
-
-def make_launcher(settings: Settings) -> Launcher:
-    """The launcher that the settings ask for. Raises UsageError."""
-    parallel, level = settings.parallel, settings.process.log_level
-    kind = chosen_launcher(parallel)
-    if kind == "ssh":
-        from tandem.launchers.ssh import SshLauncher
-
-        assert parallel.hostfile is not None  # settings are validated
-        hostfile = read_hostfile(parallel.hostfile)
-        return SshLauncher(hostfile, parallel.host_entries, remote_python=parallel.remote_python,
-                           head_address=parallel.head_address, heartbeat_s=parallel.heartbeat_timeout,
-                           threads_per_rank=parallel.threads_per_rank, log_level=level)
-    if kind == "manual":
-        from tandem.launchers.manual import ManualLauncher
-
-        return ManualLauncher(port=parallel.join_port, token_file=parallel.token_file,
-                              head_address=parallel.head_address, heartbeat_s=parallel.heartbeat_timeout,
-                              threads_per_rank=parallel.threads_per_rank)
-    if kind == "ray":
-        from tandem.launchers.ray.hosts import RayLauncher
-
-        return RayLauncher(parallel.ray_address, ranks_of(parallel), head_address=parallel.head_address,
-                           heartbeat_s=parallel.heartbeat_timeout, threads_per_rank=parallel.threads_per_rank,
-                           log_level=level)
-    from tandem.launchers.local import LocalLauncher
-
-    return LocalLauncher(parallel.threads_per_rank)

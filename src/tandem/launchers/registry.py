@@ -1,0 +1,92 @@
+"""The launchers there are, and what each is like. Nobody else compares their names; what a launcher brings along is
+imported when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tandem.config.settings import ParallelSettings, Settings
+from tandem.launchers.base import Launcher
+from tandem.launchers.hostfile import read_hostfile
+from tandem.launchers.machines import hosts_for, ranks_of, with_layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class LauncherKind:
+    """What other packages may ask of a launcher before there is one."""
+
+    make: Callable[[Settings], Launcher]
+    """Raises UsageError."""
+    here: bool = False
+    """Ranks run on the engine's machine, and share its cores, memory and GPUs with those of other engines."""
+    by_hostfile: bool = False
+    """Ranks run on the hosts of the hostfile, which may tell their memory."""
+    by_hand: bool = False
+    """People start the ranks, which come to a port of their engine and stay with it."""
+    own_devices: bool = False
+    """Each rank gets a device that no other rank has, of whichever engine."""
+
+
+def _local(settings: Settings) -> Launcher:
+    from tandem.launchers.local import LocalLauncher
+
+    return LocalLauncher(settings.parallel.threads_per_rank)
+
+
+def _ssh(settings: Settings) -> Launcher:
+    from tandem.launchers.ssh import SshLauncher
+
+    parallel = settings.parallel
+    assert parallel.hostfile is not None  # settings are validated
+    return SshLauncher(read_hostfile(parallel.hostfile), parallel.host_entries, remote_python=parallel.remote_python,
+                       head_address=parallel.head_address, heartbeat_s=parallel.heartbeat_timeout,
+                       threads_per_rank=parallel.threads_per_rank, log_level=settings.process.log_level)
+
+
+def _ray(settings: Settings) -> Launcher:
+    from tandem.launchers.ray.hosts import RayLauncher
+
+    parallel = settings.parallel
+    return RayLauncher(parallel.ray_address, ranks_of(parallel), head_address=parallel.head_address,
+                       heartbeat_s=parallel.heartbeat_timeout, threads_per_rank=parallel.threads_per_rank,
+                       log_level=settings.process.log_level)
+
+
+def _manual(settings: Settings) -> Launcher:
+    from tandem.launchers.manual import ManualLauncher
+
+    parallel = settings.parallel
+    return ManualLauncher(port=parallel.join_port, token_file=parallel.token_file, head_address=parallel.head_address,
+                          heartbeat_s=parallel.heartbeat_timeout, threads_per_rank=parallel.threads_per_rank)
+
+
+LAUNCHERS = {
+    "local": LauncherKind(make=_local, here=True),
+    "ssh": LauncherKind(make=_ssh, by_hostfile=True),
+    "ray": LauncherKind(make=_ray, own_devices=True),
+    "manual": LauncherKind(make=_manual, by_hand=True),
+}
+"""By their names in settings. Paired machines (`tandem agent`) are hosts of a hostfile that ssh's launcher reaches."""
+
+
+def launcher_kind(parallel: ParallelSettings) -> LauncherKind:
+    """That of the launcher which these settings choose."""
+    return LAUNCHERS[parallel.chosen_launcher]
+
+
+def make_launcher(settings: Settings) -> Launcher:
+    """The launcher that the settings ask for. Raises UsageError."""
+    return launcher_kind(settings.parallel).make(settings)
+
+
+def sharing(parallel: ParallelSettings, index: int) -> int:
+    """Replicas that share the machines of replica `index`, as far as can be known: the hostfile's hosts tell, ranks on
+    this machine share it, and what joins by hand has a machine of its own."""
+    count, kind = parallel.data_parallel_size, launcher_kind(parallel)
+    if not kind.by_hostfile:
+        return count if kind.here else 1
+    hosts = hosts_for(parallel)
+    ranks = ranks_of(with_layout(parallel))
+    groups = [{host.ssh for host in hosts[i * ranks:(i + 1) * ranks]} for i in range(max(count, index + 1))]
+    return max(sum(name in group for group in groups) for name in groups[index])
