@@ -1,4 +1,5 @@
-"""For all tests: a file that collects no test is a mistake, and fails; machines to test on (netns.py)."""
+"""For all tests: a file that collects no test is a mistake, and fails; machines to test on (netns.py); what tests were
+skipped for (system_packages.py)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from collections.abc import Generator
 import pytest
 
 from netns import make_machines as make_machines
+from system_packages import advice
 
 if os.environ.get("TANDEM_DEVICE"):  # as for all ranks: runners without a usable GPU
     from tandem.loading.memory import choose_device
@@ -28,3 +30,11 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Reports:
         report.outcome = "failed"
         report.longrepr = f"{collector.nodeid}: no test is collected from this file"
     return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> Generator[None, None, None]:
+    yield
+    reasons = [report.longrepr[2] for report in terminalreporter.stats.get("skipped", ())]
+    if text := advice(reasons):
+        terminalreporter.write_line(text, yellow=True)

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 
 import tandem
+from system_packages import missing
 from tandem.env import cache_dir
 
-TOOLS = {"ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client",
-         "ssh-keygen": "openssh-client", "nsenter": "util-linux", "unshare": "util-linux"}
+TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "nsenter", "unshare")
 PATHS = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 START_S = 30.0
 SHADOW = "root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n"
@@ -60,9 +60,8 @@ def why_not() -> str | None:
         return "network namespaces are a Linux thing"
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=PATHS) is None})
-    if missing:
-        return f"not installed: {', '.join(missing)}"
+    if absent := missing(*TOOLS, path=PATHS):
+        return absent
     tried = subprocess.run(["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "true"], capture_output=True)
     return None if tried.returncode == 0 else f"namespaces are not allowed here: {tried.stderr.decode().strip()}"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from system_packages import require
 from tandem.cli.completions import describe, script
 from tandem.cli.main import build_parser, main
 
@@ -38,16 +38,14 @@ words=("$@"); CURRENT=$#; _tandem
 
 def completed(shell: str, words: list[str], directory: Path) -> set[str]:
     """What a shell offers for the last of `words`."""
-    program = shutil.which(shell)
-    if program is None:
-        pytest.skip(f"{shell} is not installed")
+    require(shell)
     file = directory / "script"
     file.write_text(script(shell, build_parser()))
     if shell == "fish":
         line = " ".join(["tandem", *words])
-        command = [program, "-N", "-c", 'source $argv[1]; complete -C "$argv[2]"', str(file), line]
+        command = [shell, "-N", "-c", 'source $argv[1]; complete -C "$argv[2]"', str(file), line]
     else:
-        command = [program, "-c", BASH if shell == "bash" else ZSH, shell, str(file), "tandem", *words]
+        command = [shell, "-c", BASH if shell == "bash" else ZSH, shell, str(file), "tandem", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
     offered = {line.partition("\t")[0] for line in done.stdout.splitlines() if line}

@@ -8,7 +8,6 @@ import plistlib
 import re
 import select
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ import httpx
 import pytest
 
 from macs import mac_environment
+from system_packages import require
 from tandem.cli.service.units import Service, launchd_agent, systemd_unit
 from tandem.testing import tiny_model
 
@@ -141,9 +141,9 @@ def test_odd_words_reach_systemd_whole(tmp_path: Path) -> None:
     text = systemd_unit(odd(tmp_path))
     assert '"a \\"model\\" of 100 %% for $$5 \\\\ it"' in text
     assert 'Environment="TANDEM_CACHE=/a b/100 %%"' in text
-    if (verify := shutil.which("systemd-analyze")) is None:
-        pytest.skip("systemd-analyze is not installed")
+    require("systemd-analyze")
     unit = tmp_path / "tandem-odd.service"
     unit.write_text(text.replace("/a b/python", sys.executable))
-    done = subprocess.run([verify, "verify", "--man=no", str(unit)], capture_output=True, text=True, check=False)
+    done = subprocess.run(["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True,
+                          check=False)
     assert "tandem-odd" not in done.stderr, done.stderr

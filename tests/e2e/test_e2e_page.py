@@ -20,10 +20,12 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
+from system_packages import missing
+
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.demo,
-    pytest.mark.skipif(not (shutil.which("chromium") and shutil.which("chromedriver")), reason="needs Chromium"),
+    pytest.mark.skipif(bool(missing("chromium", "chromedriver")), reason=missing("chromium", "chromedriver")),
 ]
 KEY = {"Authorization": "Bearer secret"}
 WAIT_S = 90

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from system_packages import missing
 from tandem.env import child_environment
 from tandem.errors import LayoutError
 from tandem.launchers.local import LocalLauncher
@@ -167,7 +167,7 @@ with guarded_lifeline("darwin"):
 """
 
 
-@pytest.mark.skipif(sys.platform == "win32" or not shutil.which("ps"), reason="needs ps")
+@pytest.mark.skipif(bool(missing("ps")), reason=missing("ps"))
 def test_a_child_that_keeps_the_interpreter_lock_goes_with_its_parent_without_the_kernels_help() -> None:
     with subprocess.Popen(code_command(LOCKED), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 
 import pytest
 
+from system_packages import require
 from tandem.system import state
 
 
@@ -31,8 +31,8 @@ def becomes(pid: int, letter: str) -> bool:
 
 @pytest.mark.parametrize("platform", ["linux", "darwin"])  # a Mac whose libproc cannot be loaded asks ps
 def test_a_stopped_process_is_seen(sleeper, monkeypatch, platform):
-    if platform == "darwin" and shutil.which("ps") is None:
-        pytest.skip("ps is not installed")
+    if platform == "darwin":
+        require("ps")
     monkeypatch.setattr(sys, "platform", platform)
     assert becomes(sleeper.pid, "S")
     sleeper.send_signal(signal.SIGSTOP)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import socket
 import ssl
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import httpx
 import pytest
 
+from system_packages import require
 from tandem.errors import ConfigError
 from tandem.server.connections import tls
 from tandem.server.connections.tls import Certificate
@@ -18,8 +18,7 @@ from tandem.server.connections.tls import Certificate
 
 def make_certificate(folder, name, *, password=None):
     """A self-signed certificate for localhost, as docs/security.md makes one: paths of certificate and key."""
-    if shutil.which("openssl") is None:
-        pytest.skip("needs the openssl command")
+    require("openssl")
     cert, key = folder / f"{name}.pem", folder / f"{name}.key"
     secret = ["-pass", f"pass:{password}", "-aes256"] if password else []
     subprocess.run(["openssl", "genpkey", "-algorithm", "EC", "-pkeyopt", "ec_paramgen_curve:prime256v1", *secret,
