@@ -124,7 +124,7 @@ def _check_fast_sync(parallel: ParallelSettings) -> None:
     if parallel.device == "cpu":
         raise ConfigError("--fast-sync on: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out",
                           param="fast_sync")
-    if sys.platform != "darwin" and chosen_launcher(parallel) == "local":
+    if sys.platform != "darwin" and launcher_kind(parallel).here:
         raise ConfigError("--fast-sync on: is about the GPUs of Macs, and all ranks run on this machine, which is "
                           "none; leave it out", param="fast_sync")
 
