@@ -1,5 +1,5 @@
 # Every target is one script, so that a person, CI and make do the same thing.
-.PHONY: help setup serve test check lint vllm-env test-vllm release clean
+.PHONY: help setup serve test check readme lint vllm-env test-vllm release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -15,6 +15,10 @@ test:  ## every test, including the slow ones and those with the demo model
 
 check:  ## lint, types, import contracts and the quick tests
 	@scripts/check
+
+readme:  ## run every command of README.md, and check what it answers
+	@scripts/setup
+	@scripts/readme $(ARGS)
 
 lint:  ## lint, types and import contracts
 	@scripts/lint

@@ -57,4 +57,4 @@ def test_what_an_earlier_version_converted_gets_the_class_that_vllm_looks_for(tm
     demo.fetch_demo()
     config = json.loads((demo.demo_path() / "config.json").read_text())
     assert config == {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 576}
-    assert [file.name for file in demo.demo_path().iterdir()] == ["config.json"]
+    assert {file.name for file in demo.demo_path().iterdir()} == {"config.json", "generation_config.json"}

@@ -6,6 +6,7 @@ import pytest
 
 from tandem import LLM
 from tandem.errors import ConfigError
+from tandem.testing import tiny_model
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -17,3 +18,14 @@ from tandem.errors import ConfigError
 def test_options_out_of_range_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LLM("/nowhere", **options)
+
+
+def test_calls_without_parameters_take_the_models_own(tmp_path) -> None:
+    model = tiny_model(tmp_path / "tiny")
+    (model / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 3}')
+    with LLM(str(model)) as llm:
+        assert llm.default_sampling.given() == {"temperature": 0.0, "max_tokens": 3}
+        assert len(llm.generate([5, 6, 7])[0].token_ids) <= 3
+        assert llm.generate([5, 6, 7])[0].token_ids == llm.generate([5, 6, 7])[0].token_ids
+    with LLM(str(model), generation_config="none") as llm:
+        assert llm.default_sampling.given() == {}

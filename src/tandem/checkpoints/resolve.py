@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from tandem.checkpoints.demo import DEMO_NAME, demo_path
+from tandem.checkpoints.demo import DEMO_NAME, complete_demo, demo_path
 from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles
 from tandem.checkpoints.gguf.convert import convert_cached
 from tandem.errors import ModelNotFound, UsageError
@@ -62,6 +63,8 @@ def _demo() -> ModelFiles:
     path = demo_path()
     if not (path / "config.json").is_file():
         raise ModelNotFound("the demo model is not on this machine yet: run `tandem model get demo`", param="model")
+    with suppress(OSError):  # a cache that others own stays as it is
+        complete_demo(path)
     return ModelFiles(path, DEMO_NAME)
 
 

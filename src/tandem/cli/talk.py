@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
 from tandem.cli.arguments import load_settings
-from tandem.cli.options.sampling import sampling_of
+from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
 from tandem.errors import UsageError
 from tandem.llm import LLM
 from tandem.log import set_up
+from tandem.protocol.request import SamplingParams
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Complete one prompt; the text goes to standard output as it comes."""
     prompt = arguments.prompt if arguments.prompt is not None else sys.stdin.read()
     with _open(arguments) as llm:
-        for piece in llm.stream(prompt, sampling_of(arguments)):
+        for piece in llm.stream(prompt, _params(llm, arguments, DEFAULTS)):
             print(piece, end="", flush=True)
         print()
     return 0
@@ -45,11 +47,16 @@ def run_chat(arguments: argparse.Namespace) -> int:
             elif said:
                 messages.append({"role": "user", "content": said})
                 answer = ""
-                for piece in llm.stream(messages, sampling_of(arguments)):
+                for piece in llm.stream(messages, _params(llm, arguments, CHAT_DEFAULTS)):
                     print(piece, end="", flush=True)
                     answer += piece
                 print()
                 messages.append({"role": "assistant", "content": answer})
+
+
+def _params(llm: LLM, arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The options, else the model's own, else those of a terminal. Raises UsageError."""
+    return SamplingParams(**{**defaults, **llm.default_sampling.given(), **asked_of(arguments)})
 
 
 @contextmanager

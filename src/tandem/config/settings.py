@@ -29,6 +29,12 @@ class ModelSettings:
     """Most tokens of prompt and output together; by default the model's own limit."""
     chat_template: str | None = None
     """File with a Jinja chat template to use instead of the model's."""
+    generation_config: str = "auto"
+    """Where defaults of sampling come from, for requests that do not say otherwise. auto: the model's
+    generation_config.json (temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens); none: from nowhere;
+    or a directory with such a file."""
+    override_generation_config: str | None = None
+    """The same as JSON, in place of what the file says, such as '{"temperature": 0.2, "max_new_tokens": 512}'."""
     pooling: Literal["auto", "last", "mean"] = "auto"
     """How /v1/embeddings makes one vector of a text: last: the final hidden state of its last token; mean: the mean of
     all. auto: as the model's 1_Pooling/config.json says, else last."""
@@ -213,7 +219,8 @@ class ServerSettings:
     max_body_mb: float = 32.0
     """Largest request body, in MiB."""
     default_max_tokens: int | None = None
-    """Output limit of requests that set none; by default what is left of the context."""
+    """Output limit of requests that set none; by default the model's own (`generation_config`), else what is left of
+    the context."""
     request_timeout: float | None = None
     """Seconds after which a request is ended with 504; by default never."""
     tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "deepseek", "deepseek-dsml", "kimi",

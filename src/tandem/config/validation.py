@@ -68,8 +68,9 @@ _RANGES: dict[str, tuple[float, float]] = {
     "unload_after": _POSITIVE,
     "max_loaded": _AT_LEAST_ONE,
 }
-_NOT_EMPTY = ("served_name", "revision", "chat_template", "blas", "host", "api_key_file", "journal", "engine_socket",
-              "hostfile", "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path",
+_NOT_EMPTY = ("served_name", "revision", "chat_template", "generation_config", "override_generation_config", "blas",
+              "host", "api_key_file", "journal", "engine_socket", "hostfile",
+              "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path",
               "tls_cert", "tls_key")
 
 

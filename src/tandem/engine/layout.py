@@ -11,6 +11,7 @@ from pathlib import Path
 from msgspec import structs
 
 from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.sizes import wired_bytes
@@ -28,7 +29,7 @@ from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.models.trial import require_trial
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.request import Pooling
+from tandem.protocol.request import Pooling, SamplingDefaults
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
 
@@ -50,6 +51,8 @@ class GangLayout:
     lanes: int
     pooling: Pooling | None = "last"
     """How prompts become vectors; None where the model asks for what is not supported."""
+    defaults: SamplingDefaults = SamplingDefaults()
+    """For requests that do not say otherwise."""
 
     @property
     def served_name(self) -> str:
@@ -74,6 +77,7 @@ def plan_layout(settings: Settings) -> GangLayout:
         plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no")
     _check_adapter(model, description)
     _check_fast_sync(parallel)
+    defaults = sampling_defaults(files.path, model.generation_config, model.override_generation_config)
     lanes = parallel.lanes or len(ranges)
     if not 1 <= lanes <= MAX_LANES:
         raise LayoutError(f"--lanes {lanes}: must be 1 to {MAX_LANES}", param="lanes")
@@ -104,7 +108,7 @@ def plan_layout(settings: Settings) -> GangLayout:
             adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
             draft_path=str(draft.path) if draft else "")
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
-    return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling))
+    return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling), defaults)
 
 
 def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:

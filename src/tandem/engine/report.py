@@ -56,7 +56,7 @@ class Report:
             stages=layout.ranks[0].stages, lanes=layout.lanes, generated_tokens=self._metrics.generated,
             draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
             hidden_size=layout.description.hidden_size, pooling=layout.pooling,
-            generates=layout.description.generates, ttft_s=self._metrics.recent_ttft_s,
+            generates=layout.description.generates, defaults=layout.defaults, ttft_s=self._metrics.recent_ttft_s,
             ranks=[self._rank(ready) for ready in gang.ready])
 
     def _rank(self, ready: Ready) -> RankInfo:

@@ -20,7 +20,7 @@ from tandem.engine.thread import EngineThread, Event
 from tandem.executors.base import Progress
 from tandem.llm.answer import RequestOutput
 from tandem.llm.session import Batch, Message, Prompt, Session
-from tandem.protocol.request import SamplingParams
+from tandem.protocol.request import SamplingDefaults, SamplingParams
 from tandem.text.tokenizer import Tokenizer
 
 
@@ -64,6 +64,11 @@ class AsyncLLM:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Only after the start."""
         return self._session.tokenizer
+
+    @property
+    def default_sampling(self) -> SamplingDefaults:
+        """What the model's generation_config.json says; it holds for calls without `params`. Only after the start."""
+        return self._session.layout.defaults
 
     @property
     def engine(self) -> Engine:

@@ -85,13 +85,14 @@ class Session:
         self.layout = plan_layout(settings)
         self.tokenizer: Tokenizer = load_tokenizer(self.layout.files, chat_template_file=settings.model.chat_template,
                                                    trust_remote_code=settings.model.trust_remote_code)
+        self._default = SamplingParams(**self.layout.defaults.given())
         self._grammars = GrammarCheck(self.tokenizer)
         self.engine = EngineThread(settings, self.layout)
         self._ids = itertools.count()
 
     def texts(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None) -> Batch:
         """Completions of one prompt or several. Raises RequestError."""
-        checked = self._checked(params or SamplingParams())
+        checked = self._checked(params or self._default)
         return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt), params=checked)
                             for prompt in _several(prompts)])
 
@@ -99,7 +100,7 @@ class Session:
         """The completion of a prompt, or the answer to a conversation. Raises RequestError."""
         if not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
             prompt = self.tokenizer.render_chat([message for message in prompt if isinstance(message, dict)])
-        checked = self._checked(params or SamplingParams())
+        checked = self._checked(params or self._default)
         return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt), params=checked)])
 
     def pooled(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None) -> Batch:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from tandem.protocol.request import EngineRequest, Pooling, TokenLogprob
+from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, TokenLogprob
 from tandem.protocol.step import RankStep, StepPlan, StepResult
 
 # --- api -> engine ---------------------------------------------------------------------------------------------
@@ -150,6 +150,8 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """Tokens that speculative decoding has tried."""
     accepted_tokens: int = 0
     """Those of them that became output."""
+    defaults: SamplingDefaults = SamplingDefaults()
+    """For requests that do not say otherwise."""
 
 
 class MetricsText(Struct, frozen=True, tag=True):

@@ -74,6 +74,22 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
 
+class SamplingDefaults(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What holds for a request that does not say otherwise; None where the model and the server have no opinion."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_tokens: int | None = None
+    """Most tokens to produce; None for what is left of the context."""
+
+    def given(self) -> dict[str, Any]:
+        """Those that are set, by name."""
+        return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
+
+
 class EngineRequest(Struct, frozen=True, kw_only=True):
     """One sequence to produce. `n` choices or several prompts are several of these."""
 

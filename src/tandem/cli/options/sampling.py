@@ -9,42 +9,45 @@ from typing import Any, get_type_hints
 from tandem.config.options import field_docs
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
-from tandem.protocol.request import SamplingParams
+from tandem.protocol.request import SamplingDefaults, SamplingParams
 
 DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.7}
-"""In a terminal; elsewhere those of `SamplingParams` hold."""
+"""In a terminal, where neither the options nor the model's generation_config.json say anything."""
+CHAT_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "max_tokens": 2048}
 _KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
 _LEFT_OUT = ("logprobs",)  # a terminal shows text
 
 
-def add_sampling(group: argparse._ArgumentGroup) -> None:
+def add_sampling(group: argparse._ArgumentGroup, defaults: Mapping[str, Any] = DEFAULTS) -> None:
     """Add the options."""
     hints, docs = get_type_hints(SamplingParams), field_docs(SamplingParams)
-    for name, default in _fields().items():
+    for name, standard in _fields().items():
         flag, text = "--" + name.replace("_", "-"), docs[name].replace("%", "%%")
         if name in RANGES:
-            text = f"{text.rstrip('.')}. [{default}]"
+            own = "the model's own, else " if name in SamplingDefaults.__struct_fields__ else ""
+            text = f"{text.rstrip('.')}. [{own}{defaults.get(name, standard)}]"
         if hints[name] in _KINDS:
-            group.add_argument(flag, type=_KINDS[hints[name]], default=default,
+            group.add_argument(flag, type=_KINDS[hints[name]],
                                metavar="X" if hints[name] is float else "N", help=text)
         elif hints[name] is bool:
-            group.add_argument(flag, action="store_true", help=text)
+            group.add_argument(flag, action="store_true", default=None, help=text)
         else:
-            group.add_argument(flag, action="append", default=[], metavar="TEXT", help=text + " May be repeated.")
+            group.add_argument(flag, action="append", metavar="TEXT", help=text + " May be repeated.")
 
 
-def sampling_of(arguments: argparse.Namespace) -> SamplingParams:
-    """What the options say. Raises UsageError for a value that is out of its range."""
-    given: dict[str, Any] = {name: getattr(arguments, name) for name in _fields()}
-    for name, allowed in RANGES.items():
-        if given[name] not in allowed:
-            raise UsageError(f"--{name.replace('_', '-')} {given[name]}: must be {allowed}", param=name)
-    return SamplingParams(**{**given, "stop": tuple(given["stop"])})
+def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What the options say, by name; those that were not given are left out. Raises UsageError for a value out of its
+    range."""
+    given = {name: value for name in _fields() if (value := getattr(arguments, name)) is not None}
+    for name, value in given.items():
+        if name in RANGES and value not in RANGES[name]:
+            raise UsageError(f"--{name.replace('_', '-')} {value}: must be {RANGES[name]}", param=name)
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def _fields() -> dict[str, Any]:
-    """Names of the fields that have an option, and their defaults in a terminal."""
+    """Names of the fields that have an option, and what they are if nobody says anything."""
     plain = (*_KINDS, bool, tuple[str, ...])
     hints, standard = get_type_hints(SamplingParams), SamplingParams()
-    return {name: DEFAULTS.get(name, getattr(standard, name)) for name in SamplingParams.__struct_fields__
+    return {name: getattr(standard, name) for name in SamplingParams.__struct_fields__
             if hints[name] in plain and name not in _LEFT_OUT}

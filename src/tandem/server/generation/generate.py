@@ -106,6 +106,8 @@ class Generation(Running):
         `continues`: the text goes on from the prompt, rather than being a message of its own.
         `shown`: special tokens that are part of the text.
         """
+        self.params = requests[0].params
+        """Those of the first sequence; others differ in their seed alone."""
         super().__init__(
             api,
             http,

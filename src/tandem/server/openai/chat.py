@@ -73,8 +73,7 @@ async def start_chat(
     With `clip` an output limit beyond the context is no error. Raises RequestError.
     """
     plan, tokenizer, status = await prepare_chat(http, served, fields)
-    default = served.settings.server.default_max_tokens
-    max_tokens = room(plan.prompt, asked_tokens(fields), status.max_context, default, param="messages", clip=clip)
+    max_tokens = room(plan.prompt, asked_tokens(fields), served, status, param="messages", clip=clip)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     params = [
         sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=plan.form)

@@ -49,7 +49,7 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
     prompts = await encode_prompts(texts, fields.prompt, "prompt")
     form = await form_of(texts, fields)
     request_id = new_id("cmpl")
-    work = _work(fields, prompts, status, n, served.settings.server.default_max_tokens, form)
+    work = _work(fields, prompts, served, status, n, form)
     requests = engine_requests(request_id, get_group(http), work)
     echoes = await _echoes(texts, fields, n)
     generation = Generation(
@@ -116,14 +116,14 @@ async def encode_prompts(
 def _work(
     fields: CompletionRequest,
     prompts: list[list[int]],
+    served: Served,
     status: EngineStatus,
     n: int,
-    default: int | None,
     form: StructuredOutputs | None,
 ) -> list[tuple[list[int], SamplingParams]]:
     work = []
     for prompt in prompts:
-        max_tokens = room(prompt, fields.max_tokens, status.max_context, default, param="prompt")
+        max_tokens = room(prompt, fields.max_tokens, served, status, param="prompt")
         for choice in range(n):
             params = sampling_params(
                 fields, status, max_tokens=max_tokens, logprobs=fields.logprobs, choice=choice, form=form

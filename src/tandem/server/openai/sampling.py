@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import SamplingParams, StructuredOutputs
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.schemas import SamplingFields
+
+Number = TypeVar("Number", int, float)
 
 _SEED_MASK = 2**64 - 1
 
@@ -32,12 +35,14 @@ def check_token_ids(tokens: Collection[int], vocab_size: int, param: str) -> Non
 
 
 def room(
-    prompt: Sequence[int], asked: int | None, context: int, default: int | None, *, param: str, clip: bool = False
+    prompt: Sequence[int], asked: int | None, served: Served, status: EngineStatus, *, param: str, clip: bool = False
 ) -> int:
     """Most tokens that the output may have; with `clip` what is left when more is asked for.
 
-    Raises RequestError with OpenAI's words and code when prompt and output do not fit into `context`.
+    The limit is the request's, else the server's, else the model's own, else what is left of the context. Raises
+    RequestError with OpenAI's words and code when prompt and output do not fit into the context.
     """
+    context, default = status.max_context, served.settings.server.default_max_tokens or status.defaults.max_tokens
     if not prompt:
         raise RequestError(f"'{param}' holds no tokens; give at least one.", param=param, code="invalid_value")
     left = context - len(prompt)
@@ -63,7 +68,10 @@ def sampling_params(
     choice: int,
     form: StructuredOutputs | None = None,
 ) -> SamplingParams:
-    """Parameters of the `choice`-th of `n` sequences of one prompt; a given seed makes each of them repeatable."""
+    """Parameters of the `choice`-th of `n` sequences of one prompt; a given seed makes each of them repeatable.
+
+    What the request leaves open is as the model's own defaults say.
+    """
     if form is not None:
         for name in ("min_tokens", "ignore_eos"):
             if getattr(fields, name):
@@ -73,14 +81,15 @@ def sampling_params(
         message = f"'min_tokens' ({fields.min_tokens}) must not be more than the output limit ({max_tokens})."
         raise RequestError(message, param="min_tokens", code="invalid_value")
     check_token_ids(fields.stop_token_ids or (), status.vocab_size, "stop_token_ids")
+    own = status.defaults
     return SamplingParams(
         max_tokens=max_tokens,
         min_tokens=fields.min_tokens or 0,
-        temperature=_given(fields.temperature, 1.0),
-        top_p=_given(fields.top_p, 1.0),
-        top_k=max(fields.top_k or 0, 0),
-        min_p=fields.min_p or 0.0,
-        repetition_penalty=_given(fields.repetition_penalty, 1.0),
+        temperature=_first(fields.temperature, own.temperature, 1.0),
+        top_p=_first(fields.top_p, own.top_p, 1.0),
+        top_k=max(_first(fields.top_k, own.top_k, 0), 0),
+        min_p=_first(fields.min_p, own.min_p, 0.0),
+        repetition_penalty=_first(fields.repetition_penalty, own.repetition_penalty, 1.0),
         frequency_penalty=fields.frequency_penalty or 0.0,
         presence_penalty=fields.presence_penalty or 0.0,
         logit_bias=_logit_bias(fields.logit_bias or {}, status.vocab_size),
@@ -93,8 +102,8 @@ def sampling_params(
     )
 
 
-def _given(value: float | None, default: float) -> float:
-    return default if value is None else value
+def _first(asked: Number | None, own: Number | None, default: Number) -> Number:
+    return asked if asked is not None else default if own is None else own
 
 
 def _logit_bias(given: dict[str, float], vocab_size: int) -> dict[int, float]:

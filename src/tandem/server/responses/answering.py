@@ -26,7 +26,9 @@ class Answering(ChunkWriter):
     def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: OutputItems,
                  created: int) -> None:
         """`created` in seconds since 1970."""
-        self._start = empty_response(fields, generation.request_id, model, created, "in_progress")
+        params = generation.params
+        self._start = {**empty_response(fields, generation.request_id, model, created, "in_progress"),
+                       "temperature": params.temperature, "top_p": params.top_p}
         self.generation = generation
         self._output = output
         self._status = "in_progress"

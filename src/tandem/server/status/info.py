@@ -129,17 +129,18 @@ async def model_info(http: Request) -> Response:
     """The model (of several, the default one) and how it is spread."""
     api = get_api(http)
     served = api.served[0]
-    status = served.client.check()
+    status, limit = served.client.check(), served.settings.server.default_max_tokens
     facts: dict[str, Any] = {
         "id": status.model,
         "model": served.settings.model.model or status.model,
         "max_context_length": status.max_context,
-        "max_tokens": min(served.settings.server.default_max_tokens or status.max_context, status.max_context),
+        "max_tokens": min(limit or status.defaults.max_tokens or status.max_context, status.max_context),
         "backend": "tandem",
         "num_devices": len(status.ranks),
     }
     more: dict[str, Any] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
-    more |= {"prefix_cache": status.prefix_cache}
+    more |= {"prefix_cache": status.prefix_cache, "generation_config": served.settings.model.generation_config}
+    more |= {"default_sampling_params": status.defaults.given() | ({"max_tokens": limit} if limit else {})}
     return _json({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})
 
 
