@@ -171,7 +171,7 @@ def test_what_mlx_raises_is_a_broken_model_or_a_failure_of_the_rank(error: Excep
         expect(UsageError, error, lambda: weights.load_file(path))
     executor = InlineExecutor.__new__(InlineExecutor)
     executor._mailbox = Mailbox()
-    executor._loop = RankLoop(0, raiser(error), executor._mailbox, lambda: 0)
+    executor._loop = RankLoop(0, raiser(error), executor._mailbox, lambda: (0, 0))
     expect(RankFailure, error, lambda: executor._wait(20.0))
     executor.close()
 

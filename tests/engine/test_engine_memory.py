@@ -1,15 +1,25 @@
-"""Room for KV: by the machine that ranks share, not by its name, and less what each keeps for reuse."""
+"""Room for KV: by the machine that ranks share, not by its name, and less what each keeps for reuse; and what is done
+when a device fills up all the same."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tandem.config.settings import SchedulerSettings, Settings
+from tandem.config.settings import ModelSettings, SchedulerSettings, Settings
+from tandem.engine.engine import Engine
+from tandem.engine.layout import plan_layout
+from tandem.engine.memory_guard import MemoryGuard
 from tandem.engine.sizing import make_limits
 from tandem.errors import OutOfMemory
-from tandem.protocol.control import Ready
+from tandem.executors import inline
+from tandem.protocol.control import Output, Ready, Stepped
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import RankStep
+from tandem.testing import tiny_model
 
 GIB = 2**30
 
@@ -40,3 +50,88 @@ def test_buffers_that_are_kept_for_reuse_have_room_in_what_is_left_over():
     kept = ready(0, "a", cache_bytes=2 * GIB)
     assert room(ready(0, "a")) == room(kept)
     assert room(ready(0, "a"), fraction=0.99) - room(kept, fraction=0.99) == int((0.99 * 96 - 94) * GIB) // 2**18
+
+
+# ---- while it serves
+
+
+class Device:
+    """Ranks whose device is as full as a test says, on the executor that computes for real."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+        self.share = 0.1
+        monkeypatch.setattr(inline, "memory_use", lambda: (0, int(self.share * self.memory)))
+        settings = Settings(model=ModelSettings(model=str(model)),
+                            scheduler=SchedulerSettings(kv_tokens=4000, prefill_chunk=64))
+        self.engine = Engine(settings, plan_layout(settings))
+        self.engine.start()
+        self.memory = self.engine.gang.ready[0].memory_bytes
+        self.tokens: dict[str, list[int]] = {}
+
+    def ask(self, *names: str, length: int = 40) -> None:
+        for name in names:
+            self.engine.submit(EngineRequest(request_id=name, prompt=[*range(10, 10 + length), ord(name)],
+                                             params=SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)))
+
+    def pump(self, until: Callable[[], bool]) -> None:
+        for _ in range(2000):
+            if until():
+                return
+            for message in self.engine.pump(0.1):
+                assert isinstance(message, Output)
+                self.tokens.setdefault(message.request_id, []).extend(message.tokens)
+        raise AssertionError("it does not come about")
+
+    def results(self, count: int) -> None:
+        """Let so many tokens come."""
+        wanted = sum(map(len, self.tokens.values())) + count
+        self.pump(lambda: sum(map(len, self.tokens.values())) >= wanted or self.engine.idle)
+
+
+def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    device = Device(monkeypatch, tiny_model(tmp_path / "tiny"))
+    engine, scheduler = device.engine, device.engine.scheduler
+    try:
+        device.ask("a", "b", "c", "d")
+        device.pump(lambda: engine.idle)
+        calm, device.tokens = device.tokens, {}
+        assert not scheduler.pressed and scheduler.prefixes.positions > 0
+
+        device.ask("a", "b")
+        device.results(4)
+        device.share = 0.9
+        device.results(4)
+        device.ask("c", "d")
+        device.results(6)
+        assert scheduler.pressed and scheduler.prefixes.positions == 0
+        assert scheduler.running == 2 and len(scheduler.waiting) == 2 and scheduler.preemptions == 0
+
+        device.share = 0.96
+        device.pump(lambda: scheduler.preemptions == 1)
+        device.results(6)
+        assert scheduler.running == 1 and scheduler.preemptions == 1  # one alone goes on, however full it is
+
+        device.share = 0.86  # below what a full KV cache may take, but only just
+        device.results(4)
+        assert scheduler.pressed
+        device.share = 0.5
+        device.pump(lambda: engine.idle)
+        assert device.tokens == calm and not scheduler.pressed
+        assert "90 % full: kept prefixes and buffers are let go of" in caplog.text
+        assert "96 % full: a request starts again later" in caplog.text
+        assert [rank.used_bytes for rank in engine.status().ranks] == [int(0.5 * device.memory)]
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(("fraction", "share", "pressed"), [
+    (0.85, 0.87, False), (0.85, 0.881, True), (0.5, 0.84, False), (0.5, 0.851, True), (1.0, 0.94, False),
+    (1.0, 0.951, True)])
+def test_what_the_kv_cache_may_take_is_no_trouble(fraction: float, share: float, pressed: bool) -> None:
+    scheduler = SimpleNamespace(pressed=False, relieve=lambda: False)
+    guard = MemoryGuard(fraction)
+    ranks = [ready(0, "a"), ready(1, "a"), ready(2, "b")]  # two of them share a device
+    for rank, used in enumerate((share / 2, share / 2, 0.4)):
+        guard.watch(ranks, Stepped(RankStep(rank, 1, 0.0, 0), used_bytes=round(used * 96 * GIB)), scheduler)
+    assert scheduler.pressed is pressed

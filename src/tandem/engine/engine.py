@@ -13,6 +13,7 @@ import time
 from tandem.config.settings import Settings
 from tandem.engine.drain_rate import DrainRate
 from tandem.engine.layout import GangLayout, make_executor
+from tandem.engine.memory_guard import MemoryGuard
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report
@@ -36,6 +37,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self.gang = Gang(settings, layout, executor or make_executor(settings, layout), self.metrics)
         self._report = Report(self.gang, self.metrics)
+        self._guard = MemoryGuard(settings.scheduler.memory_fraction)
         self._scheduler: Scheduler | None = None
         self._drain_rate = DrainRate()
         self._out: list[EngineMessage] = []
@@ -172,6 +174,7 @@ class Engine:
 
     def _take(self, report: Stepped) -> None:
         self._report.stepped(report)
+        self._guard.watch(self.gang.ready, report, self.scheduler)
         if report.result is None:
             return
         messages = self.scheduler.update(report.result, time.monotonic())

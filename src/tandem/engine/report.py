@@ -67,7 +67,7 @@ class Report:
                         step_s=self._step_s.get(ready.rank, 0.0) if latest else 0.0,
                         kv_bytes=latest.step.kv_bytes if latest else 0,
                         slowdown=self._slowdown(ready.rank), memory_bytes=ready.memory_bytes,
-                        wired_bytes=ready.wired_bytes)
+                        wired_bytes=ready.wired_bytes, used_bytes=latest.used_bytes if latest else 0)
 
     def _slowdown(self, rank: int) -> float:
         slowdowns = self._gang.executor.slowdowns

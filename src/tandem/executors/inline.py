@@ -9,14 +9,14 @@ import traceback
 from functools import partial
 
 from tandem.errors import EngineStuck, GpuSilent, RankFailure, UsageError
-from tandem.executors.assembly import build_runner, load_slice, peak_bytes, ready_message, require_memory
+from tandem.executors.assembly import build_runner, load_slice, ready_message, require_memory
 from tandem.executors.base import Executor, Progress
 from tandem.executors.faults import rank_failure
 from tandem.executors.gpu_probe import probe_gpu
 from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
-from tandem.loading.memory import choose_device
+from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.step import StepPlan
@@ -41,7 +41,7 @@ class InlineExecutor(Executor):
         """Load the model into this process."""
         self._watchdog.begin(time.monotonic())
         self._mailbox = Mailbox()
-        self._loop = RankLoop(0, self._build, self._mailbox, peak_bytes)
+        self._loop = RankLoop(0, self._build, self._mailbox, memory_use)
         while True:
             for event in self._wait(POLL_S):
                 if isinstance(event, Loaded) and progress is not None:

@@ -75,11 +75,12 @@ Build = Callable[[Report], tuple[Runner, Ready]]
 class RankLoop:
     """Starts loading at once; plans are executed in the order of `submit`. Everything is reported to the mailbox."""
 
-    def __init__(self, rank: int, build: Build, mailbox: Mailbox, peak_bytes: Callable[[], int]) -> None:
+    def __init__(self, rank: int, build: Build, mailbox: Mailbox, memory: Callable[[], tuple[int, int]]) -> None:
+        """`memory`: most bytes that were used so far, and those that are now."""
         self._rank = rank
         self._build = build
         self._mailbox = mailbox
-        self._peak_bytes = peak_bytes
+        self._memory = memory
         self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
         self._steps: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._finished_at = 0.0
@@ -124,7 +125,8 @@ class RankLoop:
                 now = time.perf_counter()
                 busy = max(now - max(step.started, self._finished_at) - step.waited, 0.0)
                 self._finished_at = now
+                peak, used = self._memory()
                 account = RankStep(self._rank, step.plan.step_id, busy, step.kv_bytes, step.prefix_bytes, step.digest())
-                self._mailbox.put(Stepped(account, self._peak_bytes(), result))
+                self._mailbox.put(Stepped(account, peak, result, used))
         except Exception as error:  # noqa: BLE001 - as above
             self._mailbox.put(error)

@@ -72,10 +72,10 @@ class Worker:
             return
         self._blas = preload_blas(spec.blas)
         from tandem.executors.rank_loop import Mailbox, RankLoop
-        from tandem.loading.memory import peak_bytes  # imports mlx, after the BLAS
+        from tandem.loading.memory import memory_use  # imports mlx, after the BLAS
 
         mailbox = Mailbox()
-        loop = RankLoop(spec.rank, partial(self._build, command, channel, mailbox), mailbox, peak_bytes)
+        loop = RankLoop(spec.rank, partial(self._build, command, channel, mailbox), mailbox, memory_use)
         self._serve(loop, mailbox)
 
     def _build(self, command: Connect, channel: TcpChannel | None, mailbox: Mailbox,
@@ -138,7 +138,7 @@ class Worker:
                 if isinstance(event, Loaded):
                     self._bus.send(LoadProgress(self._spec.rank, event.done, event.total, event.phase))
                 elif isinstance(event, Stepped) and not self._spec.samples:
-                    self._bus.send(Stepped(event.step, event.peak_bytes))
+                    self._bus.send(Stepped(event.step, event.peak_bytes, used_bytes=event.used_bytes))
                 else:
                     self._bus.send(event)
             while (command := self._bus.receive(0.0)) is not None:

@@ -109,6 +109,11 @@ def memory_bytes() -> int:
     return machine_memory()
 
 
+def memory_use() -> tuple[int, int]:
+    """`peak_bytes`, and bytes of MLX's arrays now, without what it keeps for reuse. From any thread."""
+    return peak_bytes(), int(mx.get_active_memory())
+
+
 def peak_bytes() -> int:
     """Most memory that this process has used: on the device if there is one, else resident."""
     if on_gpu():

@@ -100,6 +100,8 @@ class RankInfo(Struct, frozen=True):
     """Seconds for a unit of work lately, as a multiple of what is usual for this rank."""
     wired_bytes: int = 0
     """Weights that the system may not take from a Mac's GPU while it is idle."""
+    used_bytes: int = 0
+    """What MLX's arrays take there now, without buffers that it keeps for reuse."""
 
 
 class EngineStatus(Struct, frozen=True, tag=True):
@@ -258,6 +260,8 @@ class Stepped(Struct, frozen=True, tag=True):
     peak_bytes: int = 0
     """Most memory that the rank has used so far."""
     result: StepResult | None = None
+    used_bytes: int = 0
+    """What MLX's arrays take there after the step, without buffers that it keeps for reuse."""
 
 
 class Failure(Struct, frozen=True, tag=True):

@@ -121,6 +121,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     """The lane's decoding sequences wait in this step, and `decode` is empty."""
     digest: bool = False
     """Report what went into this rank's layers and what came out (`RankStep.digest`); for the canary."""
+    tidy: bool = False
+    """Give buffers that are kept for reuse back first: the memory of a device is nearly full."""
 
     def sampled(self) -> list[str]:
         """Ids that get a token in this step, in the order of `StepResult.tokens`: one with drafts stands there once

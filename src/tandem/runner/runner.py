@@ -112,6 +112,8 @@ class Runner:
         `allowed` restricts what the sequences that it names may be given in this step.
         """
         pending = PendingStep(plan, time.perf_counter(), allowed=allowed or {})
+        if plan.tidy:
+            mx.clear_cache()
         lane = self._lanes[plan.lane]
         for request_id in plan.removes:
             next((one for one in self._lanes if request_id in one.held), lane).remove(request_id)

@@ -52,6 +52,8 @@ class Scheduler:
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
         self.shares = FairShares()
         self.speculation = Speculation(limits.speculation)
+        self.pressed = False
+        """A device's memory is nearly full: nobody joins one who runs, and no prefix is kept."""
         self.preemptions = 0
         self.admitted_tokens = 0
         """Tokens of all sequences that have left the queue for a batch, ever."""
@@ -141,7 +143,8 @@ class Scheduler:
             if sequence.complete:
                 lane.drop(sequence)
         self._make_room()
-        self._make_way(lane)
+        if not self.pressed:
+            self._make_way(lane)
         decode = lane.decoding()
         spec = self._speculate(lane, decode)
         inserts, restores = self._admit(lane)
@@ -155,7 +158,7 @@ class Scheduler:
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves,
             evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
-            spec_decode_plan=spec)
+            spec_decode_plan=spec, tidy=self.pressed)
         self._commit(lane, plan, decode, prefill)
         return plan
 
@@ -193,7 +196,7 @@ class Scheduler:
     def _admit(self, lane: Lane) -> tuple[list[InsertOp], list[SnapshotOp]]:
         inserts: list[InsertOp] = []
         restores: list[SnapshotOp] = []
-        while self.waiting:
+        while self.waiting and not (self.pressed and self.running):
             sequence = self._first()
             if choose_lane(self.lanes, self._length(sequence), asking=lane, rows=self._rows,
                            drafts=self.speculation.most) is not lane:
@@ -230,7 +233,7 @@ class Scheduler:
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SnapshotOp | None:
         """Keep the prompt's KV when this chunk completes it, as far as it has whole blocks."""
-        if op.start + op.count != sequence.save_point:
+        if op.start + op.count != sequence.save_point or self.pressed:
             return None
         snapshot = self.prefixes.save(sequence.tokens[:op.start + op.count])
         return None if snapshot is None else SnapshotOp(sequence.request_id, snapshot.key, snapshot.length)
@@ -279,10 +282,17 @@ class Scheduler:
         self.preemptions += 1
         self.waiting.appendleft(sequence)
 
+    def relieve(self) -> bool:
+        """Let the youngest sequence start again later; False if no more than one runs."""
+        if several := self.running > 1:
+            self._preempt(self._youngest(self._members()))
+        return several
+
     def _make_room(self) -> None:
         """Let go of kept prefixes, then preempt the youngest sequences (they start again later), until the next step
         fits into the KV cache."""
-        self.prefixes.shrink(self.kv_positions + self.prefixes.positions - self.limits.kv_tokens)
+        kept = self.prefixes.positions
+        self.prefixes.shrink(kept if self.pressed else self.kv_positions + kept - self.limits.kv_tokens)
         while self.running > 1 and self.kv_positions > self.limits.kv_tokens:
             self._preempt(self._youngest(self._members()))
 
