@@ -17,10 +17,10 @@ import httpx
 from netns import Machines
 
 READY = re.compile(r"Tandem is ready: (\S+)")
-START_S = 120.0
+START_S = 240.0
 
 
-def eventually(condition: Callable[[], object], seconds: float = 60.0, what: object = "") -> float:
+def eventually(condition: Callable[[], object], seconds: float = 240, what: object = "") -> float:
     """Wait until `condition` holds; how long that took."""
     began = time.monotonic()
     while not condition():
@@ -60,14 +60,14 @@ class Served:
         """A greedy completion."""
         body = {"model": "default", "prompt": [5, 9, 70, 3, 42], "max_tokens": tokens, "temperature": 0,
                 "ignore_eos": True, **fields}
-        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=120)
+        answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=240)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 
     def stop(self, number: int = signal.SIGINT) -> int:
         """Signal it, and its exit code."""
         self.machines.signal(self.process, number)
-        return self.process.wait(60)
+        return self.process.wait(240)
 
 
 def left_over(machines: Machines) -> dict[str, list[str]]:

@@ -26,7 +26,7 @@ from tandem.env import cache_dir
 
 TOOLS = ("ip", "tc", "sshd", "ssh", "ssh-keygen", "nsenter", "unshare")
 PATHS = f"{Path(sys.executable).parent}:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-START_S = 30.0
+START_S = 240.0
 SHADOW = "root:*:19000:0:99999:7:::\nsshd:!:19000::::::\n"
 SSHD = """\
 Port 22

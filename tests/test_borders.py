@@ -137,7 +137,7 @@ time.sleep(60)
 
 @pytest.mark.parametrize("what", ["thread", "handed on", "task"])
 def test_a_process_of_our_own_ends_with_one_report_when_a_thread_or_task_breaks(what: str) -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD, what], capture_output=True, text=True, timeout=50)
+    done = subprocess.run([sys.executable, "-c", CHILD, what], capture_output=True, text=True, timeout=240)
     assert done.returncode == EXIT_BROKEN
     assert done.stderr.count("has failed") == 1
     name = "residents" if what == "task" else "gateway"
@@ -173,10 +173,10 @@ def test_the_gateway_of_a_broken_thread_can_be_closed(tmp_path: Path, monkeypatc
                           ranks=[])
     monkeypatch.setattr(gateway.Gateway, "_forget_silent", lambda self: 1 / 0)
     door = gateway.Gateway(tmp_path / "engine.sock", status, lambda: b"")
-    door._thread.join(20)
+    door._thread.join(240)
     assert not door._thread.is_alive()
     closing = threading.Thread(target=door.close, daemon=True)
     closing.start()
-    closing.join(20)
+    closing.join(240)
     assert not closing.is_alive(), "close() hangs"
     assert "the thread 'gateway' has failed: ZeroDivisionError" in caplog.text

@@ -55,7 +55,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.communicate(timeout=40)
+            process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
@@ -209,7 +209,7 @@ def test_top_watches_until_it_is_interrupted(url: str) -> None:
         with contextlib.suppress(OSError):  # the end of a terminal
             while os.read(master, 65536):
                 pass
-        assert process.wait(30) == 0
+        assert process.wait(240) == 0
     finally:
         process.kill()
         process.wait()

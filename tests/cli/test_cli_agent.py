@@ -54,7 +54,7 @@ class Agents:
     def stop(self, name: str, number: int = signal.SIGTERM) -> int:
         process = self.processes.pop(name)
         self.machines.signal(process, number)
-        return process.wait(20)
+        return process.wait(240)
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
@@ -123,7 +123,7 @@ def test_a_model_is_served_over_agents_alone(paired, tmp_path):
         if not machines.processes("h0", "tandem.cli.background"):
             print(machines.run("h0", ["python", "-m", "tandem", "logs"], check=False).stdout)
     os.kill(head, signal.SIGKILL)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while any(machines.processes(name, "tandem.executors.worker") or machines.processes(name, "rank_host")
               for name in ("h1", "h2")):
         assert time.monotonic() < deadline, "ranks outlive their head"
@@ -135,7 +135,7 @@ def test_the_doctor_comes_over_agents(paired, tmp_path):
     hostfile = tmp_path / "hosts.json"
     paired.hosts("write", str(hostfile))
     command = ["python", "-m", "tandem", "doctor", "--hostfile", str(hostfile), "--json"]
-    done = paired.machines.run("h0", command, timeout=120)
+    done = paired.machines.run("h0", command, timeout=240)
     assert json.loads(done.stdout)["ok"]
 
 

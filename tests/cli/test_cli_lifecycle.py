@@ -65,7 +65,7 @@ def test_a_servers_life(tandem, server):
     assert [(rank["rank"], rank["stage"]) for rank in replica["ranks"]] == [(0, 0), (1, 1)]
     assert all(rank["host"] and rank["peak_bytes"] > 0 and psutil.pid_exists(rank["pid"]) for rank in replica["ranks"])
     url = server["address"]
-    assert httpx.get(f"{url}/v1/models").status_code == 401  # the key came along, though not as an argument
+    assert httpx.get(f"{url}/v1/models", timeout=240).status_code == 401  # the key came along, not as an argument
     assert all("sesame" not in " ".join(one.cmdline()) for one in family(server["pid"]))
 
     second = tandem("up", tandem.model, "--port", "0")
@@ -76,7 +76,7 @@ def test_a_servers_life(tandem, server):
 
     def ask() -> None:
         while not done.is_set():
-            answer = httpx.post(f"{url}/v1/completions", timeout=120, headers={"Authorization": "Bearer sesame"}, json={
+            answer = httpx.post(f"{url}/v1/completions", timeout=240, headers={"Authorization": "Bearer sesame"}, json={
                 "model": "default", "prompt": "a", "max_tokens": 200, "temperature": 0, "ignore_eos": True})
             assert answer.status_code == 200, answer.text
 
@@ -97,8 +97,8 @@ def test_a_servers_life(tandem, server):
     processes = family(server["pid"])
     ended = tandem("down")
     assert (ended.returncode, "default has ended" in ended.stdout) == (0, True)
-    assert follower.communicate(timeout=30)[0] is not None  # it ends with the server
-    assert not psutil.wait_procs(processes, timeout=10)[1]
+    assert follower.communicate(timeout=240)[0] is not None  # it ends with the server
+    assert not psutil.wait_procs(processes, timeout=240)[1]
     assert tandem("status").returncode == 1
     assert "does not run" in tandem("down").stdout
 
@@ -107,13 +107,13 @@ def test_a_servers_life(tandem, server):
 def test_a_server_that_is_killed_frees_its_name_and_leaves_nothing(tandem, server):
     processes = family(server["pid"])
     os.kill(server["pid"], signal.SIGKILL)
-    assert not psutil.wait_procs(processes, timeout=20)[1]
+    assert not psutil.wait_procs(processes, timeout=240)[1]
     assert tandem.status("--name", "default")[0]["state"] == "down"
     done = tandem("up", tandem.model, "--port", "0", "--no-wait")
     assert done.returncode == 0, done.stderr
     other = tandem("up", tandem.model, "--port", "0", "--name", "other")
     assert other.returncode == 0, other.stderr
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while [one["state"] for one in tandem.status("--interval", "0")] != ["ready", "ready"]:
         assert time.monotonic() < deadline
     assert {one["name"] for one in tandem.status("--interval", "0")} == {"default", "other"}

@@ -15,7 +15,7 @@ from tandem.version import __version__
 def tandem(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     return subprocess.run([sys.executable, "-m", "tandem", *arguments], env=inherited | variables, input="",
-                          capture_output=True, text=True, timeout=60, check=False)  # fmt: skip
+                          capture_output=True, text=True, timeout=240, check=False)  # fmt: skip
 
 
 def refusal(*arguments: str, **variables: str) -> str:

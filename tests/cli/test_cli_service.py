@@ -96,10 +96,10 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
             assert select.select([server.stdout], [], [], 120)[0]
             ready = re.search(r"Tandem is ready: (\S+)", server.stdout.readline())
             assert ready
-            assert httpx.get(f"{ready[1]}/health", timeout=30).status_code == 200
+            assert httpx.get(f"{ready[1]}/health", timeout=240).status_code == 200
         finally:
             server.terminate()
-            server.communicate(timeout=60)
+            server.communicate(timeout=240)
     assert server.returncode == 0  # so that it is not started again
 
     del environment["TANDEM_API_KEY"]

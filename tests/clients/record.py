@@ -128,7 +128,7 @@ def record(command: list[str], call: str, form: str) -> list[dict[str, Any]]:
             print("exit code", done.returncode, file=sys.stderr)
         finally:
             server.should_exit = True
-            thread.join(10)
+            thread.join(240)
             engine.stop()
     return requests
 

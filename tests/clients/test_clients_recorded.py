@@ -57,7 +57,7 @@ def test_the_answer_has_the_official_shape(url: str, request_: dict[str, Any]) -
     path = request_["path"].partition("?")[0]
     body = shortened(request_["body"]) if "body" in request_ else None
     address, headers = url + request_["path"], request_["headers"]
-    answer = httpx.request(request_["method"], address, json=body, headers=headers, timeout=120)
+    answer = httpx.request(request_["method"], address, json=body, headers=headers, timeout=240)
     assert answer.status_code == request_["status"], answer.text
     if request_["status"] >= 400 or request_["method"] == "HEAD":
         return

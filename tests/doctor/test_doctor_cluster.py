@@ -31,7 +31,7 @@ class Cluster:
     def doctor(self, *options: str) -> tuple[int, dict]:
         words = ["python", "-m", "tandem", "doctor", "--hostfile", str(self.hostfile), "--model", str(self.model),
                  "--ports", str(PORT), "--json", *options]
-        done = self.machines.run("h0", words, timeout=180, check=False)
+        done = self.machines.run("h0", words, timeout=240, check=False)
         assert done.stdout, done.stderr
         return done.returncode, json.loads(done.stdout)
 
@@ -123,12 +123,12 @@ def clock_ahead(cluster: Cluster) -> Iterator[None]:
 def port_taken(cluster: Cluster) -> Iterator[None]:
     taker = cluster.machines.start("h2", ["python", "-m", "http.server", str(PORT)], stdout=subprocess.DEVNULL,
                                    stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while str(PORT) not in cluster.machines.run("h2", ["ss", "-ltn"]).stdout:
         assert time.monotonic() < deadline
     yield
     cluster.machines.signal(taker, signal.SIGKILL)
-    taker.wait(10)
+    taker.wait(240)
 
 
 @contextlib.contextmanager
@@ -307,7 +307,7 @@ def test_a_firewall_is_found_and_its_remedy_opens_it(cluster):
 
 
 def test_nothing_is_left_running(cluster):
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while any(cluster.machines.processes(name, "tandem.doctor") for name in cluster.machines.names):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -45,7 +45,7 @@ def command(*arguments: str, ready: str | None = None) -> Iterator[tuple[subproc
         found = None
         if ready is not None:
             assert process.stdout is not None
-            readable, _, _ = select.select([process.stdout], [], [], 120)
+            readable, _, _ = select.select([process.stdout], [], [], 240)
             found = re.search(ready, process.stdout.readline() if readable else "")
             assert found, "not ready"
         family = psutil.Process(process.pid).children(recursive=True)
@@ -53,7 +53,7 @@ def command(*arguments: str, ready: str | None = None) -> Iterator[tuple[subproc
     finally:
         process.kill()
         process.communicate()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=240)
         assert not alive, "a child outlived the server"
 
 
@@ -102,7 +102,7 @@ def streams(url: str, count: int, max_tokens: int) -> list[Stream]:
     return started
 
 
-def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
+def wait_until(condition: Callable[[], Any], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "timed out"
@@ -110,7 +110,7 @@ def wait_until(condition: Callable[[], Any], seconds: float = 120.0) -> None:
 
 
 def ready(url: str) -> bool:
-    return httpx.get(f"{url}/health/ready", timeout=20).status_code == 200
+    return httpx.get(f"{url}/health/ready", timeout=240).status_code == 200
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -118,16 +118,16 @@ def test_what_runs_is_finished_and_nothing_new_is_taken(model: str, layout: str)
     with serving(model, *LAYOUTS[layout], "--drain-timeout", "300") as (process, url):
         running = streams(url, 3, 1000)
         process.send_signal(signal.SIGTERM)
-        wait_until(lambda: not ready(url), 30)
+        wait_until(lambda: not ready(url))
         assert not any(one.done for one in running), "not ready before anything has ended"
-        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20)
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "shutting_down"
         assert int(refused.headers["retry-after"]) > 0
-        assert httpx.get(f"{url}/health/live", timeout=20).status_code == 200
+        assert httpx.get(f"{url}/health/live", timeout=240).status_code == 200
         for one in running:
             one.thread.join(300)
             assert one.done and one.finish_reasons == ["length"]
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
 
 
 @pytest.mark.parametrize("layout", ["one rank", "replicas"])
@@ -138,13 +138,13 @@ def test_what_is_left_ends_with_a_clear_error(model: str, layout: str, how: str)
         running = streams(url, 2, ENDLESS)
         process.send_signal(signal.SIGTERM)
         if how == "second signal":
-            wait_until(lambda: not ready(url), 30)
+            wait_until(lambda: not ready(url))
             process.send_signal(signal.SIGTERM)
         for one in running:
-            one.thread.join(60)
+            one.thread.join(240)
             assert one.error["code"] == "shutting_down" and one.error["type"] == "server_error"
             assert one.done and not one.finish_reasons
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
 
 
 @contextmanager
@@ -156,13 +156,13 @@ def apart(model: str, socket_path: Path, timeout: str) -> Iterator[tuple[subproc
     url = f"http://127.0.0.1:{port}"
     with command("engine", model, "--kv-tokens", "60000", *common) as (engine, _), \
             command("api", "--port", port, *common) as (api, _):
-        wait_until(lambda: _answers(url) and ready(url), 120)
+        wait_until(lambda: _answers(url) and ready(url))
         yield engine, api, url
 
 
 def _answers(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/live", timeout=20).status_code == 200
+        return httpx.get(f"{url}/health/live", timeout=240).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -172,13 +172,13 @@ def test_apart(model: str, tmp_path: Path, who: str) -> None:
     with apart(model, tmp_path / "e.sock", "300") as (engine, api, url):
         running = streams(url, 2, 1000)
         (engine if who == "engine" else api).send_signal(signal.SIGTERM)
-        wait_until(lambda: not ready(url), 30)
+        wait_until(lambda: not ready(url))
         assert not any(one.done for one in running)
-        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20).status_code == 503
+        assert httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240).status_code == 503
         for one in running:
             one.thread.join(300)
             assert one.done and one.finish_reasons == ["length"]
-        assert (engine if who == "engine" else api).wait(60) == 0
+        assert (engine if who == "engine" else api).wait(240) == 0
         other = api if who == "engine" else engine
         assert other.poll() is None, "the other one stays"
         assert os.path.exists(tmp_path / "e.sock") == (who == "api")
@@ -188,8 +188,8 @@ def test_an_engine_apart_at_its_deadline(model: str, tmp_path: Path) -> None:
     with apart(model, tmp_path / "e.sock", "3") as (engine, _, url):
         [running] = streams(url, 1, ENDLESS)
         engine.send_signal(signal.SIGTERM)
-        running.thread.join(60)
+        running.thread.join(240)
         assert running.done and running.error["code"] == "shutting_down"
-        assert engine.wait(60) == 0
-        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=20)
+        assert engine.wait(240) == 0
+        refused = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, timeout=240)
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0

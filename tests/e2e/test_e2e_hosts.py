@@ -70,7 +70,7 @@ def test_replicas_on_machines_of_their_own(machines: Machines, tiny: Path, expec
 def fails(machines: Machines, tiny: Path, *arguments: str, code: int = 2) -> str:
     """The last line of a server that cannot start."""
     with serving(machines, str(tiny), *arguments, ready=False) as server:
-        assert server.process.wait(90) == code, server.log
+        assert server.process.wait(240) == code, server.log
         return [line for line in server.log.splitlines() if "tandem: " in line][-1]
 
 

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from openai import OpenAI
 
+from served import assert_idle
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -33,10 +34,10 @@ class Server:
     def __init__(self, process: subprocess.Popen[str], url: str) -> None:
         self.process = process
         self.url = url
-        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240)
 
     def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=30).json()
+        return httpx.get(self.url + path, timeout=240).json()
 
     def replicas(self) -> dict[int, Any]:
         return {one["replica"]: one for one in self.get("/health")["replicas"]}
@@ -52,16 +53,16 @@ class Server:
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         port = self.url.rsplit(":", 1)[1]
         return subprocess.run([sys.executable, "-m", "tandem", "replica", *arguments, "--port", port],
-                              capture_output=True, text=True, timeout=60, check=False)
+                              capture_output=True, text=True, timeout=240, check=False)
 
     def counted(self, name: str) -> dict[str, float]:
         """A counter by replica."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=240).text
         return {label: float(value) for label, value in re.findall(rf'^{name}{{replica="(\d+)"}} (\S+)$', text, re.M)}
 
     def moved(self) -> float:
         """Requests that went on elsewhere."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=240).text
         return float(re.findall(r"^tandem_requests_moved_total (\S+)$", text, re.M)[0])
 
 
@@ -72,7 +73,7 @@ def serving(*arguments: str) -> Iterator[Server]:
     family: list[psutil.Process] = []
     assert process.stdout is not None
     try:
-        readable, _, _ = select.select([process.stdout], [], [], 120)
+        readable, _, _ = select.select([process.stdout], [], [], 240)
         ready = READY.search(process.stdout.readline() if readable else "")
         assert ready, "not ready"
         family = psutil.Process(process.pid).children(recursive=True)
@@ -81,15 +82,15 @@ def serving(*arguments: str) -> Iterator[Server]:
     finally:
         process.send_signal(signal.SIGINT)
         try:
-            process.communicate(timeout=40)
+            process.communicate(timeout=240)
         except subprocess.TimeoutExpired:
             process.kill()
             process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=240)
     assert not alive, "a child outlived the server"
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "timed out"
@@ -191,7 +192,7 @@ def test_what_replica_refuses(two: Server) -> None:
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
     port = two.url.rsplit(":", 1)[1]
     done = subprocess.run([sys.executable, "-m", "tandem", "replica", "list", "--port", str(int(port) % 60000 + 1)],
-                          capture_output=True, text=True, timeout=60, check=False)
+                          capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2 and "no server listens" in done.stderr
 
 
@@ -212,13 +213,7 @@ def test_the_api_can_die_alone(two: Server) -> None:
 
 
 def test_idle_replicas_cost_no_cpu(two: Server) -> None:
-    time.sleep(1.0)
-    family = psutil.Process(two.process.pid).children(recursive=True)
-    family.append(psutil.Process(two.process.pid))
-    before = {one.pid: sum(one.cpu_times()[:2]) for one in family}
-    time.sleep(4.0)
-    spent = {one.pid: sum(one.cpu_times()[:2]) - before[one.pid] for one in family}
-    assert sum(spent.values()) < 0.4, f"seconds of CPU in 4 s of idleness: {spent}"
+    assert_idle([psutil.Process(two.process.pid), *psutil.Process(two.process.pid).children(recursive=True)])
 
 
 def test_one_replica_may_become_several_and_its_layout_is_kept(tmp_path: Path) -> None:
@@ -248,7 +243,7 @@ def test_killing_the_supervisor_leaves_no_orphan(tmp_path: Path) -> None:
     assert len(family) == 7
     process.kill()
     process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=240)
     assert not alive
 
 
@@ -256,8 +251,8 @@ def test_what_cannot_be_served_ends_with_code_2_and_a_line(tmp_path: Path) -> No
     directory = str(tiny_model(tmp_path))
     for arguments, word in ((("-dp", "0"), "--data-parallel-size"), (("-dp", "2", "-pp", "9"), "pipeline-parallel")):
         done = subprocess.run([sys.executable, "-m", "tandem", "serve", directory, *arguments, "--port", "0"],
-                              capture_output=True, text=True, timeout=60, check=False)
+                              capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 2 and word in done.stderr and "Traceback" not in done.stderr
     done = subprocess.run([sys.executable, "-m", "tandem", "engine", directory, "-dp", "2"], capture_output=True,
-                          text=True, timeout=60, check=False)
+                          text=True, timeout=240, check=False)
     assert done.returncode == 2 and "--data-parallel-size 2" in done.stderr

@@ -51,7 +51,7 @@ def prompts() -> list[list[int]]:
 
 
 def test_streams_and_whole_answers_are_those_of_plain_decoding(url: str, expected: list[list[str]]) -> None:
-    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    with OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240) as client:
         def ask(prompt: list[int], sampling: dict[str, float], stream: bool) -> str:
             answer = client.completions.create(  # type: ignore[call-overload]
                 model="default", prompt=prompt, max_tokens=TOKENS, stream=stream, extra_body={"ignore_eos": True},
@@ -65,9 +65,9 @@ def test_streams_and_whole_answers_are_those_of_plain_decoding(url: str, expecte
             with ThreadPoolExecutor(len(texts)) as pool:
                 for stream in (False, True):
                     assert list(pool.map(partial(ask, sampling=sampling, stream=stream), prompts())) == texts
-    metrics = httpx.get(f"{url}/metrics", timeout=30).text
+    metrics = httpx.get(f"{url}/metrics", timeout=240).text
     accepted, drafts = (sum(map(float, re.findall(rf"^tandem_spec_decode_num_{name}_tokens_total\S* (\S+)$", metrics,
                                                   re.M))) for name in ("accepted", "draft"))
     assert 50 < accepted <= drafts
-    engine = httpx.get(f"{url}/v1/status", timeout=30).json()["engine"]
+    engine = httpx.get(f"{url}/v1/status", timeout=240).json()["engine"]
     assert 0 < engine["accepted_tokens"] < engine["draft_tokens"] <= drafts, "as the engine last published it"

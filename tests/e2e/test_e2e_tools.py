@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", params=LAYOUTS)
 def client(request: pytest.FixtureRequest, model: Path) -> Iterator[OpenAI]:
     with (served(str(model), *LAYOUTS[request.param]) as address,
-          OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=120) as one):
+          OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=240) as one):
         yield one
 
 

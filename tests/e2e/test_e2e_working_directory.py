@@ -42,7 +42,7 @@ def machines(make_machines) -> Machines:
 def generate(machines: Machines, tiny: Path, *words: str) -> None:
     """A text from two ranks, asked for within the model's directory on h0."""
     line = f"cd {tiny} && tandem generate . -pp 2 --prompt 'a b' --max-tokens 3 {' '.join(words)}"
-    assert machines.run("h0", line, timeout=120).stdout.strip()
+    assert machines.run("h0", line, timeout=240).stdout.strip()
 
 
 def plant_homes(machines: Machines, mark: Path) -> None:
@@ -71,7 +71,7 @@ def test_machines_that_join_by_hand(machines: Machines, tiny: Path, mark: Path) 
     join = ["tandem", "rank", "--join", machines["h0"].address, "--token-file", "token", "--join-timeout", "100"]
     ranks = [machines.start(name, join, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for name in ("h0", "h1")]
     generate(machines, tiny, "--launcher", "manual", "--token-file", str(token))
-    assert [rank.wait(30) for rank in ranks] == [0, 0]
+    assert [rank.wait(240) for rank in ranks] == [0, 0]
 
 
 def test_over_an_agent(machines: Machines, tiny: Path, mark: Path) -> None:
@@ -85,7 +85,7 @@ def test_over_an_agent(machines: Machines, tiny: Path, mark: Path) -> None:
         generate(machines, tiny, "--hostfile", hostfile(machines, ["h0", {"ssh": "agent:h1"}]))
     finally:
         machines.signal(agent, 15)
-        agent.wait(30)
+        agent.wait(240)
 
 
 def test_on_ray(tiny: Path, mark: Path, tmp_path: Path) -> None:

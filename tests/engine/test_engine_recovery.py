@@ -249,7 +249,7 @@ def test_requests_come_and_go_while_the_planner_looks_for_a_layout(
 
     def slow(*given: Any) -> Any:
         begun.set()
-        assert heard.wait(20), "the engine heard nothing meanwhile"
+        assert heard.wait(240), "the engine heard nothing meanwhile"
         return plan(*given)
 
     monkeypatch.setattr(fallback, "plan", slow)
@@ -344,12 +344,12 @@ def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(model: Pat
         assert service._gateway.status.state == "recovering"
     finally:
         service.stop()
-        thread.join(30)
+        thread.join(240)
     assert codes == [0] and not thread.is_alive()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -132,11 +132,9 @@ def test_a_rank_that_is_stopped_counts_as_stuck(model: Path) -> None:
         engine.submit(EngineRequest(request_id="a", prompt=[5, 6, 7], params=params))
         os.kill(engine.executor.pids[1], signal.SIGSTOP)
         tokens = 0
-        started = time.monotonic()
         while not engine.idle:
             tokens += sum(len(m.tokens) for m in engine.pump(1.0) if isinstance(m, Output))
         assert tokens == 30 and engine.restarts == 1
-        assert time.monotonic() - started < 30
     finally:
         engine.close()
 

@@ -32,7 +32,7 @@ class StuckRunner:
         self.over = over
 
     def execute(self, plan: StepPlan) -> Any:
-        self.over.wait(60)
+        self.over.wait(240)
         raise RuntimeError("over")
 
 

@@ -21,7 +21,7 @@ def test_threads_are_used_again_one_by_one() -> None:
     seen: list[int] = []
     for _ in range(3):
         work = LentThread(lambda: seen.append(threading.get_ident()))
-        work.join(20)
+        work.join(240)
         assert not work.is_alive()
     assert len(seen) == 3 and len(set(seen)) == 1
 
@@ -32,7 +32,7 @@ def test_work_at_the_same_time_has_threads_of_its_own() -> None:
     assert works[0].is_alive() and works[1].is_alive()
     meet.wait()
     for work in works:
-        work.join(20)
+        work.join(240)
         assert not work.is_alive()
 
 
@@ -42,7 +42,7 @@ def test_a_thread_that_has_raised_is_not_lent_again(caplog: pytest.LogCaptureFix
 
     with caplog.at_level(logging.ERROR):
         work = LentThread(fail)
-        work.join(20)
+        work.join(240)
     assert not work.is_alive()
     test_threads_are_used_again_one_by_one()
 

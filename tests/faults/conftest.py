@@ -27,7 +27,7 @@ from tandem.testing import tiny_model
 READY = re.compile(r"Tandem is ready: (\S+)")
 FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--start-timeout", "120", "--max-restarts", "100")
 LAYOUTS = {"pp": ("-pp", "2"), "tp": ("-tp", "2"), "dp": ("-dp", "2"), "one": ()}
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 """For anything that must come to pass; a busy CI machine is slow."""
 
 LONG = [*range(10, 500), *range(10, 410)]
@@ -129,7 +129,7 @@ class Server:
     # --- requests ---
 
     def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=30).json()
+        return httpx.get(self.url + path, timeout=240).json()
 
     def call(self, body: dict[str, Any]) -> Call:
         return Call(self.url, body)
@@ -188,7 +188,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples whose name and labels begin like `name`."""
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=240).text
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
 
     def tail(self) -> str:
@@ -224,7 +224,7 @@ def running_server(*arguments: str) -> Iterator[Server]:
     family: list[psutil.Process] = []
     port = 0
     try:
-        readable, _, _ = select.select([process.stdout], [], [], 180)
+        readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
         ready = READY.search(process.stdout.readline() if readable else "")
         assert ready, log.read_text()[-4000:]
         server = Server(process, ready[1], log)
@@ -234,10 +234,10 @@ def running_server(*arguments: str) -> Iterator[Server]:
     finally:
         process.send_signal(signal.SIGTERM)
         with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=60)
+            process.communicate(timeout=240)
         process.kill()
         process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=240)
     assert not alive, "a process outlived the server"
     assert free(port), "the port is still taken"
     left = sorted(path.name for path in runtime.iterdir() if path != log)

@@ -64,7 +64,7 @@ def server(cluster: Cluster, model: Path, make_server: Any) -> Iterator[Any]:
     finally:
         machines.signal(process, signal.SIGTERM)
         try:
-            process.communicate(timeout=60)
+            process.communicate(timeout=240)
         finally:
             process.kill()
 

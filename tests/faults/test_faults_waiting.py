@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -43,29 +42,28 @@ def test_files_that_are_away_cost_waiting_and_no_request(running: Any, own_model
         os.kill(victim, signal.SIGKILL)
         server.wait(lambda: any(str(own_model) in one for one in details(server)), "what is waited for")
         port = server.url.rsplit(":", 1)[1]
-        told = subprocess.run([sys.executable, "-m", "tandem", "status", "--port", port, "--interval", "0"], text=True,
-                              capture_output=True, timeout=60, check=False,
-                              env={**os.environ, "TANDEM_RUNTIME_DIR": str(server.log.parent)})
-        assert str(own_model) in told.stdout, told
+        words = [sys.executable, "-m", "tandem", "status", "--port", port, "--interval", "0"]
+        variables = {**os.environ, "TANDEM_RUNTIME_DIR": str(server.log.parent)}
+        # An api on a busy machine may not answer one look in time.
+        server.wait(lambda: str(own_model) in subprocess.run(words, text=True, capture_output=True, check=False,
+                                                             env=variables).stdout, "what tandem status says")
         away.rename(own_model)
         assert call.join().result == undisturbed, server.tail()
         server.wait(server.settled, "recovery")
 
 
 def test_files_that_stay_away_end_the_server_and_clients_hear_it_at_once(running: Any, own_model: Path) -> None:
-    with running(str(own_model), "-pp", "2", *FLAGS, "--max-restarts", "2", "--drain-timeout", "100") as server:
+    with running(str(own_model), "-pp", "2", *FLAGS, "--max-restarts", "2", "--drain-timeout", "600") as server:
         call = server.call({**BODY, "max_tokens": 1000})
         server.wait(lambda: call.chunks > 5, "tokens")
         shutil.rmtree(own_model)
         os.kill(server.ranks()[1], signal.SIGKILL)
-        started = time.monotonic()
-        assert server.process.wait(120) == 3, server.tail()
-        assert time.monotonic() - started < 90, "not the drain timeout"
+        assert server.process.wait(240) == 3, server.tail()
         assert "gave up" in call.join().result["error"]["message"], call.result
 
 
 def test_an_engine_that_dies_while_the_server_drains_is_replaced(running: Any, model: Path) -> None:
-    with running(str(model), "-pp", "2", *FLAGS, "--drain-timeout", "110") as server:
+    with running(str(model), "-pp", "2", *FLAGS, "--drain-timeout", "600") as server:
         undisturbed = server.call(BODY).join().result
         calls = [server.call(BODY) for _ in range(2)]
         server.wait(lambda: calls[0].chunks > 5, "tokens")
@@ -73,4 +71,4 @@ def test_an_engine_that_dies_while_the_server_drains_is_replaced(running: Any, m
         server.wait(lambda: server.states() == [] or server.get("/health")["status"] == "draining", "draining")
         os.kill(server.engines()[0].pid, signal.SIGKILL)
         assert [call.join().result for call in calls] == [undisturbed] * 2, server.tail()
-        assert server.process.wait(60) == 0
+        assert server.process.wait(240) == 0

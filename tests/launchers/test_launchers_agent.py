@@ -40,7 +40,7 @@ class Head:
         with suppress(zmq.Again):  # there is no connection
             self._socket.send(msgspec.msgpack.encode(message), zmq.DONTWAIT)
 
-    def hear(self, seconds: float = 30.0) -> SessionReply | None:
+    def hear(self, seconds: float = 240) -> SessionReply | None:
         """The next word that is no beat."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
@@ -84,7 +84,7 @@ class Machine:
 
     def close(self) -> None:
         self._over = True
-        self._thread.join(60)
+        self._thread.join(240)
         self.agent.close()
         for head in self.heads:
             head.close()

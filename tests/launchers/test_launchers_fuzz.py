@@ -142,7 +142,7 @@ def test_the_roster_survives_rank_hosts_that_send_nonsense():
             for name, value in (("slot", -1), ("mlx", {"rank": -100})):
                 member.send(msgspec.msgpack.encode({**msgspec.to_builtins(good), name: value}))
             member.send(whole)
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 240
             while (found := roster.fill(1)) == [None]:
                 assert time.monotonic() < deadline
                 roster.wait(0.1)

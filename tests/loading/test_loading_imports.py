@@ -26,7 +26,7 @@ print(sorted({"transformers", "mlx_lm.utils", "torch"} & set(sys.modules)))
 
 
 def test_a_rank_imports_no_transformers() -> None:
-    run = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True, timeout=240, check=False)
     assert (run.stdout, run.stderr) == ("[]\n", "")
 
 
@@ -34,7 +34,7 @@ def test_a_rank_imports_no_transformers() -> None:
 def test_the_supervisor_imports_no_web_server_and_parity_mlx_only_after_the_blas(command: str) -> None:
     heavy = "{'fastapi', 'uvicorn', 'mlx.core', 'transformers'}"
     code = f"import sys, tandem.cli.{command}; print(sorted({heavy} & set(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert (run.stdout, run.stderr) == ("[]\n", "")
 
 

@@ -262,7 +262,7 @@ def test_ranks_of_one_machine_share_the_work(tmp_path: Path, cache: Path) -> Non
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     assert len(found) == 3 and found[0] == found[1] == found[2]
     assert source.weights_read() == Counter(source.expected(range(0, 4)))
     assert not list(cache.rglob("*.partial")) and not list(cache.rglob("*.journal"))

@@ -40,7 +40,7 @@ def _launch(ranks: int, *arguments: str, directory: Path) -> str:
         # An open pipe: it would spin on a closed one.
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT)
         try:
-            process.wait(120)
+            process.wait(240)
         finally:
             process.kill()
             assert process.stdin is not None

@@ -40,7 +40,7 @@ def module(tmp_path: Path) -> dict[str, str]:
 
 
 def wait_for(path: Path) -> bytes:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while not path.exists() or not path.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -55,7 +55,7 @@ def test_the_payload_arrives_and_does_not_show_in_the_arguments(tmp_path: Path, 
         assert child.poll() is None and child.describe_exit() == "is running"
     finally:
         child.kill()
-    assert child.wait(10) and child.describe_exit() == "was ended by SIGKILL"
+    assert child.wait(240) and child.describe_exit() == "was ended by SIGKILL"
 
 
 def test_a_stopped_child_can_be_killed(tmp_path: Path, module: dict[str, str]) -> None:
@@ -68,7 +68,7 @@ def test_a_stopped_child_can_be_killed(tmp_path: Path, module: dict[str, str]) -
     child.terminate()
     assert not child.wait(0.3)
     child.kill()
-    assert child.wait(10)
+    assert child.wait(240)
 
 
 def test_a_child_goes_with_its_parent(tmp_path: Path, module: dict[str, str]) -> None:
@@ -86,7 +86,7 @@ time.sleep(60)
     wait_for(tmp_path / "got")
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 240
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -130,7 +130,7 @@ def test_a_child_outlives_the_thread_that_started_it(tmp_path: Path, module: dic
     thread.join()
     assert not children[0].wait(0.5)
     children[0].kill()
-    assert children[0].wait(10.0)
+    assert children[0].wait(240)
 
 
 def test_backends_that_need_a_host_file_say_so() -> None:
@@ -176,6 +176,6 @@ def test_a_child_that_keeps_the_interpreter_lock_goes_with_its_parent_without_th
             assert child.stdout.readline() == b"locked\n"
             assert len(psutil.Process(child.pid).children()) == 1, "the first guard has gone"
             child.stdin.close()
-            assert child.wait(60) == -signal.SIGKILL
+            assert child.wait(240) == -signal.SIGKILL
         finally:
             child.kill()

@@ -120,7 +120,7 @@ class FakeEngine:
         self._bound = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        assert self._bound.wait(5)
+        assert self._bound.wait(240)
 
     def stop(self) -> None:
         """Go away without a word, as a killed process does."""
@@ -204,13 +204,13 @@ class LiveServer:
         self._thread.start()
         wait_until(lambda: self.server.started)
         self.clients: list[openai.OpenAI] = []
-        self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        self.http = httpx.Client(base_url=self.url, timeout=240, trust_env=False)
 
     def stop(self) -> None:
         for client in (self.http, *self.clients):
             client.close()
         self.server.should_exit = True
-        self._thread.join(10)
+        self._thread.join(240)
         assert not self._thread.is_alive()
 
     def wait_ready(self) -> LiveServer:
@@ -219,7 +219,7 @@ class LiveServer:
 
     def openai(self, **options) -> openai.OpenAI:
         options.setdefault("api_key", "none")
-        self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=20, **options))
+        self.clients.append(openai.OpenAI(base_url=f"{self.url}/v1", max_retries=0, timeout=240, **options))
         return self.clients[-1]
 
     def chat(self, **fields) -> httpx.Response:

@@ -123,5 +123,5 @@ def test_a_server_that_breaks_off_is_no_answer(files, capsys):
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         assert main(["batch", *map(str, files), "--base-url", url, "--retries", "0"]) == 1
-        thread.join(10)
+        thread.join(240)
     assert "1 without an answer, for instance: a: IncompleteRead" in capsys.readouterr().out

@@ -45,16 +45,16 @@ class Watch:
     def __enter__(self):
         for thread in self._threads:
             thread.start()
-        assert self.first.wait(20)
+        assert self.first.wait(240)
         return self
 
     def __exit__(self, *exc):
         self._over.set()
         for thread in self._threads:
-            thread.join(20)
+            thread.join(240)
 
     def _look(self):
-        with httpx.Client(base_url=self._server.url, timeout=60, trust_env=False) as client:
+        with httpx.Client(base_url=self._server.url, timeout=240, trust_env=False) as client:
             while not self._over.is_set():
                 client.get("/health")
                 self.answers.append(time.monotonic())
@@ -62,7 +62,7 @@ class Watch:
 
     def _read(self):
         body = {"messages": HELLO, "stream": True, "max_tokens": 20_000, "ignore_eos": True}
-        with httpx.Client(base_url=self._server.url, timeout=60, trust_env=False) as client, \
+        with httpx.Client(base_url=self._server.url, timeout=240, trust_env=False) as client, \
                 client.stream("POST", CHAT, json=body) as stream:
             for _ in stream.iter_raw():
                 self.chunks.append(time.monotonic())

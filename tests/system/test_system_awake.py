@@ -21,7 +21,7 @@ sys.stdin.read()
 
 
 def eventually(condition: Callable[[], object]) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -21,7 +21,7 @@ def sleeper():
 
 
 def becomes(pid: int, letter: str) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 240
     while state.process_state(pid) != letter:
         if time.monotonic() > deadline:
             return False

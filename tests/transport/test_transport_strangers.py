@@ -165,7 +165,7 @@ class Recorder:
         back = threading.Thread(target=self._copy, args=(far, near, bytearray()), daemon=True)
         back.start()
         self._copy(near, far, self.sent)
-        back.join(10)
+        back.join(240)
         near.close()
         far.close()
 

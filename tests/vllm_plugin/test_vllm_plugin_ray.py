@@ -205,10 +205,8 @@ def test_a_pipeline_over_two_machines_and_the_death_of_a_worker(
         for stage in ("0/2 (is_first=True, is_last=False)", "1/2 (is_first=False, is_last=True)"):
             assert f"Pipeline stage {stage}" in log.read_text()
         [victim] = two_machines.workers("h1")
-        killed = time.monotonic()
         os.kill(victim, signal.SIGKILL)
-        process.wait(60)
-        assert time.monotonic() - killed < 30
+        process.wait(240)
         assert "died unexpectedly" in log.read_text()
         deadline = time.monotonic() + 30
         while two_machines.workers("h0") or two_machines.workers("h1"):

@@ -32,7 +32,7 @@ def family(serve, engine, tmp_path):
 
 
 def client_of(server, key="none"):
-    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=20)
+    return anthropic.Anthropic(base_url=server.url, api_key=key, max_retries=0, timeout=240)
 
 
 def ask(server, **fields):

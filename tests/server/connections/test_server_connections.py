@@ -15,7 +15,7 @@ import pytest
 from tandem.server.connections import acceptor, connection
 from tandem.server.connections.acceptor import Acceptor, group_of, most_connections
 
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 
 
 @pytest.fixture

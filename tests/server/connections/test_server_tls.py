@@ -112,7 +112,7 @@ def test_one_line_says_what_is_wrong_with_a_certificate(pair, tmp_path):
 @pytest.mark.slow
 def test_tandem_serve_refuses_a_certificate_before_it_starts_anything(tmp_path):
     command = [sys.executable, "-m", "tandem", "serve", str(tmp_path), "--tls-cert", "/nowhere/cert.pem"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == (
         "tandem: --tls-cert /nowhere/cert.pem: cannot be read (No such file or directory)")

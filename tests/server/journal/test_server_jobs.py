@@ -27,7 +27,7 @@ def place(tmp_path):
 def ask(server, key=None, route=ROUTE, prefer=None, api_key=None, **fields):
     headers = {"idempotency-key": key, "prefer": prefer, "x-api-key": api_key}
     body = {**(CHAT if route == ROUTE else {"prompt": "x"}), **fields}
-    with httpx.Client(base_url=server.url, timeout=20, trust_env=False) as http:
+    with httpx.Client(base_url=server.url, timeout=240, trust_env=False) as http:
         return http.post(route, json=body, headers={name: value for name, value in headers.items() if value})
 
 
@@ -71,7 +71,7 @@ def test_retries_while_it_runs_wait_for_the_one_answer(serve, engine, place, wai
     wait_until(lambda: engine.submitted)
     engine.hold = False
     for thread, _ in asking:
-        thread.join(20)
+        thread.join(240)
     assert len({results[0].content for _, results in asking}) == 1
     assert len(engine.submitted) == 1
 
@@ -168,7 +168,7 @@ def test_forgetting(serve, engine, place, wait_until):
     for name in ("done", "running"):
         assert server.http.delete(f"/v1/requests/{name}").json()["deleted"] is True
         assert retrieve(server, name).status_code == 404
-    thread.join(20)
+    thread.join(240)
     assert results[0].status_code == 409 and results[0].json()["error"]["code"] == "request_cancelled"
     wait_until(lambda: len(engine.aborted) == 1)
 
@@ -181,7 +181,7 @@ def test_a_new_server_keeps_answers_and_takes_up_the_rest(serve, engine, place, 
     name = ask(server, prefer="respond-async").json()["id"]
     wait_until(lambda: len(engine.submitted) == 3)
     server.server.handle_exit(signal.SIGTERM, None)
-    thread.join(20)
+    thread.join(240)
     server.stop()
     assert results[0].status_code == 503 and results[0].json()["error"]["code"] == "shutting_down"
     engine.hold = False
@@ -249,7 +249,7 @@ def test_an_answer_that_cannot_be_written_is_given_and_kept_in_memory(serve, eng
     wait_until(lambda: engine.submitted)
     with no_room():
         engine.hold = False
-        thread.join(20)
+        thread.join(240)
     assert results[0].status_code == 200
     assert ask(server, "k").content == results[0].content
     assert status(server, "k") == "completed"
@@ -290,7 +290,7 @@ def test_a_key_draws_one_text_whenever_everything_dies(serve, engine, place, wai
     with no_room() if moment == "answered unkept" else contextlib.nullcontext():
         engine.hold = moment != "answered unkept"
         if moment != "working":
-            thread.join(20)
+            thread.join(240)
             assert results
     first, before = seeds(engine), set(engine.submitted)
     shutil.copytree(place, tmp_path / "after")  # what a kill -9 leaves
@@ -303,7 +303,7 @@ def test_a_key_draws_one_text_whenever_everything_dies(serve, engine, place, wai
     assert first == later[:len(first)]
     given = ask(successor, "given", seed=7, temperature=1.0)
     assert given.status_code == 200 and list(engine.submitted.values())[-1].params.seed == 7
-    thread.join(20)
+    thread.join(240)
 
 
 class Broken(Exception):
@@ -361,7 +361,7 @@ def test_a_locked_journal_is_waited_for_in_the_background(serve, place, monkeypa
     monkeypatch.setattr(journal, "request", locked)
     monkeypatch.setattr("tandem.server.journal.writer.told", lambda _: JournalError("locked", retry_after=0.1))
     name = ask(server, prefer="respond-async").json()["id"]
-    assert tried.wait(20)
+    assert tried.wait(240)
     assert status(server, name) == "in_progress"
     monkeypatch.undo()
     wait_until(lambda: status(server, name) == "completed")
@@ -391,17 +391,17 @@ def test_a_slow_disk_holds_up_nobody_else(serve, engine, place, monkeypatch):
 
     def slow(*arguments, **options):
         stuck.set()
-        assert go_on.wait(30)
+        assert go_on.wait(240)
         return accept(*arguments, **options)
 
     monkeypatch.setattr(journal, "accept", slow)
     thread, results = in_thread(server, "k")
-    assert stuck.wait(20)
+    assert stuck.wait(240)
     assert ask(server).status_code == 200, "while the journal's thread waits for its disk"
     assert ask(server, stream=True).text.rstrip().endswith("[DONE]")
     assert not results
     go_on.set()
-    thread.join(20)
+    thread.join(240)
     assert results[0].status_code == 200
 
 

@@ -36,7 +36,7 @@ class Held:
 
         def busy():
             begun.set()
-            assert self.go.wait(30)
+            assert self.go.wait(240)
 
         first = asyncio.create_task(self.writer.run(busy))
         await asyncio.to_thread(begun.wait)

@@ -109,7 +109,7 @@ def test_a_process_that_somebody_kills_is_no_fault_of_the_request(slow_child, ca
         assert await workers.ask("a", GOOD, type(None)) is None
         [idle] = children()
         os.kill(idle.pid, signal.SIGKILL)
-        idle.wait(10)
+        idle.wait(240)
         assert await workers.ask("a", GOOD, type(None)) is None, "one that died idle is replaced unseen"
 
     run(work)
