@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import random
 import signal
 import socket
 import statistics
@@ -84,10 +85,12 @@ def prepared(model: str, dtype: str, gpu: bool) -> Path:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on now, below those that systems give to outgoing connections."""
+    while True:
+        port = random.SystemRandom().randrange(12_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 END_WITH_PARENT = """
@@ -103,10 +106,10 @@ class Server:
     """Child processes that serve HTTP on 127.0.0.1 together. A context manager: ready inside, ended after."""
 
     def __init__(self, name: str, commands: Sequence[Sequence[str]], env: Mapping[str, str], *, port: int,
-                 health: str, model: str) -> None:
+                 health: str, model: str, log: Path | None = None) -> None:
         self.name, self.port, self.model = name, port, model
         self._commands, self._env, self._health = commands, dict(env), health
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
+        self._log = log.open("a+b") if log else tempfile.TemporaryFile()  # noqa: SIM115 - closed in __exit__
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
@@ -136,6 +139,20 @@ class Server:
         """The end of what its processes have printed."""
         self._log.seek(0)
         return self._log.read().decode(errors="replace")[-4000:]
+
+    def end(self) -> list[int | None]:
+        """Ask all to end as an administrator would (SIGTERM), and wait; their exit codes, None where one does not."""
+        processes, self.processes = self.processes, []
+        codes: list[int | None] = []
+        for process in reversed(processes):
+            process.send_signal(signal.SIGTERM)
+            try:
+                codes.append(process.wait(60))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        return codes
 
     def __exit__(self, *exc: object) -> None:
         dead = [process.returncode for process in self.processes if process.poll() is not None]
@@ -171,15 +188,16 @@ class Server:
             return json.load(answer)
 
 
-def tandem_server(model: Path, threads: int, name: str = "tandem", **flags: object) -> Server:
-    """`tandem serve`; `flags` are its options with underscores."""
+def tandem_server(model: Path, threads: int, name: str = "tandem", *, log: Path | None = None,
+                  **flags: object) -> Server:
+    """`tandem serve`; `flags` are its options with underscores. `log`: a file for what it prints, which is kept."""
     port = free_port()
     chosen = {"model": model, "port": port, "threads_per_rank": threads, "dequantize": "no", "log_level": "WARNING",
               **flags}
     options = [text for key, value in chosen.items() for text in ("--" + key.replace("_", "-"), str(value))]
     command = [sys.executable, "-P", "-m", "tandem.cli.main", "serve", *options]
     return Server(name, [command], child_environment(threads_environment(threads)), port=port,
-                  health="/health/ready", model="default")
+                  health="/health/ready", model="default", log=log)
 
 
 def mlx_lm_server(model: Path, env: Mapping[str, str]) -> Server:

@@ -2,139 +2,210 @@
 
 Every request is one of a fixed set (soak_requests.py), whose answers were taken before the first fault. In the end
 requests sent = answered + refused (429 or 503, with Retry-After) + broken (only an api that is killed breaks
-connections); no answer differs, none hangs, and no process that lived throughout has grown or keeps more files open.
-Before the faults, one stream's gaps between tokens are measured without and with the bad clients. The exit code is 1
-when anything of that does not hold.
+connections); no answer differs, none hangs, no process has grown or keeps more files open, nothing is left running, and
+the server ends with 0 and leaves no process.
+
+First, by turns without and with the bad clients and with no faults, the gaps between tokens of one stream are measured
+(a tenth of the time). Then come the faults, and a calm end with all clients (a fifth), in which memory must be flat.
+
+The exit code is 1 when anything of that does not hold. In the evidence folder: the server's log, the bad clients'
+deeds, each request that went wrong with what was expected, and summary.json, written anew all the time. Several soaks
+can run at once. What one needs: python with PYTHONPATH=src, no network.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import os
+import dataclasses
+import json
+import platform
 import random
-import signal
+import shutil
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
+import httpx
 from harness import Server, table, tandem_server
 from soak_bad_clients import BadClients
-from soak_requests import PATIENCE_S, Request, ask, requests, same
+from soak_clients import Clients
+from soak_family import Family
+from soak_requests import Request, ask, requests
 
 from tandem.testing import tiny_model
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2}, "2,1": {"parallel": "2,1"},
     "dp": {"data_parallel_size": 2}, "dpxpp": {"data_parallel_size": 2, "pipeline_parallel_size": 2}}
-GROWTH, GROWTH_MB = 1.25, 32.0
-"""A process may grow by this factor or so much, whichever is more: heaps settle late."""
-GROWTH_FILES = 16
+TURNS = 4
+"""How often the gaps are measured without bad clients, and as often with them."""
 GAP = 2.0
 """With bad clients beside it, the 99th percentile of a stream's gaps may be so many times what it is without."""
-NEAR_S = 0.02
-"""A percentile below this is noise of the machine, not waiting."""
+FLOOR_S = 0.01
+"""A percentile below this is noise of the machine: gaps are compared with it at the least."""
+CALM = 0.2
+"""Share of the time, at its end, without faults."""
+REST_S = 20.0
+"""After the last request, within this the server must have nothing left to do."""
 
 
-class Clients:
-    """So many clients as `wanted`, each with one request after the other, until `over`."""
+class Soak:
+    """One soak, and what it has found so far."""
 
-    def __init__(self, url: str, work: list[Request], expected: list[dict[str, Any]]) -> None:
-        self._url, self._work, self._expected = url, work, expected
-        self._lock = threading.Lock()
-        self.over = False
-        self.wanted = 0
-        self._threads: list[threading.Thread] = []
-        self.sent = 0
-        self.outcomes: collections.Counter[str] = collections.Counter()
-        self.reasons: collections.Counter[str] = collections.Counter()
-        self.wrong: list[str] = []
+    def __init__(self, args: argparse.Namespace, server: Server, folder: Path) -> None:
+        self._args, self._server, self._folder = args, server, folder
+        self._url = f"http://127.0.0.1:{server.port}"
+        self._rng = random.Random(args.seed)
+        self._work = requests(random.Random(args.seed))
+        answers = [ask(self._url, one) for one in self._work]
+        refused = [got for got in answers if got.kind != "answered"]
+        assert not refused, refused
+        self._clients = Clients(self._url, self._work, [got.answer for got in answers], folder)
+        self._family = Family(server, args.clients)
+        self._faults: collections.Counter[str] = collections.Counter()
+        self._gaps: dict[str, list[float]] = {"alone": [], "beside": []}
+        self._started = self._told = time.monotonic()
+        self._deeds = 0
+        self._problems: list[str] = []
 
-    def rise(self, wanted: int) -> None:
-        """From now on so many."""
-        self.wanted = wanted
-        while len(self._threads) < wanted:
-            self._threads.append(threading.Thread(target=self._run, args=(len(self._threads),), daemon=True))
-            self._threads[-1].start()
+    def _bad_clients(self) -> BadClients:
+        return BadClients(self._server.port, self._args.seed, self._args.heavy, self._folder / "bad-clients.log")
 
-    def _run(self, number: int) -> None:
-        rng = random.Random(number)
-        while not self.over:
-            index = rng.randrange(len(self._work))
-            with self._lock:
-                self.sent += 1
-            got = ask(self._url, self._work[index])
-            with self._lock:
-                self.outcomes[got.kind] += 1
-                if got.kind != "answered":
-                    self.reasons[f"{got.kind}: {got.detail}"] += 1
-                elif not same(got.answer, self._expected[index]):
-                    self.wrong.append(f"{self._work[index].name}: {got.answer} instead of {self._expected[index]}")
-            if got.kind != "answered":
-                time.sleep(0.2)
+    def play(self) -> bool:
+        """True when all is well."""
+        self._clients.rise(2)
+        self._measure_gaps()
+        with self._bad_clients() as bad:
+            self._disturb()
+            self._deeds = bad.deeds
+            if not self._clients.end():
+                self._problems.append("requests never ended")
+        self._look_at_rest()
+        self._judge()
+        self._summarise(finished=True)
+        return not self._problems
 
-    def end(self) -> bool:
-        """Let all finish; False if one does not."""
-        self.over = True
-        for thread in self._threads:
-            thread.join(2 * PATIENCE_S)
-        return not any(thread.is_alive() for thread in self._threads)
+    def _measure_gaps(self) -> None:
+        seconds = self._args.minutes * 60 * 0.1 / (2 * TURNS)
+        for turn in range(TURNS):
+            self._gaps["alone"] += watch_stream(self._url, self._work, seconds)
+            with self._bad_clients():
+                time.sleep(1.0)
+                self._gaps["beside"] += watch_stream(self._url, self._work, seconds)
+            time.sleep(2.0)  # what they had asked ends
+            gaps = self._percentiles()
+            self._tell(f"gaps, turn {turn + 1} of {TURNS}: p99 {gaps['alone_p99_ms']} ms alone, "
+                       f"{gaps['beside_p99_ms']} ms beside bad clients, {gaps['ratio']} times")
+
+    def _percentiles(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for name, gaps in self._gaps.items():
+            gaps.sort()
+            found |= {f"{name}_p{part}_ms": round(gaps[int(len(gaps) * part / 100)] * 1000, 1) if gaps else 0.0
+                      for part in (50, 99)}
+        found["ratio"] = round(found["beside_p99_ms"] / max(found["alone_p99_ms"], 0.1), 2)
+        found["ratio_judged"] = round(found["beside_p99_ms"] / max(found["alone_p99_ms"], FLOOR_S * 1000), 2)
+        return {**found, "samples": sum(len(gaps) for gaps in self._gaps.values())}
+
+    def _disturb(self) -> None:
+        """Rising load and faults, then the calm end."""
+        alone = self._args.layout == "dp"
+        roles = [*(["engine"] * 6 if alone else ["rank"] * 4 + ["engine"] * 2), "api", "worker"]
+        began, whole = time.monotonic(), self._args.minutes * 60 * 0.9
+        next_fault = began + self._args.every / 2
+        while (spent := time.monotonic() - began) < whole:
+            self._clients.rise(2 + int((self._args.clients - 2) * min(spent / (whole * (1 - CALM)), 1.0)))
+            if time.monotonic() > next_fault and spent < whole * (1 - CALM):
+                next_fault += self._args.every
+                what = self._family.hurt(self._rng, roles)
+                if what.endswith("api"):
+                    self._clients.excuse()
+                self._faults[what] += 1
+                self._tell(what)
+            if time.monotonic() > self._told + 30:
+                self._tell("")
+            self._family.sample()
+            self._summarise()
+            time.sleep(1.0)
+
+    def _tell(self, what: str) -> None:
+        self._told = time.monotonic()
+        bad = dict(self._clients.bad)
+        print(f"{self._told - self._started:6.0f} s {self._args.layout}: {self._counts()}"
+              f"{f'; BAD {bad}' if bad else ''}{f'; {what}' if what else ''}", flush=True)
+
+    def _counts(self) -> str:
+        kinds = ("answered", "refused", "failed", "broken", "hung")
+        return f"sent {self._clients.sent} = " + " + ".join(f"{kind} {self._clients.outcomes[kind]}" for kind in kinds)
+
+    def _look_at_rest(self) -> None:
+        """Nothing is left to do, and the server ends as it should."""
+        deadline, left = time.monotonic() + REST_S, "it did not answer"
+        while left and time.monotonic() < deadline:
+            time.sleep(1.0)
+            try:
+                status = httpx.get(f"{self._url}/v1/status", timeout=10).json()
+                left = f"{status['num_running']} running, {status['num_waiting']} waiting"
+                left = "" if left == "0 running, 0 waiting" else left
+            except (httpx.HTTPError, ValueError, KeyError) as error:
+                left = f"/v1/status: {type(error).__name__}"
+        if left:
+            self._problems.append(f"the server is not at rest after all clients have gone: {left}")
+        codes = self._server.end()
+        if codes != [0]:
+            self._problems.append(f"after SIGTERM the server ended with {codes} in place of 0")
+        if orphans := self._family.left():
+            self._problems.append(f"left running: {', '.join(orphans)}")
+
+    def _judge(self) -> None:
+        clients, gaps = self._clients, self._percentiles()
+        if clients.sent != sum(clients.outcomes.values()):
+            self._problems.append("requests were lost")
+        self._problems += [f"{count} x {kind}" for kind, count in clients.bad.items()]
+        self._problems += [f"{row.role} {row.pid} has grown" for row in self._family.sizes() if row.grown]
+        if not clients.outcomes["answered"] or not self._faults:
+            self._problems.append("nothing was tried")
+        if gaps["ratio_judged"] > GAP and not self._args.no_gaps:
+            self._problems.append(f"bad clients held up a good one's stream: {gaps['ratio_judged']} times")
+
+    def _summarise(self, finished: bool = False) -> None:
+        clients = self._clients
+        facts = {
+            "layout": self._args.layout, "finished": finished, "well": finished and not self._problems,
+            "problems": self._problems, "arguments": {key: str(value) for key, value in vars(self._args).items()},
+            "python": platform.python_version(), "seconds": round(time.monotonic() - self._started),
+            "sent": clients.sent, **{kind: clients.outcomes[kind]
+                                     for kind in ("answered", "refused", "failed", "broken", "hung")},
+            "wrong": clients.bad["wrong"], "twice": clients.bad["twice"],
+            "broken_without_api_fault": clients.bad["broken"], "reasons": dict(clients.reasons),
+            "faults": sum(self._faults.values()), "faults_by_kind": dict(self._faults),
+            "bad_deeds": self._deeds, "gaps": self._percentiles(),
+            "processes": [dataclasses.asdict(row) for row in self._family.sizes() if row.judged][:40],
+        }
+        new = self._folder / "summary.new"
+        new.write_text(json.dumps(facts, indent=1) + "\n")
+        new.replace(self._folder / "summary.json")
+        if self._args.summary:
+            shutil.copyfile(self._folder / "summary.json", self._args.summary)
+
+    def report(self) -> None:
+        """Print what happened."""
+        columns = ("role", "pid", "seconds", "mb_first", "mb_last", "mb_most", "files_first", "files_last", "grown")
+        rows = [row for row in self._family.sizes() if row.judged]
+        table(columns, [[getattr(row, column) for column in columns] for row in rows[:12]])
+        gaps = self._percentiles()
+        print(f"p99 between tokens: {gaps['alone_p99_ms']} ms alone, {gaps['beside_p99_ms']} ms beside bad clients "
+              f"({gaps['ratio']} times, {gaps['samples']} gaps, no faults); {self._deeds} bad deeds")
+        print(f"{self._counts()}; wrong {self._clients.bad['wrong']}; twice {self._clients.bad['twice']}; "
+              f"faults {dict(self._faults)}; {dict(self._clients.reasons)}")
+        print("; ".join(self._problems) or "all is well", flush=True)
 
 
-class Family:
-    """The server's processes: for hurting them, their memory and their open files."""
-
-    def __init__(self, server: Server) -> None:
-        self._root = psutil.Process(server.processes[0].pid)
-        self._sizes: dict[psutil.Process, list[tuple[float, int]]] = {}
-
-    def of(self, kind: str) -> list[psutil.Process]:
-        """Processes with a word in their command line."""
-        found = []
-        for one in [self._root, *self._root.children(recursive=True)]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if kind in one.cmdline():
-                    found.append(one)
-        return found
-
-    def hurt(self, rng: random.Random, kinds: list[str]) -> str:
-        """Kill or stop one process; returns what was done."""
-        kind = rng.choice(kinds)
-        victims = self.of(kind)
-        if not victims:
-            return f"no {kind}"
-        victim, sig = rng.choice(victims), rng.choice([signal.SIGKILL, signal.SIGSTOP])
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(victim.pid, sig)
-        return f"{sig.name} {kind.rsplit('.', 1)[-1]}"
-
-    def sample(self) -> None:
-        """Note memory and open files of every process that is older than 15 s."""
-        for one in [self._root, *self._root.children(recursive=True)]:
-            with contextlib.suppress(psutil.Error):
-                size = one.memory_info().rss / 2**20
-                if size and time.time() - one.create_time() > 15:  # one that has just died has none
-                    self._sizes.setdefault(one, []).append((size, one.num_fds()))
-
-    def grown(self) -> list[tuple[str, int, float, float, int, int, bool]]:
-        """(process, samples, MB at first, MB at last, files at first, files at last, too much) of each process."""
-        rows = []
-        for one, sizes in self._sizes.items():
-            few = max(1, len(sizes) // 10)
-            first, last = max(size for size, _ in sizes[:few]), min(size for size, _ in sizes[-few:])
-            before, after = max(files for _, files in sizes[:few]), min(files for _, files in sizes[-few:])
-            much = last > max(first * GROWTH, first + GROWTH_MB) or after > before + GROWTH_FILES
-            rows.append((str(one.pid), len(sizes), first, last, before, after, much))
-        return sorted(rows, key=lambda row: -row[1])
-
-
-def watch_stream(url: str, work: list[Request], seconds: float) -> float:
-    """99th percentile of the gaps between tokens of one stream after the other, in seconds."""
+def watch_stream(url: str, work: list[Request], seconds: float) -> list[float]:
+    """The gaps between tokens of one stream after the other, in seconds."""
     streams = [one for one in work if one.path == "/v1/completions" and one.body["stream"]
                and one.body["max_tokens"] > 30]
     gaps: list[float] = []
@@ -142,82 +213,7 @@ def watch_stream(url: str, work: list[Request], seconds: float) -> float:
     while time.monotonic() < started + seconds:
         gaps += ask(url, streams[number % len(streams)]).gaps
         number += 1
-    return sorted(gaps)[int(len(gaps) * 0.99)] if gaps else float("inf")
-
-
-def play(args: argparse.Namespace, server: Server) -> bool:
-    """The soak; True when all is well."""
-    rng = random.Random(args.seed)
-    url = f"http://127.0.0.1:{server.port}"
-    work = requests(rng)
-    outcomes = [ask(url, one) for one in work]
-    assert all(got.kind == "answered" for got in outcomes), [got for got in outcomes if got.kind != "answered"]
-    clients, family = Clients(url, work, [got.answer for got in outcomes]), Family(server)
-    clients.rise(2)
-    alone = watch_stream(url, work, args.minutes * 60 * 0.05)
-    bad = BadClients(server.port, args.seed)
-    bad.start(heavy=args.heavy)
-    beside = watch_stream(url, work, args.minutes * 60 * 0.05)
-    faults = _disturb(args, clients, family, rng)
-    ended = clients.end()
-    bad.end()
-    print(f"p99 between tokens: {alone * 1000:.1f} ms alone, {beside * 1000:.1f} ms beside bad clients "
-          f"({beside / alone:.2f} times); {bad.deeds} bad deeds")
-    well = report(clients, family, faults, ended)
-    if beside > GAP * max(alone, NEAR_S):
-        print("bad clients held up a good one's stream")
-        well = args.no_gaps and well
-    if server.processes[0].poll() is not None or any("shutting_down" in reason for reason in clients.reasons):
-        print(f"the server has ended, or was about to:\n{server.log()}")
-        return False
-    return well
-
-
-def _disturb(args: argparse.Namespace, clients: Clients, family: Family,
-             rng: random.Random) -> collections.Counter[str]:
-    """Rising load and faults, until the time is over; what was done."""
-    only_engines = args.layout == "dp"
-    kinds = [*(["engine"] * 6 if only_engines else ["tandem.executors.worker"] * 4 + ["engine"] * 2), "api"]
-    faults: collections.Counter[str] = collections.Counter()
-    started = time.monotonic()
-    next_fault = started + args.every / 2
-    while (spent := time.monotonic() - started) < args.minutes * 60:
-        clients.rise(2 + int((args.clients - 2) * spent / (args.minutes * 60)))
-        if time.monotonic() > next_fault and spent < args.minutes * 60 - args.every / 2:
-            next_fault += args.every
-            what = family.hurt(rng, kinds)
-            faults[what] += 1
-            print(f"{spent:6.0f} s: {what}; {clients.sent} sent", flush=True)
-        family.sample()
-        time.sleep(1.0)
-    return faults
-
-
-def report(clients: Clients, family: Family, faults: collections.Counter[str], ended: bool) -> bool:
-    """Print what happened; True when all is well."""
-    rows = family.grown()
-    table(("process", "samples", "MB at first", "MB at last", "files at first", "files at last"),
-          [row[:6] for row in rows[:8]])
-    api_faults = sum(count for what, count in faults.items() if what.endswith("api"))
-    counts = clients.outcomes
-    kinds = ("answered", "refused", "failed", "broken", "hung")
-    print(f"sent {clients.sent} = " + " + ".join(f"{kind} {counts[kind]}" for kind in kinds) +
-          f"; wrong {len(clients.wrong)}; faults {dict(faults)}; {dict(clients.reasons)}")
-    problems = []
-    if not ended or counts["hung"] or clients.sent != sum(counts.values()):
-        problems.append("requests were lost")
-    if counts["failed"]:
-        problems.append("requests failed that should have been answered, or refused with 429 or 503 and Retry-After")
-    if clients.wrong:
-        problems.append("wrong answers: " + "; ".join(clients.wrong[:3]))
-    if counts["broken"] and not api_faults:
-        problems.append("connections broke though no api was hurt")
-    if any(row[-1] for row in rows):
-        problems.append("a process has grown")
-    if not counts["answered"] or not faults:
-        problems.append("nothing was tried")
-    print("; ".join(problems) or "all is well", flush=True)
-    return not problems
+    return gaps
 
 
 def main() -> int:
@@ -227,15 +223,25 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=20.0, help="seconds between faults (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=16, help="clients in the end (default: %(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="pp", help="which layout (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults (default: %(default)s)")
+    parser.add_argument("--model", type=Path, help="a model directory; by default a tiny random one is made")
+    parser.add_argument("--seed", type=int, default=0, help="of requests and faults (default: %(default)s)")
     parser.add_argument("--heavy", type=int, default=1, help="bad clients with heavy bodies (default: %(default)s)")
     parser.add_argument("--no-gaps", action="store_true",
                         help="only print the gaps between tokens: on a busy machine they say nothing")
+    parser.add_argument("--evidence", type=Path, metavar="DIR", help="folder to keep; by default a new temporary one")
+    parser.add_argument("--summary", type=Path, metavar="FILE", help="also write the summary (JSON) to this file")
     args = parser.parse_args()
+    folder = args.evidence or Path(tempfile.mkdtemp(prefix=f"tandem-soak-{args.layout.replace(',', '-')}-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    print(f"evidence in {folder}", flush=True)
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as directory:
-        model = tiny_model(Path(directory), dtype="float32", config={"max_position_embeddings": 1024})
-        with tandem_server(model, 1, max_restarts=1000, start_timeout=120, **LAYOUTS[args.layout]) as server:
-            return 0 if play(args, server) else 1
+        model = args.model or tiny_model(Path(directory), dtype="float32", config={"max_position_embeddings": 1024})
+        with tandem_server(model, 1, log=folder / "server.log", log_level="INFO", max_restarts=1000, start_timeout=120,
+                           **LAYOUTS[args.layout]) as server:
+            soak = Soak(args, server, folder)
+            well = soak.play()
+            soak.report()
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

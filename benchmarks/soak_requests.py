@@ -115,7 +115,8 @@ def ask(url: str, request: Request) -> Outcome:
 
 def _refused(got: httpx.Response) -> Outcome:
     try:
-        code = got.json()["error"]["code"]
+        error = got.json()["error"]
+        code = error.get("code") or error["type"]
     except (ValueError, KeyError, TypeError):
         code = got.text[:80]
     promised = got.status_code in (429, 503) and "retry-after" in got.headers
