@@ -29,10 +29,12 @@ def main() -> int:
     burners = [subprocess.Popen([sys.executable, "-P", "-c", BURN]) for _ in range(args.burners)]
     codes, complaints = Counter[int](), Counter[str]()
     try:
-        for _ in range(args.times):
+        for number in range(args.times):
             done = subprocess.run(command, capture_output=True, text=True, env=child_environment(), timeout=TIMEOUT_S)
             codes[done.returncode] += 1
             complaints.update([done.stderr.strip()] if done.stderr.strip() else [])
+            if number % 20 == 19:
+                print(f"{number + 1} of {args.times}: {dict(codes)}", flush=True)
     finally:
         for burner in burners:
             burner.kill()

@@ -60,7 +60,11 @@ class Soak:
         self._url = f"http://127.0.0.1:{server.port}"
         self._rng = random.Random(args.seed)
         self._work = requests(random.Random(args.seed))
-        answers = [ask(self._url, one) for one in self._work]
+        answers = []
+        for number, one in enumerate(self._work):
+            answers.append(ask(self._url, one))
+            if number % 8 == 7:
+                print(f"{number + 1} of {len(self._work)} answers are known", flush=True)
         refused = [got for got in answers if got.kind != "answered"]
         assert not refused, refused
         self._clients = Clients(self._url, self._work, [got.answer for got in answers], folder)
@@ -224,6 +228,8 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=16, help="clients in the end (default: %(default)s)")
     parser.add_argument("--layout", choices=LAYOUTS, default="pp", help="which layout (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a model directory; by default a tiny random one is made")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "gpu"),
+                        help="where ranks compute (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of requests and faults (default: %(default)s)")
     parser.add_argument("--heavy", type=int, default=1, help="bad clients with heavy bodies (default: %(default)s)")
     parser.add_argument("--no-gaps", action="store_true",
@@ -237,7 +243,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as directory:
         model = args.model or tiny_model(Path(directory), dtype="float32", config={"max_position_embeddings": 1024})
         with tandem_server(model, 1, log=folder / "server.log", log_level="INFO", max_restarts=1000, start_timeout=120,
-                           **LAYOUTS[args.layout]) as server:
+                           device=args.device, **LAYOUTS[args.layout]) as server:
             soak = Soak(args, server, folder)
             well = soak.play()
             soak.report()

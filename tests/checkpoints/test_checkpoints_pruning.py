@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.checkpoints.gguf.convert import new_directory
 from tandem.checkpoints.pruning import kept, used
 from tandem.cli.main import main
 from tandem.processes.interpreter import code_command
@@ -65,6 +66,16 @@ def test_what_a_process_uses_stays(cache: Path) -> None:
     assert main(["model", "prune", "--unused-days", "0"]) == 0
     assert names() == set()
     used(entry)  # nothing is there: no error
+
+
+def test_what_is_being_converted_stays(cache: Path) -> None:
+    with new_directory(cache / "gguf" / "m-3") as directory:
+        assert main(["model", "prune", "--unused-days", "0"]) == 0
+        assert names() == {directory.name}
+        (directory / "config.json").write_text("{}")
+    assert names() == {"m-3"}
+    assert main(["model", "prune", "--unused-days", "0"]) == 0
+    assert names() == set()
 
 
 def test_a_number_of_days_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -157,6 +157,38 @@ def test_no_token_is_lost_while_the_files_are_away(model: Path) -> None:
     assert produced == [5] * 40
 
 
+def test_limits_that_were_halved_for_a_full_memory_grow_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, machines = an_engine(model)
+    whole = engine.scheduler.limits
+    ask(engine, 400)
+
+    def full() -> None:
+        machines.failure = RankFailure("rank 1: Insufficient Memory", rank=1, cause="memory")
+        while machines.failure is not None:
+            engine.pump(0.0)
+
+    clock, passed = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + passed)
+    full()
+    full()
+    assert engine.scheduler.limits.kv_tokens == whole.kv_tokens // 4
+    passed += recovery.WIDEN_S + 1
+    engine.pump(0.0)
+    assert engine.scheduler.limits.kv_tokens == whole.kv_tokens // 4, "it was full again: later"
+    passed += recovery.WIDEN_S
+    engine.pump(0.0)
+    assert engine.scheduler.limits.kv_tokens == whole.kv_tokens // 2
+    passed += 2 * recovery.WIDEN_S
+    engine.pump(0.0)
+    assert engine.scheduler.limits == whole
+    engine.scheduler.check()
+    passed += 10 * recovery.WIDEN_S
+    engine.pump(0.0)
+    full()
+    assert engine.scheduler.limits.kv_tokens == whole.kv_tokens // 2
+    finish(engine)
+
+
 def test_at_the_first_start_it_is_final(model: Path) -> None:
     settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(pipeline_parallel_size=2),
                         scheduler=SchedulerSettings(canary=False))

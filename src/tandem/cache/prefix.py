@@ -64,6 +64,10 @@ class PrefixIndex:
         """What of a prompt it takes up again, in words of `/model/info`."""
         return ("any length" if self._trimmable else "blocks") if self.enabled else "off"
 
+    def widen(self, budget: int) -> None:
+        """Another budget, which is no smaller."""
+        self._budget = max(budget, self._budget)
+
     def __len__(self) -> int:
         return len(self._snapshots)
 

@@ -37,9 +37,15 @@ def used(path: Path) -> None:
     with suppress(OSError):
         os.utime(path)
         if path not in _held:
-            descriptor = os.open(path, os.O_RDONLY)
-            _held[path] = descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _held[path] = in_use_by_us(path)
+
+
+def in_use_by_us(path: Path) -> int:
+    """A descriptor; until it is closed the entry is not pruned. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return descriptor
 
 
 def kept() -> Iterator[Kept]:

@@ -122,6 +122,7 @@ class Engine:
         try:
             if self.gang.all_back():
                 self.gang.recover(self._scheduler, None, self._out)
+            self.gang.widen(self._scheduler)
             self._send_plans()
             for report in self.executor.collect(timeout_s if self._scheduler.under_way else 0.0):
                 self._take(report)

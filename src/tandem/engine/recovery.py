@@ -43,6 +43,9 @@ FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
 """Why a request no longer fits."""
 MOST_SHED = 2
 """Times that limits are halved because a GPU's memory was full; then requests are blamed as for other failures."""
+WIDEN_S, LATEST_WIDEN_S = 300.0, 7200.0
+"""Seconds without a full memory until limits that were halved are doubled; twice as long each time that it was full
+again, up to the second."""
 BAR_AFTER = 2
 """Starts in a row that one rank's place forbids before it is done without."""
 AGAIN_S, LATEST_AGAIN_S = 10.0, 300.0
@@ -81,6 +84,9 @@ class Gang:
         self._failures_in_a_row = 0
         self._shed = 0
         """How often the limits were halved."""
+        self._widen_pause = WIDEN_S
+        self._widen_at = 0.0
+        """When they may be doubled again."""
         self._fitted = (layout, 0)
         """Layout and halvings that the scheduler's limits are for."""
         self._spared = 0
@@ -170,9 +176,24 @@ class Gang:
         if failure.cause != "memory" or self._shed >= MOST_SHED:
             return False
         self._shed += 1
+        if self._widen_at:
+            self._widen_pause = min(2 * self._widen_pause, LATEST_WIDEN_S)
+        self._widen_at = time.monotonic() + self._widen_pause
         log.warning("the device is full; the next ranks get half as much to do at once, and half the KV cache (%d of "
                     "at most %d times)", self._shed, MOST_SHED)
         return True
+
+    def widen(self, scheduler: Scheduler) -> None:
+        """Take back a halving when a GPU's memory has not been full for long: what filled it may have been others."""
+        if not self._shed or time.monotonic() < self._widen_at:
+            return
+        self._shed -= 1
+        self._widen_at = time.monotonic() + self._widen_pause
+        scheduler.widen(self._limits())
+        self._fitted = (self.layout, self._shed)
+        self._metrics.kv_total.set(scheduler.limits.kv_tokens)
+        log.info("no device has been full for %.0f s; the ranks get twice as much to do again, and %d tokens of KV "
+                 "cache", self._widen_pause, scheduler.limits.kv_tokens)
 
     def _blames(self, failure: RankFailure | None) -> bool:
         """Whether the requests under way may be what ended the gang; a GPU's limits are not, unless they go on."""

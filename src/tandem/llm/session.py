@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import msgspec
 
-from tandem.config.options import section_names
+from tandem.config.options import by_name, section_names
 from tandem.config.settings import Settings
 from tandem.config.validation import validate
 from tandem.engine.layout import plan_layout
@@ -148,13 +149,23 @@ def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
     return [prompts] if single else prompts
 
 
+def _converted(name: str, value: Any) -> Any:
+    """An option's value in the type that it has in the settings. Raises ConfigError."""
+    option = by_name()[name]
+    if value is None and option.optional:
+        return None
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    return option.convert(list(value) if isinstance(value, tuple) else value, label=name)
+
+
 def _settings(options: dict[str, Any]) -> Settings:
     """Each option in the section that has a field of its name."""
     chosen: dict[str, Any] = {}
     for section in section_names():
         default = getattr(Settings(), section)
         names = {one.name for one in dataclasses.fields(default)}
-        mine = {name: options.pop(name) for name in list(options) if name in names}
+        mine = {name: _converted(name, options.pop(name)) for name in list(options) if name in names}
         if section == "models" and mine:
             raise ConfigError(f"{min(mine)}: several models are for `tandem serve`; make an LLM for each",
                               param=min(mine))

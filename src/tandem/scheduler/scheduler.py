@@ -452,6 +452,12 @@ class Scheduler:
                 refused.append(Refused(sequence.request_id, 503, f"{why} for {need} tokens", code="degraded"))
         return refused
 
+    def widen(self, limits: Limits) -> None:
+        """Other limits from now on, at any time; none is tighter than it was."""
+        assert limits.lanes == self.limits.lanes and limits.kv_tokens >= self.limits.kv_tokens
+        self.limits = limits
+        self.prefixes.widen(limits.prefix_tokens)
+
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds; for tests and debugging."""
         for sequence in self.sequences.values():

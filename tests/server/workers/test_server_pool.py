@@ -54,7 +54,12 @@ def slow_child(tmp_path, monkeypatch):
         "import json, os, signal, time\n"
         "from tandem.server.workers import child, work\n"
         "child.CPU_S, child.MEMORY_BYTES = 1, 256 * 2**20\n"
-        "whole = work.answer\n"
+        "whole, load = work.answer, work.tokenizer_of\n"
+        "class PanicException(BaseException): pass\n"  # as of libraries in Rust
+        "def large(model):\n"
+        "    work.kept = bytearray(300 * 2**20)\n"
+        "    return load(model)\n"
+        "work._tokenizer = work.lru_cache(large)\n"
         "def answer(task):\n"
         "    how = json.loads(getattr(task, 'form', '{}')).get('regex')\n"
         "    if how == 'hang': time.sleep(600)\n"
@@ -62,6 +67,7 @@ def slow_child(tmp_path, monkeypatch):
         "    if how == 'eat': return len(bytearray(2**30))\n"
         "    if how == 'die': os.kill(os.getpid(), signal.SIGKILL)\n"
         "    if str(how).startswith('sec'): return {}[how]\n"
+        "    if how == 'panic': raise PanicException(how)\n"
         "    return whole(task)\n"
         "work.answer = answer\n"
         "child.main()\n")
@@ -102,6 +108,15 @@ def test_a_task_that_takes_too_much_ends_with_its_process_and_is_refused(slow_ch
     run(work)
 
 
+def test_a_tokenizer_may_take_more_than_a_task_may(slow_child, model_dir):
+    async def work(workers):
+        [packed] = await workers.ask("a", Encode(TextsOf(str(model_dir), "tiny", None, False), ["a"], 9, "prompt"),
+                                     list[bytes])
+        assert packed
+
+    run(work)
+
+
 def test_a_process_that_somebody_kills_is_no_fault_of_the_request(slow_child, caplog):
     async def work(workers):
         with pytest.raises(UnavailableError):
@@ -116,13 +131,16 @@ def test_a_process_that_somebody_kills_is_no_fault_of_the_request(slow_child, ca
     assert "a worker process was ended by SIGKILL" in caplog.text
 
 
-def test_a_mistake_of_ours_is_logged_without_the_clients_words(slow_child, caplog):
+@pytest.mark.parametrize(("how", "name"), [("secret", "KeyError"), ("panic", "PanicException")])
+def test_a_mistake_of_ours_is_logged_without_the_clients_words(slow_child, caplog, how, name):
     async def work(workers):
-        with pytest.raises(RequestError, match="Internal server error"):
-            await workers.ask("a", form("secret"), str)
+        with pytest.raises(RequestError, match="Internal server error") as caught:
+            await workers.ask("a", form(how), str)
+        assert caught.value.status == 500
+        assert await workers.ask("a", GOOD, type(None)) is None
 
     run(work)
-    assert "unexpected KeyError in a worker process" in caplog.text
+    assert f"unexpected {name} in a worker process" in caplog.text
     assert "secret" not in caplog.text
 
 

@@ -34,7 +34,7 @@ from tandem.checkpoints.gguf.tensors import (
     stored_bytes,
 )
 from tandem.checkpoints.gguf.tokenizer import write_tokenizer
-from tandem.checkpoints.pruning import used
+from tandem.checkpoints.pruning import in_use_by_us, used
 from tandem.checkpoints.safetensors import PendingTensor, write_safetensors
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
@@ -215,6 +215,7 @@ def new_directory(target: Path) -> Iterator[Path]:
         raise ModelError(
             f"{target}: cannot be written: {error.strerror}; set TANDEM_CACHE", param="TANDEM_CACHE"
         ) from error
+    using = in_use_by_us(temporary)
     try:
         yield temporary
         if not (target / "config.json").is_file():
@@ -228,4 +229,5 @@ def new_directory(target: Path) -> Iterator[Path]:
     except OSError as error:
         raise ModelError(f"{target}: cannot be written: {error.strerror or error}", param="TANDEM_CACHE") from error
     finally:
+        os.close(using)
         shutil.rmtree(temporary, ignore_errors=True)

@@ -61,9 +61,9 @@ class Limits:
     def lift(self) -> None:
         """Until the next task there is none."""
         self._most_resident = sys.maxsize
-        if not _MACOS:
-            last = resource.getrlimit(resource.RLIMIT_AS)[1]
-            resource.setrlimit(resource.RLIMIT_AS, (last, last))
+        for kind in (resource.RLIMIT_CPU, *(() if _MACOS else (resource.RLIMIT_AS,))):
+            last = resource.getrlimit(kind)[1]
+            resource.setrlimit(kind, (last, last))
 
     def _look(self) -> None:
         while True:
@@ -93,11 +93,13 @@ def resident_bytes() -> int:
     return peak_bytes() if _MACOS else int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
-def reply_to(task: Task) -> Reply:
+def reply_to(task: Task, limits: Limits) -> Reply:
     """Do the task."""
-    from tandem.server.workers.work import answer
+    from tandem.server.workers.work import answer, prepare
 
     try:
+        prepare(task)
+        limits.renew()
         return Done(msgspec.Raw(msgspec.msgpack.encode(answer(task))))
     except RequestError as error:
         return Refused(error.message, error.param, error.code, error.status)
@@ -105,7 +107,8 @@ def reply_to(task: Task) -> Reply:
         return Refused(error.message, error.param, None, 400)
     except MemoryError:
         os._exit(EXIT_MEMORY)
-    except Exception as error:  # noqa: BLE001 - the edge of the process: the parent says so in the log
+    except BaseException as error:  # noqa: BLE001 - the edge of the process: the parent says so in the log
+        # Also what no Exception is: a panic in a library written in Rust, such as tokenizers.
         # Without its message, which may quote a prompt.
         return Broken(type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
 
@@ -122,8 +125,7 @@ def main() -> None:
 
     gc.disable()  # it would look at millions of lists again and again, and nothing here lives in circles for long
     while (frame := receive_frame(connection)) is not None:
-        limits.renew()
-        reply = reply_to(decode(frame))
+        reply = reply_to(decode(frame), limits)
         limits.lift()
         del frame
         gc.collect(0)

@@ -36,6 +36,12 @@ _SCHEMAS = {
 _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
 
 
+def prepare(task: Task) -> None:
+    """Load what the model needs, whatever memory that takes: it is none of the client's. Raises UsageError."""
+    if isinstance(task, Encode | Render):
+        _tokenizer(task.model)
+
+
 def answer(task: Task) -> Any:
     """The answer to a task. Raises RequestError, UsageError."""
     if isinstance(task, Judge):

@@ -1,0 +1,59 @@
+"""A request that really ends whatever computes it, on two replicas: it is found and refused, and nobody else is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+KILLER = [499, 498, 497, 496]
+HOOK = f"""
+import importlib.abc, importlib.util, os, signal, sys
+
+
+def deadly(module):
+    execute = module.Runner.execute
+
+    def hurt(self, plan, *args, **kwargs):
+        if any(op.tokens[:4] == {KILLER} for op in plan.inserts):
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return execute(self, plan, *args, **kwargs)
+
+    module.Runner.execute = hurt
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "tandem.runner.runner":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        whole = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (whole(module), deadly(module))
+        return spec
+
+
+sys.meta_path.insert(0, Finder())
+"""
+"""As `sitecustomize`: every Python that Tandem starts has it, and a rank dies of the killer's prompt."""
+
+
+def test_of_two_replicas_that_a_request_kills_it_alone_is_refused(running: Any, model: Path, tmp_path: Path,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sitecustomize.py").write_text(HOOK)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    with running(str(model), "-dp", "2", "--prefix-cache", "0", "--start-timeout", "120",
+                 "--max-restarts", "100") as server:
+        server.learn()
+        innocents = server.load()
+        server.wait(lambda: innocents[0].chunks > 2, "tokens")
+        killer = server.call({"prompt": KILLER, "max_tokens": 5})
+        server.check(innocents)
+        killer.join()
+        assert (killer.status, killer.result["error"]["code"]) == (500, "engine_lost"), killer.result
+        server.wait(lambda: server.settled(2), "both replicas are back")
+        server.check(server.load())
