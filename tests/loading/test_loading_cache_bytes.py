@@ -19,7 +19,11 @@ from tandem.runner.prefix_store import trimmable
 from tandem.testing import tiny_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models-list.md").read_text(encoding="utf-8")
-UNTOLD = {"baichuan_m1": "its convolution's state is not counted", "recurrent_gemma": "counted as attention throughout"}
+UNTOLD = {
+    "baichuan_m1": "its convolution's state is not counted", "recurrent_gemma": "counted as attention throughout",
+    "openelm": "its layers differ in heads, and count as the largest",
+    "longcat_flash_ngram": "four tokens are not counted",
+}
 
 
 def assert_as_listed(family: str, stage: StageModel) -> None:

@@ -25,6 +25,8 @@ KINDS = {
     "recurrent_gemma": "recurrent and window", "longcat_flash": "two latents", "llama4": "chunks",
     "gemma2": "scores by group", "step3p5": "windows", "glm_moe_dsa": "latent and index", "mistral4": "scaled latent",
     "ministral3": "scaled by position", "jamba": "Mamba", "youtu_llm": "latent", "laguna": "windows and gates",
+    "falcon_h1": "Mamba 2 beside attention", "minimax_m3_vl": "keys of an index", "longcat_flash_ngram": "last tokens",
+    "nemotron-nas": "a layer that keeps nothing", "mimo_v2_flash": "windows with heads of their own",
 }
 
 

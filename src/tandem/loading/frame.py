@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from tandem.errors import UnsupportedModel
 from tandem.loading.shard_modules import at, put
@@ -91,7 +92,9 @@ class Frame:
             others = [_PassedOver(*one) for one in zip(self.layers[:-1], self._extras[:-1], strict=True)]
             self._in_head = [*others, _Source(self.layers[-1], self._given, self._extras[-1])]
         with self._layers_are(self._in_head):
-            logits: mx.array = self.model(mx.zeros(h.shape[:2], mx.int32), cache=list(self._made))
+            # What the embedding keeps (the last tokens) must not stay from call to call.
+            made = [cache if i in self._cache_of else deepcopy(cache) for i, cache in enumerate(self._made)]
+            logits: mx.array = self.model(mx.zeros(h.shape[:2], mx.int32), cache=made)
         return logits
 
     def final(self, h: mx.array, projection: str, *, embedding: bool) -> mx.array:
@@ -174,13 +177,15 @@ class Frame:
             raise UnsupportedModel(f"its forward pass calls {len(seen)} layers, and has {len(self.layers)}")
         out = seen[0][1]
         carried = [tuple(value.shape[2:]) for value in out[1 : 1 + carries]]
-        return [cache for cache, _ in seen], [len(out) - 1 for _, out in seen], out[0].shape[-1], carried
+        self._idle = {i for i, cache in enumerate(caches) if type(cache) is KVCache and cache.keys is None}
+        used = [None if cache in self._idle else cache for cache, _ in seen]
+        return used, [len(out) - 1 for _, out in seen], out[0].shape[-1], carried
 
     def _kept_caches(self) -> list[int]:
         """Those of the own layers; on the first stage also those that belong to no layer, but to what comes before."""
         kept = {self._cache_of[i] for i in self.own} - {None}
         if self.own.start == 0:
-            kept |= set(range(len(self._made))) - set(self._cache_of)
+            kept |= set(range(len(self._made))) - set(self._cache_of) - self._idle
         others = {cache for i, cache in enumerate(self._cache_of) if i not in self.own}
         if shared := list(kept & others):
             users = [i for i, cache in enumerate(self._cache_of) if cache == shared[0]]

@@ -104,7 +104,7 @@ class StageModel:
     def final(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] after the final norm, as the head gets them. Last stage only."""
         self._require_last()
-        heads = [path for path, _ in self._frame.model.named_modules() if path and _role(path) == "head"]
+        heads = _heads(self._frame.model)
         embeds = [path for path, module in self.modules.items() if isinstance(path, str) and _role(path) == "embed"]
         return self._frame.final(h, (heads or embeds)[0], embedding=not heads)
 
@@ -239,6 +239,12 @@ def _role(path: str) -> str | int | None:
     return part_of_tensor(f"{path}.weight", 0)
 
 
+def _heads(model: nn.Module) -> list[str]:
+    """Paths of output projections; what else stands under a head's name (a norm) is none."""
+    return [path for path, module in model.named_modules()
+            if path and _role(path) == "head" and "weight" in module and module["weight"].ndim == 2]
+
+
 def _owned(parts: Iterable[str | int], layers: range, description: ModelDescription) -> list[str | int]:
     """Parts that the stage with `layers` holds, in the order of loading.
 
@@ -270,7 +276,7 @@ def _share_head(
     """
     if layers.stop != description.num_layers:
         return
-    heads = [path for path, _ in model.named_modules() if path and _role(path) == "head"]
+    heads = _heads(model)
     embeds = [path for path in modules if isinstance(path, str) and hasattr(modules[path], "as_linear")]
     head = modules.get(heads[0]) if heads else None
     if shard is not None and tensor_parallel is not None and shard.vocab_sizes:

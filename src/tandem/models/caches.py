@@ -7,7 +7,7 @@ measured.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -43,12 +43,24 @@ def layer_caches(config: Mapping[str, Any], num_layers: int, plain: int) -> tupl
 
     What is not known is taken for plain attention, which never is less than the truth.
     """
+    if isinstance(blocks := config.get("block_configs"), list):
+        return tuple(_own_block(block, config) for block in blocks)
+    if config.get("model_type") in _BY_LAYER:
+        return tuple(_BY_LAYER[str(config["model_type"])](config, i, plain) for i in range(num_layers))
     attention = _attention(config, plain)
     state = _state(config)
     if state is None:
         return (attention,) * num_layers
     kinds = {"state": LayerCache("state", state=state), "none": LayerCache("none"), "attention": attention}
     return tuple(kinds[_layer_kind(config, i)] for i in range(num_layers))
+
+
+def _own_block(block: Any, config: Mapping[str, Any]) -> LayerCache:
+    """Of Nemotron's layers, each of which has attention of its own or none."""
+    group = block.get("attention", {}).get("n_heads_in_group") if isinstance(block, dict) else None
+    if not isinstance(group, int) or group < 1:
+        return LayerCache("none")
+    return LayerCache("positions", 2 * int(config.get("hidden_size", 0)) // group)
 
 
 def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
@@ -67,7 +79,7 @@ def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
 _EXPANDED = frozenset(("deepseek_v2", "minicpm3", "youtu_llm"))
 """Latent attention whose cache holds keys and values by head all the same, in mlx-lm."""
 _TWO_ATTENTIONS = frozenset(("longcat_flash", "longcat_flash_ngram"))
-_LINEAR = frozenset(("linear_attention", "conv", "mamba", "recurrent", "M"))
+_LINEAR = frozenset(("linear_attention", "conv", "conv_mixer", "mamba", "recurrent", "M"))
 _EMPTY = frozenset(("-", "E"))
 
 
@@ -86,7 +98,9 @@ def _layer_kind(config: Mapping[str, Any], i: int) -> str:
         return "attention" if (i + 1) % every == 0 else "state"
     if isinstance(every := config.get("attn_layer_period"), int) and every > 0:
         return "attention" if i % every == config.get("attn_layer_offset") else "state"
-    return "state" if config.get("model_type") in ("mamba2", "rwkv7") else "attention"
+    if isinstance(every := config.get("mamba_step"), int) and every > 1:
+        return "attention" if i % every == every // 2 else "state"
+    return "state" if config.get("model_type") in ("mamba", "falcon_mamba", "mamba2", "rwkv7") else "attention"
 
 
 def _state(config: Mapping[str, Any]) -> int | None:
@@ -103,8 +117,14 @@ def _state(config: Mapping[str, Any]) -> int | None:
     if isinstance(linear := config.get("linear_attn_config"), dict):
         width = linear["num_heads"] * linear["head_dim"]
         return 3 * (linear.get("short_conv_kernel_size", 4) - 1) * width + width * int(linear["head_dim"])
+    if config.get("model_type") == "gear":
+        return 2 * (of("conv_L_cache") - 1) * of("num_key_value_heads") * of("head_dim")
     if taps := of("conv_L_cache"):
         return (taps - 1) * of("hidden_size")
+    if config.get("model_type") in ("mamba", "falcon_mamba"):
+        return of("intermediate_size", "d_inner") * (of("conv_kernel", "d_conv") - 1 + of("state_size", "d_state"))
+    if of("mamba_step"):
+        return of("mamba_num_heads") * of("hidden_size_per_head") * (of("mamba_d_conv") - 1 + of("mamba_d_state"))
     if of("attn_layer_period"):
         inner = of("mamba_expand") * of("hidden_size")
         return inner * (of("mamba_d_conv") - 1 + of("mamba_d_state"))
@@ -117,3 +137,46 @@ def _state(config: Mapping[str, Any]) -> int | None:
         taps = max(of("mamba_d_conv", "conv_kernel") - 1, 0)
         return taps * (inner + 2 * of("mamba_n_groups", "n_groups") * size) + inner * size
     return None
+
+
+def _falcon_h1(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+    """Attention and Mamba side by side in every layer."""
+    inner, size = config.get("mamba_d_ssm", 0), config.get("mamba_d_state", 0)
+    taps = config.get("mamba_d_conv", 1) - 1
+    return LayerCache("state", plain, taps * (inner + 2 * config.get("mamba_n_groups", 1) * size) + inner * size)
+
+
+def _mimo_v2(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+    """Windows have heads of their own, and values are narrower than keys."""
+    own = "swa_" if config["hybrid_layer_pattern"][i] else ""
+    width = config[f"{own}head_dim"] + config[f"{own}v_head_dim"]
+    return LayerCache("positions", config[f"{own}num_key_value_heads"] * width)
+
+
+def _minimax_m3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+    """Sparse layers also keep the keys of their index, without values."""
+    sparse = config.get("sparse_attention_config") or {}
+    listed = sparse.get("sparse_attention_freq") or config.get("sparse_attention_freq")
+    wide = sparse.get("sparse_index_dim") or config.get("index_head_dim") or 0
+    return LayerCache("positions", plain + (wide if listed is None or listed[i] else 0))
+
+
+def _bailing_v3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+    """Every group of layers ends with latent attention, as do those after the last whole group."""
+    if _global(config, i):
+        return LayerCache("latent", config["kv_lora_rank"] + config["qk_rope_head_dim"])
+    heads, dim = config["num_attention_heads"], config["head_dim"]
+    return LayerCache("state", 0, 3 * (config.get("short_conv_kernel_size", 4) - 1) * heads * dim + heads * dim * dim)
+
+
+def _global(config: Mapping[str, Any], i: int) -> bool:
+    size = config["layer_group_size"]
+    return (i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size
+
+
+_BY_LAYER: dict[str, Callable[[Mapping[str, Any], int, int], LayerCache]] = {
+    "falcon_h1": _falcon_h1,
+    "mimo_v2_flash": _mimo_v2,
+    "minimax_m3_vl": _minimax_m3,
+    "bailing_moe_v3": _bailing_v3,
+}

@@ -22,7 +22,8 @@ from tandem.models.quantization import loaded_bytes, read_quantization
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDINGS = frozenset((
     "embed_tokens", "wte", "wpe", "tok_embeddings", "word_embeddings", "embed_in", "embeddings", "ngram_embeddings",
-    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "embed",
+    "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "embed", "embedding",
+    "token_embeddings",
 ))
 """Names of modules that only the first stage needs, but for a tied head."""
 _HEADS = frozenset(("lm_head", "output", "embed_out"))
@@ -34,12 +35,13 @@ _OTHER_SENSES = re.compile(
 """Tensors of the parts that see and hear, which mlx-lm leaves out."""
 _FLOATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions", "model_max_length",
-                 "n_ctx", "max_seq_len", "context_length")
+                 "n_ctx", "max_seq_len", "context_length", "block_size", "max_context_length")
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "model_dim")
-_HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "attention_heads")
-_KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads")
-_VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
+_HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_query_heads", "num_heads")
+_KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads", "kv_n_heads")
+_WIDTH_KEYS = ("head_dim", "hidden_size_per_head", "kv_channels")
+_VOCAB_KEYS = ("vocab_size", "padded_vocab_size", "num_vocab")
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
@@ -116,7 +118,7 @@ def describe(files: ModelFiles) -> ModelDescription:
     headless = not tied and not head and stored_bare(tensors, family.layers)
     tied = tied or headless
     kv_heads = facts.number(facts.key(_KV_KEYS), facts.num_heads)
-    head_dim = facts.number("head_dim", facts.hidden_size // facts.num_heads)
+    head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
     caches = layer_caches({**family.defaults, **config}, facts.num_layers, 2 * kv_heads * head_dim)
     return ModelDescription(
         family=str(name),
@@ -161,16 +163,17 @@ class _Facts:
     """Whole numbers of config.json, under the names that the families use."""
 
     def __init__(self, path: Path, family: Family, config: dict[str, Any]) -> None:
-        self._path, self._config = path, {**family.defaults, **config}
+        nested = config.get("attn_config")  # dbrx
+        self._path, self._config = path, {**family.defaults, **(nested if isinstance(nested, dict) else {}), **config}
         layers = self.key(_LAYER_KEYS)
         self.num_layers = self.number(layers)
         if self.num_layers > _MAX_LAYERS:
             raise BrokenModel(f"{path}/config.json: {layers} is {self.num_layers}; at most {_MAX_LAYERS} make sense",
                               param=layers)
         self.hidden_size = self.number(self.key(_HIDDEN_KEYS))
-        heads = self.key(_HEAD_KEYS)
-        # Models without attention name none.
-        self.num_heads = self.number(heads, 1 if "state_size" in self._config else None)
+        # Models without attention name none, though their states have heads.
+        stateful = "state_size" in self._config and "num_attention_heads" not in self._config
+        self.num_heads = 1 if stateful else self.number(self.key(_HEAD_KEYS))
 
     def key(self, keys: tuple[str, ...]) -> str:
         """The first of `keys` that the config has, or the very first."""
@@ -179,6 +182,8 @@ class _Facts:
     def number(self, key: str, default: int | None = None) -> int:
         value = self._config.get(key)
         value = default if value is None else value
+        if isinstance(value, list) and value and all(type(one) is int for one in value):
+            value = max(value)  # one entry a layer
         if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < LARGEST_NUMBER:
             raise BrokenModel(
                 f"{self._path}/config.json: {key} must be a positive whole number, is {value!r:.100}", param=key

@@ -63,21 +63,22 @@ FAMILIES: dict[str, Family] = {
         (
             "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe",
             "helium", "olmo2", "olmoe", "seed_oss", "smollm3", "starcoder2", "nanbeige", "olmo_hybrid",
-            "granitemoehybrid",
+            "granitemoehybrid", "falcon_h1", "spark2_5", "gear", "gemma4_text",
         ),
         Family(),
     ),
     **dict.fromkeys(
         (
             "qwen3", "qwen3_moe", "phi3", "dots1", "hunyuan_v1_dense", "internlm3", "mimo", "mixtral", "nemotron",
-            "olmo3", "telechat3", "exaone_moe", "afmoe", "qwen3_next", "kimi_linear", "minimax",
+            "olmo3", "telechat3", "exaone_moe", "afmoe", "qwen3_next", "kimi_linear", "minimax", "llama4_text",
+            "minicpm", "minicpm3", "muse_glimmer", "nemotron-nas", "bailing_moe_v3",
         ),
         Family(tied="config-false"),
     ),
     **dict.fromkeys(
         (
             "deepseek", "glm4", "glm4_moe", "phimoe", "qwen2_moe", "solar_open", "stablelm", "phi", "deepseek_v2",
-            "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "step3p5", "Klear",
+            "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "step3p5", "Klear", "mimo_v2_flash",
         ),
         Family(tied="never"),
     ),
@@ -108,6 +109,33 @@ FAMILIES: dict[str, Family] = {
     "jamba": Family(),
     "llama4": Family(layers=_NESTED, tied="never", one_by_one="its masks are made for sequences of one length"),
     "mamba2": Family(layers="backbone.layers", tied="config-false"),
+    "dbrx": Family(layers="transformer.blocks", tied="never"),
+    "gpt2": Family(layers="model.h", tied="always"),
+    "gpt_bigcode": Family(layers="transformer.h", one_by_one="it counts positions for sequences of one length"),
+    "lille-130m": Family(layers="transformer.layers", tied="always"),
+    "mamba": Family(layers="backbone.layers"),
+    "falcon_mamba": Family(module="mamba", layers="backbone.layers"),
+    "nanochat": Family(layers="transformer.h", tied="never"),
+    "openelm": Family(layers="transformer.layers", tied="file"),
+    "phixtral": Family(layers="transformer.h", tied="never"),
+    "phi-msft": Family(module="phixtral", layers="transformer.h", tied="never"),
+    "plamo": Family(layers="model.layers.layers", tied="never"),
+    "plamo2": Family(layers="model.layers.layers"),
+    "plamo3": Family(layers="model.layers.layers"),
+    "qwen": Family(layers="transformer.h", tied="never"),
+    "kimi_vl": Family(layers=_NESTED, tied="never"),
+    "lfm2-vl": Family(layers=_NESTED, tied="always"),
+    "longcat_flash_ngram": Family(
+        tied="never", one_by_one="its n-grams are looked up for sequences of one length"
+    ),
+    "minimax_m3_vl": Family(
+        layers=_NESTED, tied="config-false",
+        one_by_one="its sparse attention chooses blocks by their place, which rows of unequal length do not share",
+    ),
+    "pixtral": Family(layers=_NESTED, tied="never"),
+    "llava": Family(module="mistral3", layers=_NESTED, tied="config-false"),
+    "qwen2_vl": Family(layers=_NESTED),
+    "qwen2_5_vl": Family(module="qwen2_vl", layers=_NESTED),
     "gemma3": Family(
         layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}
     ),
@@ -119,10 +147,6 @@ FAMILIES: dict[str, Family] = {
 """By `model_type` of `config.json`."""
 
 ALIASES = {
-    "llava": "mistral3",
-    "phi-msft": "phixtral",
-    "falcon_mamba": "mamba",
-    "qwen2_5_vl": "qwen2_vl",
     "iquestcoder": "llama",
     "xverse": "llama",
     "gemma4_unified": "gemma4",

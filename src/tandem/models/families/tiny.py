@@ -7,7 +7,10 @@ from typing import Any
 
 EOS = 2
 """Id of <|im_end|>, the end-of-sequence token of tiny models."""
-_BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer"}
+_BY_LAYER = {"layer_types", "hybrid_override_pattern", "is_moe_layer", "no_rope_layers", "hybrid_layer_pattern"}
+_OWN_NAMES = {"n_embd", "d_model", "model_dim"}
+"""Of the width, in families that share no name with the others."""
+_LAYERS = {"num_layers", "n_layer", "n_layers", "num_transformer_layers"}
 WINDOW = 16
 """Attention window in tokens, so that short tests run beyond it."""
 
@@ -205,6 +208,15 @@ _LONGCAT: dict[str, Any] = {
     "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
 }
+_GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "layer_norm_epsilon": 1e-5}
+_MAMBA: dict[str, Any] = {
+    "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4,
+}
+_PHIXTRAL: dict[str, Any] = {"num_vocab": 512, "model_dim": 64, "num_heads": 4, "num_layers": 4, "rotary_dim": 8}
+_MUP: dict[str, Any] = {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12}
+_ROPES: dict[str, Any] = {
+    kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in ("sliding_attention", "full_attention")
+}
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": _TIED,
@@ -329,6 +341,89 @@ TINY: dict[str, dict[str, Any]] = {
             "intermediate_size_mlp": 64, "num_experts_per_tok": 1, "rope_scaling": None, "use_qk_norm": True,
         },
     },
+    "dbrx": {
+        "d_model": 64, "n_layers": 4, "n_heads": 4,
+        "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
+    },
+    "falcon_h1": {
+        "head_dim": 16, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_d_state": 32, "mamba_n_heads": 4,
+        "mamba_n_groups": 2, "mamba_d_conv": 4,
+    },
+    "gpt2": _GPT2 | {"n_ctx": 512},
+    "gpt_bigcode": _GPT2 | {"num_key_value_heads": 1, "n_inner": 128, "attention_bias": True, "mlp_bias": True},
+    "kimi_vl": {"text_config": _DEEPSEEK | {"n_group": 1, "rope_scaling": None}},
+    "lille-130m": {
+        "block_size": 512, "layer_norm_eps": 1e-5, "rope_theta": 10000.0, "n_embd": 64, "n_head": 4, "n_kv_heads": 2,
+        "n_layer": 4,
+    },
+    "llama4_text": _HEAD | {"intermediate_size_mlp": 128, "no_rope_layers": [1, 0], "use_qk_norm": True},
+    "longcat_flash_ngram": _LONGCAT | {"ngram_vocab_size_ratio": 4, "emb_neighbor_num": 3, "emb_split_num": 2},
+    "mamba": _MAMBA,
+    "falcon_mamba": _MAMBA,
+    "mimo_v2_flash": _ROUTED | {
+        "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "layernorm_epsilon": 1e-5, "swa_rope_theta": 5000.0, "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 4, "head_dim": 24, "v_head_dim": 16, "swa_head_dim": 24, "swa_v_head_dim": 16,
+        "partial_rotary_factor": 0.5, "n_shared_experts": None,
+    },
+    "minicpm": _MUP,
+    "minicpm3": _MLA | _MUP | {
+        "rope_scaling": {
+            "type": "longrope", "original_max_position_embeddings": 512, "short_factor": [1.0] * 8,
+            "long_factor": [1.5] * 8,
+        },
+    },
+    "minimax_m3_vl": {
+        "text_config": _HEAD | _MIXTRAL | {
+            "dense_intermediate_size": 128, "intermediate_size": 64, "shared_intermediate_size": 64, "rotary_dim": 8,
+            "moe_layer_freq": [0, 1, 1, 1],
+            "sparse_attention_config": {
+                "sparse_num_index_heads": 2, "sparse_index_dim": 32, "sparse_block_size": 4, "sparse_topk_blocks": 2,
+                "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1, 0],
+            },
+        },
+    },
+    "muse_glimmer": _HEAD | _KINDS,
+    "nanochat": {},
+    "nemotron-nas": {
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 2.0}},
+            {"attention": {"n_heads_in_group": 4}, "ffn": {"no_op": True}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"replace_with_linear": True}},
+        ],
+    },
+    "openelm": {
+        "head_dim": 16, "num_transformer_layers": 4, "model_dim": 64, "ffn_dim_divisor": 16,
+        "num_query_heads": [4, 4, 8, 8], "num_kv_heads": [2, 2, 4, 4], "ffn_multipliers": [1.0, 2.0, 2.0, 2.5],
+    },
+    "phixtral": _PHIXTRAL,
+    "phi-msft": _PHIXTRAL,
+    "llava": {"text_config": _HEAD | {"model_type": "llama"}},
+    "pixtral": {"text_config": _HEAD | {"model_type": "mistral"}},
+    "plamo": {"n_shared_head": 2},
+    "plamo2": {
+        "hidden_size_per_head": 16, "attention_window_size": WINDOW, "mamba_d_state": 16, "mamba_d_conv": 4,
+        "mamba_num_heads": 4, "mamba_step": 2,
+    },
+    "plamo3": _HEAD | {"window_size": WINDOW, "sliding_window_pattern": 2},
+    "qwen": {"kv_channels": 16, "num_key_value_heads": 4, "layer_norm_epsilon": 1e-5},
+    "qwen2_vl": {"text_config": {"model_type": "qwen2"}},
+    "qwen2_5_vl": {"text_config": {"model_type": "qwen2"}},
+    "spark2_5": _HEAD | _KINDS | {"rope_parameters": _ROPES, "hidden_act": "gelu"},
+    "gear": _HEAD | {"layer_types": ["conv_mixer", "sliding_attention", "full_attention"], "conv_L_cache": 3},
+    "gemma4_text": _HEAD | _KINDS | _TIED | {
+        "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+        "final_logit_softcapping": 5.0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 64, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    },
+    "lfm2-vl": {"text_config": _LFM2 | {"model_type": "lfm2"}},
+    "bailing_moe_v3": _BAILING | _MLA | {
+        "layer_group_size": 2, "head_dim": 16, "n_group": 1, "topk_group": 1, "short_conv_kernel_size": 4,
+        "moe_shared_expert_intermediate_size": 64,
+    },
 }
 """By `model_type`: what a family's config.json has beyond `BASE`; lists of `layer_types` are repeated."""
 
@@ -338,10 +433,12 @@ def tiny_config(
 ) -> dict[str, Any]:
     """config.json of a tiny model."""
     common = {"num_hidden_layers": layers, "vocab_size": vocab, **BASE}
+    if _OWN_NAMES & TINY[family].keys():
+        common = {"vocab_size": vocab}
     nested = TINY[family].get("text_config")
     inner = {**common, **(TINY[family] if nested is None else nested), **(overrides or {})}
-    if "num_layers" in inner or family == "exaone":
-        inner["num_layers"] = layers  # its name for num_hidden_layers
+    for name in _LAYERS & inner.keys() or ({"num_layers"} if family == "exaone" else ()):
+        inner[name] = layers
     for kinds in _BY_LAYER & inner.keys():
         inner[kinds] = (inner[kinds] * layers)[:layers]
     outer = {"model_type": family, "eos_token_id": EOS}
