@@ -71,7 +71,7 @@ FAMILIES: dict[str, Family] = {
         (
             "qwen3", "qwen3_moe", "phi3", "dots1", "hunyuan_v1_dense", "internlm3", "mimo", "mixtral", "nemotron",
             "olmo3", "telechat3", "exaone_moe", "afmoe", "qwen3_next", "kimi_linear", "minimax", "llama4_text",
-            "minicpm", "minicpm3", "muse_glimmer", "nemotron-nas", "bailing_moe_v3",
+            "mellum", "minicpm", "minicpm3", "muse_glimmer", "nemotron-nas", "bailing_moe_v3",
         ),
         Family(tied="config-false"),
     ),

@@ -361,6 +361,7 @@ TINY: dict[str, dict[str, Any]] = {
     "longcat_flash_ngram": _LONGCAT | {"ngram_vocab_size_ratio": 4, "emb_neighbor_num": 3, "emb_split_num": 2},
     "mamba": _MAMBA,
     "falcon_mamba": _MAMBA,
+    "mellum": _HEAD | _MOE | _KINDS | {"rope_parameters": _ROPES},
     "mimo_v2_flash": _ROUTED | {
         "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0, 1, 1, 1], "add_swa_attention_sink_bias": True,
         "add_full_attention_sink_bias": False, "sliding_window_size": WINDOW, "topk_method": "noaux_tc",
