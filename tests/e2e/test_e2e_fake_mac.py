@@ -23,8 +23,18 @@ from tandem.testing import tiny_model
 BODY = {"model": "default", "prompt": [7, 8, 9], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 
 
+HIDE = ("unshare", "--mount", "--propagation", "private", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh")
+"""Runs a command that sees no /proc, in the process that was started."""
+
+
+def may_hide() -> bool:
+    """Whether /proc can be hidden here: macOS has none."""
+    return sys.platform == "linux" and os.geteuid() == 0 and subprocess.run(
+        [*HIDE, "true"], capture_output=True).returncode == 0
+
+
 class Mac:
-    """The command there, with a long TMPDIR, a home with a space, and 256 open files, as macOS has them."""
+    """The command there, with a long TMPDIR, a home with a space, 256 open files and no /proc, as macOS has them."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -37,12 +47,13 @@ class Mac:
         names = ("PATH", "PYTHONPATH", "FAKE_MAC", "HOME", "TMPDIR", "OPENBLAS_NUM_THREADS")
         self.environment = {name: whole[name] for name in names}  # as with `env -i`
         self.environment["PATH"] = f"{TOOLS}:/usr/bin:/bin"
+        self.hide = HIDE if may_hide() else ()
 
     def start(self, *words: str, **options: object) -> subprocess.Popen[str]:
         code = ("import resource, runpy, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
                 "resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard)); sys.argv[0] = 'tandem'; "
                 "runpy.run_module('tandem', run_name='__main__')")
-        return subprocess.Popen([sys.executable, "-P", "-c", code, *words], env=self.environment, text=True,
+        return subprocess.Popen([*self.hide, sys.executable, "-P", "-c", code, *words], env=self.environment, text=True,
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options)  # type: ignore[call-overload]
 
     def __call__(self, *words: str) -> subprocess.CompletedProcess[str]:
@@ -72,8 +83,9 @@ def eventually(condition: Callable[[], object], what: str, seconds: float = 240)
 
 @pytest.mark.slow
 def test_a_server_in_the_background_its_faults_and_its_end(mac: Mac) -> None:
-    up = mac("up", mac.model, "--port", "0", "-pp", "2", "--device", "cpu")
+    up = mac("up", mac.model, "--port", "0", "-pp", "2", "--fast-sync", "on", "--wired", "1GB")
     assert up.returncode == 0, up.stderr
+    assert mac("logs").stdout.count("MLX's fast fences are on (--fast-sync)") == 2
     [server] = json.loads(mac("status", "--json", "--interval", "0").stdout)
     ranks = [rank["pid"] for rank in server["replicas"][0]["ranks"]]
     assert all(rank["wired_bytes"] == 0 for rank in server["replicas"][0]["ranks"])  # it computes on the CPU
