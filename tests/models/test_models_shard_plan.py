@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.families.sharding import NOT_SHARDED, SHARDING, Cut
+from tandem.models.families.axes import delta
+from tandem.models.families.cuts import Cut
+from tandem.models.families.sharding import NOT_SHARDED, SHARDING
 from tandem.models.families.table import FAMILIES
 from tandem.models.shard import part_of, plan_shards
 
@@ -43,7 +45,7 @@ def test_every_family_divides_or_says_why_not():
             plan_shards(description(family=family), 2)
     with pytest.raises(LayoutError, match="new does not run tensor-parallel"):
         plan_shards(description(family="new"), 2)
-    assert plan_shards(description(family="olmo2"), 1)[0].kv_heads == range(3)
+    assert plan_shards(description(family="exaone"), 1)[0].kv_heads == range(3)
 
 
 def test_nine_heads_over_two_ranks():
@@ -137,7 +139,7 @@ def models(draw):
     group = draw(st.sampled_from([1, 32, 64]))
     width = st.integers(size, 400).map(lambda n: n * group)
     d = description(
-        family=draw(st.sampled_from(sorted(SHARDING))),
+        family=draw(st.sampled_from(sorted(name for name, one in SHARDING.items() if one.axes is None))),
         num_kv_heads=kv,
         num_heads=kv * draw(st.integers(1, 5)),
         head_dim=draw(st.sampled_from([16, 32, 64, 128])),
@@ -173,3 +175,38 @@ def test_every_element_has_one_owner(drawn):
         assert ends[-1] == parts[0].total
         if cut.axis == "columns":
             assert all(start % group == 0 for start, _ in owned)
+
+
+def test_experts_stay_whole_where_that_is_wanted():
+    d = description(family="qwen3_moe", num_kv_heads=4, num_heads=32, expert_width=768, num_experts=10, mlp_width=6144)
+    shards = plan_shards(d, 4, expert_parallel=True)
+    assert [s.experts for s in shards] == [range(3), range(3, 6), range(6, 8), range(8, 10)]
+    assert [len(s.mlp) for s in shards] == [1536] * 4
+    packed = dataclasses.replace(d, expert_width=192, quantization=PACKED)
+    with pytest.raises(LayoutError, match="the experts width 192 has 3 parts of 64; use at most 3, or --expert-par"):
+        plan_shards(packed, 4)
+    assert plan_shards(packed, 4, expert_parallel=True)[0].experts == range(3)
+    with pytest.raises(LayoutError, match="--expert-parallel: the model's 3 experts are fewer than 4 ranks"):
+        plan_shards(dataclasses.replace(d, num_experts=3), 4, expert_parallel=True)
+    with pytest.raises(LayoutError, match="--expert-parallel: llama has no routed experts"):
+        plan_shards(description(), 2, expert_parallel=True)
+
+
+def test_units_of_recurrent_state_are_divided_like_heads():
+    axes = delta({
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "linear_num_key_heads": 6,
+        "linear_num_value_heads": 12, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    })
+    d = description(family="qwen3_next", num_heads=16, num_kv_heads=4, head_dim=256, axes=axes)
+    shards = plan_shards(d, 4)
+    assert [s.states for s in shards] == [range(2), range(2, 4), range(4, 5), range(5, 6)]
+    assert part_of(Cut("rows", ("delta_k", "delta_k", "delta_v")), shards[1], d).pieces == (
+        range(256, 512), range(768 + 256, 768 + 512), range(1536 + 512, 1536 + 1024),
+    )
+    with pytest.raises(LayoutError, match="5 is more than the model's 4 kv heads; use at most 4"):
+        plan_shards(d, 5)
+    few = {name: dataclasses.replace(axis, count=3) if axis.base == "states" else axis for name, axis in axes.items()}
+    with pytest.raises(LayoutError, match="4 is more than the model's 3 units of recurrent state; use at most 3"):
+        plan_shards(dataclasses.replace(d, axes=few), 4)
+    with pytest.raises(LayoutError, match="figures by which --tensor-parallel-size divides .* are not known"):
+        plan_shards(dataclasses.replace(d, axes={}), 2)

@@ -159,3 +159,21 @@ def test_a_reference_for_another_question_is_refused(models: dict[str, Path], tm
                                          "--prefill-chunk", "4")
     assert "other prompts" in _misuse(capsys, str(models["llama"]), "--reference", path, "--prefill-chunk", "5")
     assert "another model" in _misuse(capsys, str(models["gpt_oss"]), "--reference", path, "--prefill-chunk", "4")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["kimi_linear"], ["deepseek_v3", "--expert-parallel"]], ids=lambda one: one[0])
+def test_a_type_is_tried_with_ranks_that_share_layers(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    [name, *flags] = options
+    code = main(["parity", "--tiny", name, "--tensor-parallel-size", "2", "--tokens", "3", *flags])
+    printed = capsys.readouterr()
+    assert code == 0, printed.err
+    assert f"PASS {name}: 4 layers" in printed.out
+    assert "PARITY PASS max_abs_diff=" in printed.out
+
+
+def test_what_a_type_cannot_share_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["parity", "--tiny", "qwen3", "--tensor-parallel-size", "2", "--expert-parallel"]) == 2
+    assert "--expert-parallel: qwen3 has no routed experts here; leave it out" in capsys.readouterr().err
+    assert main(["parity", "--tiny", "qwen3_moe", "--expert-parallel"]) == 2
+    assert "give --tensor-parallel-size, or leave it out" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tandem.checkpoints.config import read_config
 from tandem.cli.arguments import load_settings
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.config.settings import Settings
-from tandem.engine.layout import GangLayout, plan_layout
+from tandem.engine.layout import GangLayout, plan_layout, stage_sizes
 from tandem.errors import ConfigError
 from tandem.launchers.registry import launcher_kind
 from tandem.log import set_up
@@ -46,17 +47,23 @@ class Comparison:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print the verdict. Returns 0 if it passed, 1 if not; raises UsageError and RankFailure."""
     if arguments.tiny:
-        return _try(arguments.tiny)
+        return _try(arguments)
     world = launched_world()
     comparison = _prepared(arguments, world)
-    if world is not None:
-        return _run_member(comparison, world)
+    return _run_member(comparison, world) if world is not None else _compared(comparison)
+
+
+def _compared(comparison: Comparison) -> int:
     reference = _reference(comparison)
     return _judge(comparison, reference, run_layout(comparison.settings, comparison.layout, comparison.task))
 
 
-def _try(named: str) -> int:
-    """Try a type, or the config of a directory; prints what was compared. Raises UsageError where there is neither."""
+def _try(arguments: argparse.Namespace) -> int:
+    """Try a type, or the config of a directory; prints what was compared. Raises UsageError where there is neither.
+
+    Where the settings say that ranks share layers, the tiny model is then compared in that layout.
+    """
+    named = arguments.tiny
     if Path(named).is_dir():
         config = read_config(Path(named))
     elif named in TINY:
@@ -64,11 +71,17 @@ def _try(named: str) -> int:
     else:
         raise ConfigError(f"--tiny {named}: is neither a directory with a config.json nor one of "
                           f"{', '.join(sorted(TINY))}", param="tiny")
-    from tandem.loading.trial import outcome  # imports mlx, which else comes after the BLAS
+    from tandem.loading.trial import cut_down, outcome  # imports mlx, which else comes after the BLAS
+    from tandem.testing import tiny_model
 
     passed, line = outcome(config)
     print(f"{'PASS' if passed else 'FAIL'} {named}: {line}")
-    return EXIT_PASS if passed else EXIT_FAIL
+    if not passed or max(stage_sizes(load_settings(arguments).settings.parallel)) == 1:
+        return EXIT_PASS if passed else EXIT_FAIL
+    with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
+        arguments.model_argument = str(tiny_model(Path(directory) / "model", settings=cut_down(config)[0]))
+        arguments.reference = arguments.reference or str(Path(directory) / "reference.npz")
+        return _compared(_prepared(arguments, None))
 
 
 def _prepared(arguments: argparse.Namespace, world: World | None) -> Comparison:

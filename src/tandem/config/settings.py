@@ -63,6 +63,9 @@ class ParallelSettings:
     """Ranks of each stage, where they differ: 2,1 is a stage of two ranks and a stage of one."""
     tensor_split: tuple[float, ...] | None = None
     """Shares by which the ranks of a stage divide heads and widths, such as 2,1; by default equal ones."""
+    expert_parallel: bool = False
+    """Ranks of a stage each hold some of a mixture's experts whole, in place of a part of each; the rest of a layer is
+    divided as ever."""
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl", "mpi", "any"] = "auto"
     """MLX backend between the ranks of a stage. auto: that of the hostfile, else ring."""
     layer_split: tuple[int, ...] | None = None

@@ -15,7 +15,8 @@ _SECTIONS = ("model", "parallel", "scheduler", "speculation")
 _SERVER = ("default_max_tokens", "tool_parser", "reasoning_parser")
 _NOT_OWN = ("served_name",)
 """The table's own name says that."""
-_LAYOUT = ("pipeline_parallel_size", "tensor_parallel_size", "parallel", "tensor_split", "layer_split", "lanes")
+_LAYOUT = ("pipeline_parallel_size", "tensor_parallel_size", "parallel", "tensor_split", "expert_parallel",
+           "layer_split", "lanes")
 """A model that says one of these has a layout of its own."""
 
 

@@ -66,7 +66,9 @@ class Alternatives:
             if candidate.layout is None or not candidate.fits or len(candidate.layout.replicas) > 1:
                 continue
             [stages] = candidate.layout.replicas
-            parallel = replace(settings.parallel, parallel=tuple(len(stage.machines) for stage in stages),
+            sizes = tuple(len(stage.machines) for stage in stages)
+            parallel = replace(settings.parallel, parallel=sizes,
+                               expert_parallel=settings.parallel.expert_parallel and max(sizes) > 1,
                                pipeline_parallel_size=1, tensor_parallel_size=1,
                                layer_split=tuple(stage.layers for stage in stages), tensor_split=None)
             try:

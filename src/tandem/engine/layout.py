@@ -74,7 +74,8 @@ def plan_layout(settings: Settings) -> GangLayout:
                           memory=stage_memory(parallel, sizes), explicit=parallel.layer_split)
     for size in set(sizes) - {1}:
         # Refuses what cannot be shared out. Only the ranks know whether `auto` expands; they refuse the rest.
-        plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no")
+        plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no",
+                    expert_parallel=parallel.expert_parallel)
     _check_adapter(model, description)
     _check_fast_sync(parallel)
     defaults = sampling_defaults(files.path, model.generation_config, model.override_generation_config)
@@ -106,7 +107,7 @@ def plan_layout(settings: Settings) -> GangLayout:
             log_level=settings.process.log_level,
             weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts,
             adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
-            draft_path=str(draft.path) if draft else "")
+            draft_path=str(draft.path) if draft else "", expert_parallel=parallel.expert_parallel)
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
     return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling), defaults)
 
@@ -151,6 +152,9 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
     if max(sizes) > 1 and len(sizes) > 1 and parallel.channel == "mlx":
         raise LayoutError("--channel mlx joins stages of one rank each; use tcp with tensor parallelism",
                           param="channel")
+    if parallel.expert_parallel and max(sizes) == 1:
+        raise LayoutError("--expert-parallel shares experts among the ranks of a stage, and each stage has one; give "
+                          "--tensor-parallel-size, or leave it out", param="expert_parallel")
     if parallel.tensor_split is not None and any(len(parallel.tensor_split) != size for size in sizes):
         raise LayoutError(f"--tensor-split names {len(parallel.tensor_split)} shares for stages of "
                           f"{','.join(map(str, sizes))} ranks; give one for each rank of a stage", param="tensor_split")

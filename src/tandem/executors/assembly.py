@@ -72,7 +72,8 @@ def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -
     """This rank's part of the heads and widths; None for the whole of them. Raises LayoutError."""
     if spec.tp_size == 1:
         return None
-    shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize)
+    shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize,
+                         expert_parallel=spec.expert_parallel)
     return shards[spec.tp_rank]
 
 

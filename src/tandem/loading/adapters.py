@@ -57,7 +57,7 @@ class AdapterLoader:
                 what = "is no linear layer" if module is not None else "is not in the model"
                 raise UnsupportedModel(f"{self._adapter.path}: {path} {what}, so it cannot be adapted; fuse the "
                                        "adapter into the model instead", param="adapter_path")
-            a, b = self._pair(path, path.removeprefix(root), names)
+            a, b = self._pair(path, path.removeprefix(root), names, layer)
             inputs, outputs = _dimensions(module)
             if (a.shape[0], b.shape[1]) != (inputs, outputs):
                 raise self._misfit(path, a, b, inputs, outputs)
@@ -67,7 +67,9 @@ class AdapterLoader:
             layer.update_modules(tree_unflatten(adapted))
         return sum(one.lora_a.nbytes + one.lora_b.nbytes for _, one in adapted)
 
-    def _pair(self, path: str, inner: str, names: tuple[str, str]) -> tuple[mx.array, mx.array]:
+    def _pair(
+        self, path: str, inner: str, names: tuple[str, str], layer: nn.Module
+    ) -> tuple[mx.array, mx.array]:
         """A [inputs, rank] and B [rank, outputs], cut as their module is."""
         a, b = (self._weights[name] for name in names)
         if self._adapter.transposed:
@@ -75,7 +77,7 @@ class AdapterLoader:
         if self._shard is None:
             return a, b
         try:
-            cut = sharding_of(self._description).cut_of(inner)
+            cut = sharding_of(self._description, layer).cut_of(inner)
         except KeyError:
             raise UnsupportedModel(f"{self._adapter.path}: how to divide {path} is not known; use "
                                    "--pipeline-parallel-size", param="tensor_parallel_size") from None

@@ -13,7 +13,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from tandem.errors import LayoutError, UnsupportedModel
 from tandem.models.description import ModelDescription
-from tandem.models.families.sharding import SHARDING, Cut, Sharding
+from tandem.models.families.cuts import Cut, Sharding
+from tandem.models.families.sharding import SHARDING
 from tandem.models.shard import Part, Shard, part_of
 
 _MATRIX = ("weight", "scales", "biases")
@@ -59,6 +60,44 @@ class SumOverRanks(nn.Module):
             return getattr(self["module"], name)
 
 
+class NormOverRanks(nn.Module):
+    """An RMS norm over an axis that ranks share, with or without a gate: squares are summed over the ranks."""
+
+    def __init__(self, norm: nn.Module, width: int, tensor_parallel: TensorParallel) -> None:
+        """`width` is that of the whole axis."""
+        super().__init__()
+        self.norm = norm
+        self._width, self._tensor_parallel = width, tensor_parallel
+
+    def __call__(self, x: mx.array, gate: mx.array | None = None) -> mx.array:
+        """This rank's part [..., W] of what the norm gives for all parts together."""
+        gate_last = getattr(self.norm, "norm_before_gate", False)
+        if gate is not None and not gate_last:
+            x = nn.silu(gate) * x
+        wide = x.astype(mx.float32)
+        squares = self._tensor_parallel.sum(wide.square().sum(axis=-1, keepdims=True))
+        eps = getattr(self.norm, "eps", None) or self.norm.variance_epsilon
+        y = (wide * mx.rsqrt(squares / self._width + eps) * self.norm.weight).astype(x.dtype)
+        return nn.silu(gate) * y if gate is not None and gate_last else y
+
+
+class OwnExperts(nn.Module):
+    """Routed experts of which this rank has some whole: the others' outputs are zeros here."""
+
+    def __init__(self, experts: nn.Module, own: range) -> None:
+        super().__init__()
+        self.experts = experts
+        self._own = own
+
+    def __call__(self, x: mx.array, indices: mx.array) -> mx.array:
+        """Inputs [..., H] and experts' numbers [..., K] to outputs [..., K, H]."""
+        here = mx.logical_and(indices >= self._own.start, indices < self._own.stop)
+        # In place of an expert that is elsewhere: one that the token uses here anyway, so that no more is read.
+        local = mx.where(here, indices.astype(mx.int32) - self._own.start, 0)
+        local = mx.where(here, local, local.max(axis=-1, keepdims=True))
+        return mx.where(here[..., None], self.experts(x, local), 0)
+
+
 @dataclass(frozen=True)
 class Slice:
     """What to take of a parameter: pieces of one axis; or, for a bias that counts once, all or zeros."""
@@ -66,14 +105,21 @@ class Slice:
     axis: int
     part: Part
     bias: bool = False
+    exact: bool = True
+    """The axis has as many entries as the part says, unless it is packed; else it may have more for each."""
 
 
 class Cutter:
     """Cuts the parameters of one part of the model (a layer, the embedding, the head) to what a rank holds."""
 
-    def __init__(self, root: str, find: Callable[[str], Cut | None], shard: Shard, description: ModelDescription):
-        """`root` is the part's path, for messages; `find` gives the cut for a path within it, KeyError if unknown."""
+    def __init__(
+        self, root: str, find: Callable[[str], Cut | None], shard: Shard, description: ModelDescription, *,
+        loose: bool = False,
+    ) -> None:
+        """`root` is the part's path, for messages; `find` gives the cut for a path within it, KeyError if unknown.
+        With `loose` layers differ in how many query heads a kv head has."""
         self._root = root
+        self._loose = loose
         self._find = find
         self._shard = shard
         self._description = description
@@ -82,12 +128,17 @@ class Cutter:
         """What to take of parameter `name`; None for all of it. Raises `UnsupportedModel` for an unknown name."""
         base, _, last = name.rpartition(".")
         cut = self._cut(base, name)
-        if cut is None or last == "global_scale":
+        if cut is None:
+            return None
+        if "experts" in cut.kinds and self._shard.whole_experts:
+            return Slice(0, Part(self._description.num_experts, (self._shard.experts,)))
+        if last == "global_scale":
             return None
         part = part_of(cut, self._shard, self._description)
-        if cut.axis == "rows":
-            return Slice(-2 if last in _MATRIX else -1, part)
-        return Slice(-1, part, bias=last not in _MATRIX)
+        if cut.axis == "columns":
+            return Slice(-1, part, bias=last not in _MATRIX)
+        axes = {"rows": -2 if last in _MATRIX else -1, "first": 0, "heads": -2, "last": -1}
+        return Slice(axes[cut.axis], part, exact=not self._loose or cut.kinds not in (("q",), ("q_heads",)))
 
     def take(self, name: str, array: mx.array) -> mx.array:
         """This rank's part of a parameter as it is stored, lazily; shares no memory with the whole."""
@@ -118,9 +169,10 @@ class Cutter:
         )
 
 
-def layer_cutter(root: str, shard: Shard, description: ModelDescription) -> Cutter:
+def layer_cutter(root: str, layer: nn.Module, shard: Shard, description: ModelDescription) -> Cutter:
     """For a decoder layer at path `root`."""
-    return Cutter(root, sharding_of(description).cut_of, shard, description)
+    sharding = sharding_of(description, layer)
+    return Cutter(root, sharding.cut_of, shard, description, loose=sharding.loose_heads)
 
 
 def head_cutter(root: str, shard: Shard, description: ModelDescription) -> Cutter:
@@ -128,17 +180,18 @@ def head_cutter(root: str, shard: Shard, description: ModelDescription) -> Cutte
     return Cutter(root, lambda path: _VOCAB, shard, description)
 
 
-def sharding_of(description: ModelDescription) -> Sharding:
-    """How a family's layers are divided. Raises `UnsupportedModel`; `plan_shards` says why."""
-    if description.family not in SHARDING:
+def sharding_of(description: ModelDescription, layer: nn.Module) -> Sharding:
+    """How a layer is divided. Raises `UnsupportedModel`; `plan_shards` says why."""
+    sharding = SHARDING.get(description.layer_type or description.family)
+    if sharding is None:
         raise UnsupportedModel(f"{description.family} does not run tensor-parallel", param="tensor_parallel_size")
-    return SHARDING[description.family]
+    return sharding.of([name for name, _ in tree_flatten(layer.parameters())])
 
 
 def take(array: mx.array, found: Slice, name: str) -> mx.array:
     """Pieces of one axis, joined. A packed axis has fewer entries than elements: cuts must fall between entries."""
     size, total = array.shape[found.axis], found.part.total
-    if found.axis == -2 and size != total or total == 0:
+    if found.exact and found.axis != -1 and size != total or total == 0:
         raise LayoutError(f"{name}: {size} rows, where config.json makes {total}", param="model")
     pieces = []
     for piece in found.part.pieces:
@@ -154,6 +207,8 @@ def take(array: mx.array, found: Slice, name: str) -> mx.array:
 
 
 def _sliced(array: mx.array, axis: int, start: int, stop: int) -> mx.array:
+    if axis == 0:
+        return array[start:stop]
     return array[..., start:stop] if axis == -1 else array[..., start:stop, :]
 
 
@@ -167,26 +222,66 @@ def whole_groups(found: Slice, group: int) -> tuple[Slice, Slice]:
     return outer, Slice(-1, Part(stop - start, (inner,)))
 
 
-def divide_heads(layer: nn.Module, shard: Shard, description: ModelDescription) -> None:
+def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> None:
     """Make a layer that holds cut weights compute with as many heads; its outputs are parts of sums."""
-    sharding = sharding_of(description)
-    attention = at(layer, sharding.attention)
-    group = description.num_heads // description.num_kv_heads
-    for names, whole, own in (
-        (_HEADS, description.num_heads, len(shard.kv_heads) * group),
-        (_KV_HEADS, description.num_kv_heads, len(shard.kv_heads)),
-    ):
-        for name in names:
-            if getattr(attention, name, None) == whole:
-                setattr(attention, name, own)
+    sharding = sharding_of(description, layer)
+    group, kv = description.num_heads // description.num_kv_heads, len(shard.kv_heads)
+    if sharding.attention and has(layer, sharding.attention):
+        attention: Any = at(layer, sharding.attention)
+        whole_kv = description.num_kv_heads
+        for names, whole, own in ((_HEADS, description.num_heads, kv * group), (_KV_HEADS, whole_kv, kv)):
+            for name in names:
+                held = getattr(attention, name, None)
+                if held == whole:
+                    setattr(attention, name, own)
+                elif held is not None and names is _HEADS and sharding.loose_heads:
+                    setattr(attention, name, held * kv // whole_kv)
+    for path, kinds in sharding.counts.items():
+        holder, _, name = path.rpartition(".")
+        if has(layer, holder):
+            _count(layer, holder, name, part_of(Cut("rows", kinds), shard, description))
+    for path, kind in sharding.lists.items():
+        holder, _, name = path.rpartition(".")
+        if has(layer, holder):
+            (own_range,) = part_of(Cut("rows", (kind,)), shard, description).pieces
+            owner = at(layer, holder)
+            setattr(owner, name, getattr(owner, name)[own_range.start : own_range.stop])
+    if shard.whole_experts:
+        for path in sorted(sharding.switches):
+            if has(layer, path):
+                put(layer, path, OwnExperts(at(layer, path), shard.experts))
 
 
-def sum_outputs(layer: nn.Module, description: ModelDescription, tp: TensorParallel) -> None:
+def _count(layer: nn.Module, path: str, name: str, part: Part) -> None:
+    """Set a number that the module at `path` holds, or that an object does that it shares with other modules."""
+    holder: Any = at(layer, path)
+    held = getattr(holder, name)
+    if held != part.total:
+        raise LayoutError(f"{path}.{name} is {held}, where config.json makes {part.total}", param="model")
+    if not isinstance(holder, nn.Module):
+        holder = copy.copy(holder)
+        put(layer, path, holder)
+    setattr(holder, name, sum(map(len, part.pieces)))
+
+
+def sum_outputs(layer: nn.Module, shard: Shard, description: ModelDescription, tp: TensorParallel) -> None:
     """Sum over the ranks what each computes a part of."""
-    for path in sharding_of(description).sums:
-        parent, _, name = path.rpartition(".")
-        holder = at(layer, parent)
-        setattr(holder, name, SumOverRanks(getattr(holder, name), tp))
+    sharding = sharding_of(description, layer)
+    for path, kind in sharding.norms.items():
+        if has(layer, path):
+            total = part_of(Cut("rows", (kind,)), shard, description).total
+            put(layer, path, NormOverRanks(at(layer, path), total, tp))
+    for path in sharding.sums:
+        if has(layer, path):
+            put(layer, path, SumOverRanks(at(layer, path), tp))
+
+
+def has(module: nn.Module, path: str) -> bool:
+    """Whether something is at a path."""
+    try:
+        return at(module, path) is not None
+    except (AttributeError, IndexError):
+        return False
 
 
 def at(module: nn.Module, path: str) -> nn.Module:

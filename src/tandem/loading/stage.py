@@ -27,7 +27,7 @@ from tandem.loading.shard_modules import (
     SharedHead,
     TensorParallel,
     at,
-    divide_heads,
+    divide,
     head_cutter,
     layer_cutter,
     put,
@@ -191,12 +191,12 @@ def load_stage(
         if adapters is not None:
             nbytes += adapters.apply(i, frame.layers[i])
         if shard is not None:
-            divide_heads(frame.layers[i], shard, description)
+            divide(frame.layers[i], shard, description)
     stage = StageModel(frame, modules, description, compute, nbytes, shard)
     if tensor_parallel is not None and shard is not None:
         stage.cache_bytes  # noqa: B018 - measured while a call of this rank alone still goes through
         for i in layers:
-            sum_outputs(frame.layers[i], description, tensor_parallel)
+            sum_outputs(frame.layers[i], shard, description, tensor_parallel)
     return stage
 
 
@@ -228,7 +228,7 @@ def _cutters(
     cutters: dict[str | int, Cutter] = {}
     for part in parts:
         if isinstance(part, int):
-            cutters[part] = layer_cutter(f"{frame.path}.{part}", shard, description)
+            cutters[part] = layer_cutter(f"{frame.path}.{part}", frame.layers[part], shard, description)
         elif shard.vocab_sizes and (_role(part) == "head" or (_role(part) == "embed" and frame.own.start > 0)):
             cutters[part] = head_cutter(part, shard, description)
     return cutters

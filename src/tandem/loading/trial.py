@@ -30,6 +30,12 @@ MOST_WEIGHTS = 60_000_000
 
 def try_config(config: dict[str, Any]) -> str:
     """What was compared. Raises UnsupportedModel with what differed, or why the model cannot be tried."""
+    small, model = cut_down(config)
+    return _compare(small, model, sum(array.size for _, array in tree_flatten(model.parameters())))
+
+
+def cut_down(config: dict[str, Any]) -> tuple[dict[str, Any], nn.Module]:
+    """The config as it is tried, and its model. Raises UnsupportedModel."""
     failed = "it cannot be cut down far enough to be tried"
     for small in shrunk(config):
         try:
@@ -37,9 +43,8 @@ def try_config(config: dict[str, Any]) -> str:
         except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
             failed = f"cut down, its config makes no model: {error}"
             continue
-        weights = sum(array.size for _, array in tree_flatten(model.parameters()))
-        if weights <= MOST_WEIGHTS:
-            return _compare(small, model, weights)
+        if sum(array.size for _, array in tree_flatten(model.parameters())) <= MOST_WEIGHTS:
+            return small, model
     raise UnsupportedModel(failed)
 
 

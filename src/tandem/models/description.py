@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,9 @@ from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.caches import layer_caches
-from tandem.models.families.sharding import SHARDING, Width
+from tandem.models.families.axes import Axis
+from tandem.models.families.cuts import Width
+from tandem.models.families.sharding import SHARDING
 from tandem.models.families.table import FAMILIES, Family, family_of, module_of
 from tandem.models.quantization import loaded_bytes, read_quantization
 
@@ -39,7 +41,8 @@ _CONTEXT_KEYS = ("max_position_embeddings", "max_sequence_length", "seq_length",
 _LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_transformer_layers")
 _HIDDEN_KEYS = ("hidden_size", "n_embd", "d_model", "model_dim")
 _HEAD_KEYS = ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_query_heads", "num_heads")
-_KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads", "kv_n_heads")
+_KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads", "kv_n_heads",
+            "num_attention_groups")
 _WIDTH_KEYS = ("head_dim", "hidden_size_per_head", "kv_channels")
 _VOCAB_KEYS = ("vocab_size", "padded_vocab_size", "num_vocab")
 _MAX_LAYERS = 10_000
@@ -83,6 +86,10 @@ class ModelDescription:
     shared_width: int = 0
     """Intermediate width of the shared experts together."""
     num_experts: int = 0
+    axes: Mapping[str, Axis] = field(default_factory=dict)
+    """The family's own kinds of divided axes."""
+    layer_type: str = ""
+    """Type whose layers it has, where a text model of another type is nested in it."""
     token_elements: float = 0.0
     """Cache elements of one token in one layer, on average over the layers; 0 for keys and values of all kv heads."""
     state_elements: float = 0.0
@@ -118,6 +125,8 @@ def describe(files: ModelFiles) -> ModelDescription:
     headless = not tied and not head and stored_bare(tensors, family.layers)
     tied = tied or headless
     kv_heads = facts.number(facts.key(_KV_KEYS), facts.num_heads)
+    if isinstance(config.get("kv_lora_rank"), int):
+        kv_heads = facts.num_heads  # each makes keys and values of its own of the latent
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
     caches = layer_caches({**family.defaults, **config}, facts.num_layers, 2 * kv_heads * head_dim)
     return ModelDescription(
@@ -140,7 +149,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         head_bytes=norm if tied else norm + head,
         eos_token_ids=eos_token_ids(files.path),
         generates=not headless,
-        **facts.widths(str(name)),
+        **facts.shares(_layer_type(files.path, str(name))),
     )
 
 
@@ -150,6 +159,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(nested, dict):
         return config
     return {**config, **nested, "model_type": config.get("model_type")}
+
+
+def _layer_type(path: Path, name: str) -> str:
+    nested = read_config(path).get("text_config")
+    inner = nested.get("model_type") if isinstance(nested, dict) else None
+    return inner if inner in SHARDING else name
 
 
 def in_mlx_lm(module: str) -> bool:
@@ -190,20 +205,25 @@ class _Facts:
             )
         return value
 
-    def widths(self, name: str) -> dict[str, int]:
+    def shares(self, name: str) -> dict[str, Any]:
+        """What tensor parallelism divides besides heads, in layers of type `name`."""
         sharding = SHARDING.get(name)
         if sharding is None:
             return {}
-        experts = self._product(sharding.experts)
+        experts = self._product(sharding.experts) if self._product((_EXPERT_COUNTS,)) else 0
         return {
+            "layer_type": name,
             "mlp_width": self._product(sharding.mlp),
             "expert_width": experts,
             "shared_width": self._product(sharding.shared),
             "num_experts": self._product((_EXPERT_COUNTS,)) if experts else 0,
+            "axes": sharding.axes(self._config) if sharding.axes is not None else {},
         }
 
     def _product(self, width: Width) -> int:
         """0 for a width that is empty, or whose keys are not there or not whole numbers."""
+        if not isinstance(width, tuple):
+            return width(self._config)
         product = 1 if width else 0
         for factor in width:
             found: Any = factor

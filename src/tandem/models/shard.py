@@ -8,11 +8,13 @@ from dataclasses import dataclass
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.families.sharding import NOT_SHARDED, SHARDING, Cut, Kind, Sharding
+from tandem.models.families.cuts import Cut, Kind, Sharding
+from tandem.models.families.sharding import NOT_SHARDED, SHARDING
 
 _FLAG = "--tensor-parallel-size"
 _PARAM = "tensor_parallel_size"
-_ATTENTION: tuple[Kind, ...] = ("q", "kv", "qkv_groups")
+_HEADS: tuple[Kind, ...] = ("q", "kv", "qkv_groups", "q_heads", "kv_heads")
+_WIDTHS: tuple[Kind, ...] = ("mlp", "experts", "shared", "vocab")
 _STEPS = (64, 32, 16, 8, 4, 2)  # widths that matrix kernels like, where nothing else demands a step
 
 
@@ -25,10 +27,13 @@ class Shard:
     """Ranks of the stage."""
     kv_heads: range
     """Key and value heads, with the query heads that belong to them."""
+    states: range
+    """Heads, groups of heads or channels of recurrent layers."""
     mlp: range
     """Of the dense MLP's intermediate width."""
     experts: range
-    """Of each expert's intermediate width."""
+    """Of each expert's intermediate width, or with `whole_experts` the experts."""
+    whole_experts: bool
     shared: range
     """Of the shared experts' intermediate width."""
     vocab: range
@@ -52,13 +57,15 @@ def plan_shards(
     weights: Sequence[float] | None = None,
     dequantize: bool = False,
     split_head: bool = True,
+    expert_parallel: bool = False,
 ) -> tuple[Shard, ...]:
     """Divide a model's layers over `size` ranks.
 
     `weights` are the ranks' shares (speed or memory, in any unit; by default all alike). Attention is cut between kv
     heads, as near to the shares as whole heads allow; MLP and expert widths then make up for it, so that each rank's
     part of a layer's weights is its share. Where weights stay packed (not `dequantize`), cuts through the inputs of a
-    matrix fall between quantisation groups. With `split_head` the head is divided too, by rows.
+    matrix fall between quantisation groups. With `split_head` the head is divided too, by rows. With `expert_parallel`
+    each rank has some of the routed experts whole, in place of a part of each.
     Raises `LayoutError` naming the figure in the way and what would work.
     """
     d = description
@@ -68,8 +75,9 @@ def plan_shards(
     if size == 1:
         return (_whole(d),)
     sharding = _sharding(d)
-    kv = _kv_heads(d, sharding, shares, dequantize)
-    attention = [len(heads) / d.num_kv_heads for heads in kv]
+    kv = _divided(d, sharding, shares, "heads", dequantize)
+    states = _divided(d, sharding, shares, "states", dequantize)
+    attention = [len(heads) / kv[-1].stop for heads in kv] if _uses(d, sharding, "heads") else shares
     costs = _costs(d, sharding)
     dense = _balanced(shares, attention, costs["attention"], costs["mlp"])
     sparse = _balanced(shares, attention, costs["attention"], costs["experts"] + costs["shared"])
@@ -79,14 +87,14 @@ def plan_shards(
         return _ranges(width, step, fractions, kind)
 
     mlp = widths("mlp", d.mlp_width, dense)
-    experts = widths("experts", d.expert_width, sparse)
+    experts = _whole_experts(d, sparse) if expert_parallel else widths("experts", d.expert_width, sparse)
     shared = widths("shared", d.shared_width, sparse)
     vocab = _ranges(d.vocab_size, 1, shares, "vocab") if split_head else (range(d.vocab_size),) * size
     sizes = tuple(len(rows) for rows in vocab) if split_head else ()
     return tuple(
         Shard(
-            rank=i, size=size, kv_heads=kv[i], mlp=mlp[i], experts=experts[i], shared=shared[i], vocab=vocab[i],
-            vocab_sizes=sizes,
+            rank=i, size=size, kv_heads=kv[i], states=states[i], mlp=mlp[i], experts=experts[i],
+            whole_experts=expert_parallel, shared=shared[i], vocab=vocab[i], vocab_sizes=sizes,
         )
         for i in range(size)
     )
@@ -104,16 +112,14 @@ def part_of(cut: Cut, shard: Shard, description: ModelDescription) -> Part:
 
 def _axis(kind: Kind, shard: Shard, d: ModelDescription) -> tuple[int, int, range]:
     """Units in all, elements in a unit, and the rank's range of units."""
-    group = d.num_heads // d.num_kv_heads
-    heads: dict[Kind, int] = {
-        "q": group * d.head_dim,
-        "kv": d.head_dim,
-        "qkv_groups": (group + 2) * d.head_dim,
-        "q_heads": group,
-        "kv_heads": 1,
-    }
-    if kind in heads:
-        return d.num_kv_heads, heads[kind], shard.kv_heads
+    if kind in d.axes:
+        axis = d.axes[kind]
+        own = {"heads": shard.kv_heads, "states": shard.states, "whole": range(axis.count)}[axis.base]
+        return axis.count, axis.unit, own
+    if kind in _HEADS:
+        group = d.num_heads // d.num_kv_heads
+        units = {"q": group * d.head_dim, "kv": d.head_dim, "qkv_groups": (group + 2) * d.head_dim, "q_heads": group}
+        return d.num_kv_heads, units.get(kind, 1), shard.kv_heads
     if kind == "mlp":
         return d.mlp_width, 1, shard.mlp
     if kind == "experts":
@@ -128,8 +134,10 @@ def _whole(d: ModelDescription) -> Shard:
         rank=0,
         size=1,
         kv_heads=range(d.num_kv_heads),
+        states=range(_count(d, "states")),
         mlp=range(d.mlp_width),
         experts=range(d.expert_width),
+        whole_experts=False,
         shared=range(d.shared_width),
         vocab=range(d.vocab_size),
         vocab_sizes=(),
@@ -147,15 +155,22 @@ def _shares(weights: Sequence[float] | None, size: int) -> list[float]:
 
 
 def _sharding(d: ModelDescription) -> Sharding:
-    sharding = SHARDING.get(d.family)
+    sharding = SHARDING.get(d.layer_type or d.family)
     if sharding is None:
         reason = NOT_SHARDED.get(d.family, "how its layers divide is not known")
         raise LayoutError(
             f"{d.family} does not run tensor-parallel: {reason}; use --pipeline-parallel-size", param=_PARAM
         )
-    if not d.mlp_width and not d.expert_width:
+    if sharding.mlp and not d.mlp_width and not d.expert_width:
         raise LayoutError(
             f"config.json of this {d.family} model names no MLP width, so {_FLAG} cannot divide it", param=_PARAM
+        )
+    known = {*d.axes, *_HEADS, *_WIDTHS}
+    if unknown := sorted(kind for kinds in _kinds(sharding).values() for kind in kinds if kind not in known):
+        raise LayoutError(
+            f"{d.family}: the figures by which {_FLAG} divides {unknown[0]} are not known; use "
+            "--pipeline-parallel-size",
+            param=_PARAM,
         )
     if d.num_heads % d.num_kv_heads:
         raise LayoutError(
@@ -165,29 +180,74 @@ def _sharding(d: ModelDescription) -> Sharding:
     return sharding
 
 
-def _kv_heads(
-    d: ModelDescription, sharding: Sharding, shares: Sequence[float], dequantize: bool
+_NAMES = {"heads": "kv heads", "states": "units of recurrent state"}
+
+
+def _kinds(sharding: Sharding) -> dict[str, set[Kind]]:
+    """Kinds of axes that are divided, by rows or columns."""
+    kinds: dict[str, set[Kind]] = {}
+    for _, cut in sharding.all_cuts:
+        kinds.setdefault(cut.axis, set()).update(cut.kinds)
+    return kinds
+
+
+def _base(d: ModelDescription, kind: Kind) -> str:
+    """What is shared out where an axis of this kind is divided: `heads`, `states`, or its own kind."""
+    return d.axes[kind].base if kind in d.axes else "heads" if kind in _HEADS else kind
+
+
+def _uses(d: ModelDescription, sharding: Sharding, base: str) -> bool:
+    return any(_base(d, kind) == base for kinds in _kinds(sharding).values() for kind in kinds)
+
+
+def _count(d: ModelDescription, base: str) -> int:
+    """Units of a base."""
+    own = next((axis.count for axis in d.axes.values() if axis.base == base), 0)
+    return own or (d.num_kv_heads if base == "heads" else 0)
+
+
+def _divided(
+    d: ModelDescription, sharding: Sharding, shares: Sequence[float], base: str, dequantize: bool
 ) -> tuple[range, ...]:
-    size, heads = len(shares), d.num_kv_heads
-    if size > heads:
+    """Each rank's heads, or units of recurrent state; what no layer has is whole on every rank."""
+    size, count, name = len(shares), _count(d, base), _NAMES[base]
+    if not _uses(d, sharding, base):
+        return (range(count),) * size
+    if size > count:
         raise LayoutError(
-            f"{_FLAG} {size} is more than the model's {heads} kv heads; use at most {heads}, and "
+            f"{_FLAG} {size} is more than the model's {count} {name}; use at most {max(count, 1)}, and "
             "--pipeline-parallel-size for more ranks",
             param=_PARAM,
         )
-    group = 1 if dequantize else _group(d, sharding, "q")
-    width = d.num_heads // heads * d.head_dim  # inputs of the output projection that belong to one kv head
-    unit = group // math.gcd(group, width)
-    if heads // unit < size:
-        raise LayoutError(
-            f"{_FLAG} {size}: {width} attention outputs a kv head in quantisation groups of {group} allow cuts after "
-            f"every {unit} of the {heads} kv heads only; use at most {max(1, heads // unit)}, or --dequantize yes",
-            param=_PARAM,
-        )
-    counts = _apportion(heads // unit, shares)
-    counts = [count * unit for count in counts]
-    counts[-1] += heads % unit
+    unit, whole = 1, _whole(d)
+    for kind in _kinds(sharding).get("columns", ()):
+        if dequantize or _base(d, kind) != base:
+            continue
+        group = _group(d, sharding, kind)
+        width = part_of(Cut("columns", (kind,)), whole, d).total // count  # inputs of the output projection
+        unit = math.lcm(unit, group // math.gcd(group, width))
+        if count // unit < size:
+            raise LayoutError(
+                f"{_FLAG} {size}: {width} {'attention ' if base == 'heads' else ''}outputs a "
+                f"{'kv head' if base == 'heads' else 'unit of recurrent state'} in quantisation groups of {group} "
+                f"allow cuts after every {unit} of the {count} {name} only; use at most {max(1, count // unit)}, or "
+                "--dequantize yes",
+                param=_PARAM,
+            )
+    counts = [units * unit for units in _apportion(count // unit, shares)]
+    counts[-1] += count % unit
     return _consecutive(counts)
+
+
+def _whole_experts(d: ModelDescription, shares: Sequence[float]) -> tuple[range, ...]:
+    size = len(shares)
+    if not d.num_experts:
+        raise LayoutError(f"--expert-parallel: {d.family} has no routed experts here; leave it out",
+                          param="expert_parallel")
+    if d.num_experts < size:
+        raise LayoutError(f"--expert-parallel: the model's {d.num_experts} experts are fewer than {size} ranks; use "
+                          f"{_FLAG} {d.num_experts} at most, or leave out --expert-parallel", param="expert_parallel")
+    return _consecutive(_apportion(d.num_experts, shares))
 
 
 def _group(d: ModelDescription, sharding: Sharding, kind: Kind) -> int:
@@ -195,7 +255,7 @@ def _group(d: ModelDescription, sharding: Sharding, kind: Kind) -> int:
     if d.quantization is None:
         return 1
     default = int(d.quantization["group_size"])
-    names = [path for path, cut in sharding.cuts.items() if cut == Cut("columns", (kind,))]
+    names = [path for path, cut in sharding.all_cuts if cut == Cut("columns", (kind,))]
     groups = [default]
     for path, settings in d.quantization.items():
         if isinstance(settings, dict) and any(path.endswith(f".{name}") for name in names):
@@ -209,10 +269,11 @@ def _costs(d: ModelDescription, sharding: Sharding) -> dict[str, int]:
     costs = {"attention": 0, "mlp": 0, "experts": 0, "shared": 0}
     for cut in sharding.cuts.values():
         for kind in cut.kinds:
-            if kind in ("q_heads", "kv_heads"):
-                continue  # norms and the like
-            width = part_of(Cut(cut.axis, (kind,)), whole, d).total
-            costs["attention" if kind in _ATTENTION else kind] += width
+            base = _base(d, kind)
+            if cut.axis not in ("rows", "columns") or base not in ("heads", *_WIDTHS):
+                continue  # recurrent layers take turns with attention, and are shared out like it
+            if kind not in ("q_heads", "kv_heads"):  # norms and the like
+                costs["attention" if base == "heads" else base] += part_of(Cut(cut.axis, (kind,)), whole, d).total
     costs["experts"] *= d.num_experts
     return costs
 
@@ -233,7 +294,7 @@ def _ranges(width: int, step: int, fractions: Sequence[float], kind: Kind) -> tu
     if width % step:
         raise LayoutError(
             f"{_FLAG} {size}: the {kind} width {width} is not a multiple of the quantisation group {step}; use "
-            "--dequantize yes, or --pipeline-parallel-size",
+            + ("--expert-parallel, " if kind == "experts" else "") + "--dequantize yes, or --pipeline-parallel-size",
             param=_PARAM,
         )
     if step == 1:
@@ -241,7 +302,8 @@ def _ranges(width: int, step: int, fractions: Sequence[float], kind: Kind) -> tu
     if width // step < size:
         raise LayoutError(
             f"{_FLAG} {size}: the {kind} width {width} has {width // step} parts of {step}; use at most "
-            f"{width // step}" + (", or --dequantize yes" if step > 1 else ""),
+            f"{width // step}" + (", or --expert-parallel" if kind == "experts" else "")
+            + (", or --dequantize yes" if step > 1 else ""),
             param=_PARAM,
         )
     return _consecutive([count * step for count in _apportion(width // step, fractions)])

@@ -106,14 +106,12 @@ class Costs:
     def kv_bytes(self, part: RankShare) -> float:
         """A rank's KV bytes of one token in one layer, on average. Layers with a window count as full, as in the
         engine's budget."""
-        return token_elements(self.model) * self.item(part.machine) * self._kv_share(part)
+        share = 1.0 if self.model.replicated_cache else part.kv
+        return token_elements(self.model) * self.item(part.machine) * share
 
     def state(self, part: RankShare, layers: int, streams: int) -> float:
-        """A rank's bytes of recurrent state."""
-        return self.model.state_elements * self.item(part.machine) * self._kv_share(part) * layers * streams
-
-    def _kv_share(self, part: RankShare) -> float:
-        return 1.0 if self.model.replicated_cache else part.kv
+        """A rank's bytes of recurrent state, which is divided also where a latent cannot be."""
+        return self.model.state_elements * self.item(part.machine) * part.kv * layers * streams
 
     def weights(self, part: RankShare, start: int, stop: int) -> float:
         """Bytes of a rank's weights: its share of layers start..stop and of the head, and the whole embedding."""

@@ -16,6 +16,7 @@ import msgspec
 
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription
+from tandem.models.families.axes import Axis, Base
 from tandem.planner.types import Experts
 
 _PLAIN = 16
@@ -50,6 +51,8 @@ class Preset(msgspec.Struct, frozen=True):
     norm: int
     cache: list[tuple[int, int, int]]
     """So many caches with elements for each token, and for a sequence whatever its length."""
+    axes: dict[str, tuple[Base, int, int]] = {}
+    """What is shared out, units and elements of a unit of the family's own kinds of divided axes."""
 
 
 class Packing(NamedTuple):
@@ -152,6 +155,7 @@ def _description(preset: Preset, layers: list[int], packing: Packing | None, exp
         expert_width=preset.widths[1],
         shared_width=preset.widths[2],
         num_experts=preset.experts[0],
+        axes={kind: Axis(*axis) for kind, axis in preset.axes.items()},
         token_elements=sum(n * tokens for n, tokens, _ in preset.cache) / count,
         state_elements=sum(n * state for n, _, state in preset.cache) / count,
         replicated_cache=preset.latent,

@@ -100,6 +100,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Let the tokenizer, which grammars need, run Python code that comes with the model."""
     adapter_path: str = ""
     """Directory, on the rank's machine, of a LoRA adapter to apply."""
+    expert_parallel: bool = False
+    """The stage's ranks share out experts whole."""
 
     @property
     def share(self) -> float:

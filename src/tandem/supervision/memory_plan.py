@@ -135,8 +135,8 @@ def _weights(layout: GangLayout, spec: StageSpec, gpu: bool, sequences: int) -> 
     """Bytes of weights, and of the recurrent states of so many sequences."""
     dequantize = spec.dequantize == "yes" or (spec.dequantize == "auto" and not gpu)
     more = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
-    heads = 1.0 if layout.description.replicated_cache else spec.share
-    more += int(sequences * heads * state_bytes(layout.description, len(range(*spec.layers)), spec.dtype, gpu=gpu))
+    states = state_bytes(layout.description, len(range(*spec.layers)), spec.dtype, gpu=gpu)
+    more += int(sequences * spec.share * states)
     if (draft := _draft(spec)) is not None:
         more += slice_bytes(draft, range(draft.num_layers), spec.dtype, dequantize, 1.0, gpu=gpu)
     return more + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=gpu)

@@ -20,8 +20,9 @@ _CHECKS: tuple[Check, ...] = (
     (lambda c: c.kv_transfer_config is not None, "KV transfer is not supported; leave out --kv-transfer-config"),
     (lambda c: c.parallel_config.prefill_context_parallel_size > 1 or
      c.parallel_config.decode_context_parallel_size > 1, "context parallelism is not supported"),
-    (lambda c: c.parallel_config.enable_expert_parallel, "expert parallelism is not supported (MLX has no all-to-all); "
-     "leave out --enable-expert-parallel"),
+    (lambda c: c.parallel_config.enable_expert_parallel and c.parallel_config.tensor_parallel_size == 1,
+     "experts are shared out among the ranks of a stage; give --tensor-parallel-size, or leave out "
+     "--enable-expert-parallel"),
     (lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config is not None and c.model_config.is_moe,
      "data parallelism of a mixture of experts is not supported: vLLM runs its replicas in step; run one server per "
      "replica"),

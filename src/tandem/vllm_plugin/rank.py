@@ -65,6 +65,8 @@ class WorkerLayout(RankPosition, frozen=True, kw_only=True):
     """Which part of the model a worker has."""
 
     layer_split: tuple[int, ...] | None = None
+    expert_parallel: bool = False
+    """The stage's ranks share out experts whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,9 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
                           param="memory_fraction")
     shard = None
     if layout.tp_size > 1:
-        shard = plan_shards(description, layout.tp_size, dequantize=dequantize)[layout.tp_rank]
+        shards = plan_shards(description, layout.tp_size, dequantize=dequantize,
+                             expert_parallel=layout.expert_parallel)
+        shard = shards[layout.tp_rank]
     stage = load_stage(files, description, layers, dtype=kind, dequantize=dequantize, shard=shard,
                        tensor_parallel=group)
     link = ChannelLink(channel) if channel is not None else None

@@ -59,7 +59,8 @@ class TandemWorker(WorkerBase):
         from tandem.vllm_plugin.rank import MlxThread, WorkerLayout  # imports mlx, after the BLAS
 
         sizes = (parallel.tensor_parallel_size,) * parallel.pipeline_parallel_size
-        self._layout = WorkerLayout(rank=self.rank, stage_sizes=sizes, layer_split=options.layer_split)
+        self._layout = WorkerLayout(rank=self.rank, stage_sizes=sizes, layer_split=options.layer_split,
+                                    expert_parallel=parallel.enable_expert_parallel)
         self._rendezvous: Rendezvous | None = None
         placed: dict[str, Any] = self.vllm_config.additional_config or {}
         here, address = 1, "127.0.0.1"
@@ -148,7 +149,8 @@ class TandemWorker(WorkerBase):
         heads, size = -(-description.num_kv_heads // self._layout.tp_size), description.head_dim
         each = token_elements(description)
         if each != 2 * description.num_kv_heads * size:  # latents, or states in some layers: vLLM counts bytes alone
-            heads, size = 1, max(math.ceil(each / 2), 1)
+            own = each if description.replicated_cache else each * heads / description.num_kv_heads
+            heads, size = 1, max(math.ceil(own / 2), 1)
         spec = FullAttentionSpec(block_size=self.cache_config.block_size, num_kv_heads=heads, head_size=size,
                                  dtype=getattr(torch, str(stage.dtype).removeprefix("mlx.core.")))
         return {f"model.layers.{layer}.self_attn": spec for layer in stage.layers}

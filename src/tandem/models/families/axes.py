@@ -1,0 +1,142 @@
+"""What divided axes are made of, in families whose layers are not those of plain attention. From config.json, no mlx.
+
+Each function takes a config (of the text model, with the family's defaults) and gives the family's own kinds of axes
+by the names under which `sharding.py` cuts them. Figures that a config lacks count as 0: such a model is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Base = Literal["heads", "states", "experts", "whole"]
+"""What is shared out among ranks: heads of attention; heads (or groups of heads, or channels) of a recurrent layer;
+widths of experts, or whole experts; or nothing, so that every rank has all of it."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A part of an axis that is divided in one way."""
+
+    base: Base
+    count: int
+    """Units in all."""
+    unit: int
+    """Elements in a unit."""
+
+
+Axes = Callable[[Mapping[str, Any]], dict[str, Axis]]
+
+
+def number(config: Mapping[str, Any], *keys: str) -> int:
+    """The first of `keys` that is a whole number, or 0."""
+    found = (config.get(key) for key in keys)
+    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)
+
+
+def latent(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Multi-head latent attention: what is made of the latent has heads, the latent itself has none."""
+    heads = number(config, "num_attention_heads")
+    plain = number(config, "qk_nope_head_dim", "head_dim")
+    value = number(config, "v_head_dim", "head_dim") or number(config, "hidden_size") // max(heads, 1)
+    return {
+        "latent_q": Axis("heads", heads, plain + number(config, "qk_rope_head_dim")),
+        "latent_kv": Axis("heads", heads, plain + value),
+        "latent_out": Axis("heads", heads, value),
+        "latent_heads": Axis("heads", heads, 1),
+    }
+
+
+def _gated(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Attention whose query projection makes gates too, head by head."""
+    heads = number(config, "num_attention_heads")
+    kv = number(config, "num_key_value_heads") or heads
+    size = number(config, "head_dim") or number(config, "hidden_size") // max(heads, 1)
+    return {"q_gate": Axis("heads", kv, 2 * size * (heads // max(kv, 1)))}
+
+
+def delta(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Gated delta rule (Yang, Kautz, Hatamizadeh: Gated Delta Networks, 2024): cut between key heads, each with the
+    value heads that read it."""
+    keys, values = number(config, "linear_num_key_heads"), number(config, "linear_num_value_heads")
+    k = number(config, "linear_key_head_dim")
+    each = values // max(keys, 1)
+    v = each * number(config, "linear_value_head_dim")
+    return {
+        "delta_k": Axis("states", keys, k),
+        "delta_v": Axis("states", keys, v),
+        "delta_k_heads": Axis("states", keys, 1),
+        "delta_v_heads": Axis("states", keys, each),
+        "delta_qkvz": Axis("states", keys, 2 * k + 2 * v),
+        "delta_ba": Axis("states", keys, 2 * each),
+        **_gated(config),
+    }
+
+
+def kimi_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Kimi Delta Attention, whose keys and values have the same heads, and latent attention."""
+    linear = config.get("linear_attn_config")
+    own = linear if isinstance(linear, dict) else {}
+    heads = number(own, "num_heads")
+    return {
+        **latent(config),
+        "delta_heads": Axis("states", heads, 1),
+        "delta_width": Axis("states", heads, number(own, "head_dim")),
+    }
+
+
+def ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Mamba 2 (Dao and Gu: Transformers are SSMs, 2024): cut between groups, each of heads with one B and one C.
+
+    A single group is cut between its heads, and its B and C are on every rank.
+    """
+    heads = number(config, "mamba_n_heads", "mamba_num_heads", "num_heads")
+    groups = number(config, "mamba_n_groups", "n_groups")
+    size = number(config, "mamba_d_head", "mamba_head_dim", "head_dim")
+    state = number(config, "mamba_d_state", "ssm_state_size", "state_size")
+    if groups == 1:
+        return {
+            "ssm_width": Axis("states", heads, size),
+            "ssm_heads": Axis("states", heads, 1),
+            "ssm_b": Axis("whole", 1, state),
+            "ssm_groups": Axis("whole", 1, 1),
+        }
+    each = heads // max(groups, 1)
+    return {
+        "ssm_width": Axis("states", groups, each * size),
+        "ssm_heads": Axis("states", groups, each),
+        "ssm_b": Axis("states", groups, state),
+        "ssm_groups": Axis("states", groups, 1),
+    }
+
+
+def grouped_ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """As `ssm`, with norms within groups, which therefore stay whole."""
+    found = ssm(config)
+    return found if found["ssm_groups"].base == "states" else {
+        name: Axis("states", 1, axis.count * axis.unit) for name, axis in found.items()
+    }
+
+
+def channels(*width: str | int) -> Axes:
+    """Layers in which every channel has a state of its own (Mamba, short convolutions); `width` is their number: a
+    product of numbers and keys."""
+
+    def axes(config: Mapping[str, Any]) -> dict[str, Axis]:
+        count = 1
+        for factor in width:
+            count *= number(config, factor) if isinstance(factor, str) else factor
+        return {"channels": Axis("states", count, 1)}
+
+    return axes
+
+
+def lfm2_width(config: Mapping[str, Any]) -> int:
+    """Width of LFM2's MLP, which is computed from other figures."""
+    width = number(config, "block_ff_dim", "intermediate_size")
+    if config.get("block_auto_adjust_ff_dim"):
+        multiplier, step = config.get("block_ffn_dim_multiplier"), number(config, "block_multiple_of") or 1
+        width = int((multiplier if isinstance(multiplier, int | float) else 1) * int(2 * width / 3))
+        width = step * -(-width // step)
+    return width
