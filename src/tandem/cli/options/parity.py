@@ -16,7 +16,8 @@ def add_parser(commands: Any) -> Parser:
     group = parser.add_argument_group("comparison")
     group.add_argument("--tiny", metavar="TYPE|DIR", help="instead of a model, try an architecture: a tiny random "
                        "model of a type, or of a directory's config.json cut down, in up to three stages against "
-                       "mlx-lm's own forward pass; with --tensor-parallel-size then in that layout. No weights are read.")
+                       "mlx-lm's own forward pass; with --tensor-parallel-size then in that layout. No weights are "
+                       "read.")
     group.add_argument("--reference", metavar="FILE", help="logits of the single process: read if the file is there, "
                        "else computed and written. By default they are computed and kept in Tandem's cache; under "
                        "mlx.launch they are read from there.")
