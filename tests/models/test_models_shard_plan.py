@@ -39,8 +39,8 @@ def layer_share(shard, d):
 
 
 def test_every_family_divides_or_says_why_not():
-    assert set(SHARDING) | set(NOT_SHARDED) == set(FAMILIES) and not set(SHARDING) & set(NOT_SHARDED)
-    for family in NOT_SHARDED:
+    assert set(SHARDING) | set(NOT_SHARDED) <= set(FAMILIES) and not set(SHARDING) & set(NOT_SHARDED)
+    for family in set(FAMILIES) - set(SHARDING):
         with pytest.raises(LayoutError, match=f"{family} does not run tensor-parallel: its .* --pipeline-parallel"):
             plan_shards(description(family=family), 2)
     with pytest.raises(LayoutError, match="new does not run tensor-parallel"):

@@ -157,7 +157,7 @@ def _shares(weights: Sequence[float] | None, size: int) -> list[float]:
 def _sharding(d: ModelDescription) -> Sharding:
     sharding = SHARDING.get(d.layer_type or d.family)
     if sharding is None:
-        reason = NOT_SHARDED.get(d.family, "how its layers divide is not known")
+        reason = NOT_SHARDED.get(d.family, "its layers are not divided yet")
         raise LayoutError(
             f"{d.family} does not run tensor-parallel: {reason}; use --pipeline-parallel-size", param=_PARAM
         )
