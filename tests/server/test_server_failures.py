@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 
+from tandem.text.fast import FastBackend
+
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -236,3 +238,27 @@ def test_slow_reader_does_not_hold_up_others(server, engine, wait_until):
     assert server.chat().status_code == 200
     slow.close()
     wait_until(lambda: not server.api.live)
+
+
+class PanicException(BaseException):
+    """As libraries written in Rust raise: no Exception."""
+
+
+@pytest.mark.parametrize("error", [PanicException("hi"), TypeError("hi")], ids=lambda error: type(error).__name__)
+def test_a_tokenizer_that_panics_costs_its_request(shared, monkeypatch, caplog, error):
+    class Library:
+        def __init__(self, whole):
+            self.id_to_token = whole.id_to_token
+
+        def encode_batch_fast(self, texts, **_):
+            raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(FastBackend, "_tokenizer", property(lambda self: Library(vars(self)["_tokenizer"])),
+                       raising=False)
+        for path, body in (("/v1/chat/completions", {**BODY, "stream": True}), ("/v1/completions", {"prompt": "hi"}),
+                           ("/v1/embeddings", {"input": "hi"}), ("/tokenize", {"prompt": "hi"})):
+            answer = shared.http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (500, "tokenizer_failed"), path
+    assert "'hi'" not in caplog.text and type(error).__name__ in caplog.text
+    assert shared.http.post("/v1/chat/completions", json=BODY).status_code == 200
