@@ -40,11 +40,15 @@ OF_FAMILY = {
         "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 96, "n_group": 1, "topk_group": 1,
         "norm_topk_prob": True, "routed_scaling_factor": 1.5,
     },
-    "falcon_h1": _STATES,
+    "falcon_h1": {**_STATES, "mamba_d_ssm": 96},
     "kimi_linear": {
         "linear_attn_config": {"num_heads": 6, "head_dim": 32, "kda_layers": [1], "short_conv_kernel_size": 4},
     },
     "llama4": {"intermediate_size_mlp": 96},
+    "plamo2": {"mamba_num_heads": 6, "hidden_size_per_head": 16},
+    "gemma4_text": {"num_global_key_value_heads": 3},
+    "mimo_v2_flash": {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 6, "head_dim": 24},
+    "lfm2-vl": {"block_dim": 96, "block_ff_dim": 288, "block_multiple_of": 96},
     "lfm2": {"block_dim": 96, "block_ff_dim": 288, "block_multiple_of": 96},
     "lfm2_moe": {"block_dim": 96},
     "step3p5": {"num_attention_groups": 3},
@@ -106,7 +110,7 @@ def assert_parity(files, layouts, *, stages=1, tolerance=1e-4, dequantize=False,
             assert len(sums) == 2 * d.num_layers * len(want)  # two a layer and step
 
 
-TWO_SUMS = [name for name, one in SHARDING.items() if len(one.sums) == 2 and not one.norms]
+TWO_SUMS = [name for name, one in SHARDING.items() if len(one.sums) == 2 and not one.norms | one.variants]
 EVEN, UNEVEN = [(3, None)], [(2, None), (2, (1, 3))]
 EXPANDED = [*REQUIRED, "deepseek_v3", "jamba", "kimi_linear", "qwen3_next"]
 EXPERTS = sorted(name for name, one in SHARDING.items() if one.experts and name != "qwen3_5")  # dense here

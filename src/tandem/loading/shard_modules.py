@@ -15,7 +15,7 @@ from tandem.errors import LayoutError, UnsupportedModel
 from tandem.models.description import ModelDescription
 from tandem.models.families.cuts import Cut, Sharding
 from tandem.models.families.sharding import SHARDING
-from tandem.models.shard import Part, Shard, part_of
+from tandem.models.shard import Part, Shard, head_units, in_heads, part_of
 
 _MATRIX = ("weight", "scales", "biases")
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
@@ -134,11 +134,12 @@ class Cutter:
             return Slice(0, Part(self._description.num_experts, (self._shard.experts,)))
         if last == "global_scale":
             return None
-        part = part_of(cut, self._shard, self._description)
+        d = self._description
+        part = part_of(cut, self._shard, d)
         if cut.axis == "columns":
             return Slice(-1, part, bias=last not in _MATRIX)
         axes = {"rows": -2 if last in _MATRIX else -1, "first": 0, "heads": -2, "last": -1}
-        return Slice(axes[cut.axis], part, exact=not self._loose or cut.kinds not in (("q",), ("q_heads",)))
+        return Slice(axes[cut.axis], part, exact=not (self._loose and all(in_heads(d, kind) for kind in cut.kinds)))
 
     def take(self, name: str, array: mx.array) -> mx.array:
         """This rank's part of a parameter as it is stored, lazily; shares no memory with the whole."""
@@ -225,17 +226,8 @@ def whole_groups(found: Slice, group: int) -> tuple[Slice, Slice]:
 def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> None:
     """Make a layer that holds cut weights compute with as many heads; its outputs are parts of sums."""
     sharding = sharding_of(description, layer)
-    group, kv = description.num_heads // description.num_kv_heads, len(shard.kv_heads)
     if sharding.attention and has(layer, sharding.attention):
-        attention: Any = at(layer, sharding.attention)
-        whole_kv = description.num_kv_heads
-        for names, whole, own in ((_HEADS, description.num_heads, kv * group), (_KV_HEADS, whole_kv, kv)):
-            for name in names:
-                held = getattr(attention, name, None)
-                if held == whole:
-                    setattr(attention, name, own)
-                elif held is not None and names is _HEADS and sharding.loose_heads:
-                    setattr(attention, name, held * kv // whole_kv)
+        _divide_heads(at(layer, sharding.attention), sharding, shard, description)
     for path, kinds in sharding.counts.items():
         holder, _, name = path.rpartition(".")
         if has(layer, holder):
@@ -250,6 +242,18 @@ def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> Non
         for path in sorted(sharding.switches):
             if has(layer, path):
                 put(layer, path, OwnExperts(at(layer, path), shard.experts))
+
+
+def _divide_heads(attention: Any, sharding: Sharding, shard: Shard, description: ModelDescription) -> None:
+    units, own = head_units(description), len(shard.kv_heads)
+    for names, whole in ((_HEADS, description.num_heads), (_KV_HEADS, description.num_kv_heads)):
+        for name in names:
+            held = getattr(attention, name, None)
+            if held == whole or (held is not None and sharding.loose_heads):
+                if held % units:
+                    raise LayoutError(f"{held} heads of a layer are not a multiple of {units}, so "
+                                      "--tensor-parallel-size cannot divide them", param="tensor_parallel_size")
+                setattr(attention, name, held // units * own)
 
 
 def _count(layer: nn.Module, path: str, name: str, part: Part) -> None:

@@ -26,7 +26,7 @@ class Shard:
     size: int
     """Ranks of the stage."""
     kv_heads: range
-    """Key and value heads, with the query heads that belong to them."""
+    """Key and value heads, with the query heads that belong to them; of `head_units`."""
     states: range
     """Heads, groups of heads or channels of recurrent layers."""
     mlp: range
@@ -133,7 +133,7 @@ def _whole(d: ModelDescription) -> Shard:
     return Shard(
         rank=0,
         size=1,
-        kv_heads=range(d.num_kv_heads),
+        kv_heads=range(_count(d, "heads")),
         states=range(_count(d, "states")),
         mlp=range(d.mlp_width),
         experts=range(d.expert_width),
@@ -204,6 +204,16 @@ def _count(d: ModelDescription, base: str) -> int:
     """Units of a base."""
     own = next((axis.count for axis in d.axes.values() if axis.base == base), 0)
     return own or (d.num_kv_heads if base == "heads" else 0)
+
+
+def in_heads(d: ModelDescription, kind: Kind) -> bool:
+    """An axis of this kind is cut between heads of attention."""
+    return _base(d, kind) == "heads"
+
+
+def head_units(d: ModelDescription) -> int:
+    """Places between which attention can be cut: kv heads, or fewer where layers differ in them."""
+    return _count(d, "heads")
 
 
 def _divided(

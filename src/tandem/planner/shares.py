@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.shard import plan_shards
+from tandem.models.shard import head_units, plan_shards
 
 _LOPSIDED = 1e9
 
@@ -29,7 +29,8 @@ class Divider:
         if key not in self._heads:
             try:
                 shards = plan_shards(self._description, len(key), weights=key, dequantize=self._dequantize)
-                self._heads[key] = tuple(len(s.kv_heads) for s in shards)
+                each = self._description.num_kv_heads // head_units(self._description)
+                self._heads[key] = tuple(len(s.kv_heads) * each for s in shards)
             except LayoutError:
                 self._heads[key] = None
         return self._heads[key]

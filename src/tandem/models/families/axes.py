@@ -6,6 +6,7 @@ by the names under which `sharding.py` cuts them. Figures that a config lacks co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -54,6 +55,34 @@ def _gated(config: Mapping[str, Any]) -> dict[str, Axis]:
     kv = number(config, "num_key_value_heads") or heads
     size = number(config, "head_dim") or number(config, "hidden_size") // max(heads, 1)
     return {"q_gate": Axis("heads", kv, 2 * size * (heads // max(kv, 1)))}
+
+
+def mixed(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Attention whose layers differ in heads and their sizes: cut where all of them can be, in proportion."""
+    heads = {number(config, "num_attention_heads"), number(config, "swa_num_attention_heads")} - {0}
+    kv = {number(config, "num_key_value_heads"), number(config, "swa_num_key_value_heads")}
+    if config.get("attention_k_eq_v"):
+        kv.add(number(config, "num_global_key_value_heads"))
+    keys = {number(config, key) for key in ("head_dim", "global_head_dim", "swa_head_dim")} - {0}
+    values = {number(config, key) for key in ("v_head_dim", "swa_v_head_dim")} - {0} or keys
+    count = max(math.gcd(*(kv - {0} or {1})), 1)
+    each = math.gcd(*heads) // count
+    return {
+        "mixed_q": Axis("heads", count, each * math.gcd(*keys)),
+        "mixed_kv": Axis("heads", count, math.gcd(*keys, *values)),
+        "mixed_out": Axis("heads", count, each * math.gcd(*values)),
+        "mixed_heads": Axis("heads", count, each),
+    }
+
+
+def plamo(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """PLaMo 2's Mamba 2: heads that share one B and one C, which are made after the convolution."""
+    heads, size = number(config, "mamba_num_heads"), number(config, "hidden_size_per_head")
+    return {
+        "ssm_gated": Axis("states", heads, 2 * size),
+        "ssm_width": Axis("states", heads, size),
+        "ssm_heads": Axis("states", heads, 1),
+    }
 
 
 def delta(config: Mapping[str, Any]) -> dict[str, Axis]:

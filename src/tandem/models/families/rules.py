@@ -1,0 +1,356 @@
+"""Rules that several families share, and those of layers that are not plain attention and MLP: plain data, no mlx.
+
+`sharding.py` says which family has which.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.models.families.axes import (
+    channels,
+    delta,
+    grouped_ssm,
+    kimi_delta,
+    latent,
+    lfm2_width,
+    mixed,
+    plamo,
+    ssm,
+)
+from tandem.models.families.cuts import Cut, Sharding, Width, attention, columns, first, glu, rows, two
+
+FUSED_GLU = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
+SUMS = ("self_attn", "mlp")
+DENSE = Sharding(cuts=attention() | glu(), sums=SUMS)
+COHERE = {"self_attn.q_norm": rows("q_heads"), "self_attn.k_norm": rows("kv_heads")}
+
+
+def moe(
+    *,
+    switch: str = "mlp.switch_mlp",
+    shared: str = "mlp.shared_experts",
+    router: tuple[str, ...] = ("mlp.gate",),
+    widths: tuple[Width, Width, Width],
+) -> Sharding:
+    """Standard attention, and experts; `widths` are those of MLP, expert and shared expert."""
+    mlp, experts, own = widths
+    cuts = attention() | glu(switch, "experts")
+    if mlp:
+        cuts |= glu()
+    if own:
+        cuts |= glu(shared, "shared")
+    sums = ("self_attn", switch.partition(".")[0])
+    return Sharding(cuts=cuts, sums=sums, whole=frozenset(router), mlp=mlp, experts=experts, shared=own)
+
+
+WIDTH: Width = ("intermediate_size",)
+EXPERT: Width = ("moe_intermediate_size",)
+ROUTED = moe(widths=(WIDTH, EXPERT, ("moe_intermediate_size", "n_shared_experts")))
+BLOCK = moe(switch="block_sparse_moe.switch_mlp", router=("block_sparse_moe.gate",), widths=((), WIDTH, ()))
+ERNIE_EXPERT: tuple[str | int, ...] = ("moe_intermediate_size|intermediate_size",)
+BAILING_SHARED: Width = ("moe_shared_expert_intermediate_size|moe_intermediate_size", "num_shared_experts")
+
+NORMED = attention() | {"self_attn.q_norm": Cut("last", ("q",)), "self_attn.k_norm": Cut("last", ("kv",))}
+"""Attention with norms over all heads together."""
+NORMS = {"self_attn.q_norm": "q", "self_attn.k_norm": "kv"}
+OLMO = Sharding(cuts=NORMED | glu(), sums=SUMS, norms=NORMS)
+MINIMAX = replace(
+    BLOCK,
+    cuts={**BLOCK.cuts, **NORMED},
+    norms=NORMS,
+    whole=BLOCK.whole | {"block_sparse_moe.e_score_correction_bias"},
+)
+
+LATENT = {
+    "self_attn.q_proj": rows("latent_q"),
+    "self_attn.q_b_proj": rows("latent_q"),
+    "self_attn.kv_b_proj": rows("latent_kv"),
+    "self_attn.embed_q": first("latent_heads"),
+    "self_attn.unembed_out": first("latent_heads"),
+    "self_attn.o_proj": columns("latent_out"),
+}
+LATENT_WHOLE = frozenset({"self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"})
+INDEXER = frozenset(f"self_attn.indexer.{name}" for name in ("wq_b", "wk", "weights_proj"))
+MLA_DENSE = Sharding(cuts=LATENT | glu(), sums=SUMS, whole=LATENT_WHOLE, axes=latent)
+MLA = replace(
+    ROUTED,
+    cuts=LATENT | glu() | glu("mlp.switch_mlp", "experts") | glu("mlp.shared_experts", "shared"),
+    whole=ROUTED.whole | LATENT_WHOLE | INDEXER,
+    axes=latent,
+)
+
+DELTA_COUNTS = {
+    "linear_attn.num_k_heads": ("delta_k_heads",),
+    "linear_attn.num_v_heads": ("delta_v_heads",),
+    "linear_attn.key_dim": ("delta_k",),
+    "linear_attn.value_dim": ("delta_v",),
+}
+DELTA_HEADS = {"linear_attn.A_log": rows("delta_v_heads"), "linear_attn.dt_bias": rows("delta_v_heads")}
+GATED = attention() | {"self_attn.q_proj": rows("q_gate")}
+QWEN_MOE = glu("mlp.switch_mlp", "experts") | glu("mlp.shared_expert", "shared")
+QWEN_DELTA = Sharding(
+    cuts={
+        **GATED,
+        **glu(),
+        **QWEN_MOE,
+        **DELTA_HEADS,
+        "linear_attn.conv1d": first("delta_k", "delta_k", "delta_v"),
+        "linear_attn.in_proj_qkvz": rows("delta_qkvz"),
+        "linear_attn.in_proj_ba": rows("delta_ba"),
+        "linear_attn.in_proj_qkv": rows("delta_k", "delta_k", "delta_v"),
+        "linear_attn.in_proj_z": rows("delta_v"),
+        "linear_attn.in_proj_b": rows("delta_v_heads"),
+        "linear_attn.in_proj_a": rows("delta_v_heads"),
+        "linear_attn.out_proj": columns("delta_v"),
+    },
+    sums=("self_attn", "linear_attn", "mlp"),
+    whole=frozenset({"mlp.gate", "mlp.shared_expert_gate"}),
+    experts=EXPERT,
+    shared=("shared_expert_intermediate_size",),
+    axes=delta,
+    counts={
+        **DELTA_COUNTS,
+        "linear_attn.conv_dim": ("delta_k", "delta_k", "delta_v"),
+        "linear_attn.conv1d.groups": ("delta_k", "delta_k", "delta_v"),
+    },
+)
+OLMO_HYBRID = Sharding(
+    cuts={
+        **NORMED,
+        **glu(),
+        **DELTA_HEADS,
+        **{f"linear_attn.{name}": rows("delta_k") for name in ("q_proj", "k_proj")},
+        **{f"linear_attn.{name}": rows("delta_v") for name in ("v_proj", "g_proj")},
+        **{f"linear_attn.{name}": rows("delta_v_heads") for name in ("a_proj", "b_proj")},
+        "linear_attn.q_conv1d": first("delta_k"),
+        "linear_attn.k_conv1d": first("delta_k"),
+        "linear_attn.v_conv1d": first("delta_v"),
+        "linear_attn.o_proj": columns("delta_v"),
+    },
+    sums=("self_attn", "linear_attn", "mlp"),
+    axes=delta,
+    norms=NORMS,
+    counts={
+        **DELTA_COUNTS,
+        "linear_attn.q_conv1d.groups": ("delta_k",),
+        "linear_attn.k_conv1d.groups": ("delta_k",),
+        "linear_attn.v_conv1d.groups": ("delta_v",),
+    },
+)
+KIMI_MOE = glu() | glu("mlp.switch_mlp", "experts") | glu("mlp.shared_experts", "shared")
+KIMI_LATENT = Sharding(
+    cuts=LATENT | KIMI_MOE,
+    sums=SUMS,
+    whole=LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
+    experts=EXPERT,
+    shared=("moe_intermediate_size", "num_shared_experts"),
+    axes=kimi_delta,
+)
+KIMI_LINEAR = replace(
+    KIMI_LATENT,
+    variants={
+        "self_attn.q_conv": replace(
+            KIMI_LATENT,
+            cuts={
+                **KIMI_MOE,
+                **{f"self_attn.{name}_proj": rows("delta_width") for name in ("q", "k", "v", "f_b", "g_b")},
+                **{f"self_attn.{name}_conv.conv": first("delta_width") for name in ("q", "k", "v")},
+                "self_attn.b_proj": rows("delta_heads"),
+                "self_attn.A_log": Cut("heads", ("delta_heads",)),
+                "self_attn.dt_bias": rows("delta_width"),
+                "self_attn.o_proj": columns("delta_width"),
+            },
+            whole=KIMI_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
+            attention="",
+            counts={
+                "self_attn.num_heads": ("delta_heads",),
+                "self_attn.projection_dim": ("delta_width",),
+                **{f"self_attn.{name}_conv.conv.groups": ("delta_width",) for name in ("q", "k", "v")},
+            },
+        ),
+    },
+)
+
+
+def mamba2(path: str) -> Sharding:
+    """A Mamba 2 mixer alone."""
+    inputs = ("ssm_width", "ssm_b", "ssm_b")
+    return Sharding(
+        cuts={
+            f"{path}.in_proj": rows("ssm_width", *inputs, "ssm_heads"),
+            f"{path}.conv1d": first(*inputs),
+            f"{path}.norm": Cut("last", ("ssm_width",)),
+            f"{path}.out_proj": columns("ssm_width"),
+            **{f"{path}.{name}": rows("ssm_heads") for name in ("dt_bias", "A_log", "D")},
+        },
+        sums=(path,),
+        attention="",
+        axes=ssm,
+        norms={f"{path}.norm": "ssm_width"},
+        mlp=(),
+        counts={
+            f"{path}.num_heads": ("ssm_heads",),
+            f"{path}.intermediate_size": ("ssm_width",),
+            f"{path}.n_groups": ("ssm_groups",),
+            f"{path}.conv_dim": inputs,
+            f"{path}.conv1d.groups": inputs,
+        },
+    )
+
+
+MIXER, MAMBA = mamba2("mixer"), mamba2("mamba")
+GRANITE_HYBRID = replace(
+    MAMBA,
+    cuts={
+        **MAMBA.cuts,
+        **attention(),
+        **glu(),
+        **glu("block_sparse_moe.switch_mlp", "experts"),
+        "shared_mlp.input_linear": rows("shared", "shared"),
+        "shared_mlp.output_linear": columns("shared"),
+    },
+    sums=("self_attn", "mamba", "mlp", "block_sparse_moe", "shared_mlp"),
+    attention="self_attn",
+    whole=frozenset({"block_sparse_moe.router.layer"}),
+    mlp=WIDTH,
+    experts=WIDTH,
+    shared=("shared_intermediate_size",),
+)
+FALCON = replace(
+    MAMBA,
+    cuts={**MAMBA.cuts, **attention(), **glu("feed_forward")},
+    sums=("self_attn", "mamba", "feed_forward"),
+    attention="self_attn",
+    mlp=WIDTH,
+)
+NEMOTRON_H = Sharding(
+    cuts={
+        **attention("mixer"),
+        **two("up_proj", "down_proj", "mixer"),
+        "mixer.switch_mlp.fc1": rows("experts"),
+        "mixer.switch_mlp.fc2": columns("experts"),
+        "mixer.shared_experts.up_proj": rows("shared"),
+        "mixer.shared_experts.down_proj": columns("shared"),
+    },
+    sums=("mixer",),
+    attention="mixer",
+    whole=frozenset({"mixer.gate", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"}),
+    experts=EXPERT,
+    shared=("moe_shared_expert_intermediate_size",),
+    axes=grouped_ssm,
+    variants={"mixer.in_proj": replace(MIXER, norms={}, axes=grouped_ssm)},
+)
+JAMBA = Sharding(
+    cuts={
+        **attention(),
+        **glu("feed_forward"),
+        **glu("feed_forward.switch_mlp", "experts"),
+        "mamba.in_proj": rows("channels", "channels"),
+        "mamba.conv1d": first("channels"),
+        "mamba.x_proj": columns("channels"),
+        "mamba.dt_proj": rows("channels"),
+        "mamba.A_log": Cut("heads", ("channels",)),
+        "mamba.D": rows("channels"),
+        "mamba.out_proj": columns("channels"),
+    },
+    sums=("self_attn", "mamba.x_proj", "mamba", "feed_forward"),
+    whole=frozenset({"feed_forward.router"}),
+    experts=WIDTH,
+    axes=channels("mamba_expand", "hidden_size"),
+    counts={"mamba.intermediate_size": ("channels",), "mamba.conv1d.groups": ("channels",)},
+)
+PLAMO_MLP = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
+PLAMO2 = Sharding(
+    cuts={
+        "mixer.qkv_proj": rows("q", "kv", "kv"),
+        "mixer.o_proj": columns("q"),
+        "mixer.q_weight": Cut("heads", ("q_heads",)),
+        "mixer.k_weight": Cut("heads", ("kv_heads",)),
+        **PLAMO_MLP,
+    },
+    sums=("mixer", "mlp"),
+    attention="",
+    axes=plamo,
+    counts={
+        "mixer.q_num_heads": ("q_heads",),
+        "mixer.k_num_heads": ("kv_heads",),
+        "mixer.v_num_heads": ("kv_heads",),
+        "mixer.q_proj_dim": ("q",),
+        "mixer.k_proj_dim": ("kv",),
+    },
+    variants={
+        "mixer.in_proj": Sharding(
+            cuts={
+                "mixer.in_proj": rows("ssm_gated"),
+                "mixer.conv1d": first("ssm_width"),
+                "mixer.bcdt_proj": columns("ssm_width"),
+                **{f"mixer.{name}": rows("ssm_heads") for name in ("dt_proj", "dt_bias", "A_log", "D")},
+                "mixer.out_proj": columns("ssm_width"),
+                **PLAMO_MLP,
+            },
+            sums=("mixer.bcdt_proj", "mixer", "mlp"),
+            attention="",
+            counts={
+                "mixer.num_heads": ("ssm_heads",),
+                "mixer.intermediate_size": ("ssm_width",),
+                "mixer.conv1d.groups": ("ssm_width",),
+            },
+        ),
+    },
+)
+MIXED = {
+    **{f"self_attn.{name}_proj": rows("mixed_kv") for name in ("k", "v")},
+    "self_attn.q_proj": rows("mixed_q"),
+    "self_attn.o_proj": columns("mixed_out"),
+}
+GEMMA4 = Sharding(
+    cuts={**MIXED, **glu(), **glu("experts.switch_glu", "experts")},
+    sums=("self_attn.o_proj", "mlp", "experts"),
+    whole=frozenset({
+        "layer_scalar", "router.proj", "router.scale", "router.per_expert_scale", "per_layer_input_gate",
+        "per_layer_projection",
+    }),
+    experts=EXPERT,
+    axes=mixed,
+    loose_heads=True,
+)
+MIMO_V2 = Sharding(
+    cuts={
+        **MIXED, "self_attn.attention_sink_bias": rows("mixed_heads"), **glu(), **glu("mlp.switch_mlp", "experts"),
+    },
+    sums=SUMS,
+    whole=frozenset({"mlp.gate"}),
+    experts=EXPERT,
+    axes=mixed,
+    loose_heads=True,
+)
+CONV = {
+    "conv.conv": first("channels"),
+    "conv.in_proj": rows("channels", "channels", "channels"),
+    "conv.out_proj": columns("channels"),
+}
+LFM2 = Sharding(
+    cuts={
+        **attention(out="out_proj"),
+        **CONV,
+        "feed_forward.w1": rows("mlp"),
+        "feed_forward.w3": rows("mlp"),
+        "feed_forward.w2": columns("mlp"),
+    },
+    sums=("self_attn", "conv", "feed_forward"),
+    mlp=lfm2_width,
+    axes=channels("hidden_size"),
+    counts={"conv.conv.groups": ("channels",), "conv.args.hidden_size": ("channels",)},
+)
+LFM2_MOE = replace(
+    LFM2,
+    cuts={
+        **attention(out="out_proj"), **CONV, **glu("feed_forward"), **glu("feed_forward.switch_mlp", "experts"),
+    },
+    whole=frozenset({"feed_forward.gate", "feed_forward.expert_bias"}),
+    mlp=WIDTH,
+    experts=EXPERT,
+)
+GATE = {"self_attn.g_proj": rows("q_heads")}
+MOE_SHARED: Width = ("moe_intermediate_size", "num_shared_experts")
