@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tandem.server.connections import acceptor, connection
-from tandem.server.connections.acceptor import Acceptor, group_of, most_connections
+from tandem.server.connections.acceptor import SHARE, Acceptor, group_of, most_connections
 
 PATIENCE_S = 120.0
 
@@ -209,6 +209,28 @@ def test_a_flood_of_idle_connections_shuts_out_nobody(serve, wait_until):
         one.close()
     [door] = server.server._acceptors
     wait_until(lambda: not door._open and not door._shaking)
+
+
+def test_a_flood_is_looked_through_for_idle_connections_now_and_then_only(serve, wait_until, monkeypatch):
+    """Each look takes time for every connection that there is; one for each new one made the api stand still."""
+    looks = []
+    make_room = Acceptor._make_room
+
+    def counted(self, most, **where):
+        looks.append(most)
+        return make_room(self, most, **where)
+
+    monkeypatch.setattr(Acceptor, "_make_room", counted)
+    server = serve(max_connections_per_address=320)
+    server.http.close()
+    flood = [server.raw(b"") for _ in range(960)]
+    with server.raw(LOOK) as client:
+        assert answer(client).startswith(b"HTTP/1.1 200")
+    assert 0 < len(looks) <= (960 - 320) / (320 // SHARE) + 5, "not one for each that came"
+    for one in flood:
+        one.close()
+    [door] = server.server._acceptors
+    wait_until(lambda: not door._open and not door._leaving)
 
 
 class Starved:

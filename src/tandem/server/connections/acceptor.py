@@ -31,6 +31,11 @@ BATCH = 64
 """Most connections that are taken, or idle ones that are closed, at once."""
 YOUNG_S = 1.0
 """Seconds for which a connection without a request is about to bring one."""
+SHARE = 32
+"""Where all places are taken, one part in so many is made free at once: a look for idle connections takes time for each
+that there is, and a flood must not bring one look for each new one."""
+AGAIN_S = 1e-5
+"""Seconds for each that there is until they are looked through again after none of them was idle."""
 REFUSED = 64
 """Connections beyond the limit that are told why; more are closed without a word."""
 RESERVE = 128
@@ -60,6 +65,10 @@ class Acceptor:
         self._tls = tls
         self._clients = clients
         self._open: Counter[str] = Counter()
+        self._leaving: Counter[str] = Counter()
+        """Connections that were closed to make room, and are about to give back their places."""
+        self._none_idle: dict[str | None, float] = {}
+        """Until when no idle one is looked for among all (None), or those of an address."""
         self._shaking: dict[asyncio.Task[bool], tuple[str, float]] = {}
         """TLS handshakes under way: whose, and since when; the oldest first."""
         self._resume: asyncio.TimerHandle | None = None
@@ -113,25 +122,48 @@ class Acceptor:
         idle.sort(key=lambda one: one.since)
         for one in idle[:most]:
             one.transport.close()
+            self._leaving[one.group] += 1
         slow = [task for task, (whose, since) in self._shaking.items() if since < before and group in (None, whose)]
         for task in slow[:most - len(idle[:most])]:
             task.cancel()
-            del self._shaking[task]
+            self._leaving[self._shaking.pop(task)[0]] += 1
         return min(len(idle) + len(slow), most)
+
+    def _has_room(self, most: int, group: str | None = None) -> bool:
+        """Fewer than `most` are open (of `group`, if one is given), or will be as soon as idle ones are closed."""
+        opened, leaving = ((self.count, self._leaving.total()) if group is None
+                           else (self._open[group], self._leaving[group]))
+        now = self._loop.time()
+        if opened - leaving < most:
+            return True
+        if now < self._none_idle.get(group, 0.0):
+            return False
+        if self._make_room(max(most // SHARE, 1), group=group):
+            return True
+        self._none_idle = {whose: until for whose, until in self._none_idle.items() if until > now}
+        self._none_idle[group] = now + AGAIN_S * self.count
+        return False
+
+    def _gone(self, group: str) -> None:
+        """A place was given back."""
+        self._leaving[group] -= 1
+        if self._leaving[group] <= 0:
+            del self._leaving[group]
 
     def _admit(self, client: socket.socket, group: str) -> None:
         refusal: RequestError | None = None
         if self._open[group] >= self._most_each:
-            if not self._make_room(1, group=group):
+            if not self._has_room(self._most_each, group):
                 refusal = OverloadedError(f"This address has {self._open[group]} connections with requests under way "
                                           "(--max-connections-per-address).", code="too_many_connections")
-        elif self.count >= self._most and not self._make_room(1):
+        elif self.count >= self._most and not self._has_room(self._most):
             refusal = UnavailableError("The server has as many connections as it takes (--max-connections); try again "
                                        "later.", code="too_many_connections")
-        if self.count >= self._most + REFUSED or self._open[group] >= self._most_each + REFUSED:
+        if (self.count - self._leaving.total() >= self._most + REFUSED
+                or self._open[group] - self._leaving[group] >= self._most_each + REFUSED):
             client.close()
             return
-        place = _Place(self._open, group)
+        place = _Place(self._open, group, self._gone)
         connecting = start_task(self._connect(client, place, refusal), name="connection", on_failure=lambda _: None)
         self._shaking[connecting] = (group, self._loop.time())
         connecting.add_done_callback(lambda task: self._connected(task, client, place))
@@ -166,8 +198,8 @@ class Acceptor:
 class _Place:
     """One connection among those of its group, counted until it is given back."""
 
-    def __init__(self, taken: Counter[str], group: str) -> None:
-        self.group = group
+    def __init__(self, taken: Counter[str], group: str, gone: Callable[[str], None]) -> None:
+        self.group, self._gone = group, gone
         self._taken: Counter[str] | None = taken
         taken[group] += 1
 
@@ -178,6 +210,7 @@ class _Place:
             taken[self.group] -= 1
             if not taken[self.group]:
                 del taken[self.group]
+            self._gone(self.group)
 
 
 def group_of(address: str) -> str:
