@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tandem.config.settings import ModelSettings, SchedulerSettings, Settings
+from tandem.config.settings import ModelSettings, SchedulerSettings, Settings, SpeculationSettings
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
 from tandem.engine.memory_guard import MemoryGuard
@@ -50,6 +50,16 @@ def test_buffers_that_are_kept_for_reuse_have_room_in_what_is_left_over():
     kept = ready(0, "a", cache_bytes=2 * GIB)
     assert room(ready(0, "a")) == room(kept)
     assert room(ready(0, "a"), fraction=0.99) - room(kept, fraction=0.99) == int((0.99 * 96 - 94) * GIB) // 2**18
+
+
+@pytest.mark.parametrize(("heads", "metal", "drafts"), [(32, True, 5), (64, True, 3), (128, True, 1), (256, True, None),
+                                                       (256, False, 5)])
+def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal: bool, drafts: int | None) -> None:
+    layout = SimpleNamespace(max_context=64, lanes=1, description=SimpleNamespace(
+        eos_token_ids=(), vocab_size=9, num_heads=heads, num_kv_heads=8))
+    settings = Settings(speculation=SpeculationSettings(speculative_method="ngram", num_speculative_tokens=5))
+    found = make_limits(settings, layout, [ready(0, "a", metal=metal), ready(1, "b")], shrink=False).speculation
+    assert (found.drafts if found else None) == drafts
 
 
 # ---- while it serves

@@ -11,12 +11,16 @@ from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.layout import GangLayout
 from tandem.errors import OutOfMemory
+from tandem.models.description import ModelDescription
 from tandem.protocol.control import Ready
 from tandem.scheduler.limits import Limits
 from tandem.speculation.proposers import SpeculationLimits
 
 log = logging.getLogger(__name__)
 
+METAL_QUERIES = 32
+"""Most queries of one head of keys, over the tokens of a row, for which MLX's fused attention for short queries takes a
+step on Metal (`sdpa_vector`: tokens times query heads per kv head); more of them are computed without it."""
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
@@ -43,14 +47,24 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
         prefill_chunk=max(chunk >> shed, 1), kv_tokens=kv_tokens,
         max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
         eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
-        speculation=_speculation(settings.speculation))
+        speculation=_speculation(settings.speculation, layout.description, ranks))
 
 
-def _speculation(settings: SpeculationSettings) -> SpeculationLimits | None:
+def _speculation(settings: SpeculationSettings, model: ModelDescription,
+                 ranks: Sequence[Ready]) -> SpeculationLimits | None:
     chosen = with_speculative_config(settings)
     if chosen.speculative_method == "none":
         return None
-    return SpeculationLimits(drafts=chosen.num_speculative_tokens, shortest=chosen.prompt_lookup_min,
+    drafts = chosen.num_speculative_tokens
+    if any(ready.metal for ready in ranks):
+        group = max(model.num_heads // max(model.num_kv_heads, 1), 1)
+        drafts = min(drafts, METAL_QUERIES // group - 1)
+    if drafts < chosen.num_speculative_tokens:
+        log.warning("%d drafts at once and not %d: Metal's fused attention takes no more with this model's heads",
+                    max(drafts, 0), chosen.num_speculative_tokens)
+    if drafts < 1:
+        return None
+    return SpeculationLimits(drafts=drafts, shortest=chosen.prompt_lookup_min,
                              longest=chosen.prompt_lookup_max, model=chosen.speculative_method == "draft_model")
 
 

@@ -13,7 +13,16 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
 from tandem.guided.vocabulary import Vocabulary
-from tandem.loading.memory import cache_bytes, device_name, limit_memory, memory_bytes, on_gpu, peak_bytes, wire_weights
+from tandem.loading.memory import (
+    cache_bytes,
+    device_name,
+    limit_memory,
+    memory_bytes,
+    on_gpu,
+    on_metal,
+    peak_bytes,
+    wire_weights,
+)
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
@@ -115,5 +124,5 @@ def ready_message(spec: StageSpec, runner: Runner) -> Ready:
                  memory_bytes=memory_bytes(),
                  peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
                  own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
-                 cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired,
+                 cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
                  trimmable=trimmable(runner.stage.make_caches()))

@@ -251,6 +251,8 @@ class Ready(Struct, frozen=True, tag=True):
     """Most memory that it keeps for reuse beside weights and KV."""
     wired_bytes: int = 0
     """Weights that the system may not take from the GPU."""
+    metal: bool = False
+    """That GPU is a Mac's."""
 
 
 class Stepped(Struct, frozen=True, tag=True):

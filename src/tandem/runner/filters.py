@@ -8,7 +8,8 @@ depend on how a sort breaks ties. Filters apply in the order top-k, top-p (over 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import mlx.core as mx
 
@@ -16,6 +17,12 @@ HEAD = 1024
 """Top-p first looks at the so many most likely tokens: finding them costs a thirtieth of sorting the vocabulary."""
 BLOCK = 128
 """Tokens in a block of the two-stage draw."""
+INFINITY = 0x7F800000
+"""The bits of float32's infinity."""
+
+TopP = Literal["head", "sort", "halve"]
+"""How the bound of top-p is found: from the most likely tokens alone, which are looked at while the graph is built, and
+from a sort where they do not decide it (cheap on a CPU); from a sort of the vocabulary; or by halving (`_nucleus`)."""
 
 
 @dataclass(frozen=True)
@@ -34,28 +41,32 @@ class FilterRows:
     """float32 [n, 1]; 0 where unused."""
 
 
-def filtered_weights(scaled: mx.array, filters: FilterRows, *, may_wait: bool) -> mx.array:
+def filtered_weights(scaled: mx.array, filters: FilterRows, *, top_p: TopP) -> mx.array:
     """Unnormalised probabilities float32 [n, V] of scaled logits [n, V] whose maximum is 0 in every row.
 
-    Filtered tokens have weight 0; the most likely token always has weight 1. `may_wait`: looking at the logits while
-    the graph is built is cheap (CPU), and may save a sort; otherwise (GPU) the sort is cheaper than the wait.
+    Filtered tokens have weight 0; the most likely token always has weight 1.
     """
     weights = mx.exp(scaled)
     bound = None
     if filters.top_k is not None or filters.top_p is not None:
-        bound = _rank_bound(scaled, weights, filters, may_wait)
+        bound = _rank_bound(scaled, weights, filters, top_p)
     if filters.min_p is not None:
         least = mx.log(filters.min_p)
         bound = least if bound is None else mx.maximum(bound, least)
     return weights if bound is None else mx.where(scaled >= mx.minimum(bound, 0.0), weights, 0.0)
 
 
-def _rank_bound(scaled: mx.array, weights: mx.array, filters: FilterRows, may_wait: bool) -> mx.array:
+def _rank_bound(scaled: mx.array, weights: mx.array, filters: FilterRows, top_p: TopP) -> mx.array:
     """Bound [n, 1] of top-k and top-p, from the most likely tokens alone where they decide it."""
     vocab = scaled.shape[1]
     if filters.top_p is None or filters.all_k:
         return _head_bound(scaled, weights, filters, filters.largest_k)[0]
-    if may_wait and max(HEAD, filters.largest_k) < vocab:
+    if top_p == "halve":
+        if filters.top_k is None:
+            return _nucleus(scaled, weights, filters.top_p)
+        kth = _head_bound(scaled, weights, replace(filters, top_p=None), filters.largest_k)[0]
+        return mx.maximum(kth, _nucleus(scaled, mx.where(scaled >= kth, weights, 0.0), filters.top_p))
+    if top_p == "head" and max(HEAD, filters.largest_k) < vocab:
         bound, decided = _head_bound(scaled, weights, filters, max(HEAD, filters.largest_k))
         if mx.all(decided).item():
             return bound
@@ -85,6 +96,29 @@ def _head_bound(scaled: mx.array, weights: mx.array, filters: FilterRows, head: 
     # Undecided: the head's mass falls short of p, and tokens beyond it are not ruled out by top-k either.
     decided = (dropped > 0) | (top[:, :1] <= bound) | (filters.top_p >= 1.0)
     return mx.maximum(bound, nucleus), decided
+
+
+def _nucleus(scaled: mx.array, weights: mx.array, top_p: mx.array) -> mx.array:
+    """Bound [n, 1] of top-p without a sort: the largest one that leaves tokens with p of the mass.
+
+    Logits are 0 at most, so that the bits of their magnitudes rise as they fall. The bits of the bound's are found one
+    by one, from the mass of the tokens above each: 31 passes over the rows, which a GPU does faster than a sort.
+    """
+    bits = mx.abs(scaled).view(mx.uint32)
+    needed = top_p * weights.sum(axis=-1, keepdims=True)
+    found = mx.zeros(needed.shape, dtype=mx.uint32)
+    for place in reversed(range(31)):
+        tried = found | mx.array(1 << place, dtype=mx.uint32)
+        found = mx.where(_mass_above(bits, weights, tried) < needed, tried, found)
+    # Sums that differ in their last digits may never reach p: then all tokens stay.
+    bound = -mx.minimum(found, mx.array(INFINITY, dtype=mx.uint32)).view(mx.float32)
+    return mx.where(top_p < 1.0, bound, -mx.inf)
+
+
+@mx.compile
+def _mass_above(bits: mx.array, weights: mx.array, bound: mx.array) -> mx.array:
+    """Sum [n, 1] of the weights [n, V] of magnitudes below the bound [n, 1], all by their bits."""
+    return mx.where(bits < bound, weights, 0.0).sum(axis=-1, keepdims=True)
 
 
 def largest(values: mx.array, k: int) -> tuple[mx.array, mx.array]:

@@ -22,7 +22,7 @@ from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.request import SamplingParams, TokenLogprob
 from tandem.protocol.step import NO_CONTINUATION, NOT_FINITE
-from tandem.runner.filters import FilterRows, draw, filtered_weights, largest
+from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, largest
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
 from tandem.runner.uniforms import seed_keys, uniform_pairs
 
@@ -108,7 +108,7 @@ class Sampler:
         """
         self._vocab_size = vocab_size
         self._eos = tuple(eos_token_ids)
-        self._may_wait = mx.default_device().type == mx.DeviceType.cpu
+        self._top_p = _top_p_method()
         self._sequences: dict[str, _Sequence] = {}
         self._history = TokenHistory(vocab_size)
         self._plans: dict[tuple[str, ...], _Plan] = {}
@@ -226,7 +226,7 @@ class Sampler:
         positions = np.array([one.produced + i for one, i in zip(plan.sequences, plan.ahead, strict=True)],
                              dtype=np.uint64)
         uniforms = mx.array(uniform_pairs(plan.keys, positions))
-        drawn = draw(filtered_weights(scaled, plan.filters, may_wait=self._may_wait), uniforms)
+        drawn = draw(filtered_weights(scaled, plan.filters, top_p=self._top_p), uniforms)
         if plan.greedy is None:
             return drawn
         return mx.where(plan.greedy, mx.argmax(logits, axis=-1).astype(mx.int32), drawn)
@@ -281,6 +281,13 @@ class Sampler:
                 entries += [(row, token, -np.inf) for token in sorted(ends) if 0 <= token < self._vocab_size]
             self._bans = (early, ids, TokenEdits.build(entries))
         return self._bans[2]
+
+
+def _top_p_method() -> TopP:
+    """On Metal a sort of the vocabulary takes as long as some of a model's layers, and a partition is one as well."""
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return "head"
+    return "halve" if mx.metal.is_available() else "sort"
 
 
 def _filter_rows(params: list[SamplingParams], greedy: list[bool], vocab_size: int) -> FilterRows:
