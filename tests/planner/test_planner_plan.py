@@ -507,3 +507,13 @@ def test_predictions_are_near_published_figures(model, experts, count, chip, mem
     request = Request(context=1024, layouts=(parse_layout(layout),))
     found = plan(model, machines, RDMA, request, experts=experts).chosen.prediction.tokens_single
     assert found == pytest.approx(published, rel=0.2)
+
+
+def test_experts_that_are_too_narrow_to_divide_are_shared_out_whole():
+    """Six groups of 64 divide among two machines; two groups do not among three, whose experts then stay whole."""
+    machines = macs(*((x, 64, "m2-ultra") for x in "abc"))
+    sizes = [sparse(24, 2048, 24, 6, 64, width, 64, 8, 32000, 4, "qwen3_moe") for width in (384, 128)]
+    request = Request(layouts=(parse_layout("tp=3"),))
+    divided, whole = (plan(model, machines, RDMA, request, experts=experts).candidates[0] for model, experts in sizes)
+    assert not any(s.whole_experts for s in divided.layout.replicas[0])
+    assert all(s.whole_experts for s in whole.layout.replicas[0])

@@ -81,6 +81,7 @@ def serve_flags(plan: LayoutPlan, arguments: argparse.Namespace) -> list[str]:
         flags += ["--fast-sync", arguments.fast_sync]
     if shares := _shares(layout):
         flags += ["--tensor-split", ",".join(f"{x:g}" for x in shares)]
+    flags += ["--expert-parallel"] if any(s.whole_experts for one in layout.replicas for s in one) else []
     if len(stages) > 1:
         flags += ["--layer-split", ",".join(str(s.layers) for s in stages)]
         flags += ["--lanes", str(prediction.lanes)] if plan.streams > 1 and prediction.lanes != len(stages) else []

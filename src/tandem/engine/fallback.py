@@ -68,7 +68,8 @@ class Alternatives:
             [stages] = candidate.layout.replicas
             sizes = tuple(len(stage.machines) for stage in stages)
             parallel = replace(settings.parallel, parallel=sizes,
-                               expert_parallel=settings.parallel.expert_parallel and max(sizes) > 1,
+                               expert_parallel=any(stage.whole_experts for stage in stages) or (
+                                   settings.parallel.expert_parallel and max(sizes) > 1),
                                pipeline_parallel_size=1, tensor_parallel_size=1,
                                layer_split=tuple(stage.layers for stage in stages), tensor_split=None)
             try:

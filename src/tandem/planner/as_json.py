@@ -42,6 +42,7 @@ def _candidate_json(candidate: Candidate, machines: Sequence[Machine]) -> dict[s
                     "layers": [s.start, s.stop],
                     "kv_heads": list(s.kv_heads),
                     "shares": list(s.shares),
+                    "expert_parallel": s.whole_experts,
                 }
                 for s in stages
             ]

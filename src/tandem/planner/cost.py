@@ -20,6 +20,7 @@ Mixture of experts: b rows that choose k of E experts independently touch E (1 -
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -38,6 +39,8 @@ EXPERT_OVERHEAD = 2.5
 """A layer with experts launches more kernels: factor on a machine's overhead per layer."""
 RUNTIME_BYTES = 512 * 2**20
 """Python, MLX and compiled kernels of a rank."""
+_LARGEST = {2: 0.564, 3: 0.846, 4: 1.029, 5: 1.163, 6: 1.267, 7: 1.352, 8: 1.424}
+"""How far the largest of so many normal deviates lies above their average, on average."""
 _FUSED_HEAD_DIMS = (64, 80, 128)
 """Head dimensions for which MLX's GPU attention does not store its scores."""
 _SCALE_BITS = {"mxfp4": 8, "mxfp8": 8, "nvfp4": 8}
@@ -52,6 +55,8 @@ class RankShare(NamedTuple):
     """Of the layers' weights, and of the head."""
     kv: float
     """Of the kv heads."""
+    sharing: int = 1
+    """Ranks that share out experts whole; 1 where experts are divided, or the stage has one rank."""
 
 
 class Costs:
@@ -170,6 +175,9 @@ class Costs:
         kv = self.kv_bytes(part) * layers * context * (1 if prefill else rows)
         kv += self.state(part, layers, 1 if prefill else rows)
         read = self._range(self._touched(rows), start, stop) * part.share * self.factor(machine) + kv
+        if part.sharing > 1:
+            experts = self._range(self._routed, start, stop) * (1 - (1 - self._used_share) ** rows)
+            read += (self._fullest(part.sharing, rows) - 1) * experts * part.share * self.factor(machine)
         attention = 4 * rows * context * model.num_heads * model.head_dim * part.kv * layers * self._attending
         flop = 2 * rows * self._range(self._active, start, stop) * part.share + attention
         seconds = max(read / self._bandwidth(machine), flop / self._flops(machine))
@@ -188,6 +196,21 @@ class Costs:
             each = (n - (1 - touched) * self._expert_bytes(i) for i, n in enumerate(self.model.layer_bytes))
             self._reads[rows] = list(accumulate(each, initial=0.0))
         return self._reads[rows]
+
+    @cached_property
+    def _routed(self) -> list[float]:
+        """Running sums over the layers: stored bytes of routed experts."""
+        return list(accumulate((self._expert_bytes(i) for i in range(self.model.num_layers)), initial=0.0))
+
+    def _fullest(self, ranks: int, rows: int) -> float:
+        """Experts that the rank with the most of them reads, as a multiple of the average rank's.
+
+        Choices fall on ranks independently: with m of them a rank, numbers spread by about sqrt(m), and the largest of
+        n normal deviates is c_n of them above the average (Tippett, Biometrika 17, 1925), at most all m n.
+        """
+        used = self._experts.used if self._experts else 0
+        each = max(used * rows / ranks, 1e-9)
+        return min(1 + _LARGEST.get(ranks, math.sqrt(2 * math.log(ranks))) / math.sqrt(each), float(ranks))
 
     @cached_property
     def _active(self) -> list[float]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.shard import head_units, plan_shards
+from tandem.models.shard import Shard, head_units, plan_shards
 
 _LOPSIDED = 1e9
 
@@ -17,6 +17,7 @@ class Divider:
     def __init__(self, description: ModelDescription, *, dequantize: bool) -> None:
         self._description, self._dequantize = description, dequantize
         self._heads: dict[tuple[float, ...], tuple[int, ...] | None] = {}
+        self._whole: set[int] = set()
         self._refusals: dict[int, str | None] = {}
         least = self.heads((1.0, _LOPSIDED))
         step = least[0] if least else 0
@@ -28,7 +29,7 @@ class Divider:
         key = tuple(shares)
         if key not in self._heads:
             try:
-                shards = plan_shards(self._description, len(key), weights=key, dequantize=self._dequantize)
+                shards = self._plan(len(key), key)
                 each = self._description.num_kv_heads // head_units(self._description)
                 self._heads[key] = tuple(len(s.kv_heads) * each for s in shards)
             except LayoutError:
@@ -39,8 +40,31 @@ class Divider:
         """Why `size` machines cannot share a layer, or None if they can."""
         if size not in self._refusals:
             try:
-                plan_shards(self._description, size, dequantize=self._dequantize)
+                self._plan(size)
                 self._refusals[size] = None if self.step else "attention cannot be cut evenly between its kv heads"
             except LayoutError as error:
                 self._refusals[size] = error.message
         return self._refusals[size]
+
+    def whole_experts(self, size: int) -> bool:
+        """Experts are too narrow to be divided among `size` machines, which therefore share them out whole.
+
+        Where their width can be cut that is faster: all machines then read the same number of bytes.
+        """
+        return self.refusal(size) is None and size in self._whole
+
+    def _plan(self, size: int, weights: Sequence[float] | None = None) -> tuple[Shard, ...]:
+        try:
+            return plan_shards(self._description, size, weights=weights, dequantize=self._dequantize)
+        except LayoutError:
+            if not self._description.num_experts or size == 1:
+                raise
+            try:
+                found = plan_shards(self._description, size, weights=weights, dequantize=self._dequantize,
+                                    expert_parallel=True)
+            except LayoutError:
+                found = ()
+            if not found:
+                raise
+            self._whole.add(size)
+            return found

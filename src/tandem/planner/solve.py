@@ -87,7 +87,7 @@ class Solver:
             if shares:
                 own = tuple(x / sum(shares) for x in shares)
                 heads = self.divider.heads(own) or heads
-            stages.append(Stage(machines=group, start=start, stop=stop, kv_heads=heads, shares=own))
+            stages.append(self._made(group, start, stop, heads, own))
         return tuple(stages)
 
     def _split(self, groups: Groups, streams: int, objective: _Objective) -> tuple[Stage, ...] | None:
@@ -101,9 +101,18 @@ class Solver:
             return None
         placed = [self._stage(g, a, b, streams, objective) for g, (a, b) in zip(groups, ranges, strict=True)]
         return tuple(
-            Stage(machines=g, start=a, stop=b, kv_heads=p.heads, shares=p.shares)
+            self._made(g, a, b, p.heads, p.shares)
             for g, (a, b), p in zip(groups, ranges, placed, strict=True)
         )
+
+    def _made(self, group: tuple[int, ...], start: int, stop: int, heads: tuple[int, ...], shares: tuple[float, ...]
+              ) -> Stage:  # fmt: skip
+        return Stage(machines=group, start=start, stop=stop, kv_heads=heads, shares=shares,
+                     whole_experts=self._sharing(group) > 1)
+
+    def _sharing(self, group: tuple[int, ...]) -> int:
+        """Machines of a stage that share out experts whole."""
+        return len(group) if len(group) > 1 and self.divider.whole_experts(len(group)) else 1
 
     def _stage(self, group: tuple[int, ...], start: int, stop: int, streams: int, objective: _Objective) -> _Placed:
         """Layers start..stop on `group` at least cost; INFEASIBLE if they do not fit."""
@@ -129,7 +138,8 @@ class Solver:
             found.append(((self._heads,), (1.0,)))
         elif self.divider.step:
             units, step = self._heads // self.divider.step, self.divider.step
-            parts = [[RankShare(m, n / units, n / units) for n in range(units + 1)] for m in group]
+            sharing = self._sharing(group)
+            parts = [[RankShare(m, n / units, n / units, sharing) for n in range(units + 1)] for m in group]
             heads = share_heads(
                 units,
                 len(group),
@@ -138,12 +148,13 @@ class Solver:
             )
             if heads:
                 found.append((tuple(n * step for n in heads), tuple(n / units for n in heads)))
-            shares = _in_proportion([cost(RankShare(m, 1.0, 1.0)) for m in group], objective)
+            shares = _in_proportion([cost(RankShare(m, 1.0, 1.0, sharing)) for m in group], objective)
             if own := self.divider.heads(shares):
                 found.append((own, shares))
         placed = []
         for counts, shares in found:
-            ranks = [RankShare(m, s, n / self._heads) for m, s, n in zip(group, shares, counts, strict=True)]
+            ranks = [RankShare(m, s, n / self._heads, self._sharing(group))
+                     for m, s, n in zip(group, shares, counts, strict=True)]
             if all(self._fits(part, start, stop, streams, objective) for part in ranks):
                 value = max(cost(part) for part in ranks) + self._waiting(group, start, stop, objective)
                 placed.append(_Placed(value, counts, shares))
@@ -197,7 +208,8 @@ class Solver:
 
     def _parts(self, stage: Stage) -> list[RankShare]:
         ranks = zip(stage.machines, stage.shares, stage.kv_heads, strict=True)
-        return [RankShare(machine, share, heads / self._heads) for machine, share, heads in ranks]
+        sharing = len(stage.machines) if stage.whole_experts else 1
+        return [RankShare(machine, share, heads / self._heads, sharing) for machine, share, heads in ranks]
 
     # ---- what a layout would do
 

@@ -74,6 +74,8 @@ class Stage:
     shares: tuple[float, ...]
     """Share of each machine in the layers' weights; together 1. Near the kv heads' shares, but not bound to whole
     heads: the MLP is divided more finely."""
+    whole_experts: bool = False
+    """Machines each hold some experts whole (`--expert-parallel`), since these are too narrow to be divided."""
 
     @property
     def layers(self) -> int:
