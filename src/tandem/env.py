@@ -5,6 +5,7 @@ Everything else gets what it needs from here, so that a search in this file answ
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -19,8 +20,9 @@ EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RU
                    "TANDEM_VLLM", "TANDEM_BASE_PORT")
 """Variables with our prefix that are not made from the name of a setting; the last two are the vLLM plugin's."""
 
-_LONGEST_RUNTIME_DIR = 64
-"""Bytes. macOS allows 103 bytes for the path of a Unix socket; the socket's own name must fit behind this."""
+_LONGEST_RUNTIME_DIR, _LONGEST_GIVEN = 64, 81
+"""Bytes. macOS allows 103 bytes for the path of a Unix socket, on which all systems agree here; the longest name of a
+socket fits behind the second."""
 
 
 _LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -72,10 +74,14 @@ def runtime_dir() -> Path:
     """Directory for this user's sockets: made on first use, mode 0700, short enough for Unix sockets.
 
     TANDEM_RUNTIME_DIR, else `tandem` in XDG_RUNTIME_DIR, else one with the user's id in the temporary directory.
-    Raises PermissionError when the directory is not this user's own or is open to others.
+    Raises PermissionError when the directory is not this user's own or is open to others, OSError for a path that is
+    too long for what is in it.
     """
     explicit = variable("TANDEM_RUNTIME_DIR")
     if explicit is not None:
+        if len(os.fsencode(explicit)) > _LONGEST_GIVEN:
+            raise OSError(errno.ENAMETOOLONG, f"TANDEM_RUNTIME_DIR is longer than the {_LONGEST_GIVEN} bytes that "
+                          "leave room for a socket's name on macOS; choose a shorter path", explicit)
         return _private_dir(Path(explicit))
     base = variable("XDG_RUNTIME_DIR")
     if base is not None and os.access(base, os.W_OK | os.X_OK) and len(os.fsencode(base)) + 7 <= _LONGEST_RUNTIME_DIR:

@@ -98,6 +98,8 @@ def test_list_of_no_models(tmp_path):
 
 def test_a_runtime_directory_that_cannot_be_made(tmp_path):
     assert "/proc/nowhere" in refusal("serve", str(tmp_path), "--port", "0", TANDEM_RUNTIME_DIR="/proc/nowhere")
+    long = refusal("serve", str(tmp_path), "--port", "0", TANDEM_RUNTIME_DIR=str(tmp_path / ("r" * 60)))
+    assert "longer than the 81 bytes" in long
 
 
 def test_the_model_with_and_without_its_flag():
