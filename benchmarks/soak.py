@@ -19,6 +19,7 @@ import argparse
 import collections
 import dataclasses
 import json
+import os
 import platform
 import random
 import shutil
@@ -177,10 +178,12 @@ class Soak:
 
     def _summarise(self, finished: bool = False) -> None:
         clients = self._clients
+        processors = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         facts = {
             "layout": self._args.layout, "finished": finished, "well": finished and not self._problems,
             "problems": self._problems, "arguments": {key: str(value) for key, value in vars(self._args).items()},
-            "python": platform.python_version(), "seconds": round(time.monotonic() - self._started),
+            "python": platform.python_version(), "processors": processors,
+            "load": os.getloadavg()[0], "seconds": round(time.monotonic() - self._started),
             "sent": clients.sent, **{kind: clients.outcomes[kind]
                                      for kind in ("answered", "refused", "failed", "broken", "hung")},
             "wrong": clients.bad["wrong"], "twice": clients.bad["twice"],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import random
 import socket
 import subprocess
@@ -133,6 +134,7 @@ def main() -> None:
     parser.add_argument("--slow", type=int, default=3, help="how many read slowly (default: %(default)s)")
     parser.add_argument("--drip", type=int, default=8, help="how many drip headers (default: %(default)s)")
     args = parser.parse_args()
+    os.nice(10)  # bad clients are on machines of their own: what it costs them is not to be the server's
     kinds = ["heavy"] * args.heavy + ["slow"] * args.slow + ["drip"] * args.drip
     for number, kind in enumerate(kinds):
         rng = random.Random(args.seed * 1000 + number)
