@@ -25,6 +25,7 @@ AWAITED = {
     "bench/load.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
     "doctor/probe.py collect": "a timer that kills a process",
+    "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
     "guided/probe.py main": "joined there; a probe without an answer counts as one that failed",
 }
 """Those that somebody waits for, who gets what they raise."""

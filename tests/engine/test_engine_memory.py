@@ -129,7 +129,7 @@ def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not
         device.pump(lambda: engine.idle)
         assert device.tokens == calm and not scheduler.pressed
         assert "90 % full: kept prefixes and buffers are let go of" in caplog.text
-        assert "96 % full: a request starts again later" in caplog.text
+        assert "96 % full; a request starts again later" in caplog.text
         assert [rank.used_bytes for rank in engine.status().ranks] == [int(0.5 * device.memory)]
     finally:
         engine.close()

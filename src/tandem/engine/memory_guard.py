@@ -49,7 +49,7 @@ class MemoryGuard:
         # What the last one leaves shows once the steps that were under way are done.
         if share >= SHED and report.step.step_id >= self._next and scheduler.relieve():
             self._next = scheduler.next_step + scheduler.limits.lanes
-            seldom.warning("the device's memory on %s is %.0f %% full: a request starts again later", where,
+            seldom.warning("the device's memory on %s is %.0f %% full; a request starts again later", where,
                            100 * share)
 
     def _fullest(self) -> tuple[float, str]:

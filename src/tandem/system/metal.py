@@ -54,7 +54,7 @@ def prepare_metal(fast_fences: bool = False) -> None:
     """
     if sys.platform != "darwin":
         if fast_fences:
-            log.warning("--fast-sync has no effect on this machine: it is about the GPUs of Macs")
+            log.warning("--fast-sync is about the GPUs of Macs; on this machine it has no effect")
         return
     set_default(REFRESH, REFRESH_MS)
     if fast_fences:
