@@ -113,10 +113,6 @@ class Frame:
             put(self.model, projection, module)
         raise UnsupportedModel(f"its forward pass does not call {projection}")
 
-    def cache_numbers(self) -> list[int | None]:
-        """Of each layer of the whole model, the number of its cache among the model's; None for a layer without."""
-        return list(self._cache_of)
-
     # ---- inside
 
     def _unpacked(self, x: mx.array) -> tuple[mx.array, ...]:

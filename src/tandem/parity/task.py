@@ -10,7 +10,6 @@ from pathlib import Path
 
 from tandem.errors import ConfigError
 
-PREFILL_CHUNK = 32
 """Small, so that a prompt of several chunks stays small too: its logits are kept for every position."""
 SHORT, BEYOND = 7, 6
 """Tokens of the short default prompt, and of the long one beyond its second chunk."""

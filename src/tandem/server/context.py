@@ -79,10 +79,14 @@ class Api:
         """Largest request body, in bytes."""
         return int(self.settings.server.max_body_mb * 2**20)
 
-    def check(self) -> None:
-        """Raises UnavailableError when requests cannot be taken now."""
+    def check_open(self) -> None:
+        """Raises UnavailableError when no more requests are taken."""
         if self.draining:
             raise UnavailableError("The server is shutting down.", retry_after=10.0, code="shutting_down")
+
+    def check(self) -> None:
+        """Raises UnavailableError when requests cannot be taken now."""
+        self.check_open()
         if self.residents is None:
             self.served[0].status()
 
@@ -103,9 +107,14 @@ class Api:
                             code="model_not_found")
 
     async def engage(self, http: Request, name: str | None) -> Served:
-        """The model that a request names, loaded; it stays so until the request ends. Raises RequestError."""
-        self.check()
-        served = self.find(name)
+        """The model that a request names; of several it is loaded, and stays so until the request ends. Raises
+        RequestError."""
+        self.check_open()
+        try:
+            served = self.find(name)
+        except NotFoundError:
+            self.check()  # the engine, which may have another name for it, must have been heard
+            raise
         if self.residents is not None:
             if self.residents.available(served):
                 await self._enter(http.scope, served, self.residents)

@@ -18,7 +18,6 @@ from tandem.env import state_dir
 from tandem.errors import UsageError
 from tandem.protocol.codec import UNREADABLE
 
-DEFAULT_NAME = "default"
 MOST_LOG_BYTES = 64 * 1024 * 1024
 """Of a server's log; there is one older one beside it."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")

@@ -9,7 +9,6 @@ import json
 import socket
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -49,14 +48,6 @@ class Rendezvous:
         if self.rank == 0:
             self._store.set("tandem/keys", msgspec.json.encode(ClusterKeys.generate()))
         return msgspec.json.decode(self._store.get("tandem/keys"), type=ClusterKeys)
-
-
-@dataclass(frozen=True)
-class WorkerPlace:
-    """Where a worker runs."""
-
-    machine: str
-    address: str
 
 
 def listen_port(address: str, port: int | None) -> int:

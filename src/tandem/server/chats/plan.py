@@ -14,7 +14,7 @@ from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import ToolChoice
 from tandem.server.openai.schemas import ChatRequest
-from tandem.server.tools.choose import Dialect, Writing, dialect, opens_reasoning, reasoning_format, tool_format
+from tandem.server.tools.choose import Dialect, Writing, dialect, told_formats
 from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
 
@@ -43,7 +43,6 @@ class ChatPlan:
 async def plan_chat(served: Served, texts: RequestTexts, fields: ChatRequest, variables: dict[str, Any]) -> ChatPlan:
     """Render the prompt and settle the rest; `variables` are those of the template. Raises RequestError."""
     tokenizer, settings = texts.tokenizer, served.settings.server
-    template = tokenizer.chat_template
     choice = fields.tool_choice or ToolChoice(mode="auto")
     tools = callable_tools(fields, choice)
     if tools is not None and settings.tool_parser == "none":
@@ -54,13 +53,14 @@ async def plan_chat(served: Served, texts: RequestTexts, fields: ChatRequest, va
         message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
         raise RequestError(message, param=asked[0], code="invalid_value")
     prompt = await _prompt(texts, fields, tools is not None, variables)
-    own = tool_format(settings.tool_parser, template, tokenizer.special_texts)
-    reasoning = reasoning_format(settings.reasoning_parser, template)
+    end = tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
+    own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, end,
+                       tokenizer.special_texts)
     writing = Writing(
-        format=forced_format(own) if forced or asked is not None else own,
-        reasoning=reasoning,
+        format=forced_format(own.calls) if forced or asked is not None else own.calls,
+        reasoning=own.reasoning,
         tools=tools,
-        begun=opens_reasoning(reasoning, tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False)),
+        begun=own.begun,
         several=choice.mode != "named" and fields.parallel_tool_calls is not False,
     )
     how = dialect(writing)
@@ -70,7 +70,7 @@ async def plan_chat(served: Served, texts: RequestTexts, fields: ChatRequest, va
         dialect=how,
         shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
         calls_finish="stop" if choice.mode == "named" else "tool_calls",
-        short_ids=own == "mistral",
+        short_ids=own.calls == "mistral",
     )
 
 

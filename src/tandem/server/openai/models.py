@@ -87,6 +87,7 @@ async def model(http: Request, model_id: str) -> Response:
 async def load(http: Request, model_id: str) -> Response:
     """Load a model, and answer when that is done. Others may go for it, as for a request."""
     api = get_api(http)
+    api.check()
     return _answer(api, await api.engage(http, model_id))
 
 

@@ -82,13 +82,26 @@ def tool_format(choice: str, template: str, special: Special = lambda _: ()) -> 
     return shown or "hermes"
 
 
-def reasoning_format(choice: str, template: str) -> str:
-    """Name of the reasoning's format, `none` if there is none."""
-    if choice != "auto":
-        return choice
-    if tool_format("auto", template) == "harmony":
-        return "harmony"
-    return next((name for name, (_, closing) in THINKING.items() if closing in template), "none")
+@dataclass(frozen=True)
+class Formats:
+    """How a model writes what is not content."""
+
+    calls: str
+    """Tool calls."""
+    reasoning: str
+    """Reasoning; `none` if it is not told apart."""
+    begun: bool
+    """The prompt ends with the tag that opens reasoning."""
+
+
+def told_formats(calls: str, reasoning: str, template: str, prompt_end: str, special: Special) -> Formats:
+    """The formats that the operator chose, or what the chat template shows where that is `auto`."""
+    if reasoning == "auto":
+        harmonic = tool_format("auto", template) == "harmony"
+        tagged = (name for name, (_, closing) in THINKING.items() if closing in template)
+        reasoning = "harmony" if harmonic else next(tagged, "none")
+    begun = reasoning in THINKING and prompt_end.rstrip().endswith(THINKING[reasoning][0])
+    return Formats(tool_format(calls, template, special), reasoning, begun)
 
 
 @dataclass(frozen=True)
@@ -114,11 +127,6 @@ class Dialect:
     reader: Reader
     markers: tuple[str, ...]
     """Texts that may be special tokens and yet must be seen."""
-
-
-def opens_reasoning(reasoning: str, prompt: str) -> bool:
-    """The end of the prompt is the tag that opens reasoning of this format."""
-    return reasoning in THINKING and prompt.rstrip().endswith(THINKING[reasoning][0])
 
 
 def dialect(writing: Writing) -> Dialect | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.server.tools.events import CallStart, Content
-from tandem.server.tools.scan import Feed, Steps, held, json_object, next_visible, passed_on
+from tandem.server.tools.scan import Feed, Steps, held, json_object, sectioned
 
 ALL, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 ONE, ONE_END, SEPARATOR = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
@@ -15,12 +15,7 @@ _BODY = re.compile(r"\s*(?=\{)")
 
 def deepseek(feed: Feed) -> Steps[None]:
     """Content, and calls between the tokens: `function SEP name ```json {} ``` ` (V3) or `name SEP {}` (V3.1)."""
-    index = 0
-    while marker := (yield from passed_on(feed, (ALL, ALL_END, ONE))):
-        if marker == ONE:
-            index = yield from _call(feed, index)
-        if index or marker == ALL:
-            yield from next_visible(feed)
+    return sectioned(feed, ALL, ALL_END, ONE, _call)
 
 
 def _call(feed: Feed, index: int) -> Steps[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tandem.server.tools.events import CallStart, Content
-from tandem.server.tools.scan import Feed, Steps, held, json_object, next_visible, passed_on
+from tandem.server.tools.scan import Feed, Steps, held, json_object, next_visible, sectioned
 
 ALL, ALL_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 ONE, ARGUMENTS, ONE_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
@@ -15,12 +15,7 @@ _ID = re.compile(r"\s*((?:functions\.)?([\w.-]+):\d+)\s*")
 
 def kimi(feed: Feed) -> Steps[None]:
     """Content, and calls as `functions.name:0 ARGUMENTS {}` between their tokens."""
-    index = 0
-    while marker := (yield from passed_on(feed, (ALL, ALL_END, ONE))):
-        if marker == ONE:
-            index = yield from _call(feed, index)
-        if index or marker == ALL:
-            yield from next_visible(feed)
+    return sectioned(feed, ALL, ALL_END, ONE, _call)
 
 
 def _call(feed: Feed, index: int) -> Steps[int]:

@@ -113,6 +113,19 @@ def passed_on(feed: Feed, markers: Sequence[str], kind: type[Content] | type[Rea
         yield None
 
 
+def sectioned(feed: Feed, section: str, end: str, one: str, call: Callable[[Feed, int], Steps[int]]) -> Steps[None]:
+    """Content, and calls that begin with `one`, in a section of their own or without it.
+
+    `call` reads one of which the marker is taken; it is given the call's index, and returns that of the next.
+    """
+    index = 0
+    while marker := (yield from passed_on(feed, (section, end, one))):
+        if marker == one:
+            index = yield from call(feed, index)
+        if index or marker == section:
+            yield from next_visible(feed)
+
+
 def held(feed: Feed, markers: Sequence[str]) -> Steps[tuple[str, str]]:
     """Wait for the first of `markers`; returns the text before it and the marker, or all that is left and ""."""
     while True:
