@@ -1,35 +1,119 @@
-"""`tandem serve` as a person starts it."""
+"""`tandem serve` as a person starts it, for tests over HTTP: with an address, clients, and its processes."""
 
 from __future__ import annotations
 
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
+from openai import OpenAI
+
+PATIENCE_S = 240.0
+"""For anything that must come to pass; a busy machine is slow, and waiting for what comes costs nothing."""
+READY = re.compile(r"Tandem is ready: (\S+)")
+
+
+class Server:
+    """A running `tandem serve`."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str, key: str = "none") -> None:
+        self.process, self.url = process, url
+        self.headers = {"Authorization": f"Bearer {key}"}
+        self.client = OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
+
+    @property
+    def port(self) -> str:
+        return self.url.rsplit(":", 1)[1]
+
+    def get(self, path: str) -> Any:
+        return httpx.get(self.url + path, timeout=PATIENCE_S, headers=self.headers).json()
+
+    def metrics(self) -> str:
+        return httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S, headers=self.headers).text
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Another `tandem` command."""
+        return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True,
+                              timeout=PATIENCE_S, check=False)
+
+    def family(self) -> list[psutil.Process]:
+        """All processes below its first one."""
+        with suppress(psutil.NoSuchProcess):
+            return psutil.Process(self.process.pid).children(recursive=True)
+        return []
+
+
+def start(*arguments: str | Path, errors: Any = subprocess.DEVNULL, **variables: str) -> subprocess.Popen[str]:
+    """The command alone, on a free port."""
+    return subprocess.Popen([sys.executable, "-m", "tandem", "serve", *arguments, "--port", "0"], text=True,
+                            stdout=subprocess.PIPE, stderr=errors,
+                            env={**os.environ, "OPENBLAS_NUM_THREADS": "1", **variables})
+
+
+def address(process: subprocess.Popen[str], log: Path | None = None) -> str:
+    """Where it listens, once it is ready."""
+    assert process.stdout is not None
+    readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
+    line = process.stdout.readline() if readable else ""
+    ready = READY.search(line)
+    assert ready, f"not ready: {line!r} {log.read_text()[-4000:] if log else ''}"
+    return ready[1]
+
+
+def end(process: subprocess.Popen[str], how: signal.Signals = signal.SIGTERM) -> None:
+    """Ask it to end, and see to it."""
+    process.send_signal(how)
+    try:
+        process.communicate(timeout=PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+
+
+def assert_gone(family: Sequence[psutil.Process]) -> None:
+    """These have ended, or do."""
+    _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
+    assert not alive, f"outlived the server: {alive}"
 
 
 @contextmanager
-def served(model: str, *options: str, start_s: float = 240) -> Iterator[str]:
-    """The address of a server on a free port, which must be ready within `start_s` seconds; it is ended after."""
-    command = [sys.executable, "-m", "tandem", "serve", model, *options, "--port", "0"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                               env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+def serving(*arguments: str | Path, kind: type[Any] = Server, how: signal.Signals = signal.SIGTERM,
+            **variables: str) -> Iterator[Any]:
+    """A server on a free port, as `kind` shows it; it is ended by `how`, and nothing may be left of it."""
+    process, family = start(*arguments, **variables), list[psutil.Process]()
     try:
-        assert process.stdout is not None
-        readable, _, _ = select.select([process.stdout], [], [], start_s)
-        line = process.stdout.readline() if readable else ""
-        ready = re.search(r"Tandem is ready: (\S+)", line)
-        assert ready, f"not ready: {line!r}"
-        yield ready[1]
+        server = kind(process, address(process))
+        family = server.family()
+        yield server
+        family = list({*family, *server.family()})
     finally:
-        process.terminate()
-        process.communicate(timeout=240)
+        end(process, how)
+        assert_gone(family)
+
+
+@contextmanager
+def served(*arguments: str | Path) -> Iterator[str]:
+    """The address alone."""
+    with serving(*arguments) as server:
+        yield server.url
+
+
+def wait_until(condition: Callable[[], Any], what: str = "", seconds: float = PATIENCE_S) -> None:
+    """Until `condition` holds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"timed out: {what}"
+        time.sleep(0.05)
 
 
 def assert_idle(family: Sequence[psutil.Process]) -> None:

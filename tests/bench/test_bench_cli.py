@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from served import served
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -39,26 +40,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("secret\n")
     keys.chmod(0o600)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tandem", "serve", directory, "--port", "0", "-pp", "2", "--api-key-file", keys],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=ENVIRONMENT | {"OPENBLAS_NUM_THREADS": "1"},
-    )
-    assert process.stdout is not None
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], 120)
-        ready = re.search(r"Tandem is ready: (\S+)", process.stdout.readline() if readable else "")
-        assert ready
-        yield ready[1]
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+    with served(directory, "-pp", "2", "--api-key-file", keys) as address:
+        yield address
 
 
 SMALL = ("--num-prompts", "6", "--random-input-len", "12", "--random-output-len", "8", "--ignore-eos")

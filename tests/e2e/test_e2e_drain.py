@@ -11,8 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from served import wait_until
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -100,13 +100,6 @@ def streams(url: str, count: int, max_tokens: int) -> list[Stream]:
     started = [Stream(url, max_tokens) for _ in range(count)]
     wait_until(lambda: all(one.chunks for one in started))
     return started
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 def ready(url: str) -> bool:

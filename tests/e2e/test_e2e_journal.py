@@ -5,54 +5,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import re
-import select
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import httpx
 import psutil
 import pytest
 from openai import OpenAI
 
+import served
+from served import wait_until
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-READY = re.compile(r"Tandem is ready: (\S+)")
 BODY = {"prompt": "go on", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
 
 
 @contextmanager
 def serving(model: Path, journal: Path) -> Iterator[tuple[str, psutil.Process]]:
     """A server's address and the process that started the others."""
-    options = ["-pp", "2", "--journal", str(journal), "--port", "0"]
-    command = [sys.executable, "-m", "tandem", "serve", str(model), *options]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert process.stdout is not None
-    family: list[psutil.Process] = []
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], 240)
-        ready = READY.search(process.stdout.readline() if readable else "")
-        assert ready, "not ready"
-        server = psutil.Process(process.pid)
-        family = server.children(recursive=True)
-        yield ready[1], server
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-        _, alive = psutil.wait_procs(family, timeout=240)
-        assert not alive, "a child outlived the server"
+    with served.serving(model, "-pp", "2", "--journal", journal) as server:
+        yield server.url, psutil.Process(server.process.pid)
 
 
 def kill(server: psutil.Process) -> None:
@@ -63,13 +39,6 @@ def kill(server: psutil.Process) -> None:
     for one in everybody:
         one.kill()
     psutil.wait_procs(everybody, timeout=240)
-
-
-def wait_until(condition: Callable[[], Any], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
 
 
 def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Path) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import select
-import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +18,19 @@ import openai
 import psutil
 import pytest
 
+from served import Server, serving, wait_until
 from tandem import LLM, SamplingParams
 from tandem.env import machine_memory
 from tandem.testing import tiny_adapter, tiny_model
 
 pytestmark = pytest.mark.slow
 MIB = 2**20
-READY = re.compile(r"Tandem is ready: (\S+)")
 PROMPT = "Once upon a time"
 LONG = {"max_tokens": 200, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
-class Server:
-    """A running `tandem serve`."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process, self.url = process, url
-        self.client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240)
-
-    def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=240).json()
+class Models(Server):
+    """A running `tandem serve` with several models."""
 
     def loaded(self) -> set[str]:
         """Names of the models that /v1/models calls loaded."""
@@ -54,24 +45,12 @@ class Server:
         return {one["model"] for one in self.status()["replicas"]}
 
     def status(self) -> Any:
-        return json.loads(self.command("status", "--port", self.url.rsplit(":", 1)[1], "--json", "--interval", "0")
-                          .stdout)[0]
+        return json.loads(self.command("status", "--port", self.port, "--json", "--interval", "0").stdout)[0]
 
     def complete(self, model: str, **options: Any) -> str:
         reply = self.client.completions.create(model=model, prompt=PROMPT, **{**LONG, "max_tokens": 12, **options})
         assert reply.model == ("alpha" if model == "default" else model)
         return reply.choices[0].text
-
-    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "tandem", *arguments], capture_output=True, text=True, timeout=240,
-                              check=False)
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.1)
 
 
 @pytest.fixture(scope="module")
@@ -112,30 +91,13 @@ parallel = [2, 1]
 
 
 @pytest.fixture(scope="module")
-def server(config: Path) -> Iterator[Server]:
-    process = subprocess.Popen([sys.executable, "-m", "tandem", "serve", "--config", str(config), "--port", "0"],
-                               text=True, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    family: list[psutil.Process] = []
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], 240)
-        ready = READY.search(process.stdout.readline() if readable else "")
-        assert ready, "not ready"
-        yield Server(process, ready[1])
-        family = psutil.Process(process.pid).children(recursive=True)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-    assert process.returncode == 0
-    _, alive = psutil.wait_procs(family, timeout=240)
-    assert not alive, "a child outlived the server"
+def server(config: Path) -> Iterator[Models]:
+    with serving("--config", config, kind=Models) as one:
+        yield one
+    assert one.process.returncode == 0
 
 
-def test_models_come_and_go_with_requests(server: Server) -> None:
+def test_models_come_and_go_with_requests(server: Models) -> None:
     listed = server.get("/v1/models")["data"]
     assert [one["id"] for one in listed] == ["alpha", "beta", "gamma", "delta", "alpha:sql"]
     assert server.loaded() == {"alpha"} and {one["max_model_len"] for one in listed} == {512}
@@ -155,7 +117,7 @@ def test_models_come_and_go_with_requests(server: Server) -> None:
     assert not re.search(r'^tandem_generation_tokens_total{model="gamma"', metrics, re.M)
 
 
-def test_everybody_is_served_whatever_they_ask_for(server: Server) -> None:
+def test_everybody_is_served_whatever_they_ask_for(server: Models) -> None:
     """Requests to models that exclude one another, all at once: each is answered by its own model, in its turn."""
     expected = {name: server.complete(name) for name in ("alpha", "beta", "gamma")}
     answers: list[tuple[str, str]] = []
@@ -171,7 +133,7 @@ def test_everybody_is_served_whatever_they_ask_for(server: Server) -> None:
     assert all(not ({"gamma"} < one) for one in seen), f"more than fits at once: {seen}"
 
 
-def test_a_rank_that_dies_disturbs_no_other_model(server: Server) -> None:
+def test_a_rank_that_dies_disturbs_no_other_model(server: Models) -> None:
     alpha, beta = (server.complete(name, max_tokens=200) for name in ("alpha", "beta"))
     assert server.loaded() == {"alpha", "beta"}
     pieces: list[str] = []
@@ -196,7 +158,7 @@ def test_a_rank_that_dies_disturbs_no_other_model(server: Server) -> None:
     assert sum(one["restarts"] for one in health["replicas"]) == 1
 
 
-def test_a_stream_is_kept_awake_while_its_model_is_loaded(server: Server) -> None:
+def test_a_stream_is_kept_awake_while_its_model_is_loaded(server: Models) -> None:
     server.complete("gamma")
     body = {"model": "alpha", "prompt": PROMPT, "max_tokens": 3, "stream": True}
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as response:
@@ -207,7 +169,7 @@ def test_a_stream_is_kept_awake_while_its_model_is_loaded(server: Server) -> Non
     assert events and {event["model"] for event in events} == {"alpha"}
 
 
-def test_loading_and_unloading_on_command(server: Server) -> None:
+def test_loading_and_unloading_on_command(server: Models) -> None:
     server.complete("alpha")
     assert server.command("model", "load", "beta", "--base-url", server.url).stdout == "beta is loaded\n"
     assert "beta" in server.loaded()
@@ -219,7 +181,7 @@ def test_loading_and_unloading_on_command(server: Server) -> None:
     assert refused.returncode == 2 and "nobody" in refused.stderr and "alpha, beta" in refused.stderr
 
 
-def test_a_model_that_is_still_loading_can_be_unloaded(server: Server) -> None:
+def test_a_model_that_is_still_loading_can_be_unloaded(server: Models) -> None:
     """Whoever asked for it has left: a request that still waits would load it again."""
     server.complete("alpha")
     with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as client:
@@ -229,7 +191,7 @@ def test_a_model_that_is_still_loading_can_be_unloaded(server: Server) -> None:
     assert unloaded["state"] == "unloaded" and "gamma" not in server.loaded() | server.serving_processes()
 
 
-def test_an_adapter_is_a_model_by_its_name(server: Server, config: Path) -> None:
+def test_an_adapter_is_a_model_by_its_name(server: Models, config: Path) -> None:
     """Divided over two ranks of one stage and one of the next; `test_models_adapters.py` compares with mlx-lm."""
     path = config.parent
     with LLM(str(path / "alpha"), adapter_path=str(path / "adapter"), kv_tokens=512) as llm:
@@ -238,18 +200,18 @@ def test_an_adapter_is_a_model_by_its_name(server: Server, config: Path) -> None
     assert {"alpha", "alpha:sql"} <= server.loaded()
 
 
-def test_an_idle_model_goes_by_itself(server: Server) -> None:
+def test_an_idle_model_goes_by_itself(server: Models) -> None:
     server.complete("delta")
     assert "delta" in server.loaded()
     wait_until(lambda: "delta" not in server.loaded() | server.serving_processes())
 
 
-def test_unknown_models_are_404_with_the_names_that_there_are(server: Server) -> None:
+def test_unknown_models_are_404_with_the_names_that_there_are(server: Models) -> None:
     with pytest.raises(openai.NotFoundError, match="alpha, beta, gamma, delta, alpha:sql"):
         server.complete("epsilon")
 
 
-def test_what_cannot_be_loaded_is_503_and_the_rest_goes_on(server: Server, config: Path) -> None:
+def test_what_cannot_be_loaded_is_503_and_the_rest_goes_on(server: Models, config: Path) -> None:
     server.complete("alpha")
     weights = config.parent / "delta" / "model.safetensors"
     weights.rename(weights.with_suffix(".gone"))
@@ -265,7 +227,7 @@ def test_what_cannot_be_loaded_is_503_and_the_rest_goes_on(server: Server, confi
         weights.with_suffix(".gone").rename(weights)
 
 
-def test_the_api_can_die_alone(server: Server) -> None:
+def test_the_api_can_die_alone(server: Models) -> None:
     text = server.complete("alpha")
     [api] = [one for one in psutil.Process(server.process.pid).children() if one.cmdline()[-2] == "api"]
     engines = {one.pid for one in psutil.Process(server.process.pid).children()} - {api.pid}

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import shutil
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
+from served import served
 from system_packages import missing
 
 pytestmark = [
@@ -36,18 +34,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text("secret\n")
     keys.chmod(0o600)
-    command = [sys.executable, "-m", "tandem", "serve", "demo", "-pp", "2", "--port", "0", "--api-key-file", str(keys)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True,
-                               env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
-    assert process.stdout is not None
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], 240)
-        ready = re.search(r"Tandem is ready: (\S+)", process.stdout.readline() if readable else "")
-        assert ready
-        yield ready[1]
-    finally:
-        process.terminate()
-        process.communicate(timeout=240)
+    with served("demo", "-pp", "2", "--api-key-file", keys) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")

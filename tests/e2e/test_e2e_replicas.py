@@ -4,40 +4,29 @@ from __future__ import annotations
 
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-from openai import OpenAI
 
-from served import assert_idle
+import served
+from served import Server, assert_gone, assert_idle, end, start, wait_until
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-READY = re.compile(r"Tandem is ready: (\S+)")
 LONG = {"max_tokens": 300, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
-class Server:
+class Replicas(Server):
     """A running `tandem serve` with several engines."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process = process
-        self.url = url
-        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240)
-
-    def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=240).json()
 
     def replicas(self) -> dict[int, Any]:
         return {one["replica"]: one for one in self.get("/health")["replicas"]}
@@ -51,59 +40,28 @@ class Server:
         return found
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        port = self.url.rsplit(":", 1)[1]
-        return subprocess.run([sys.executable, "-m", "tandem", "replica", *arguments, "--port", port],
-                              capture_output=True, text=True, timeout=240, check=False)
+        return super().command("replica", *arguments, "--port", self.port)
 
     def counted(self, name: str) -> dict[str, float]:
         """A counter by replica."""
-        text = httpx.get(f"{self.url}/metrics", timeout=240).text
-        return {label: float(value) for label, value in re.findall(rf'^{name}{{replica="(\d+)"}} (\S+)$', text, re.M)}
+        found = re.findall(rf'^{name}{{replica="(\d+)"}} (\S+)$', self.metrics(), re.M)
+        return {label: float(value) for label, value in found}
 
     def moved(self) -> float:
         """Requests that went on elsewhere."""
-        text = httpx.get(f"{self.url}/metrics", timeout=240).text
-        return float(re.findall(r"^tandem_requests_moved_total (\S+)$", text, re.M)[0])
+        return float(re.findall(r"^tandem_requests_moved_total (\S+)$", self.metrics(), re.M)[0])
 
 
-@contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
-    process = subprocess.Popen([sys.executable, "-m", "tandem", "serve", *arguments, "--port", "0"], text=True,
-                               stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    family: list[psutil.Process] = []
-    assert process.stdout is not None
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], 240)
-        ready = READY.search(process.stdout.readline() if readable else "")
-        assert ready, "not ready"
-        family = psutil.Process(process.pid).children(recursive=True)
-        yield Server(process, ready[1])
-        family = list({*family, *psutil.Process(process.pid).children(recursive=True)})
-    finally:
-        process.send_signal(signal.SIGINT)
-        try:
-            process.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=240)
-    assert not alive, "a child outlived the server"
-
-
-def wait_until(condition: Callable[[], bool], seconds: float = 240) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.2)
+serving = partial(served.serving, kind=Replicas, how=signal.SIGINT)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Replicas]:
     with serving(str(tiny_model(tmp_path_factory.mktemp("tiny"))), "-dp", "2") as server:
         yield server
 
 
-def test_both_are_seen(two: Server) -> None:
+def test_both_are_seen(two: Replicas) -> None:
     health = two.get("/health")
     assert health["world_size"] == 2 and sorted(rank["replica"] for rank in health["ranks"]) == [0, 1]
     assert [one["state"] for one in health["replicas"]] == ["ready", "ready"]
@@ -112,7 +70,7 @@ def test_both_are_seen(two: Server) -> None:
     assert set(two.counted("tandem_generation_tokens_total")) == {"0", "1"}
 
 
-def test_embeddings_spread(two: Server) -> None:
+def test_embeddings_spread(two: Replicas) -> None:
     texts = [[number + 3, number + 4] for number in range(32)]
     data = two.client.embeddings.create(model="default", input=texts).data
     again = two.client.embeddings.create(model="default", input=texts[7]).data[0].embedding
@@ -120,7 +78,7 @@ def test_embeddings_spread(two: Server) -> None:
     assert all(count > 0 for count in two.counted("tandem_embeddings_total").values())
 
 
-def test_load_spreads(two: Server) -> None:
+def test_load_spreads(two: Replicas) -> None:
     before = two.counted("tandem_generation_tokens_total")
     threads = [threading.Thread(target=two.complete, args=(f"{i} and so on",)) for i in range(4)]
     for thread in threads:
@@ -132,7 +90,7 @@ def test_load_spreads(two: Server) -> None:
     wait_until(lambda: all(one["outstanding_tokens"] == 0 for one in two.replicas().values()))
 
 
-def test_a_prefix_stays_where_it_is_cached(two: Server) -> None:
+def test_a_prefix_stays_where_it_is_cached(two: Replicas) -> None:
     context = "Some long introduction that every question has. " * 4
     before = two.counted("tandem_prompt_tokens_total")
     cached = []
@@ -145,7 +103,7 @@ def test_a_prefix_stays_where_it_is_cached(two: Server) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "presence_penalty": 0.5}])
-def test_a_killed_engine_costs_a_stream_a_pause(two: Server, options: dict[str, Any]) -> None:
+def test_a_killed_engine_costs_a_stream_a_pause(two: Replicas, options: dict[str, Any]) -> None:
     undisturbed = two.complete("go on", **options)
     moved = two.moved()
     stream = two.client.completions.create(model="default", prompt="go on", stream=True,
@@ -164,7 +122,7 @@ def test_a_killed_engine_costs_a_stream_a_pause(two: Server, options: dict[str, 
     assert "restarts" in two.command("list").stdout
 
 
-def test_join_and_leave_while_serving(two: Server) -> None:
+def test_join_and_leave_while_serving(two: Replicas) -> None:
     expected = two.complete("and then")
     assert two.command("add").stdout.startswith("replica 2 is starting")
     wait_until(lambda: two.replicas().get(2, {}).get("state") == "ready")
@@ -186,7 +144,7 @@ def test_join_and_leave_while_serving(two: Server) -> None:
     assert two.complete("and then") == expected
 
 
-def test_what_replica_refuses(two: Server) -> None:
+def test_what_replica_refuses(two: Replicas) -> None:
     for arguments, words in ((("drain", "9"), "there is no replica 9"), (("drain", "x"), "invalid int")):
         done = two.command(*arguments)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
@@ -196,7 +154,7 @@ def test_what_replica_refuses(two: Server) -> None:
     assert done.returncode == 2 and "no server listens" in done.stderr
 
 
-def test_the_api_can_die_alone(two: Server) -> None:
+def test_the_api_can_die_alone(two: Replicas) -> None:
     [api] = [one for one in psutil.Process(two.process.pid).children() if one.cmdline()[-2] == "api"]
     engines = [one.pid for one in psutil.Process(two.process.pid).children() if "engine" in one.cmdline()]
     api.kill()
@@ -212,7 +170,7 @@ def test_the_api_can_die_alone(two: Server) -> None:
     assert all(psutil.pid_exists(pid) for pid in engines)
 
 
-def test_idle_replicas_cost_no_cpu(two: Server) -> None:
+def test_idle_replicas_cost_no_cpu(two: Replicas) -> None:
     assert_idle([psutil.Process(two.process.pid), *psutil.Process(two.process.pid).children(recursive=True)])
 
 
@@ -234,17 +192,15 @@ def test_one_replica_may_become_several_and_its_layout_is_kept(tmp_path: Path) -
 
 
 def test_killing_the_supervisor_leaves_no_orphan(tmp_path: Path) -> None:
-    model = str(tiny_model(tmp_path))
-    command = [sys.executable, "-m", "tandem", "serve", model, "-dp", "2", "-pp", "2", "--port", "0"]
-    process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert "2 replicas" in process.stdout.readline()
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) == 7
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=240)
-    assert not alive
+    process = start(tiny_model(tmp_path), "-dp", "2", "-pp", "2")
+    try:
+        assert process.stdout is not None
+        assert "2 replicas" in process.stdout.readline()
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == 7
+    finally:
+        end(process, signal.SIGKILL)
+    assert_gone(family)
 
 
 def test_what_cannot_be_served_ends_with_code_2_and_a_line(tmp_path: Path) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-import select
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,55 +18,10 @@ import psutil
 import pytest
 from openai import APIStatusError, OpenAI, OpenAIError
 
-from served import assert_idle
+from served import Server, address, assert_gone, assert_idle, end, serving, start
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
-READY = re.compile(r"Tandem is ready: (\S+)")
-
-
-class Server:
-    """A running `tandem serve`."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
-        self.process = process
-        self.url = url
-        self.client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240)
-
-    def get(self, path: str) -> Any:
-        return httpx.get(self.url + path, timeout=240).json()
-
-    def family(self) -> list[psutil.Process]:
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tandem", "serve", *arguments, "--port", "0"]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                            env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
-
-
-@contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
-    process = start(*arguments)
-    assert process.stdout is not None
-    try:
-        readable, _, _ = select.select([process.stdout], [], [], 240)
-        line = process.stdout.readline() if readable else ""
-        ready = READY.search(line)
-        assert ready, f"not ready: {line!r}"
-        server = Server(process, ready[1])
-        family = server.family()
-        yield server
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=240)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=240)
-    assert not alive, "a child outlived the server"
 
 
 def answer(server: Server, text: str, **options: Any) -> Any:
@@ -86,8 +39,8 @@ def demo() -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     directory = tiny_model(tmp_path_factory.mktemp("tiny"))
-    with serving(str(directory), "-pp", "2", "--api-key-file", _key_file(tmp_path_factory)) as server:
-        server.client = OpenAI(base_url=f"{server.url}/v1", api_key="secret", max_retries=0, timeout=240)
+    keys = _key_file(tmp_path_factory)
+    with serving(directory, "-pp", "2", "--api-key-file", keys, kind=partial(Server, key="secret")) as server:
         yield server
 
 
@@ -173,8 +126,8 @@ class TestServer:
 
     @staticmethod
     def _aborted(server: Server) -> float:
-        text = httpx.get(f"{server.url}/metrics", headers={"Authorization": "Bearer secret"}, timeout=240).text
-        return sum(float(line.split()[-1]) for line in text.splitlines() if "request_aborted_total" in line[:30])
+        return sum(float(line.split()[-1]) for line in server.metrics().splitlines()
+                   if line.startswith("tandem_request_aborted_total"))
 
     def test_the_api_can_die_alone(self, tiny: Server) -> None:
         health = httpx.get(f"{tiny.url}/health", headers={"x-api-key": "secret"}, timeout=240).json()
@@ -211,7 +164,7 @@ class TestServer:
 
 
 def failing(*arguments: str) -> tuple[int, str]:
-    process = start(*arguments)
+    process = start(*arguments, errors=subprocess.PIPE)
     try:
         _, stderr = process.communicate(timeout=240)
     finally:
@@ -244,12 +197,11 @@ def test_a_busy_port_ends_with_code_2(tmp_path: Path) -> None:
 
 
 def test_killing_the_supervisor_leaves_no_orphan(tmp_path: Path) -> None:
-    process = start(str(tiny_model(tmp_path)), "-pp", "2")
-    assert process.stdout is not None
-    assert READY.search(process.stdout.readline())
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) == 4
-    process.kill()
-    process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=240)
-    assert not alive
+    process = start(tiny_model(tmp_path), "-pp", "2")
+    try:
+        assert address(process)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) == 4
+    finally:
+        end(process, signal.SIGKILL)
+    assert_gone(family)

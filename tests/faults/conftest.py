@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import re
-import select
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -22,13 +17,11 @@ import httpx
 import psutil
 import pytest
 
+from served import PATIENCE_S, address, assert_gone, end, start
 from tandem.testing import tiny_model
 
-READY = re.compile(r"Tandem is ready: (\S+)")
 FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--start-timeout", "120", "--max-restarts", "100")
 LAYOUTS = {"pp": ("-pp", "2"), "tp": ("-tp", "2"), "dp": ("-dp", "2"), "one": ()}
-PATIENCE_S = 240.0
-"""For anything that must come to pass; a busy CI machine is slow."""
 
 LONG = [*range(10, 500), *range(10, 410)]
 """A prompt of 890 tokens, which takes 112 steps."""
@@ -217,28 +210,17 @@ def running_server(*arguments: str) -> Iterator[Server]:
     runtime = Path(tempfile.mkdtemp(prefix="tandem-faults-", dir="/tmp"))
     log = runtime / "log"
     with log.open("w") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tandem", "serve", *arguments, "--port", "0"], stdout=subprocess.PIPE, stderr=errors,
-            text=True, env={**os.environ, "TANDEM_RUNTIME_DIR": str(runtime), "OPENBLAS_NUM_THREADS": "1"})
-    assert process.stdout is not None
+        process = start(*arguments, errors=errors, TANDEM_RUNTIME_DIR=str(runtime))
     family: list[psutil.Process] = []
     port = 0
     try:
-        readable, _, _ = select.select([process.stdout], [], [], PATIENCE_S)
-        ready = READY.search(process.stdout.readline() if readable else "")
-        assert ready, log.read_text()[-4000:]
-        server = Server(process, ready[1], log)
-        port = int(ready[1].rsplit(":", 1)[1])
+        server = Server(process, address(process, log), log)
+        port = int(server.url.rsplit(":", 1)[1])
         yield server
         family = server.family()
     finally:
-        process.send_signal(signal.SIGTERM)
-        with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=240)
-        process.kill()
-        process.communicate()
-    _, alive = psutil.wait_procs(family, timeout=240)
-    assert not alive, "a process outlived the server"
+        end(process)
+    assert_gone(family)
     assert free(port), "the port is still taken"
     left = sorted(path.name for path in runtime.iterdir() if path != log)
     assert not left, f"left behind: {left}"
