@@ -79,10 +79,10 @@ def test_hosts_file_of_mlx(tmp_path):
     ("text", "words"),
     [
         ("{", "not valid JSON"),
-        ("{}", "must be a list of hosts"),
-        ("[1]", 'host 0 has no "ssh" name'),
+        ("{}", '"hosts" must be a list with at least one host'),
+        ("[1]", "host 0 is 1; must be an object such as"),
         ('[{"ssh": "a"}, {"ssh": "a"}]', "a is there twice"),
-        ('[{"ssh": "a", "memory": [1]}]', "memory of a must be"),
+        ('[{"ssh": "a", "memory": [1]}]', r"host 0 \(a\): memory is \[1\]; must be a text or a number"),
     ],
 )
 def test_bad_hosts_files(tmp_path, text, words):

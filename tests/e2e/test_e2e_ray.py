@@ -64,11 +64,14 @@ class Cluster:
         log = self.directory / f"{address}.log"
         environment = self.environment()
         del environment["TANDEM_API_KEY"]
-        with log.open("wb") as output:
-            self.nodes[address] = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-                                                   env=environment, start_new_session=True)
-        wait_until(lambda: "Ray runtime started" in log.read_text() or self.nodes[address].poll() is not None, START_S)
-        assert self.nodes[address].poll() is None, log.read_text()
+        for _ in range(5):  # Ray gives its own start 30 s, and a busy machine may need more
+            with log.open("wb") as output:
+                self.nodes[address] = subprocess.Popen(command, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+                                                       env=environment, start_new_session=True)
+            wait_until(lambda: "Ray runtime started" in log.read_text() or self.nodes[address].poll() is not None)
+            if self.nodes[address].poll() is None:
+                return
+        raise AssertionError(log.read_text())
 
     def kill(self, address: str) -> None:
         """End a node and all that runs on it, as a power cut does."""

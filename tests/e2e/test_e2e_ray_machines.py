@@ -41,13 +41,15 @@ class Cluster:
         head = ["--head", "--port=6379", "--include-dashboard=false"]
         where = head if name == "h0" else [f"--address={self.address}"]
         log = self.machines[name].home / "ray.log"
-        with log.open("w") as output:
-            process = self.machines.start(name, [*RAY, "start", "--block", *where, f"--node-ip-address={address}",
-                                                 f"--resources={json.dumps(resources)}", "--num-cpus=1", "--num-gpus=0",
-                                                 "--object-store-memory=80000000"], stdout=output, stderr=output)
-        wait_until(lambda: "Ray runtime started" in log.read_text() or process.poll() is not None)
-        assert process.poll() is None, log.read_text()
-        return process
+        command = [*RAY, "start", "--block", *where, f"--node-ip-address={address}", "--num-cpus=1", "--num-gpus=0",
+                   f"--resources={json.dumps(resources)}", "--object-store-memory=80000000"]
+        for _ in range(5):  # Ray gives its own start 30 s, and a busy machine may need more
+            with log.open("w") as output:
+                process = self.machines.start(name, command, stdout=output, stderr=output)
+            wait_until(lambda process=process: "Ray runtime started" in log.read_text() or process.poll() is not None)
+            if process.poll() is None:
+                return process
+        raise AssertionError(log.read_text())
 
     def refused(self, name: str, *arguments: str) -> str:
         """The line with which `tandem serve` on that machine refuses."""

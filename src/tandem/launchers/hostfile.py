@@ -39,6 +39,8 @@ class HostEntry:
     python: str | None = None
     """The host's Python interpreter."""
     memory_bytes: int | None = None
+    facts: tuple[tuple[str, str], ...] = ()
+    """What `tandem plan` wants to know (`PLAN_FIELDS`), as it was written."""
 
     @property
     def is_here(self) -> bool:
@@ -133,8 +135,15 @@ class _Reader:
         python = entry.get("python")
         if python is not None and (not isinstance(python, str) or not python):
             self._fail(f"{where}: python is {python!r}; must be the path of that host's Python")
+        facts = tuple((name, self._fact(entry, name, where)) for name in PLAN_FIELDS if entry.get(name) is not None)
         return HostEntry(ssh=ssh, ips=self._ips(entry, where), rdma=self._rdma(entry, where, count), python=python,
-                         memory_bytes=self._memory(entry, where))
+                         memory_bytes=self._memory(entry, where), facts=facts)
+
+    def _fact(self, entry: dict[str, Any], name: str, where: str) -> str:
+        value = entry[name]
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            self._fail(f"{where}: {name} is {value!r}; must be a text or a number")
+        return str(value)
 
     def _memory(self, entry: dict[str, Any], where: str) -> int | None:
         memory = entry.get("memory")

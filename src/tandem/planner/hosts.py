@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 from tandem.config.sizes import memory_size
 from tandem.env import machine_memory
 from tandem.errors import ConfigError, LayoutError
+from tandem.launchers.hostfile import Hostfile, read_hostfile
 from tandem.planner.hardware import CHIPS, GIB, Link, Machine, link, machine
 from tandem.processes.device import this_device
 
@@ -38,14 +36,15 @@ def read_hosts(specs: Sequence[str], hostfile: str | None) -> Hosts:
     facts: dict[str, dict[str, str]] = {}
     implied = None
     if hostfile is not None:
-        facts, implied = _read_hostfile(Path(hostfile))
+        found = read_hostfile(hostfile)
+        facts, implied = _facts_of(found), _BACKEND_LINKS.get(found.backend or "")
     for spec in (part for text in specs for part in text.split(",") if part):
-        name, found = _parse_host(spec)
+        name, told = _parse_host(spec)
         if name in facts and hostfile is None:
             raise ConfigError(f"--hosts: {name} is there twice; one rank runs on a machine", param="hosts")
-        facts.setdefault(name, {}).update(found)
+        facts.setdefault(name, {}).update(told)
     notes: list[str] = []
-    machines = [_machine(name, found, notes) for name, found in facts.items()]
+    machines = [_machine(name, known, notes) for name, known in facts.items()]
     return Hosts(machines=machines, notes=notes, link=implied)
 
 
@@ -155,38 +154,12 @@ def _number(text: str, label: str, key: str) -> float:
     return value
 
 
-def _read_hostfile(path: Path) -> tuple[dict[str, dict[str, str]], str | None]:
-    """Facts by host, and the name of the link that the file's backend implies."""
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--hostfile {path}: cannot be read: {error.strerror or error}", param="hostfile") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--hostfile {path}: is not valid JSON: {error}", param="hostfile") from error
-    entries = data.get("hosts") if isinstance(data, dict) else data
-    if not isinstance(entries, list) or not entries:
-        raise ConfigError(f'--hostfile {path}: must be a list of hosts, or have one as "hosts"', param="hostfile")
-    facts: dict[str, dict[str, str]] = {}
-    for number, entry in enumerate(entries):
-        if not isinstance(entry, dict) or not isinstance(entry.get("ssh"), str) or not entry["ssh"]:
-            raise ConfigError(f'--hostfile {path}: host {number} has no "ssh" name', param="hostfile")
-        if entry["ssh"] in facts:
-            raise ConfigError(f"--hostfile {path}: {entry['ssh']} is there twice", param="hostfile")
-        facts[entry["ssh"]] = _facts_of(entry, path)
-    backend = data.get("backend") if isinstance(data, dict) else None
-    implied = _BACKEND_LINKS.get(str(backend))
-    return facts, implied
-
-
-def _facts_of(entry: dict[str, Any], path: Path) -> dict[str, str]:
-    allowed: dict[str, Callable[[Any], bool]] = {
-        key: lambda v: isinstance(v, str | int | float) and not isinstance(v, bool)
-        for key in ("memory", "chip", *_HOST_KEYS)
-    }
-    for key, valid in allowed.items():
-        if key in entry and not valid(entry[key]):
-            raise ConfigError(
-                f"--hostfile {path}: {key} of {entry['ssh']} must be a text or a number, is {entry[key]!r}",
-                param="hostfile",
-            )
-    return {key: str(entry[key]) for key in allowed if key in entry}
+def _facts_of(hostfile: Hostfile) -> dict[str, dict[str, str]]:
+    """What is known of each host. Raises ConfigError for one that stands there twice."""
+    facts = {host.ssh: dict(host.facts) for host in hostfile.hosts}
+    if len(facts) < len(hostfile.hosts):
+        names = [host.ssh for host in hostfile.hosts]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ConfigError(f"--hostfile {hostfile.path}: {twice} is there twice; one rank runs on a machine in a plan",
+                          param="hostfile")
+    return facts
