@@ -41,7 +41,7 @@ def expected(model: Path) -> list[list[str]]:
 @pytest.fixture(params=LAYOUTS)
 def url(request: pytest.FixtureRequest, model: Path) -> Iterator[str]:
     config = '{"method": "ngram", "num_speculative_tokens": 4}'
-    with served(str(model), *LAYOUTS[request.param], "--speculative-config", config, start_s=300) as address:
+    with served(str(model), *LAYOUTS[request.param], "--speculative-config", config) as address:
         yield address
 
 
