@@ -35,7 +35,7 @@ class Place(BaseModel):
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("server")
     model = "demo" if request.param == "pp 2" else str(tiny_model(directory / "model", config=LONG))
-    with served(model, *LAYOUTS[request.param], "--journal", str(directory / "journal"), start_s=300) as address:
+    with served(model, *LAYOUTS[request.param], "--journal", str(directory / "journal")) as address:
         yield address
 
 
