@@ -12,29 +12,11 @@ import msgspec
 import pytest
 import zmq
 
+from statuses import STATUS
 from tandem.errors import UsageError
-from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import ControlRefused, ListReplicas, ReplicaList, SupervisorReply
 from tandem.supervision.control import ControlServer, ask
 from tandem.supervision.probe import StatusProbe
-
-STATUS = EngineStatus(
-    query_id=0,
-    state="ready",
-    detail="",
-    model="m",
-    source="/m",
-    max_context=9,
-    vocab_size=9,
-    queued=0,
-    running=0,
-    kv_tokens_used=0,
-    kv_tokens_total=9,
-    restarts=0,
-    stages=1,
-    lanes=1,
-    ranks=[],
-)
 
 
 @pytest.fixture

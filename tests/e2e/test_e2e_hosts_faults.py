@@ -12,20 +12,9 @@ import pytest
 
 from hosts import Served, eventually, hostfile, left_over, serving
 from netns import Machines
-from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 LONG = 400
-
-
-@pytest.fixture(scope="module")
-def machines(make_machines) -> Machines:
-    return make_machines(3)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("hosts") / "tiny", "llama")
 
 
 def running(machines: Machines, name: str, module: str) -> list[int]:

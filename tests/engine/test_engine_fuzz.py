@@ -9,27 +9,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from statuses import STATUS
 from tandem.engine.gateway import Gateway
 from tandem.protocol.control import Abort, EngineMessage, EngineStatus, QueryStatus, Submit
 from tandem.protocol.request import EngineRequest, SamplingParams
-
-STATUS = EngineStatus(
-    query_id=0,
-    state="ready",
-    detail="",
-    model="m",
-    source="/m",
-    max_context=9,
-    vocab_size=9,
-    queued=0,
-    running=0,
-    kv_tokens_used=0,
-    kv_tokens_total=9,
-    restarts=0,
-    stages=1,
-    lanes=1,
-    ranks=[],
-)
 
 
 def test_the_gateway_survives_its_clients() -> None:

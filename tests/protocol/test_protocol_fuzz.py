@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from statuses import STATUS
 from tandem.errors import TransportError
 from tandem.protocol import control, hosts, supervisor
 from tandem.protocol.codec import Decoder
@@ -51,23 +52,7 @@ SAMPLES = {
             control.Output("r", [1], [LOGPROB], "stop", True, 3),
             control.Refused("r", 400, "no"),
             control.MetricsText(1, b"x 1\n"),
-            control.EngineStatus(
-                query_id=0,
-                state="ready",
-                detail="",
-                model="m",
-                source="/m",
-                max_context=9,
-                vocab_size=9,
-                queued=0,
-                running=0,
-                kv_tokens_used=0,
-                kv_tokens_total=9,
-                restarts=0,
-                stages=1,
-                lanes=1,
-                ranks=[RANK],
-            ),
+            msgspec.structs.replace(STATUS, ranks=[RANK]),
         ],
     ),
     "command": (control.RankCommand, [control.Plan(PLAN), control.Stop(), control.Connect(["tcp://a:1"])]),

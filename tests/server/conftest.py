@@ -292,3 +292,17 @@ def server(serve):
 @pytest.fixture(name="wait_until")
 def wait_until_fixture():
     return wait_until
+
+
+@pytest.fixture
+def family(serve, engine, tmp_path):
+    """A server with this chat template, and what its model says."""
+
+    def start(template, says):
+        path = tmp_path / "template.jinja"
+        path.write_text(template)
+        engine.reply = engine.tokenizer.encode(says)
+        engine.set_status(max_context=4096)
+        return serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)))
+
+    return start

@@ -7,7 +7,6 @@ import json
 import anthropic
 import pytest
 
-from tandem.config.settings import ModelSettings
 from tandem.testing import CHAT_TEMPLATE
 
 WEATHER = {"name": "weather", "description": "Tells the weather.", "cache_control": {"type": "ephemeral"},
@@ -15,20 +14,6 @@ WEATHER = {"name": "weather", "description": "Tells the weather.", "cache_contro
 ASK = [{"role": "user", "content": "Weather?"}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOLS = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
-
-
-@pytest.fixture
-def family(serve, engine, tmp_path):
-    """A server with this chat template, and what its model says."""
-
-    def start(template, says):
-        path = tmp_path / "template.jinja"
-        path.write_text(template)
-        engine.reply = engine.tokenizer.encode(says)
-        engine.set_status(max_context=4096)
-        return serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)))
-
-    return start
 
 
 def client_of(server, key="none"):

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import math
 from pathlib import Path
 
@@ -67,8 +68,27 @@ async def outputs_of(replicas, request):
         replicas.release(subscription, [request.request_id])
 
 
+def in_loop(test):
+    """The test is a coroutine."""
+    @functools.wraps(test)
+    def run(*arguments, **fixtures):
+        asyncio.run(test(*arguments, **fixtures))
+
+    return run
+
+
 async def answers_of(replicas, name, **params):
     return [output async for output in outputs_of(replicas, request(name, **params))]
+
+
+async def held(replicas, engines):
+    """A request `a` that one engine has and none answers: its task, and the engine's number."""
+    for one in engines:
+        one.hold = True
+    task = asyncio.create_task(answers_of(replicas, "a"))
+    await until(lambda: where(engines, "a"))
+    [home] = where(engines, "a")
+    return task, home
 
 
 def where(engines, name):
@@ -105,210 +125,181 @@ def test_leaving_aborts_where_it_runs(engines, wait_until):
     wait_until(lambda: engines[home].aborted == {"a"})
 
 
-def test_a_lost_engine_hands_its_requests_on(engines):
-    async def run():
-        async with connected(engines) as replicas:
-            task = asyncio.create_task(answers_of(replicas, "a", temperature=1.0))
-            await until(lambda: where(engines, "a"))
-            [home] = where(engines, "a")
-            await until(lambda: replicas._flights["a"].produced)
-            engines[home].stop()
-            outputs = await asyncio.wait_for(task, 240)
-            assert {output.request_id for output in outputs} == {"a"}
-            first = engines[home].submitted["a"]
-            [moved] = [one.submitted["a+1"] for one in engines if "a+1" in one.submitted]
-            assert moved.produced
-            assert moved.produced == [t for output in outputs for t in output.tokens][: len(moved.produced)]
-            assert moved.params == first.params
-            assert moved.params.seed is not None
-            assert moved.prompt == [5, 6]
-            assert b"tandem_requests_moved_total 1.0" in await replicas.metrics()
-            states = {one.replica: one.state for one in replicas.replicas()}
-            assert states.pop(home) == "unreachable"
-            assert set(states.values()) == {"ready"}
-
-    asyncio.run(run())
+@in_loop
+async def test_a_lost_engine_hands_its_requests_on(engines):
+    async with connected(engines) as replicas:
+        task = asyncio.create_task(answers_of(replicas, "a", temperature=1.0))
+        await until(lambda: where(engines, "a"))
+        [home] = where(engines, "a")
+        await until(lambda: replicas._flights["a"].produced)
+        engines[home].stop()
+        outputs = await asyncio.wait_for(task, 240)
+        assert {output.request_id for output in outputs} == {"a"}
+        first = engines[home].submitted["a"]
+        [moved] = [one.submitted["a+1"] for one in engines if "a+1" in one.submitted]
+        assert moved.produced
+        assert moved.produced == [t for output in outputs for t in output.tokens][: len(moved.produced)]
+        assert moved.params == first.params
+        assert moved.params.seed is not None
+        assert moved.prompt == [5, 6]
+        assert b"tandem_requests_moved_total 1.0" in await replicas.metrics()
+        states = {one.replica: one.state for one in replicas.replicas()}
+        assert states.pop(home) == "unreachable"
+        assert set(states.values()) == {"ready"}
 
 
-def test_an_embedding_is_begun_again_where_another_engine_is(engines):
-    async def run():
-        async with connected(engines) as replicas:
-            for one in engines:
-                one.hold = True
-            asked = EngineRequest(request_id="v", prompt=[5, 6], params=SamplingParams(max_tokens=0), pooling="last")
+@in_loop
+async def test_an_embedding_is_begun_again_where_another_engine_is(engines):
+    async with connected(engines) as replicas:
+        for one in engines:
+            one.hold = True
+        asked = EngineRequest(request_id="v", prompt=[5, 6], params=SamplingParams(max_tokens=0), pooling="last")
 
-            async def collect():
-                return [output async for output in outputs_of(replicas, asked)]
+        async def collect():
+            return [output async for output in outputs_of(replicas, asked)]
 
-            task = asyncio.create_task(collect())
-            await until(lambda: where(engines, "v"))
-            [home] = where(engines, "v")
-            for one in engines:
-                one.hold = one is engines[home]
-            engines[home].stop()
-            [output] = await asyncio.wait_for(task, 240)
-            assert output.vector and output.finish_reason == "stop" and output.request_id == "v"
-            assert replicas._flights == {}
-
-    asyncio.run(run())
+        task = asyncio.create_task(collect())
+        await until(lambda: where(engines, "v"))
+        [home] = where(engines, "v")
+        for one in engines:
+            one.hold = one is engines[home]
+        engines[home].stop()
+        [output] = await asyncio.wait_for(task, 240)
+        assert output.vector and output.finish_reason == "stop" and output.request_id == "v"
+        assert replicas._flights == {}
 
 
-def test_a_silent_engine_is_lost_too(engines):
-    async def run():
-        async with connected(engines[:2]) as replicas:
-            for one in engines:
-                one.hold = True
-            task = asyncio.create_task(answers_of(replicas, "a"))
-            await until(lambda: where(engines, "a"))
-            [home] = where(engines, "a")
-            engines[home].silent = True
-            engines[1 - home].hold = False
-            assert await asyncio.wait_for(task, 240)
-
-    asyncio.run(run())
+@in_loop
+async def test_a_silent_engine_is_lost_too(engines):
+    async with connected(engines[:2]) as replicas:
+        task, home = await held(replicas, engines)
+        engines[home].silent = True
+        engines[1 - home].hold = False
+        assert await asyncio.wait_for(task, 240)
 
 
-def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
+@in_loop
+async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
     [home] = engines[:1]
-
-    async def run():
-        replicas = Replicas(Router(), {0: home.endpoint}, heartbeat_s=0.05, patience_s=10)
-        await replicas.start()
-        try:
-            await until(lambda: replicas.alive)
-            task = asyncio.create_task(answers_of(replicas, "a"))
-            await until(lambda: where([home], "a") and replicas._flights["a"].produced)
-            home.stop()
-            await until(lambda: not replicas.alive)
-            with pytest.raises(UnavailableError):
-                replicas.open([request("new")])
-            await asyncio.sleep(0.5)
-            home.start()
-            outputs = await asyncio.wait_for(task, 240)
-            [again] = [one for key, one in home.submitted.items() if key.startswith("a+")]
-            assert again.produced
-            assert again.suspicion.company == 1
-            assert sum(bool(output.finish_reason) for output in outputs) == 1
-        finally:
-            await replicas.close()
-
-    asyncio.run(run())
+    replicas = Replicas(Router(), {0: home.endpoint}, heartbeat_s=0.05, patience_s=10)
+    await replicas.start()
+    try:
+        await until(lambda: replicas.alive)
+        task = asyncio.create_task(answers_of(replicas, "a"))
+        await until(lambda: where([home], "a") and replicas._flights["a"].produced)
+        home.stop()
+        await until(lambda: not replicas.alive)
+        with pytest.raises(UnavailableError):
+            replicas.open([request("new")])
+        await asyncio.sleep(0.5)
+        home.start()
+        outputs = await asyncio.wait_for(task, 240)
+        [again] = [one for key, one in home.submitted.items() if key.startswith("a+")]
+        assert again.produced
+        assert again.suspicion.company == 1
+        assert sum(bool(output.finish_reason) for output in outputs) == 1
+    finally:
+        await replicas.close()
 
 
-def test_it_waits_for_so_long_and_no_longer(engines):
-    async def run():
-        replicas = Replicas(Router(), {0: engines[0].endpoint}, heartbeat_s=0.05, patience_s=0.5)
-        await replicas.start()
-        try:
-            await until(lambda: replicas.alive)
-            engines[0].hold = True
-            task = asyncio.create_task(answers_of(replicas, "a"))
-            await until(lambda: where(engines, "a"))
-            engines[0].stop()
-            with pytest.raises(UnavailableError):
-                await asyncio.wait_for(task, 240)
-            assert replicas._flights == {}
-        finally:
-            await replicas.close()
-
-    asyncio.run(run())
+@in_loop
+async def test_it_waits_for_so_long_and_no_longer(engines):
+    replicas = Replicas(Router(), {0: engines[0].endpoint}, heartbeat_s=0.05, patience_s=0.5)
+    await replicas.start()
+    try:
+        await until(lambda: replicas.alive)
+        engines[0].hold = True
+        task = asyncio.create_task(answers_of(replicas, "a"))
+        await until(lambda: where(engines, "a"))
+        engines[0].stop()
+        with pytest.raises(UnavailableError):
+            await asyncio.wait_for(task, 240)
+        assert replicas._flights == {}
+    finally:
+        await replicas.close()
 
 
-def test_what_kills_engines_is_not_tried_for_ever(engines):
-    async def run():
-        async with connected(engines) as replicas:
-            replicas._patience_s = 60.0
-            for one in engines:
-                one.hold = True
-            task = asyncio.create_task(answers_of(replicas, "killer"))
-            for losses in range(4):
-                holds = lambda one: any(name.startswith("killer") for name in one._live)  # noqa: E731
-                await until(lambda: any(map(holds, engines)))  # noqa: B023 - awaited at once
-                if losses >= 2:
-                    await until(lambda: replicas._flights["killer"].trial)
-                [holder] = filter(holds, engines)
-                holder.stop()
-                holder._live.clear()
-                holder.start()
-            with pytest.raises(ServerError, match="4 engines were lost .* ran alone"):
-                await asyncio.wait_for(task, 240)
-
-    asyncio.run(run())
+@in_loop
+async def test_what_kills_engines_is_not_tried_for_ever(engines):
+    async with connected(engines) as replicas:
+        replicas._patience_s = 60.0
+        for one in engines:
+            one.hold = True
+        task = asyncio.create_task(answers_of(replicas, "killer"))
+        for losses in range(4):
+            holds = lambda one: any(name.startswith("killer") for name in one._live)  # noqa: E731
+            await until(lambda: any(map(holds, engines)))  # noqa: B023 - awaited at once
+            if losses >= 2:
+                await until(lambda: replicas._flights["killer"].trial)
+            [holder] = filter(holds, engines)
+            holder.stop()
+            holder._live.clear()
+            holder.start()
+        with pytest.raises(ServerError, match="4 engines were lost .* ran alone"):
+            await asyncio.wait_for(task, 240)
 
 
-def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(engines):
-    async def run():
-        async with connected(engines[:1]) as replicas:
-            replicas._patience_s = 60.0
-            [engine] = engines[:1]
-            engine.hold = engine.rests = True
-            task = asyncio.create_task(answers_of(replicas, "a"))
-            for losses in range(8):
-                await until(lambda: engine._live)
-                flight = replicas._flights["a"]
-                await until(lambda: (flight.trial is not None) == flight.suspicion.suspect)  # noqa: B023
-                engine.stop()
-                engine._live.clear()
-                await until(lambda: flight.losses > losses)  # noqa: B023 - awaited at once
-                assert flight.suspicion.suspect == (losses % 4 in (1, 2))
-                engine.start()
-            engine.hold = False
-            assert await asyncio.wait_for(task, 240)
-
-    asyncio.run(run())
+@in_loop
+async def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(engines):
+    async with connected(engines[:1]) as replicas:
+        replicas._patience_s = 60.0
+        [engine] = engines[:1]
+        engine.hold = engine.rests = True
+        task = asyncio.create_task(answers_of(replicas, "a"))
+        for losses in range(8):
+            await until(lambda: engine._live)
+            flight = replicas._flights["a"]
+            await until(lambda: (flight.trial is not None) == flight.suspicion.suspect)  # noqa: B023
+            engine.stop()
+            engine._live.clear()
+            await until(lambda: flight.losses > losses)  # noqa: B023 - awaited at once
+            assert flight.suspicion.suspect == (losses % 4 in (1, 2))
+            engine.start()
+        engine.hold = False
+        assert await asyncio.wait_for(task, 240)
 
 
-def test_with_no_other_engine_a_loss_is_told(engines):
-    async def run():
-        async with connected(engines[:1]) as replicas:
-            engines[0].hold = True
-            task = asyncio.create_task(answers_of(replicas, "a"))
-            await until(lambda: engines[0].submitted)
-            engines[0].stop()
-            with pytest.raises(UnavailableError):
-                await asyncio.wait_for(task, 240)
-            with pytest.raises(UnavailableError):
-                await answers_of(replicas, "b")
-            assert not replicas.alive
-
-    asyncio.run(run())
+@in_loop
+async def test_with_no_other_engine_a_loss_is_told(engines):
+    async with connected(engines[:1]) as replicas:
+        engines[0].hold = True
+        task = asyncio.create_task(answers_of(replicas, "a"))
+        await until(lambda: engines[0].submitted)
+        engines[0].stop()
+        with pytest.raises(UnavailableError):
+            await asyncio.wait_for(task, 240)
+        with pytest.raises(UnavailableError):
+            await answers_of(replicas, "b")
+        assert not replicas.alive
 
 
-def test_a_full_engine_is_passed_over(engines):
-    async def run():
-        async with connected(engines) as replicas:
-            engines[0].refusal = engines[1].refusal = (429, "full", None, 3.0)
-            assert await answers_of(replicas, "a")
-            engines[2].refusal = (429, "full", None, 3.0)
-            with pytest.raises(OverloadedError):
-                await answers_of(replicas, "b")
-            assert sorted(where(engines, "b")) == [0, 1, 2]
-            engines[0].refusal = engines[1].refusal = engines[2].refusal = (400, "bad", "x", None)
-            with pytest.raises(Exception, match="bad"):
-                await answers_of(replicas, "c")
-            assert len(where(engines, "c")) == 1
-
-    asyncio.run(run())
+@in_loop
+async def test_a_full_engine_is_passed_over(engines):
+    async with connected(engines) as replicas:
+        engines[0].refusal = engines[1].refusal = (429, "full", None, 3.0)
+        assert await answers_of(replicas, "a")
+        engines[2].refusal = (429, "full", None, 3.0)
+        with pytest.raises(OverloadedError):
+            await answers_of(replicas, "b")
+        assert sorted(where(engines, "b")) == [0, 1, 2]
+        engines[0].refusal = engines[1].refusal = engines[2].refusal = (400, "bad", "x", None)
+        with pytest.raises(Exception, match="bad"):
+            await answers_of(replicas, "c")
+        assert len(where(engines, "c")) == 1
 
 
-def test_what_was_accepted_waits_for_room_elsewhere(engines):
-    async def run():
-        async with connected(engines[:2]) as replicas:
-            for one in engines:
-                one.hold = True
-            task = asyncio.create_task(answers_of(replicas, "a"))
-            await until(lambda: where(engines, "a"))
-            [home] = where(engines, "a")
-            other = engines[1 - home]
-            other.hold, other.refusal = False, (429, "full", None, 1.0)
-            engines[home].stop()
-            await until(lambda: other.submitted)
-            await asyncio.sleep(0.1)
-            assert not task.done()
-            other.refusal = None
-            assert await asyncio.wait_for(task, 240)
-
-    asyncio.run(run())
+@in_loop
+async def test_what_was_accepted_waits_for_room_elsewhere(engines):
+    async with connected(engines[:2]) as replicas:
+        task, home = await held(replicas, engines)
+        other = engines[1 - home]
+        other.hold, other.refusal = False, (429, "full", None, 1.0)
+        engines[home].stop()
+        await until(lambda: other.submitted)
+        await asyncio.sleep(0.1)
+        assert not task.done()
+        other.refusal = None
+        assert await asyncio.wait_for(task, 240)
 
 
 def test_draining_joining_and_leaving(engines):
@@ -342,21 +333,19 @@ def test_draining_joining_and_leaving(engines):
     asyncio.run(run())
 
 
-def test_n_choices_of_one_subscription_over_a_loss(engines):
-    async def run():
-        async with connected(engines[:2]) as replicas:
-            names = [f"a-{i}" for i in range(4)]
-            subscription = replicas.open([request(name) for name in names])
-            await asyncio.sleep(0.1)
-            engines[0].stop()
-            left = set(names)
-            while left:
-                for output in await asyncio.wait_for(subscription.get(), 240):
-                    if output.finish_reason:
-                        left.remove(output.request_id)
-            replicas.release(subscription, names)
-
-    asyncio.run(run())
+@in_loop
+async def test_n_choices_of_one_subscription_over_a_loss(engines):
+    async with connected(engines[:2]) as replicas:
+        names = [f"a-{i}" for i in range(4)]
+        subscription = replicas.open([request(name) for name in names])
+        await asyncio.sleep(0.1)
+        engines[0].stop()
+        left = set(names)
+        while left:
+            for output in await asyncio.wait_for(subscription.get(), 240):
+                if output.finish_reason:
+                    left.remove(output.request_id)
+        replicas.release(subscription, names)
 
 
 def test_status_is_the_sum(engines):

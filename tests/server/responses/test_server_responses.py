@@ -7,7 +7,6 @@ import json
 import openai
 import pytest
 
-from tandem.config.settings import ModelSettings
 from tandem.testing import CHAT_TEMPLATE
 
 WEATHER = {"type": "function", "name": "weather", "description": "Tells the weather.", "strict": None, "parameters": {
@@ -15,20 +14,6 @@ WEATHER = {"type": "function", "name": "weather", "description": "Tells the weat
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOLS = "{% if tools %}{{ tools | tojson }}<tool_call>{% endif %}"
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-
-
-@pytest.fixture
-def family(serve, engine, tmp_path):
-    """A server with this chat template, and what its model says."""
-
-    def start(template, says):
-        path = tmp_path / "template.jinja"
-        path.write_text(template)
-        engine.reply = engine.tokenizer.encode(says)
-        engine.set_status(max_context=4096)
-        return serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)))
-
-    return start
 
 
 def ask(server, **fields):
