@@ -366,13 +366,15 @@ def test_status_is_the_sum(engines):
 
 
 def test_merged_metrics():
-    one = b'# HELP a Things.\n# TYPE a counter\na_total{x="{1"} 1.0\na_total 2.0\n# TYPE b gauge\nb{} 3\n# EOF\n'
-    merged = merged_metrics({0: one, 3: one, 5: b""}).decode().splitlines()
-    assert merged == [
-        "# HELP a Things.", "# TYPE a counter", 'a_total{replica="0",x="{1"} 1.0', 'a_total{replica="0"} 2.0',
-        'a_total{replica="3",x="{1"} 1.0', 'a_total{replica="3"} 2.0', "# TYPE b gauge", 'b{replica="0"} 3',
-        'b{replica="3"} 3'
+    one = b'# HELP a_total Things.\n# TYPE a_total counter\na_total{x="{1"} 1.0\na_total{z="2"} 2.0\n'
+    one += b"# TYPE b gauge\nb{} 3\n"
+    merged = merged_metrics({0: one, 3: one, 5: b""})
+    assert merged.decode().splitlines() == [
+        "# HELP a_total Things.", "# TYPE a_total counter", 'a_total{replica="0",x="{1"} 1.0',
+        'a_total{replica="0",z="2"} 2.0', 'a_total{replica="3",x="{1"} 1.0', 'a_total{replica="3",z="2"} 2.0',
+        "# HELP b ", "# TYPE b gauge", 'b{replica="0"} 3.0', 'b{replica="3"} 3.0',
     ]  # fmt: skip
+    assert b'\nb{model="m",replica="3"} 3.0\n' in merged_metrics({"m": merged}, "model")
 
 
 def test_the_best_state_stands_for_all(engine):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from tandem.protocol.control import EngineStatus
 
 _ORDER = ("ready", "recovering", "starting", "draining", "failed")
 """The state of the whole is the first of these that an engine is in."""
-_SAMPLE = re.compile(rb"([a-zA-Z_:][a-zA-Z0-9_:]*)(\{)?")
 
 
 def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
@@ -34,30 +37,17 @@ def merged_status(parts: Sequence[tuple[int, EngineStatus]]) -> EngineStatus:
 
 def merged_metrics(texts: Mapping[int, bytes] | Mapping[str, bytes], label: str = "replica") -> bytes:
     """One text in Prometheus' format: each sample gets its text's name as `label`, each family stands in one piece."""
-    headers: dict[bytes, list[bytes]] = {}
-    samples: dict[bytes, list[bytes]] = {}
+    families: dict[str, Metric] = {}
     for name, text in texts.items():
-        family = b""
-        for line in text.splitlines():
-            if line.startswith(b"#"):
-                words = line.split(None, 3)
-                if len(words) < 3 or words[1] not in (b"HELP", b"TYPE"):
-                    continue
-                family = words[2]
-                known = headers.setdefault(family, [])
-                if line not in known:
-                    known.append(line)
-            elif line:
-                samples.setdefault(family, []).append(_labelled(line, label, str(name)))
-    lines = [line for family in {**headers, **samples} for line in (*headers.get(family, ()), *samples.get(family, ()))]
-    return b"".join(line + b"\n" for line in lines)
+        for family in text_string_to_metric_families(text.decode()):
+            whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            whole.samples += [one._replace(labels={**one.labels, label: str(name)}) for one in family.samples]
+    return generate_latest(_Merged(list(families.values())))
 
 
-def _labelled(sample: bytes, name: str, value: str) -> bytes:
-    """`metric{a="b"} 1` with a first label `name`, whose value needs no escapes."""
-    found = _SAMPLE.match(sample)
-    if found is None:
-        return sample
-    label = b'%b{%b="%b"' % (found[1], name.encode(), value.encode())
-    rest = sample[found.end():]
-    return label + (b"," + rest if found[2] and not rest.startswith(b"}") else rest if found[2] else b"}" + rest)
+@dataclass(frozen=True)
+class _Merged(Collector):
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families
