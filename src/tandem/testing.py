@@ -73,8 +73,10 @@ def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str
     if quantized:
         settings["quantization"] = {"group_size": 32, "bits": 4}
 
+        allowed = getattr(model, "quant_predicate", lambda path, leaf: True)
+
         def predicate(path: str, leaf: nn.Module) -> bool | dict[str, Any]:
-            if not hasattr(leaf, "to_quantized") or leaf.weight.shape[-1] % 32:
+            if allowed(path, leaf) is False or not hasattr(leaf, "to_quantized") or leaf.weight.shape[-1] % 32:
                 return False
             if settings["model_type"] == "gpt_oss" and ".experts." in path:
                 settings["quantization"][path] = {"group_size": 32, "bits": 4, "mode": "mxfp4"}

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.errors import LayoutError
+from tandem.models.cuts import uncut
 from tandem.models.partition import split_layers
 
 
@@ -56,3 +57,23 @@ def test_explicit_split_wins():
 def test_errors_name_the_flag(kwargs, words):
     with pytest.raises(LayoutError, match=words):
         split_layers(6, **kwargs)
+
+
+def test_layers_that_share_keys_and_values_stay_together():
+    """Gemma 4 E2B: the last 20 of 35 layers read the caches of layers 13 and 14."""
+    kinds = (["sliding_attention"] * 4 + ["full_attention"]) * 7
+    config = {"model_type": "gemma4", "num_kv_shared_layers": 20, "layer_types": kinds}
+    fixed = uncut(config, 35)
+    assert fixed == frozenset(range(14, 35)) == uncut({"model_type": "gemma4"}, 35)
+    assert split_layers(35, 2, uncut=fixed) == (range(13), range(13, 35))
+    assert [len(part) for part in split_layers(35, 3, uncut=fixed)] == [12, 1, 22]
+    assert split_layers(35, 2, explicit=[10, 25], uncut=fixed)[1] == range(10, 35)
+    with pytest.raises(LayoutError, match=r"--layer-split 18,17: no stage can begin at layer 18, since layers 13 to 34 "
+                                          r"share keys and values and stay in one stage; nearest is --layer-split "
+                                          "13,22"):
+        split_layers(35, 2, explicit=[18, 17], uncut=fixed)
+    with pytest.raises(LayoutError, match="15: the model has 35 layers, .* it can be cut into 14 stages at most"):
+        split_layers(35, 15, uncut=fixed)
+    pairs = uncut({"model_type": "hunyuan", "use_cla": True, "cla_share_factor": 2}, 6)
+    with pytest.raises(LayoutError, match="layers 0 to 1 share .* stage, as others do; nearest is --layer-split 2,4"):
+        split_layers(6, 2, explicit=[3, 3], uncut=pairs)

@@ -26,6 +26,7 @@ KINDS = {
     "gemma2": "scores by group", "step3p5": "windows", "glm_moe_dsa": "latent and index", "mistral4": "scaled latent",
     "ministral3": "scaled by position", "jamba": "Mamba", "youtu_llm": "latent", "laguna": "windows and gates",
     "falcon_h1": "Mamba 2 beside attention", "minimax_m3_vl": "keys of an index", "longcat_flash_ngram": "last tokens",
+    "kimi_k3": "delta rule and earlier outputs", "gemma4": "shared keys", "bailing_hybrid": "lightning",
     "nemotron-nas": "a layer that keeps nothing", "mimo_v2_flash": "windows with heads of their own",
 }
 

@@ -71,7 +71,7 @@ def plan_layout(settings: Settings) -> GangLayout:
     require_trial(files.path, description)
     sizes = stage_sizes(parallel)
     ranges = split_layers(description.num_layers, len(sizes), layer_bytes=description.layer_bytes,
-                          memory=stage_memory(parallel, sizes), explicit=parallel.layer_split)
+                          memory=stage_memory(parallel, sizes), explicit=parallel.layer_split, uncut=description.uncut)
     for size in set(sizes) - {1}:
         # Refuses what cannot be shared out. Only the ranks know whether `auto` expands; they refuse the rest.
         plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no",
@@ -191,6 +191,7 @@ def fit_memory(description: ModelDescription, specs: list[StageSpec], places: li
     if specs[0].stages == 1 or not all(memory) or max(memory) < ALIKE * min(memory):
         return specs
     stages = [sum(memory[spec.rank] for spec in specs if spec.stage == stage) for stage in range(specs[0].stages)]
-    ranges = split_layers(description.num_layers, len(stages), layer_bytes=description.layer_bytes, memory=stages)
+    ranges = split_layers(description.num_layers, len(stages), layer_bytes=description.layer_bytes, memory=stages,
+                          uncut=description.uncut)
     log.info("layers by the machines' memory: %s", ",".join(str(len(layers)) for layers in ranges))
     return [structs.replace(spec, layers=(ranges[spec.stage].start, ranges[spec.stage].stop)) for spec in specs]

@@ -9,27 +9,30 @@ reads) is never evaluated.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from tandem.errors import UnsupportedModel
+from tandem.loading.parcel import TRACED, Form, Parcel, residuals
 from tandem.loading.shard_modules import at, put
+from tandem.models.families.table import Family
+
+_PLAIN = Family()
 
 
 class Frame:
     """One stage's way through mlx-lm's model. Not thread-safe."""
 
-    def __init__(self, model: nn.Module, own: range, *, carries: int = 0, grouped_scores: bool = False) -> None:
+    def __init__(self, model: nn.Module, own: range, family: Family = _PLAIN, *, grouped_scores: bool = False) -> None:
         """`model` is whole and may be without weights: nothing of it is computed here. `own`: numbers of the stage's
-        layers. `carries`: values besides the hidden states that each layer hands to the next one. `grouped_scores`:
-        attention's scores have an axis for the queries of a kv head, and so must masks that differ by row.
+        layers. `family` says what layers are given and give on. `grouped_scores`: attention's scores have an axis for
+        the queries of a kv head, and so must masks that differ by row.
 
         Raises UnsupportedModel when the model does not go through a list of layers, once and in order.
         """
@@ -40,19 +43,25 @@ class Frame:
         """mlx-lm's modules. Those with weights take their places through `put_layer`."""
         self._made = make_prompt_cache(model)
         self._given = _Given()
-        self._cache_of, self._extras, self._hidden, self._carried = self._trace(carries)
+        self._family = family
+        before = {id(module): set(module) for module in model.modules()}
+        self._cache_of, self._extras, self._gift_of, self._parcel = self._trace()
         self._kept = self._kept_caches()
+        self._counter = self._count_positions() if family.counts else None
         self._places = [self._place(i) for i in range(len(self._made))]
         self._counts = next((at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset")), None)
         self._grouped_scores = grouped_scores
         self._in_run: list[Any] = []
         self._in_head: list[Any] = []
         self._try()
+        for module in model.modules():
+            for name in set(module) - before.get(id(module), set(module)):
+                setattr(module, name, None)  # computed once from weights, which have not been loaded yet
 
     @property
-    def carried_width(self) -> int:
-        """Elements that a position hands on besides its hidden states."""
-        return sum(math.prod(shape) for shape in self._carried)
+    def width(self) -> int:
+        """Elements that a position hands on to the next stage."""
+        return self._parcel.width
 
     def put_layer(self, i: int, layer: nn.Module) -> None:
         """Let `layer` compute as the model's layer `i`."""
@@ -67,27 +76,33 @@ class Frame:
     def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Tokens [B, L] on the first stage, elsewhere what the stage before returned, to hidden states [B, L, H].
 
-        Where layers carry more than hidden states it stands behind them: [B, L, H + ...]. `caches` are those of
+        Where layers need more than hidden states it stands behind them: [B, L, H + ...]. `caches` are those of
         `make_caches`, or batches of such.
         """
         full = [caches[at] if at is not None else self._elsewhere(i, caches) for i, at in enumerate(self._places)]
         if self._grouped_scores:
             full = [_GroupedMask(cache) for cache in full]
         tokens = x
+        gifts: list[Any] = [None] * len(self._parcel.gifts)
         if self.own.start:
-            self._given.values = self._unpacked(x)
+            values = self._parcel.unpacked(x)
+            given, gifts[:] = values[: len(values) - len(gifts)], values[len(values) - len(gifts) :]
+            self._given.values = self._as_given(given, self.own.start - 1)
             tokens = mx.zeros(x.shape[:2], mx.int32)
+        self._given.gifts = gifts
         self._in_run = self._in_run or [self._stand_in(i) for i in range(len(self.layers))]
         out = self._call(self._in_run, tokens, full)
-        if not isinstance(out, tuple):
-            return out
-        if not self._carried or self.own.stop == len(self.layers):
-            return out[0]
-        return mx.concatenate([one.reshape(*x.shape[:2], -1) for one in out[: 1 + len(self._carried)]], axis=-1)
+        if self._counter is not None:
+            zeros = mx.zeros((x.shape[0], 1, x.shape[1], 1), mx.float32)
+            caches[self._counter].update_and_fetch(zeros, zeros)
+        out = out if isinstance(out, tuple) else (out,)
+        if self.own.stop == len(self.layers):
+            return self._parcel.packed(self._as_sent(out)[: 1 + len(self._parcel.carried) * bool(self._residuals)])
+        return self._parcel.packed((*self._as_sent(out)[: 1 + len(self._parcel.carried)], *gifts))
 
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] of the last layer to logits [B, L, V]."""
-        self._given.values = (h,)
+        self._given.values = self._as_given(self._parcel.unpacked(h), len(self.layers) - 1)
         if not self._in_head:
             others = [_PassedOver(*one) for one in zip(self.layers[:-1], self._extras[:-1], strict=True)]
             self._in_head = [*others, _Source(self.layers[-1], self._given, self._extras[-1])]
@@ -115,19 +130,27 @@ class Frame:
 
     # ---- inside
 
-    def _unpacked(self, x: mx.array) -> tuple[mx.array, ...]:
-        """Hidden states and what else is carried, out of what `run` packed."""
-        values, end = [], x.shape[-1] - self.carried_width
-        values.append(x[..., :end])
-        for shape in self._carried:
-            values.append(x[..., end : end + math.prod(shape)].reshape(*x.shape[:2], *shape))
-            end += math.prod(shape)
-        return tuple(values)
+    def _as_given(self, values: tuple[mx.array, ...], layer: int) -> tuple[Any, ...]:
+        """What layer `layer` returned, out of what has travelled."""
+        return (values[0], self._residuals.made(values[1], layer)) if self._residuals else values
+
+    def _as_sent(self, out: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (out[0], self._residuals.filled(out[1])) if self._residuals else out
+
+    def _count_positions(self) -> int | None:
+        """Keep a cache that has positions, with keys of one element, where the own layers have none to read them off.
+
+        Its place among the caches kept, or None if it is not needed.
+        """
+        if any(hasattr(self._made[i], "offset") for i in self._kept):
+            return None
+        self._kept = sorted([*self._kept, next(i for i, cache in enumerate(self._made) if hasattr(cache, "offset"))])
+        return next(at for at, i in enumerate(self._kept) if hasattr(self._made[i], "offset"))
 
     def _try(self) -> None:
         """Build a call of this stage, which computes nothing, to learn whether its layers can be called by themselves.
         """
-        shape = (1, 1) if self.own.start == 0 else (1, 1, self._hidden + self.carried_width)
+        shape = (1, 1) if self.own.start == 0 else (1, 1, self.width)
         try:
             self.run(mx.zeros(shape, mx.float32 if self.own.start else mx.int32), self.make_caches())
         except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
@@ -135,11 +158,20 @@ class Frame:
                                    f"{error}") from error
 
     def _stand_in(self, i: int) -> Any:
-        if i in self.own:
-            return self.layers[i] if i < self.own.stop - 1 else _End(self.layers[i])
+        layer, last = self.layers[i], self.own.stop - 1
         if i == self.own.start - 1:
-            return _Source(self.layers[i], self._given, self._extras[i])
-        return _PassedOver(self.layers[i], self._extras[i])
+            return _Source(layer, self._given, self._extras[i])
+        gifts = self._gift_of[i]
+        if i not in self.own:
+            after = self._parcel.gifts and self.own.start == 0 and i > last
+            return _PassedOver(layer, self._extras[i], self._family.hidden,
+                               _Gifts(self._given, gifts) if after else None, i == len(self.layers) - 1)
+        if gifts:
+            layer = _Gifted(layer, _Gifts(self._given, gifts), take=self.own.start > 0)
+        if i < last:
+            return layer
+        later = self._parcel.gifts and self.own.start == 0 and self.own.stop < len(self.layers)
+        return _Kept(layer, self._given) if later else _End(layer)
 
     def _call(self, layers: list[Any], tokens: mx.array, caches: list[Any]) -> Any:
         try:
@@ -156,26 +188,31 @@ class Frame:
         try:
             yield
         finally:
-            self._holder[self._name], self._given.values = whole, ()
+            self._holder[self._name] = whole
+            self._given.values, self._given.gifts, self._given.out = (), (), None
 
-    def _trace(self, carries: int) -> tuple[list[int | None], list[int], int, list[tuple[int, ...]]]:
-        """From a call on one token: which cache each layer gets, how many values it returns besides the first, the
-        width of the hidden states, and the shapes of a position's carried values."""
-        seen: list[tuple[int | None, tuple[Any, ...]]] = []
+    def _trace(self) -> tuple[list[int | None], list[int], list[dict[int | str, int]], Parcel]:
+        """From a call that computes nothing: which cache each layer gets, how many values it returns besides the
+        first, which arguments of it travel (as numbers of gifts), and the forms of all that travels."""
+        seen: list[_Seen] = []
         caches = make_prompt_cache(self.model)
         watched = [_Watched(layer, caches, seen.append) for layer in self.layers]
         try:
             with self._layers_are(watched):
-                self.model(mx.zeros((1, 1), mx.int32), cache=caches)
+                self.model(mx.zeros(TRACED, mx.int32), cache=caches)
+            if len(seen) != len(self.layers):
+                raise UnsupportedModel(f"its forward pass calls {len(seen)} layers, and has {len(self.layers)}")
+            gifts: list[mx.array] = []
+            gift_of = [_numbered(one, self._family.gives, gifts) for one in seen]
+            out = seen[0].out
+            self._residuals = residuals(self.layers, out)
+            carried = self._as_sent(out)[1 : 1 + self._family.carries]
+            parcel = Parcel(Form.of(out[0]), tuple(map(Form.of, carried)), tuple(map(Form.of, gifts)))
         except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
             raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
-        if len(seen) != len(self.layers):
-            raise UnsupportedModel(f"its forward pass calls {len(seen)} layers, and has {len(self.layers)}")
-        out = seen[0][1]
-        carried = [tuple(value.shape[2:]) for value in out[1 : 1 + carries]]
         self._idle = {i for i, cache in enumerate(caches) if type(cache) is KVCache and cache.keys is None}
-        used = [None if cache in self._idle else cache for cache, _ in seen]
-        return used, [len(out) - 1 for _, out in seen], out[0].shape[-1], carried
+        used = [None if one.cache in self._idle else one.cache for one in seen]
+        return used, [len(one.out) - 1 for one in seen], gift_of, parcel
 
     def _kept_caches(self) -> list[int]:
         """Those of the own layers; on the first stage also those that belong to no layer, but to what comes before."""
@@ -214,11 +251,65 @@ class _Given:
     """What the stage before sent. Apart from the frame, so that stand-ins do not keep the frame and its weights."""
 
     values: tuple[Any, ...] = ()
+    gifts: Sequence[Any] = ()
+    """Arguments of layers that only the first stage can make: it fills them in, others have them from it."""
+    out: Any = None
+    """What the last own layer returned."""
 
     def as_output(self, extras: int) -> Any:
         """As a layer returns it that has so many values besides hidden states."""
         values = (*self.values, *[None] * (extras + 1 - len(self.values)))
         return values if extras else values[0]
+
+
+class _Gifts:
+    """Those of one layer: numbers of gifts by place or name of the argument."""
+
+    def __init__(self, given: _Given, numbers: Mapping[int | str, int]) -> None:
+        self._given, self._numbers = given, numbers
+
+    def note(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep what the layer is given."""
+        for place, number in self._numbers.items():
+            self._given.gifts[number] = _argument(place, args, kwargs)  # type: ignore[index]
+
+    def put(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """The layer's arguments with what came from the first stage in their places."""
+        found = list(args)
+        for place, number in self._numbers.items():
+            if isinstance(place, str):
+                kwargs[place] = self._given.gifts[number]
+            else:
+                found[place] = self._given.gifts[number]
+        return tuple(found)
+
+
+class _Seen(NamedTuple):
+    """A call of a layer."""
+
+    cache: int | None
+    """Number of the cache that it was given."""
+    out: tuple[Any, ...]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def _argument(place: int | str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if isinstance(place, str):
+        return kwargs.get(place)
+    return args[place] if place < len(args) else None
+
+
+def _numbered(seen: _Seen, places: Sequence[int | str], gifts: list[mx.array]) -> dict[int | str, int]:
+    """Numbers of a layer's gifts, by place; new ones are added to `gifts`, one that many layers get but once."""
+    found: dict[int | str, int] = {}
+    for place in places:
+        value = _argument(place, seen.args, seen.kwargs)
+        if isinstance(value, mx.array):
+            number = next((i for i, one in enumerate(gifts) if one is value), len(gifts))
+            gifts += [value] if number == len(gifts) else []
+            found[place] = number
+    return found
 
 
 class _StandIn:
@@ -235,14 +326,49 @@ class _StandIn:
 
 
 class _PassedOver(_StandIn):
-    """A layer of another stage: hands on what it gets, in the form in which the layer would."""
+    """A layer of another stage: hands on what it gets, in the form in which the layer would.
 
-    def __init__(self, layer: Any, extras: int) -> None:
+    `gifts`: those of the layer, which the first stage collects; with `ends` the call is over then.
+    """
+
+    def __init__(self, layer: Any, extras: int, hidden: int | str = 0, gifts: _Gifts | None = None,
+                 ends: bool = False) -> None:
         super().__init__(layer)
-        self._extras = (None,) * extras
+        self._extras, self._hidden, self._gifts, self._ends = (None,) * extras, hidden, gifts, ends
 
-    def __call__(self, h: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._gifts is not None:
+            self._gifts.note(args, kwargs)
+            if self._ends:
+                raise _Reached(self._gifts._given.out)
+        h = _argument(self._hidden, args, kwargs)
         return (h, *self._extras) if self._extras else h
+
+
+class _Gifted(_StandIn):
+    """An own layer, whose gifts are noted on the first stage and put in on others."""
+
+    def __init__(self, layer: Any, gifts: _Gifts, *, take: bool) -> None:
+        super().__init__(layer)
+        self._gifts, self._take = gifts, take
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._take:
+            return self._layer(*self._gifts.put(args, kwargs), **kwargs)
+        self._gifts.note(args, kwargs)
+        return self._layer(*args, **kwargs)
+
+
+class _Kept(_StandIn):
+    """The last own layer of a first stage that has to see what later layers are given."""
+
+    def __init__(self, layer: Any, given: _Given) -> None:
+        super().__init__(layer)
+        self._given = given
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._given.out = self._layer(*args, **kwargs)
+        return self._given.out
 
 
 class _Source(_StandIn):
@@ -281,11 +407,9 @@ class _Projection(nn.Module):
 
 
 class _Watched(_StandIn):
-    """Tells which cache the layer is given (its number, or None), and what it returns."""
+    """Tells what the layer is given and returns."""
 
-    def __init__(
-        self, layer: Any, caches: Sequence[Any], tell: Callable[[tuple[int | None, tuple[Any, ...]]], None]
-    ) -> None:
+    def __init__(self, layer: Any, caches: Sequence[Any], tell: Callable[[_Seen], None]) -> None:
         super().__init__(layer)
         self._caches, self._tell = caches, tell
 
@@ -293,7 +417,7 @@ class _Watched(_StandIn):
         given = (*args, *kwargs.values())
         number = next((i for i, cache in enumerate(self._caches) if any(one is cache for one in given)), None)
         out = self._layer(*args, **kwargs)
-        self._tell((number, out if isinstance(out, tuple) else (out,)))
+        self._tell(_Seen(number, out if isinstance(out, tuple) else (out,), args, kwargs))
         return out
 
 

@@ -76,7 +76,7 @@ class StageModel:
         """Numbers of the layers that this stage holds."""
         self.is_first = self.layers.start == 0
         self.is_last = self.layers.stop == description.num_layers
-        self.hidden_size = description.hidden_size + frame.carried_width
+        self.hidden_size = frame.width
         """Width of what stages hand on."""
         self.vocab_size = description.vocab_size
         self.dtype = dtype
@@ -213,7 +213,7 @@ def _check(
 def _frame(model: nn.Module, layers: range, description: ModelDescription, name: str) -> Frame:
     family = family_of(description.family)
     try:
-        return Frame(model, layers, carries=family.carries,
+        return Frame(model, layers, family,
                      grouped_scores=family.grouped_scores and description.num_heads > description.num_kv_heads)
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {description.family} cannot run so: {error.message}", param="model") from error

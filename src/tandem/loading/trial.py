@@ -19,6 +19,8 @@ from tandem.checkpoints.config import read_config
 from tandem.errors import TandemError, UnsupportedModel
 from tandem.loading.frame import Frame
 from tandem.loading.mlx_lm_models import import_models_only
+from tandem.models.cuts import uncut
+from tandem.models.description import text_config
 from tandem.models.families.shrink import shrunk
 from tandem.models.families.table import family_of, module_of
 from tandem.models.partition import split_layers
@@ -52,18 +54,20 @@ def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
     model.update(tree_map_with_path(_random, model.parameters()))
     mx.eval(model.parameters())
     layers, tokens = len(model.layers), mx.random.randint(0, 256, (1, sum(STEPS)), key=mx.random.key(1))
-    carries = family_of(str(config.get("model_type"))).carries
-    want = _logits([Frame(model, range(layers), carries=carries)], tokens, whole=model)
+    family = family_of(str(config.get("model_type")))
+    want = _logits([Frame(model, range(layers), family)], tokens, whole=model)
     if not all(mx.all(mx.isfinite(one)).item() for one in want):
         raise UnsupportedModel("cut down, it computes numbers that are not finite, so nothing can be compared")
-    for stages in range(1, min(layers, 3) + 1):
-        frames = [Frame(model, own, carries=carries) for own in split_layers(layers, stages)]
+    fixed = uncut(text_config(config), layers)
+    most = min(layers - len(fixed), 3)
+    for stages in range(1, most + 1):
+        frames = [Frame(model, own, family) for own in split_layers(layers, stages, uncut=fixed)]
         for i, (one, other) in enumerate(zip(_logits(frames, tokens), want, strict=True)):
             if not mx.array_equal(one, other).item():
                 by = mx.max(mx.abs(one - other)).item()
                 raise UnsupportedModel(f"over {stages} stages the logits of call {i + 1} differ from mlx-lm's by "
                                        f"{by:g}")
-    return f"{layers} layers and {weights:,} weights in up to {min(layers, 3)} stages agree with mlx-lm in all bits"
+    return f"{layers} layers and {weights:,} weights in up to {most} stages agree with mlx-lm in all bits"
 
 
 def _logits(frames: list[Frame], tokens: mx.array, whole: nn.Module | None = None) -> list[mx.array]:

@@ -174,7 +174,30 @@ def _global(config: Mapping[str, Any], i: int) -> bool:
     return (i + 1) % size == 0 or i >= config["num_hidden_layers"] // size * size
 
 
+def _gemma4(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+    """The last layers keep nothing of their own; full attention may have heads of another number and width."""
+    if i >= config["num_hidden_layers"] - int(config.get("num_kv_shared_layers", 20)):
+        return LayerCache("none")
+    kinds = config.get("layer_types")
+    full = kinds[i] == "full_attention" if kinds else (i + 1) % int(config.get("sliding_window_pattern", 5)) == 0
+    if not full or config.get("model_type") == "gemma3n":
+        return LayerCache("positions", plain)
+    heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+    return LayerCache("positions", 2 * (heads or config["num_key_value_heads"]) * config.get("global_head_dim", 512))
+
+
+def _bailing(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
+    """Lightning attention keeps one matrix a head."""
+    if _global(config, i):
+        return _attention(config, plain)
+    heads = config["num_attention_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    return LayerCache("state", 0, heads * dim * dim)
+
+
 _BY_LAYER: dict[str, Callable[[Mapping[str, Any], int, int], LayerCache]] = {
+    **dict.fromkeys(("gemma3n", "gemma4", "gemma4_text", "gemma4_unified"), _gemma4),
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), _bailing),
     "falcon_h1": _falcon_h1,
     "mimo_v2_flash": _mimo_v2,
     "minimax_m3_vl": _minimax_m3,

@@ -15,17 +15,18 @@ from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.models.caches import layer_caches
+from tandem.models.cuts import uncut
 from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
-from tandem.models.families.table import FAMILIES, Family, family_of, module_of
+from tandem.models.families.table import FAMILIES, REFUSED, Family, family_of, module_of
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _EMBEDDINGS = frozenset((
     "embed_tokens", "wte", "wpe", "tok_embeddings", "word_embeddings", "embed_in", "embeddings", "ngram_embeddings",
     "embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm", "embed", "embedding",
-    "token_embeddings",
+    "token_embeddings", "altup_projections",
 ))
 """Names of modules that only the first stage needs, but for a tied head."""
 _HEADS = frozenset(("lm_head", "output", "embed_out"))
@@ -96,6 +97,8 @@ class ModelDescription:
     """Elements of recurrent state of one sequence in one layer, on average, whatever its length."""
     replicated_cache: bool = False
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
+    uncut: frozenset[int] = frozenset()
+    """Layers at which no stage can begin, since they take keys and values from earlier ones."""
     generates: bool = True
     """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
     embedding then stands in for the projection."""
@@ -109,6 +112,8 @@ def describe(files: ModelFiles) -> ModelDescription:
     """
     config = text_config(read_config(files.path))
     name = config.get("model_type")
+    if isinstance(name, str) and name in REFUSED:
+        raise UnsupportedModel(f"{files.name}: {name} is not supported: {REFUSED[name]}", param="model")
     if not isinstance(name, str) or (name not in FAMILIES and not in_mlx_lm(module_of(name))):
         raise UnsupportedModel(
             f"{files.name}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}, and "
@@ -148,6 +153,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         embed_bytes=embed,
         head_bytes=norm if tied else norm + head,
         eos_token_ids=eos_token_ids(files.path),
+        uncut=uncut({**family.defaults, **config}, facts.num_layers),
         generates=not headless,
         **facts.shares(_layer_type(files.path, str(name))),
     )

@@ -14,20 +14,29 @@ def split_layers(
     layer_bytes: Sequence[int] | None = None,
     memory: Sequence[int] | None = None,
     explicit: Sequence[int] | None = None,
+    uncut: frozenset[int] = frozenset(),
 ) -> tuple[range, ...]:
     """Contiguous ranges, one for each stage, each layer exactly once and no stage empty.
 
     `explicit` (layers per stage) wins. Otherwise shares of `layer_bytes` (by default all layers alike) follow
     `memory`, the bytes that each stage has for weights (by default all stages alike). Cuts are placed one after the
-    other where the running sum is nearest to the target. Raises `LayoutError` naming the flag to change.
+    other where the running sum is nearest to the target. No stage begins at a layer of
+    `uncut`. Raises `LayoutError` naming the flag to change.
     """
     if stages < 1:
         raise LayoutError(f"--pipeline-parallel-size must be at least 1, is {stages}", param="pipeline_parallel_size")
     if explicit is not None:
-        return _explicit(num_layers, stages, explicit)
+        return _explicit(num_layers, stages, explicit, uncut)
     if stages > num_layers:
         raise LayoutError(
             f"--pipeline-parallel-size {stages} is more than the model's {num_layers} layers",
+            param="pipeline_parallel_size",
+        )
+    starts = [i for i in range(num_layers) if i not in uncut]
+    if stages > len(starts):
+        raise LayoutError(
+            f"--pipeline-parallel-size {stages}: the model has {num_layers} layers, of which {_together(uncut)}; it "
+            f"can be cut into {len(starts)} stages at most",
             param="pipeline_parallel_size",
         )
     sizes = list(layer_bytes) if layer_bytes is not None else [1] * num_layers
@@ -41,10 +50,33 @@ def split_layers(
         raise LayoutError(
             f"stage {stage} has no memory for weights; give --layer-split or fewer stages", param="layer_split"
         )
-    return _proportional(sizes, shares)
+    ends = [*starts[1:], num_layers]
+    parts = _proportional([sum(sizes[a:b]) for a, b in zip(starts, ends, strict=True)], shares)
+    return tuple(range(starts[part.start], ends[part.stop - 1]) for part in parts)
 
 
-def _explicit(num_layers: int, stages: int, explicit: Sequence[int]) -> tuple[range, ...]:
+def _together(uncut: frozenset[int]) -> str:
+    """Such as `layers 13 to 34 share keys and values and stay in one stage`."""
+    first = min(uncut) - 1
+    last = next(i for i in range(first + 1, max(uncut) + 2) if i not in uncut) - 1
+    more = ", as others do" if max(uncut) > last else ""
+    return f"layers {first} to {last} share keys and values and stay in one stage{more}"
+
+
+def _nearest(num_layers: int, ends: Sequence[int], uncut: frozenset[int]) -> list[int] | None:
+    """Layers of each stage of a split that is near the one whose stages end at `ends`, and allowed."""
+    allowed, found = [i for i in range(1, num_layers) if i not in uncut], [0]
+    for left, end in zip(range(len(ends) - 2, -1, -1), ends[:-1], strict=True):
+        free = [i for i in allowed if i > found[-1]]
+        free = free[: len(free) - left]
+        if not free:
+            return None
+        found.append(min(free, key=lambda i: abs(i - end)))
+    found.append(num_layers)
+    return [b - a for a, b in zip(found, found[1:], strict=False)]
+
+
+def _explicit(num_layers: int, stages: int, explicit: Sequence[int], uncut: frozenset[int]) -> tuple[range, ...]:
     shown = ",".join(map(str, explicit))
     if len(explicit) != stages:
         raise LayoutError(
@@ -58,6 +90,13 @@ def _explicit(num_layers: int, stages: int, explicit: Sequence[int]) -> tuple[ra
             f"--layer-split {shown} adds up to {sum(explicit)}; the model has {num_layers} layers", param="layer_split"
         )
     ends = [sum(explicit[: i + 1]) for i in range(stages)]
+    if forbidden := uncut.intersection(ends):
+        near = _nearest(num_layers, ends, uncut)
+        remedy = f"nearest is --layer-split {','.join(map(str, near))}" if near else "use fewer stages"
+        raise LayoutError(
+            f"--layer-split {shown}: no stage can begin at layer {min(forbidden)}, since {_together(uncut)}; {remedy}",
+            param="layer_split",
+        )
     return tuple(range(end - count, end) for end, count in zip(ends, explicit, strict=True))
 
 

@@ -69,7 +69,7 @@ def arrangement_of(
     for ranks in manual.stages:
         if ranks > 1 and (why := why_not_tensor_parallel(divider, ranks)):
             raise LayoutError(f"--layout: {why}", param="layout")
-    split_layers(model.num_layers, len(manual.stages), explicit=manual.layers)
+    split_layers(model.num_layers, len(manual.stages), explicit=manual.layers, uncut=model.uncut)
     _check_split(manual, divider)
     starts = [sum(manual.stages[:i]) for i in range(len(manual.stages))]
     return tuple(

@@ -122,7 +122,7 @@ def _search(solver: Solver, machines: Sequence[Machine], request: Request, goal:
     """The best candidate of each kind, and a note for each size of tensor parallelism that the model rules out."""
     model, network = solver.costs.model, solver.costs.network
     best: dict[object, Candidate] = {}
-    for arrangement in arrangements(model.num_layers, solver.divider, machines, network):
+    for arrangement in arrangements(model.num_layers - len(model.uncut), solver.divider, machines, network):
         candidate = _candidate(arrangement, solver, machines, request.streams, goal)
         kind = kind_of(arrangement, machines, network)
         if kind not in best or _order(candidate, goal) < _order(best[kind], goal):

@@ -96,6 +96,7 @@ class Solver:
             self._layers,
             lambda stage, start, stop: self._stage(groups[stage], start, stop, streams, objective).cost,
             objective.combine,
+            self.costs.model.uncut,
         )
         if ranges is None:
             return None

@@ -30,12 +30,13 @@ def share_heads(
 
 
 def split(
-    stages: int, layers: int, cost: Callable[[int, int, int], float], combine: Literal["sum", "max"]
+    stages: int, layers: int, cost: Callable[[int, int, int], float], combine: Literal["sum", "max"],
+    uncut: frozenset[int] = frozenset(),
 ) -> tuple[tuple[int, int], ...] | None:
     """(start, stop) of each stage, contiguous and at least one layer each, with the least sum or maximum of costs.
 
-    `cost(stage, start, stop)` is INFEASIBLE where the range does not fit, and stays so as the range grows. Dynamic
-    programming over (stages placed, layers placed); exact. None if no split is feasible.
+    `cost(stage, start, stop)` is INFEASIBLE where the range does not fit, and stays so as the range grows. No stage
+    starts in `uncut`. Dynamic programming over (stages placed, layers placed); exact. None if no split is feasible.
     """
     if stages > layers:
         return None
@@ -45,6 +46,8 @@ def split(
         placed: dict[int, tuple[float, float, tuple[tuple[int, int], ...]]] = {}
         for start, (worst, total, ranges) in best.items():
             for stop in range(start + 1, layers - later + 1) if later else (layers,):
+                if stop in uncut:
+                    continue
                 value = cost(stage, start, stop)
                 if value == INFEASIBLE:
                     break

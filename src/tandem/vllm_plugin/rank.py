@@ -97,7 +97,7 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
     description = describe(files)
     require_trial(files.path, description)
     layers = split_layers(description.num_layers, layout.stages, layer_bytes=description.layer_bytes,
-                          explicit=layout.layer_split)[layout.stage]
+                          explicit=layout.layer_split, uncut=description.uncut)[layout.stage]
     dequantize = not on_gpu()
     kind = dtype or "auto"
     need = slice_bytes(description, layers, kind, dequantize, 1 / layout.tp_size, gpu=on_gpu())

@@ -27,12 +27,16 @@ class Family:
     """Values that mlx-lm assumes for keys that `config.json` may leave out."""
     carries: int = 0
     """Values besides the hidden states that each layer hands to the next one; they travel between stages too."""
+    hidden: int | str = 0
+    """Place or name of the hidden states among a layer's arguments."""
+    gives: tuple[int | str, ...] = ()
+    """Arguments of layers, besides the hidden states, that only the first stage can make: they travel."""
+    counts: bool = False
+    """Layers without positions are told them, off a cache that another stage may have: each stage counts for itself."""
     grouped_scores: bool = False
     """Its attention multiplies by hand, with scores [rows, kv heads, queries a head, ...]: masks get an axis more."""
     one_by_one: str = ""
     """Why sequences of a batch are computed one after the other: the module cannot do several of unequal length."""
-    whole: str = ""
-    """Why layers cannot be spread over stages."""
 
 
 _NESTED = "language_model.model.layers"
@@ -63,7 +67,7 @@ FAMILIES: dict[str, Family] = {
         (
             "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe",
             "helium", "olmo2", "olmoe", "seed_oss", "smollm3", "starcoder2", "nanbeige", "olmo_hybrid",
-            "granitemoehybrid", "falcon_h1", "spark2_5", "gear", "gemma4_text",
+            "granitemoehybrid", "falcon_h1", "spark2_5", "gear",
         ),
         Family(),
     ),
@@ -110,6 +114,17 @@ FAMILIES: dict[str, Family] = {
     "llama4": Family(layers=_NESTED, tied="never", one_by_one="its masks are made for sequences of one length"),
     "mamba2": Family(layers="backbone.layers", tied="config-false"),
     "dbrx": Family(layers="transformer.blocks", tied="never"),
+    "hunyuan": Family(tied="always"),
+    "bailing_hybrid": Family(tied="config-false", counts=True),
+    "bailing_moe_linear": Family(tied="config-false", counts=True),
+    "kimi_k3": Family(layers=_NESTED, tied="config-false", carries=1),
+    "gemma3n": Family(
+        layers="model.language_model.layers", tied="always", gives=(3,),
+        one_by_one="layers that share keys and values read them off the cache of one sequence",
+    ),
+    "gemma4": Family(layers=_NESTED, gives=("per_layer_input",)),
+    "gemma4_unified": Family(module="gemma4", layers=_NESTED, gives=("per_layer_input",)),
+    "gemma4_text": Family(gives=("per_layer_input",)),
     "gpt2": Family(layers="model.h", tied="always"),
     "gpt_bigcode": Family(layers="transformer.h", one_by_one="it counts positions for sequences of one length"),
     "lille-130m": Family(layers="transformer.layers", tied="always"),
@@ -146,10 +161,20 @@ FAMILIES: dict[str, Family] = {
 }
 """By `model_type` of `config.json`."""
 
+REFUSED = {
+    "afm7": "its last layers stand in a list of their own and reuse the keys and values of the one before them",
+    "deepseek_v41": "its layers read what earlier ones have compressed, which stages do not hand on yet",
+    "iquestloopcoder": "it goes through its layers twice for a token, so that they cannot be stages",
+    "olmo": "mlx-lm computes it with the package ai2-olmo alone; OLMo 2 and 3 are supported",
+    "phi3small": "mlx-lm adds its masks to the scores of its sparse layers in place of applying them",
+    "prism_hadamard_qwen35": "its packed layers are modules of a kind that is not loaded yet",
+    "talkie": "its output projection is stored as a bare parameter, which has no module that a stage could hold",
+}
+"""Types of mlx-lm that are not served, and why."""
+
 ALIASES = {
     "iquestcoder": "llama",
     "xverse": "llama",
-    "gemma4_unified": "gemma4",
     "deepseek_v41_text": "deepseek_v41",
 }
 """Modules of mlx-lm that are not named like a type without a row: its `utils.MODEL_REMAPPING`, which is not read where

@@ -212,6 +212,20 @@ _GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions":
 _MAMBA: dict[str, Any] = {
     "state_size": 16, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 4,
 }
+_LING: dict[str, Any] = _BAILING | {
+    "layer_group_size": 2, "group_norm_size": 2, "head_dim": 16, "use_qk_norm": True, "n_group": 1, "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+}
+_PER_LAYER: dict[str, Any] = {
+    "num_kv_shared_layers": 1, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 32,
+    "final_logit_softcapping": 5.0,
+}
+_GEMMA4: dict[str, Any] = {
+    "text_config": _HEAD | _PER_LAYER | _TIED | {
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+        "global_head_dim": 32,
+    },
+}
 _PHIXTRAL: dict[str, Any] = {"num_vocab": 512, "model_dim": 64, "num_heads": 4, "num_layers": 4, "rotary_dim": 8}
 _MUP: dict[str, Any] = {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12}
 _ROPES: dict[str, Any] = {
@@ -415,6 +429,28 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {"model_type": "qwen2"}},
     "spark2_5": _HEAD | _KINDS | {"rope_parameters": _ROPES, "hidden_act": "gelu"},
     "gear": _HEAD | {"layer_types": ["conv_mixer", "sliding_attention", "full_attention"], "conv_L_cache": 3},
+    "hunyuan": _MOE | {
+        "moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": True,
+        "cla_share_factor": 2, "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
+    },
+    "bailing_hybrid": _LING | _MLA,
+    "bailing_moe_linear": _LING,
+    "kimi_k3": {
+        "text_config": _KIMI_LINEAR | {
+            "hidden_act": "situ", "activation_situ_beta": 1.0, "attn_res_block_size": 2, "num_shared_experts": 1,
+            "first_k_dense_replace": 1, "routed_expert_hidden_size": 32, "model_type": "kimi_linear",
+        },
+    },
+    "gemma3n": {
+        "text_config": _HEAD | _PER_LAYER | {
+            "model_type": "gemma3n_text", "rope_local_base_freq": 1000.0, "altup_num_inputs": 3,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+            "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0], "altup_coef_clip": 100.0, "altup_active_idx": 0,
+            "altup_correct_scale": True, "laurel_rank": 16,
+        },
+    },
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
     "gemma4_text": _HEAD | _KINDS | _TIED | {
         "global_head_dim": 32, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
         "final_logit_softcapping": 5.0, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
