@@ -146,6 +146,18 @@ def test_a_single_group_of_states_is_cut_between_its_heads(family, tmp_path):
     assert_parity(wide(tmp_path, family, config={"mamba_n_groups": 1, "n_groups": 1}), EVEN + UNEVEN)
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_next", "nemotron_h"])
+def test_more_ranks_than_kv_heads(family, tmp_path):
+    """Two ranks have the same key and value head, and half of its queries each."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128, "head_dim": 32}
+    states = {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "mamba_n_groups": 4, "n_groups": 4}
+    mamba = {"mamba_n_heads": 4, "mamba_num_heads": 4, "mamba_head_dim": 32, "moe_intermediate_size": 128}
+    widths = {"intermediate_size": 128, "shared_expert_intermediate_size": 128}
+    config = {**heads, **states, **mamba, **widths, "moe_shared_expert_intermediate_size": 128}
+    assert_parity(wide(tmp_path / "plain", family, config=config), [(4, None)], tolerance=1e-5)
+    assert_parity(wide(tmp_path / "packed", family, config=config, quantized=True), [(4, None)])
+
+
 def test_whole_experts_in_stages_of_several_ranks(tmp_path):
     assert_parity(wide(tmp_path, "deepseek_v3"), UNEVEN, stages=2, expert_parallel=True)
 

@@ -177,6 +177,19 @@ def test_every_element_has_one_owner(drawn):
             assert all(start % group == 0 for start, _ in owned)
 
 
+def test_ranks_beyond_the_kv_heads_share_one():
+    d = description(num_heads=8, num_kv_heads=2)
+    shards = plan_shards(d, 4)
+    assert [s.kv_heads for s in shards] == [range(1), range(1), range(1, 2), range(1, 2)]
+    assert [s.queries for s in shards] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    with pytest.raises(LayoutError, match=r"3 is more than the model's 2 kv heads; use at most 2 \(or 4\), and"):
+        plan_shards(d, 3)
+    with pytest.raises(LayoutError, match="4 is more than the model's 2 kv heads; use at most 2, and"):
+        plan_shards(dataclasses.replace(d, family="olmo2"), 4)
+    with pytest.raises(LayoutError, match="cuts after every 2 heads only, and each rank would have 1"):
+        plan_shards(dataclasses.replace(d, head_dim=32, quantization=PACKED), 8)
+
+
 def test_experts_stay_whole_where_that_is_wanted():
     d = description(family="qwen3_moe", num_kv_heads=4, num_heads=32, expert_width=768, num_experts=10, mlp_width=6144)
     shards = plan_shards(d, 4, expert_parallel=True)

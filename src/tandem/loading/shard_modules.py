@@ -245,7 +245,13 @@ def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> Non
 
 
 def _divide_heads(attention: Any, sharding: Sharding, shard: Shard, description: ModelDescription) -> None:
-    units, own = head_units(description), len(shard.kv_heads)
+    units, kv = head_units(description), len(shard.kv_heads)
+    if len(shard.queries) * units != kv * description.num_heads:  # ranks have the same kv head
+        for names, whole, own in ((_HEADS, description.num_heads, len(shard.queries)), (_KV_HEADS, units, kv)):
+            for name in names:
+                if getattr(attention, name, None) == whole:
+                    setattr(attention, name, own)
+        return
     for names, whole in ((_HEADS, description.num_heads), (_KV_HEADS, description.num_kv_heads)):
         for name in names:
             held = getattr(attention, name, None)
@@ -253,7 +259,7 @@ def _divide_heads(attention: Any, sharding: Sharding, shard: Shard, description:
                 if held % units:
                     raise LayoutError(f"{held} heads of a layer are not a multiple of {units}, so "
                                       "--tensor-parallel-size cannot divide them", param="tensor_parallel_size")
-                setattr(attention, name, held // units * own)
+                setattr(attention, name, held // units * kv)
 
 
 def _count(layer: nn.Module, path: str, name: str, part: Part) -> None:

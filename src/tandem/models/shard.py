@@ -14,6 +14,7 @@ from tandem.models.families.sharding import NOT_SHARDED, SHARDING
 _FLAG = "--tensor-parallel-size"
 _PARAM = "tensor_parallel_size"
 _HEADS: tuple[Kind, ...] = ("q", "kv", "qkv_groups", "q_heads", "kv_heads")
+_QUERIES: tuple[Kind, ...] = ("q", "q_heads")
 _WIDTHS: tuple[Kind, ...] = ("mlp", "experts", "shared", "vocab")
 _STEPS = (64, 32, 16, 8, 4, 2)  # widths that matrix kernels like, where nothing else demands a step
 
@@ -26,7 +27,9 @@ class Shard:
     size: int
     """Ranks of the stage."""
     kv_heads: range
-    """Key and value heads, with the query heads that belong to them; of `head_units`."""
+    """Key and value heads, of `head_units`. Where ranks are more than these, several ranks have the same one."""
+    queries: range
+    """Query heads: those of the key and value heads, or some of one head's."""
     states: range
     """Heads, groups of heads or channels of recurrent layers."""
     mlp: range
@@ -77,7 +80,8 @@ def plan_shards(
     sharding = _sharding(d)
     kv = _divided(d, sharding, shares, "heads", dequantize)
     states = _divided(d, sharding, shares, "states", dequantize)
-    attention = [len(heads) / kv[-1].stop for heads in kv] if _uses(d, sharding, "heads") else shares
+    queries = _queries(d, kv, shares, 1 if dequantize else _group(d, sharding, "q"))
+    attention = [len(heads) / d.num_heads for heads in queries] if _uses(d, sharding, "heads") else shares
     costs = _costs(d, sharding)
     dense = _balanced(shares, attention, costs["attention"], costs["mlp"])
     sparse = _balanced(shares, attention, costs["attention"], costs["experts"] + costs["shared"])
@@ -93,7 +97,7 @@ def plan_shards(
     sizes = tuple(len(rows) for rows in vocab) if split_head else ()
     return tuple(
         Shard(
-            rank=i, size=size, kv_heads=kv[i], states=states[i], mlp=mlp[i], experts=experts[i],
+            rank=i, size=size, kv_heads=kv[i], queries=queries[i], states=states[i], mlp=mlp[i], experts=experts[i],
             whole_experts=expert_parallel, shared=shared[i], vocab=vocab[i], vocab_sizes=sizes,
         )
         for i in range(size)
@@ -114,11 +118,13 @@ def _axis(kind: Kind, shard: Shard, d: ModelDescription) -> tuple[int, int, rang
     """Units in all, elements in a unit, and the rank's range of units."""
     if kind in d.axes:
         axis = d.axes[kind]
-        own = {"heads": shard.kv_heads, "states": shard.states, "whole": range(axis.count)}[axis.base]
-        return axis.count, axis.unit, own
+        owned = {"heads": shard.kv_heads, "queries": shard.queries, "states": shard.states}
+        return axis.count, axis.unit, owned.get(axis.base, range(axis.count))
+    if kind in _QUERIES:
+        return d.num_heads, d.head_dim if kind == "q" else 1, shard.queries
     if kind in _HEADS:
         group = d.num_heads // d.num_kv_heads
-        units = {"q": group * d.head_dim, "kv": d.head_dim, "qkv_groups": (group + 2) * d.head_dim, "q_heads": group}
+        units = {"kv": d.head_dim, "qkv_groups": (group + 2) * d.head_dim}
         return d.num_kv_heads, units.get(kind, 1), shard.kv_heads
     if kind == "mlp":
         return d.mlp_width, 1, shard.mlp
@@ -134,6 +140,7 @@ def _whole(d: ModelDescription) -> Shard:
         rank=0,
         size=1,
         kv_heads=range(_count(d, "heads")),
+        queries=range(d.num_heads),
         states=range(_count(d, "states")),
         mlp=range(d.mlp_width),
         experts=range(d.expert_width),
@@ -193,7 +200,8 @@ def _kinds(sharding: Sharding) -> dict[str, set[Kind]]:
 
 def _base(d: ModelDescription, kind: Kind) -> str:
     """What is shared out where an axis of this kind is divided: `heads`, `states`, or its own kind."""
-    return d.axes[kind].base if kind in d.axes else "heads" if kind in _HEADS else kind
+    base = d.axes[kind].base if kind in d.axes else "heads" if kind in _HEADS else kind
+    return "heads" if base == "queries" else base
 
 
 def _uses(d: ModelDescription, sharding: Sharding, base: str) -> bool:
@@ -223,10 +231,14 @@ def _divided(
     size, count, name = len(shares), _count(d, base), _NAMES[base]
     if not _uses(d, sharding, base):
         return (range(count),) * size
+    if base == "heads" and size > count and _can_repeat(d, sharding, size):
+        each = size // count
+        return tuple(range(rank // each, rank // each + 1) for rank in range(size))
     if size > count:
+        more = next((n for n in range(size, d.num_heads + 1) if base == "heads" and _can_repeat(d, sharding, n)), 0)
         raise LayoutError(
-            f"{_FLAG} {size} is more than the model's {count} {name}; use at most {max(count, 1)}, and "
-            "--pipeline-parallel-size for more ranks",
+            f"{_FLAG} {size} is more than the model's {count} {name}; use at most {max(count, 1)}"
+            + (f" (or {more})" if more else "") + ", and --pipeline-parallel-size for more ranks",
             param=_PARAM,
         )
     unit, whole = 1, _whole(d)
@@ -247,6 +259,34 @@ def _divided(
     counts = [units * unit for units in _apportion(count // unit, shares)]
     counts[-1] += count % unit
     return _consecutive(counts)
+
+
+def _can_repeat(d: ModelDescription, sharding: Sharding, size: int) -> bool:
+    """Several ranks may have the same key and value head, each with some of its query heads: where the two are
+    projected apart, and no norm runs over the keys of all heads."""
+    kinds = {kind for found in _kinds(sharding).values() for kind in found if in_heads(d, kind)}
+    plain = kinds <= {*_QUERIES, "kv", "kv_heads", "q_gate"} and "kv" in kinds and not sharding.lists
+    fits = size % d.num_kv_heads == 0 and d.num_heads % size == 0
+    return plain and fits and "kv" not in sharding.norms.values() and not sharding.loose_heads
+
+
+def _queries(
+    d: ModelDescription, kv: Sequence[range], shares: Sequence[float], group: int
+) -> tuple[range, ...]:
+    """Each rank's query heads; cuts through the inputs of the output projection fall between groups of so many."""
+    size, units = len(kv), _count(d, "heads")
+    if size <= units or len(kv[-1]) == units:
+        each = d.num_heads // max(units, 1)
+        return tuple(range(own.start * each, own.stop * each) for own in kv)
+    each = d.num_heads // size
+    step = group // math.gcd(group, d.head_dim)
+    if each % step:
+        raise LayoutError(
+            f"{_FLAG} {size}: {d.head_dim} attention outputs a head in quantisation groups of {group} allow cuts after "
+            f"every {step} heads only, and each rank would have {each}; use at most {units}, or --dequantize yes",
+            param=_PARAM,
+        )
+    return tuple(range(rank * each, (rank + 1) * each) for rank in range(size))
 
 
 def _whole_experts(d: ModelDescription, shares: Sequence[float]) -> tuple[range, ...]:

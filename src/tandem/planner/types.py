@@ -70,7 +70,7 @@ class Stage:
     stop: int
     """One past the last layer."""
     kv_heads: tuple[int, ...]
-    """Kv heads of each machine; together all of the model's."""
+    """Kv heads of each machine; together all of the model's, or more where several machines hold the same one."""
     shares: tuple[float, ...]
     """Share of each machine in the layers' weights; together 1. Near the kv heads' shares, but not bound to whole
     heads: the MLP is divided more finely."""

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Base = Literal["heads", "states", "experts", "whole"]
-"""What is shared out among ranks: heads of attention; heads (or groups of heads, or channels) of a recurrent layer;
-widths of experts, or whole experts; or nothing, so that every rank has all of it."""
+Base = Literal["heads", "queries", "states", "whole"]
+"""What is shared out among ranks: key and value heads of attention; its query heads; heads (or groups of heads, or
+channels) of a recurrent layer; or nothing, so that every rank has all of it."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,8 @@ def latent(config: Mapping[str, Any]) -> dict[str, Axis]:
 def _gated(config: Mapping[str, Any]) -> dict[str, Axis]:
     """Attention whose query projection makes gates too, head by head."""
     heads = number(config, "num_attention_heads")
-    kv = number(config, "num_key_value_heads") or heads
     size = number(config, "head_dim") or number(config, "hidden_size") // max(heads, 1)
-    return {"q_gate": Axis("heads", kv, 2 * size * (heads // max(kv, 1)))}
+    return {"q_gate": Axis("queries", heads, 2 * size)}
 
 
 def mixed(config: Mapping[str, Any]) -> dict[str, Axis]:
