@@ -17,7 +17,7 @@ SECRET_VARIABLES = ("TANDEM_API_KEY",)
 """Never handed on to child processes: settings travel to them over a pipe."""
 
 EXTRA_VARIABLES = ("TANDEM_CONFIG", "TANDEM_PROFILE", "TANDEM_CACHE", "TANDEM_RUNTIME_DIR", "TANDEM_STATE_DIR",
-                   "TANDEM_VLLM", "TANDEM_BASE_PORT")
+                   "TANDEM_BASE_URL", "TANDEM_VLLM", "TANDEM_BASE_PORT")
 """Variables with our prefix that are not made from the name of a setting; the last two are the vLLM plugin's."""
 
 _LONGEST_RUNTIME_DIR, _LONGEST_GIVEN = 64, 81

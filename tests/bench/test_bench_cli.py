@@ -212,7 +212,7 @@ def test_comm(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        (["serve", "--base-url", "localhost:8000"], "--base-url"),
+        (["serve", "--base-url", "localhost:8000"], "--url localhost:8000: must begin with http"),
         (["serve", "--base-url", "http://127.0.0.1:1"], "cannot be reached"),
         (["serve", "--goodput", "ttft"], "--goodput"),
         (["serve", "--request-rate", "0"], "--request-rate"),

@@ -104,7 +104,7 @@ def test_no_weights_at_all(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        ({"model_type": "lama"}, UnsupportedModel, "model_type 'lama' is not supported; supported are .*llama"),
+        ({"model_type": "lama"}, UnsupportedModel, r"'lama' is not supported \(nearest is llama\); docs/models-list"),
         ({"model_type": None}, UnsupportedModel, "model_type None"),
         ({"quantization_config": {"quant_method": "hqq", "bits": 4}}, UnsupportedModel, "'hqq' is not supported"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, UnsupportedModel, "'bitsandbytes'"),

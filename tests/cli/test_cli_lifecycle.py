@@ -154,3 +154,32 @@ def test_one_name_has_one_owner(tmp_path, monkeypatch):
     assert not Background("b").runs()
     os.close(fd)
     assert not place.runs()
+
+
+@pytest.mark.slow
+def test_up_again_with_the_same_settings_changes_nothing_and_restart_keeps_them(tandem, server):
+    again = tandem("up", tandem.model, "--port", "0", "-pp", "2")
+    assert (again.returncode, again.stderr) == (0, "")
+    assert f"default runs already with these settings: {server['address']}" in again.stdout
+    assert tandem.status("--interval", "0")[0]["pid"] == server["pid"]
+    other = tandem("up", tandem.model, "--port", "0")
+    assert other.returncode == 2
+    assert "default runs already (process " in other.stderr
+    assert "sesame" not in "".join(file.read_text() for file in (tandem.state / "servers" / "default").iterdir())
+    missing = subprocess.run([sys.executable, "-m", "tandem", "restart"], capture_output=True, text=True, check=False,
+                             env={**tandem.environment, "TANDEM_API_KEY": ""}, timeout=60)
+    assert missing.returncode == 2
+    assert "set TANDEM_API_KEY again" in missing.stderr
+    done = tandem("restart")
+    assert done.returncode == 0, done.stderr
+    assert "default is ready" in done.stdout
+    seen = tandem.status("--interval", "0")[0]
+    assert seen["pid"] != server["pid"]
+    assert httpx.get(f"{seen['address']}/v1/models").status_code == 401
+    assert httpx.get(f"{seen['address']}/v1/models", headers={"x-api-key": "sesame"}).status_code == 200
+
+
+def test_restart_of_what_was_never_started(tandem):
+    done = tandem("restart", "--name", "never")
+    assert done.returncode == 2
+    assert "never was never started: `tandem up MODEL` starts a server" in done.stderr

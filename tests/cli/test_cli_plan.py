@@ -120,7 +120,7 @@ def test_table_reasons_and_flags(model, capsys):
     out = capsys.readouterr().out
     for words in ("PP 2 (a | b)", "4 + 2", "as asked for", "Ranks in order: a, b.", "Estimates"):
         assert words in out
-    assert f"tandem serve {model} --pipeline-parallel-size 2 --layer-split 4,2" in out
+    assert f"tandem serve {model} --hostfile hosts.json --pipeline-parallel-size 2 --layer-split 4,2" in out
 
 
 def test_json(model, capsys):
@@ -154,7 +154,7 @@ def test_shapes_become_flags(model, capsys):
     }
     for layout, flags in expected.items():
         assert main(["plan", model, *hosts, "--layout", layout]) == 0
-        assert f"tandem serve {model} {flags}" in capsys.readouterr().out
+        assert f"tandem serve {model} --hostfile hosts.json {flags}" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_ends_with_one_line(model, capsys):
@@ -184,7 +184,7 @@ def test_wrong_arguments_end_with_one_line(model, capsys, arguments, words):
 
 
 def test_a_model_that_is_known_by_name_is_planned_for_offline(capsys, monkeypatch):
-    monkeypatch.setattr("tandem.cli.plan.resolve", lambda *args, **kwargs: pytest.fail("files were asked for"))
+    monkeypatch.setattr("tandem.cli.plan.command.resolve", lambda *args, **kwargs: pytest.fail("files were asked for"))
     hosts = ["--hosts", "a=512GB:m3-ultra", "b=512GB:m3-ultra"]
     assert main(["plan", "deepseek-ai/DeepSeek-V3.2", "--quant", "4bit", "--json", *hosts]) == 0
     told = json.loads(capsys.readouterr().out)

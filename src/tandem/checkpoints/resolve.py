@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -48,7 +49,18 @@ def resolve(
         return ModelFiles(convert_cached(path, progress), path.stem)
     if _HUB_ID.match(model):
         return _hub_model(model, revision, progress if weights else None, weights=weights)
-    raise ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name)", param="model")
+    near = difflib.get_close_matches(model, ["demo", DEMO_NAME, *_beside(path)], 1)
+    meant = f"; did you mean {'demo' if near[0] == DEMO_NAME else near[0]}?" if near else ""
+    raise ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name){meant}", param="model")
+
+
+def _beside(path: Path) -> list[str]:
+    """Models in the same directory, as somebody would write them who writes `path`."""
+    try:
+        found = [one for one in path.parent.iterdir() if one.suffix == ".gguf" or (one / "config.json").is_file()]
+    except OSError:
+        return []
+    return [str(one) for one in found]
 
 
 def name_of(model: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -19,11 +21,76 @@ _PREFIX = "setting_"
 
 
 class Parser(argparse.ArgumentParser):
-    """Wrong arguments end with code 2 and one line."""
+    """Wrong arguments end with code 2 and one line, which names what may have been meant. `--help` shows what most
+    people need, `--help-all` everything."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seldom: set[argparse.Action] = set()
+        """Options that only `--help-all` shows."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
-        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists all options\n")
+        if message.endswith("arguments are required: ACTION"):
+            self.exit(2, f"{self.format_help()}\n{self.prog}: name an action\n")
+        every = "--help-all" if self.seldom else "--help"
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} {every}` lists all\n")
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, but words that mean nothing are told by the command that they were given to."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            near = difflib.get_close_matches(flags[0], list(self._option_string_actions), 1) if flags else []
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
+        return found, unknown
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
+            near = difflib.get_close_matches(str(value), list(action.choices), 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{meant}")
+        super()._check_value(action, value)
+
+    def format_help(self) -> str:
+        """What most people need, of each option the first sentence."""
+        if not self.seldom:
+            return super().format_help()
+        texts, usage = {action: action.help for action in self._actions}, self.usage
+        self.usage = "%(prog)s [options] [MODEL]"
+        for action, text in texts.items():
+            action.help = argparse.SUPPRESS if action in self.seldom else _first_sentence(text)
+        try:
+            return f"{super().format_help()}\n{len(self.seldom)} more options: {self.prog} --help-all\n"
+        finally:
+            self.usage = usage
+            for action, text in texts.items():
+                action.help = text
+
+    def format_help_all(self) -> str:
+        """Everything."""
+        return super().format_help()
+
+
+def _first_sentence(text: str | None) -> str | None:
+    """Without what comes after it, but with the default in brackets."""
+    if text is None or text == argparse.SUPPRESS:
+        return text
+    default = re.search(r" \[[^\]]*\]$", text)
+    first = re.split(r"(?<=\w[.;]) ", text.removesuffix(default[0]) if default else text)[0].rstrip(".;")
+    return first + (default[0] if default else "")
+
+
+class _HelpAll(argparse.Action):
+    """Prints all options, and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help="show all options, and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        assert isinstance(parser, Parser)
+        print(parser.format_help_all(), end="")
+        parser.exit()
 
 
 class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -36,15 +103,26 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help
 
 
-def add_command(commands: Any, name: str, text: str) -> Parser:
-    """A subcommand's parser."""
-    parser: Parser = commands.add_parser(name, help=text, description=text, formatter_class=_HelpFormatter,
-                                         allow_abbrev=False)
+def add_command(commands: Any, name: str, text: str, *, hidden: bool = False) -> Parser:
+    """A subcommand's parser; a hidden one is another name for one that is listed."""
+    listed = {} if hidden else {"help": text}
+    parser: Parser = commands.add_parser(name, description=text, formatter_class=_HelpFormatter, allow_abbrev=False,
+                                         **listed)
     return parser
 
 
-def add_settings(parser: argparse.ArgumentParser, sections: Sequence[str], *, model_argument: bool = True) -> None:
+OFTEN = frozenset({
+    "served_name", "max_context", "generation_config", "adapter_path", "pipeline_parallel_size",
+    "tensor_parallel_size", "data_parallel_size", "layer_split", "hostfile", "max_batch_size", "kv_tokens",
+    "memory_fraction", "draft_model", "host", "port", "api_key_file", "default_max_tokens", "journal", "log_level",
+    "also", "lora_modules", "unload_after",
+})
+"""Settings that `--help` shows; `--help-all` shows the others too."""
+
+
+def add_settings(parser: Parser, sections: Sequence[str], *, model_argument: bool = True) -> None:
     """Add the options of `sections`, and the model as a positional argument."""
+    parser.add_argument("--help-all", action=_HelpAll)
     if model_argument:
         text = field_docs(section_class("model"))["model"]
         parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=text)
@@ -57,22 +135,26 @@ def add_settings(parser: argparse.ArgumentParser, sections: Sequence[str], *, mo
         group = parser.add_argument_group(TITLES[section])
         for option in options():
             if option.section == section:
-                _add(group, option)
+                action = _add(group, option)
+                if option.name not in OFTEN:
+                    parser.seldom.add(action)
 
 
-def _add(group: Any, option: Option) -> None:
+def _add(group: Any, option: Option) -> argparse.Action:
     flags = [option.flag, *ALIASES.get(option.name, ())]
     text = option.help.replace("%", "%%") + _default(option)
     target = _PREFIX + option.name
     if option.base is bool:
-        group.add_argument(*flags, dest=target, action="append_const", const="true", help=text)
+        action: argparse.Action = group.add_argument(*flags, dest=target, action="append_const", const="true",
+                                                     help=text)
         group.add_argument("--no-" + option.flag.removeprefix("--"), dest=target, action="append_const", const="false",
                            help=argparse.SUPPRESS)
-        return
+        return action
     metavar = {int: "N", float: "X"}.get(option.base, "TEXT")
     if option.choices:
         metavar = "{" + ",".join(option.choices) + "}"
-    group.add_argument(*flags, dest=target, action="append", metavar=metavar, help=text)
+    listed: argparse.Action = group.add_argument(*flags, dest=target, action="append", metavar=metavar, help=text)
+    return listed
 
 
 def _default(option: Option) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import sys
@@ -11,7 +12,7 @@ from contextlib import suppress
 from tandem.borders import own_process, start_thread
 from tandem.cli.arguments import fail
 from tandem.cli.serve import serve
-from tandem.config.loading import from_json
+from tandem.config.loading import from_json, to_json
 from tandem.config.settings import Settings
 from tandem.errors import RankFailure, UsageError
 from tandem.log import set_up
@@ -22,6 +23,11 @@ MODULE = "tandem.cli.background"
 LOOK_S = 10.0
 """Seconds between two looks at the size of the log."""
 log = logging.getLogger("tandem.cli")
+
+
+def digest(settings: Settings) -> str:
+    """The same for the same settings."""
+    return hashlib.blake2b(to_json(settings), digest_size=16).hexdigest()
 
 
 def main() -> int:
@@ -43,7 +49,8 @@ def main() -> int:
     def write_down(bound: Settings) -> None:
         place.write(Record(os.getpid(), bound.server.host, bound.server.port,
                            ", ".join(one.name for one in bound.named) or bound.model.model, time.time(),
-                           bound.process.drain_timeout, "http" if bound.server.tls_cert is None else "https"))
+                           bound.process.drain_timeout, "http" if bound.server.tls_cert is None else "https",
+                           digest(settings)))
 
     try:
         return serve(settings, write_down)

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tandem.borders import start_thread
-from tandem.cli.bench import api_key, base_url
+from tandem.cli.address import api_key, server_url
 from tandem.errors import UsageError
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; 1 when requests are left without an answer. Raises UsageError."""
     if arguments.concurrency < 1 or arguments.retries < 0 or arguments.timeout <= 0:
         raise UsageError("--concurrency and --timeout must be above 0, --retries at least 0")
-    server = Server(base_url(arguments.base_url), api_key(arguments), arguments.timeout, arguments.retries)
+    server = Server(server_url(arguments), api_key(arguments), arguments.timeout, arguments.retries)
     source, target = Path(arguments.input), Path(arguments.output)
     lines = read_requests(source)
     if target.exists() and source.samefile(target):

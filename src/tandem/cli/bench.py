@@ -23,8 +23,7 @@ from tandem.bench.load import offer
 from tandem.bench.plot import svg
 from tandem.bench.report import GOODPUT_METRICS, METRICS, RATIOS, detail, lines, ratios, samples, summary
 from tandem.bench.workload import Mix, Prompts
-from tandem.config.keys import ClientLimits, read_key_file
-from tandem.env import variable
+from tandem.cli.address import api_key, checked_url, server_url
 from tandem.errors import UsageError
 
 EXIT_OK, EXIT_FAILED = 0, 1
@@ -37,23 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
     return actions[arguments.action](arguments)
 
 
-def api_key(arguments: argparse.Namespace) -> str:
-    """The key from the named file or the environment; empty for none. Raises ConfigError."""
-    if arguments.api_key_file is not None:
-        return next(iter(read_key_file(arguments.api_key_file, ClientLimits(), label="--api-key-file")))
-    return variable("TANDEM_API_KEY") or variable("OPENAI_API_KEY") or ""
-
-
-def base_url(text: str, flag: str = "--base-url") -> str:
-    """The address without /v1 and without a slash at its end. Raises UsageError."""
-    if not text.startswith(("http://", "https://")):
-        raise UsageError(f"{flag} {text}: must begin with http:// or https://", param="base_url")
-    return text.rstrip("/").removesuffix("/v1")
-
-
-def _target(arguments: argparse.Namespace, url: str, model: str | None, flag: str = "--base-url") -> Target:
+def _target(arguments: argparse.Namespace, url: str, model: str | None, flag: str = "--url") -> Target:
     key = api_key(arguments)
-    url = base_url(url, flag)
+    url = checked_url(url, flag)
     body = {"temperature": arguments.temperature, **({"ignore_eos": True} if arguments.ignore_eos else {})}
     _need(arguments.request_timeout > 0, "--request-timeout", arguments.request_timeout, "above 0")
     _need(arguments.endpoint.startswith("/"), "--endpoint", arguments.endpoint, "a path such as /v1/completions")
@@ -80,7 +65,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     _need(arguments.max_concurrency is None or arguments.max_concurrency > 0, "--max-concurrency",
           arguments.max_concurrency, "at least 1")
     _need(arguments.rounds > 0, "--rounds", arguments.rounds, "at least 1")
-    targets = [_target(arguments, arguments.base_url, arguments.model)]
+    targets = [_target(arguments, server_url(arguments), arguments.model)]
     if arguments.compare:
         targets.append(_target(arguments, arguments.compare, arguments.compare_model, "--compare"))
     for target in targets:
@@ -235,7 +220,7 @@ def _latency(arguments: argparse.Namespace) -> int:
     for flag in ("input_len", "output_len", "num_iters"):
         _need(getattr(arguments, flag) > 0, "--" + flag.replace("_", "-"), getattr(arguments, flag), "at least 1")
     _need(arguments.num_iters_warmup >= 0, "--num-iters-warmup", arguments.num_iters_warmup, "at least 0")
-    target = _target(arguments, arguments.base_url, arguments.model)
+    target = _target(arguments, server_url(arguments), arguments.model)
     mix = Mix(count=arguments.num_iters, input_len=arguments.input_len, output_len=arguments.output_len)
     arguments.num_warmups = arguments.num_iters_warmup
     _warm_up(arguments, target, mix)

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_as_json(evidence, found), indent=2))
     else:
-        _print(evidence, found)
+        _print(evidence, found, verbose=arguments.verbose)
     return int(any(one.verdict == "fail" for one in found))
 
 
@@ -89,7 +89,7 @@ def parse_ports(text: str | None) -> list[int]:
     return ports
 
 
-def _print(evidence: Evidence, found: Sequence[Finding]) -> None:
+def _print(evidence: Evidence, found: Sequence[Finding], *, verbose: bool) -> None:
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
     table = Table(title=f"{len(evidence.hosts)} machine(s): {', '.join(one.name for one in evidence.hosts)}",
                   title_justify="left")
@@ -97,9 +97,15 @@ def _print(evidence: Evidence, found: Sequence[Finding]) -> None:
     table.add_column("")
     table.add_column("Where", overflow="fold")
     table.add_column("Found", overflow="fold")
+    skipped = [] if verbose else [one for one in found if one.verdict == "skip"]
     for one in found:
+        if one in skipped:
+            continue
         table.add_row(one.check, f"[{_STYLES[one.verdict]}]{one.verdict}", escape(one.where), escape(one.detail))
     console.print(table)
+    if skipped:
+        names = ", ".join(dict.fromkeys(one.check for one in skipped))
+        console.print(f"Does not apply here: {names} (--verbose says why).", markup=False, style="dim")
     for one in found:
         if one.remedy and one.verdict in ("warn", "fail"):
             console.print(f"{one.check}{f' ({one.where})' if one.where else ''}: {one.detail}", markup=False)

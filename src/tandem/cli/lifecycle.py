@@ -9,16 +9,17 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
-from typing import Any
+from dataclasses import replace
 
-from rich.console import Console
+import msgspec
 
-from tandem.cli.background import MODULE
+from tandem.cli.background import MODULE, digest
 from tandem.cli.processes import prepared
 from tandem.cli.serve import GRACE_S, checked
+from tandem.cli.startup import farewell, progress_lines
 from tandem.cli.status import Look, look_at
 from tandem.config.loading import to_json
+from tandem.config.settings import Settings
 from tandem.env import variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
@@ -30,10 +31,61 @@ TAIL = 20
 
 
 def run_up(arguments: argparse.Namespace) -> int:
-    """Start a server and wait until it is ready. Raises UsageError."""
+    """Start a server and wait until it is ready; one that runs with the same settings is left alone. Raises
+    UsageError."""
     settings = checked(prepared(arguments))
     place = Background(arguments.name)
+    record = place.record() if place.runs() else None
+    if record is not None and record.settings == digest(settings):
+        return _runs_already(place)
+    return _start(place, settings, wait=not arguments.no_wait)
+
+
+def run_restart(arguments: argparse.Namespace) -> int:
+    """End a server, and start it with the settings that it had. Raises UsageError."""
+    place = Background(arguments.name)
+    kept = place.kept()
+    if kept is None:
+        raise UsageError(f"{place.name} was never started: `tandem up MODEL` starts a server")
+    had: _Kept = msgspec.json.decode(kept, type=_Kept)
+    settings = had.settings
+    if had.keys:
+        keys = tuple(filter(None, (variables().get("TANDEM_API_KEY") or "").split(",")))
+        if len(keys) != had.keys:
+            raise UsageError(f"{place.name} was started with {had.keys} API key(s), which are not kept: set "
+                             "TANDEM_API_KEY again, or start it with --api-key-file", param="api_key")
+        settings = replace(settings, server=replace(settings.server, api_key=keys))
+    run_down(arguments)
+    return _start(place, settings, wait=not arguments.no_wait)
+
+
+class _Kept(msgspec.Struct, frozen=True):
+    """What is kept of a server for its restart."""
+
+    settings: Settings
+    keys: int
+    """How many keys it had, which are not kept."""
+
+
+def _runs_already(place: Background) -> int:
+    seen = look_at(place, 0.0)
+    with progress_lines() as show:
+        while place.runs() and not seen.ready:
+            show({one.info.replica: one.status for one in seen.replicas})
+            time.sleep(POLL_S)
+            seen = look_at(place, 0.0)
+    if not seen.ready:
+        print(f"tandem: {place.name} did not come up; its log is {place.log}", file=sys.stderr)
+        return 3
+    print(f"{place.name} runs already with these settings: {seen.address} (model {seen.model})")
+    return 0
+
+
+def _start(place: Background, settings: Settings, *, wait: bool) -> int:
+    """Start a server. Raises UsageError."""
     lock = place.lock()
+    bare = replace(settings, server=replace(settings.server, api_key=()))
+    place.keep(msgspec.json.encode(_Kept(bare, len(settings.server.api_key))))
     place.forget()
     with place.fresh_log() as log:
         # It runs in a session of its own, so that neither ctrl-C nor the terminal's end reaches it.
@@ -44,7 +96,7 @@ def run_up(arguments: argparse.Namespace) -> int:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(to_json(settings) + b"\n")
-    if arguments.no_wait:
+    if not wait:
         print(f"{place.name} is starting (process {process.pid}); `tandem status` shows how far it is")
         return 0
     try:
@@ -55,19 +107,26 @@ def run_up(arguments: argparse.Namespace) -> int:
 
 
 def _wait(place: Background, process: subprocess.Popen[bytes]) -> int:
-    waiting: Any = Console(stderr=True).status("starting") if sys.stderr.isatty() else nullcontext()
-    with waiting as display:
-        while (code := process.poll()) is None:
+    if not sys.stderr.isatty():
+        print(f"{place.name} is starting (process {process.pid}); its log is {place.log}", file=sys.stderr, flush=True)
+    seen = Look(place.name, False)
+    with progress_lines() as show:
+        while (code := process.poll()) is None and not seen.ready:
             seen = look_at(place, 0.0)
-            if seen.ready:
-                print(f"{place.name} is ready: {seen.address} (model {seen.model}); its log is {place.log}")
-                return 0
-            if display is not None and seen.detail:
-                display.update(seen.detail)
-            time.sleep(POLL_S)
+            show({one.info.replica: one.status for one in seen.replicas})
+            time.sleep(0.0 if seen.ready else POLL_S)
+    if code is None:
+        print(f"{place.name} is ready: {seen.address} (model {seen.model}); its log is {place.log}")
+        print(farewell(seen.address, stop=" ".join(["tandem down", *_named(place)])))
+        return 0
     sys.stderr.writelines(_tail(place, TAIL))
     print(f"tandem: {place.name} did not come up (exit code {code}); its log is {place.log}", file=sys.stderr)
     return code if code > 0 else 3
+
+
+def _named(place: Background) -> list[str]:
+    """The option that names a server, where that is needed."""
+    return [] if place.name == "default" else ["--name", place.name]
 
 
 def run_down(arguments: argparse.Namespace) -> int:

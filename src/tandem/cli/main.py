@@ -17,6 +17,9 @@ from tandem.version import __version__
 SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
 ENGINE_SECTIONS = SERVE_SECTIONS[:-1]
 EXIT_FAILED = 3
+EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
+To begin with: tandem model get demo; tandem chat demo; tandem serve demo
+`tandem COMMAND --help` tells more of a command."""
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -25,6 +28,8 @@ def build_parser() -> Parser:
     parser = Parser(prog="tandem", description="Serve one large language model over several machines.")
     parser.add_argument("--version", action="version", version=f"tandem {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    parser.epilog = EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     serve = add_command(commands, "serve", "Load a model and serve it over HTTP.")
     add_settings(serve, SERVE_SECTIONS)
     serve.set_defaults(run=_serve)
@@ -76,42 +81,62 @@ def _rank(arguments: argparse.Namespace) -> int:
 
 
 def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
-    for name, text in (("generate", "Complete a prompt in this terminal, without a server."),
-                       ("chat", "Talk to a model in this terminal, without a server.")):
-        parser = add_command(commands, name, text)
-        add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
-        group = parser.add_argument_group("sampling")
+    chat = "Talk in this terminal to a running server, or to a model loaded here."
+    for name, text in (("generate", "Complete a prompt in this terminal, by a running server or a model loaded here."),
+                       ("chat", chat), ("run", chat)):
+        parser = add_command(commands, name, text, hidden=name == "run")
+        group = parser.add_argument_group("conversation" if name != "generate" else "prompt")
         if name == "generate":
             group.add_argument("--prompt", "-p", help="the text to complete; by default standard input.")
         else:
             group.add_argument("--system", help="a system message to begin with.")
-        sampling.add_sampling(group)
+        group.add_argument("--local", action="store_true", help="load the model here, also if a server has it.")
+        sampling.add_sampling(parser, sampling.DEFAULTS if name == "generate" else sampling.CHAT_DEFAULTS)
+        bench.add_server(parser)
+        add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
         parser.set_defaults(run=_generate if name == "generate" else _chat)
 
 
+MODEL_ACTIONS = {
+    "get": "Download a model: `demo`, or a hub id (org/name).",
+    "list": "List the models on this machine: names, sizes, dates; and what is kept for the next start.",
+    "show": "Say what a model is: type, layers, context, size, defaults of sampling.",
+    "rm": "Remove a model from this machine's caches.",
+    "path": "Print the directory of a model that is on this machine.",
+    "prune": "Remove what is kept for the next start of models that were not used for long: slices from other "
+             "machines, headers, converted GGUF files.",
+    "ps": "List the models of a running server, and which are loaded.",
+    "load": "Load a model of a running server that has several.",
+    "unload": "Unload one, when it has finished what it has; the next request loads it again.",
+}
+SHORT = {"pull": "get", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
+"""Commands that are actions of `tandem model`, as Ollama's users know them."""
+
+
 def _add_model(commands: argparse._SubParsersAction[Parser]) -> None:
-    model = add_command(commands, "model", "Fetch models and find them on disk; load and unload those of a server.")
+    model = add_command(commands, "model", "Fetch models, see and remove those on this machine; load and unload those "
+                        "of a server.")
     actions = model.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
-    for name, text in (("get", "Download a model: `demo`, or a hub id (org/name)."),
-                       ("path", "Print the directory of a model that is on this machine."),
-                       ("list", "List the models in Tandem's cache."),
-                       ("prune", "Remove what is kept for the next start of models that were not used for long: slices "
-                                 "from other machines, headers, converted GGUF files."),
-                       ("ps", "List the models of a running server, and which are loaded."),
-                       ("load", "Load a model of a running server that has several."),
-                       ("unload", "Unload one, when it has finished what it has; the next request loads it again.")):
-        parser = add_command(actions, name, text)
-        if name in ("ps", "load", "unload"):
-            bench.add_server(parser)
-        if name not in ("list", "ps", "prune"):
-            parser.add_argument("name", metavar="MODEL")
-        if name == "get":
-            parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
-        if name == "prune":
-            parser.add_argument("--unused-days", type=float, default=30.0, metavar="DAYS",
-                                help="how long nobody has needed it (default 30; 0: all).")
-            parser.add_argument("--dry-run", action="store_true", help="only say what would go.")
+    for name, text in MODEL_ACTIONS.items():
+        _add_model_action(add_command(actions, name, text), name)
+    for name, action in SHORT.items():
+        parser = add_command(commands, name, MODEL_ACTIONS[action], hidden=True)
+        _add_model_action(parser, action)
+        parser.set_defaults(run=_model, action=action)
     model.set_defaults(run=_model)
+
+
+def _add_model_action(parser: Parser, name: str) -> None:
+    if name in ("ps", "load", "unload"):
+        bench.add_server(parser)
+    if name not in ("list", "ps", "prune"):
+        parser.add_argument("name", metavar="MODEL")
+    if name == "get":
+        parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
+    if name == "prune":
+        parser.add_argument("--unused-days", type=float, default=30.0, metavar="DAYS",
+                            help="how long nobody has needed it (default 30; 0: all).")
+        parser.add_argument("--dry-run", action="store_true", help="only say what would go.")
 
 
 def _add_replica(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -123,9 +148,8 @@ def _add_replica(commands: argparse._SubParsersAction[Parser]) -> None:
         parser = add_command(actions, name, text)
         if name == "drain":
             parser.add_argument("replica", type=int, metavar="N", help="number that `tandem replica list` shows.")
-        parser.add_argument("--port", dest="setting_port", action="append", metavar="N",
-                            help="port of the server [8000]")
-    replica.set_defaults(run=_replica, config=None, profile=None)
+        bench.add_server(parser)
+    replica.set_defaults(run=_replica)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
@@ -147,13 +171,13 @@ def _engine(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from tandem.cli.talk import run_generate
+    from tandem.cli.talk.command import run_generate
 
     return run_generate(arguments)
 
 
 def _chat(arguments: argparse.Namespace) -> int:
-    from tandem.cli.talk import run_chat
+    from tandem.cli.talk.command import run_chat
 
     return run_chat(arguments)
 
@@ -171,7 +195,7 @@ def _replica(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from tandem.cli.plan import run
+    from tandem.cli.plan.command import run
 
     return run(arguments)
 
@@ -185,7 +209,8 @@ def _parity(arguments: argparse.Namespace) -> int:
 def _lifecycle(arguments: argparse.Namespace) -> int:
     from tandem.cli import lifecycle, status
 
-    runs = {"up": lifecycle.run_up, "down": lifecycle.run_down, "logs": lifecycle.run_logs, "status": status.run}
+    runs = {"up": lifecycle.run_up, "down": lifecycle.run_down, "restart": lifecycle.run_restart,
+            "logs": lifecycle.run_logs, "status": status.run}
     return runs[arguments.command](arguments)
 
 

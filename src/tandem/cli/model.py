@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+import time
 from urllib.parse import quote
 
 from rich.console import Console
@@ -14,13 +15,17 @@ from rich.table import Table
 
 from tandem.bench.client import get
 from tandem.checkpoints.demo import fetch_demo
-from tandem.checkpoints.pruning import prune, unused
+from tandem.checkpoints.generation_config import sampling_defaults
+from tandem.checkpoints.inventory import find_stored, remove, stored
+from tandem.checkpoints.pruning import kept, prune, unused
 from tandem.checkpoints.resolve import resolve
-from tandem.cli.bench import api_key, base_url
-from tandem.env import cache_dir
+from tandem.cli.address import api_key, server_url
 from tandem.errors import ConfigError
+from tandem.models.description import describe
 
 DAY_S = 86400.0
+_WIDTH = 160
+"""Columns of a table that does not go to a terminal."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,8 +33,13 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action in ("ps", "load", "unload"):
         return _of_server(arguments)
     if arguments.action == "list":
-        for config in sorted(cache_dir().glob("*/*/config.json")):
-            print(config.parent)
+        return _list()
+    if arguments.action == "show":
+        return _show(arguments.name)
+    if arguments.action == "rm":
+        one = find_stored(arguments.name)
+        remove(one)
+        print(f"{one.name} is removed; {_size(one.nbytes)} are free again")
         return 0
     if arguments.action == "prune":
         return _prune(arguments.unused_days, dry_run=arguments.dry_run)
@@ -51,6 +61,44 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.0f} MiB"
+
+
+def _list() -> int:
+    table = Table("name", "kind", "size", "modified", box=None, pad_edge=False)
+    for one in stored():
+        table.add_row(one.name, one.kind, _size(one.nbytes), time.strftime("%Y-%m-%d %H:%M",
+                                                                           time.localtime(one.modified)))
+    if table.row_count:
+        Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    else:
+        print("no model is on this machine; `tandem model get demo` fetches a small one")
+    extra = [one for one in kept() if one.kind != "gguf"]
+    if extra:
+        print(f"{_size(sum(one.nbytes for one in extra))} more are slices and headers of models from other machines "
+              "(tandem model prune)")
+    return 0
+
+
+def _show(name: str) -> int:
+    """What a model is. Raises UsageError."""
+    files = resolve(name, weights=False)
+    model = describe(files)
+    quantised = f", {model.quantization.get('bits')} bits" if model.quantization else ""
+    facts = {
+        "name": files.name, "type": model.family, "directory": str(files.path), "layers": str(model.num_layers),
+        "hidden size": str(model.hidden_size), "vocabulary": str(model.vocab_size),
+        "context": f"{model.max_context} tokens", "weights": f"{model.dtype}{quantised}",
+        "size": _size(sum(model.layer_bytes) + model.embed_bytes + model.head_bytes),
+        "sampling": ", ".join(f"{key} {value}" for key, value in sampling_defaults(files.path, "auto",
+                                                                                   None).given().items()) or "-",
+    }
+    for key, value in facts.items():
+        print(f"{key:12} {value}")
+    return 0
+
+
 def _prune(days: float, *, dry_run: bool) -> int:
     if not 0 <= days < math.inf:
         raise ConfigError(f"--unused-days: {days:g} is out of range: must be 0 or more", param="unused_days")
@@ -64,7 +112,7 @@ def _prune(days: float, *, dry_run: bool) -> int:
 
 
 def _of_server(arguments: argparse.Namespace) -> int:
-    url, key = base_url(arguments.base_url), api_key(arguments)
+    url, key = server_url(arguments), api_key(arguments)
     if arguments.action != "ps":
         path = f"/v1/models/{quote(arguments.name)}/{arguments.action}"
         answer = json.loads(get(url, path, key, timeout_s=None, method="POST"))

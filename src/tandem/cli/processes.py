@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import replace
 
 from tandem.borders import own_process
 from tandem.cli.arguments import fail, load_settings
@@ -28,13 +29,19 @@ from tandem.supervision.control import control_path
 log = logging.getLogger("tandem.cli")
 
 
-def prepared(arguments: argparse.Namespace) -> Settings:
-    """Settings of a command, with the log set up and warnings logged. Raises ConfigError."""
+def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
+    """Settings of a command, with the log set up and warnings logged. Raises ConfigError.
+
+    `quiet`: on a terminal only what goes wrong is logged, unless a level was asked for.
+    """
     loaded = load_settings(arguments)
-    set_up(loaded.settings.process.log_level)
+    settings = loaded.settings
+    if quiet and sys.stderr.isatty() and not loaded.given("process").keys() & {"log_level"}:
+        settings = replace(settings, process=replace(settings.process, log_level="WARNING"))
+    set_up(settings.process.log_level)
     for warning in loaded.warnings:
         log.warning("%s", warning)
-    return loaded.settings
+    return settings
 
 
 def run_engine_command(arguments: argparse.Namespace) -> int:
@@ -104,7 +111,7 @@ def _api_child(settings: Settings, fd: int) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
 
     watch_lifeline(orphaned)
-    run_api(settings, engines, fd=fd)
+    run_api(settings, engines, fd=fd, announce=False)  # its supervisor does
     return 0
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tandem.cli.arguments import load_settings
+from tandem.cli.address import local_port, server_url
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaInfo, ReplicaList
@@ -21,7 +21,7 @@ PROBE_S = 1.0
 
 def run(arguments: argparse.Namespace) -> int:
     """One of the actions. Raises UsageError."""
-    path = control_path(load_settings(arguments).settings.server.port)
+    path = control_path(local_port(server_url(arguments)))
     if arguments.action == "list":
         _show(_list(path))
     elif arguments.action == "add":

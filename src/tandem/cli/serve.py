@@ -15,13 +15,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import FrameType
-from typing import Any
-
-from rich.console import Console
 
 from tandem.cli.processes import prepared
+from tandem.cli.startup import farewell, progress_lines
 from tandem.config.settings import Settings
 from tandem.env import engine_socket_path
 from tandem.errors import UsageError
@@ -59,7 +57,7 @@ HURRY_S = 3.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Returns the exit code; raises UsageError before anything is started."""
-    return serve(checked(prepared(arguments)))
+    return serve(checked(prepared(arguments, quiet=True)))
 
 
 def checked(settings: Settings) -> Settings:
@@ -161,20 +159,18 @@ class Supervisor:
 
     def _wait_until_ready(self) -> int | None:
         """None once requests can be served by all replicas, else an exit code."""
-        waiting: Any = Console(stderr=True).status("starting") if sys.stderr.isatty() else nullcontext()
         known: dict[int, EngineStatus] = {}
-        with waiting as display:
+        with progress_lines() as show:
             while (code := self._look()) is None:
                 known |= self._engines.statuses()
                 states = {index: known.get(index) if runs else None for index, runs in self._engines.running.items()}
                 known = {index: one for index, one in states.items() if one is not None}
-                slowest = next((one for one in states.values() if one is None or one.state != "ready"), None)
-                if slowest is not None and display is not None:
-                    display.update(slowest.detail or slowest.state)
+                show(states)
                 ready = [one for one in states.values() if one is not None and one.state == "ready"]
                 if states and len(ready) == len(states) <= self._reached:
-                    self._announce(ready)
-                    return None
+                    break
+        if code is None:
+            self._announce(ready)
         return code
 
     def _announce(self, engines: list[EngineStatus]) -> None:
@@ -190,6 +186,8 @@ class Supervisor:
             replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
         print(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), "
               f"{engines[0].stages} stage(s){replicas})", flush=True)
+        print(farewell(address, stop="Ctrl-C" if sys.stdin.isatty() else "Ctrl-C, or SIGTERM (tandem down after tandem "
+                       "up)"), flush=True)
 
     def _watch(self) -> int:
         while (code := self._look()) is None:

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tandem.cli.address import checked_url, local_port
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
@@ -91,6 +92,8 @@ class Look:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print; 0 if everything that was asked for is ready. Raises UsageError."""
+    if arguments.url is not None:
+        arguments.port = local_port(checked_url(arguments.url))
     if arguments.port is not None:
         looks = [Look(f"port {arguments.port}", True, address=f"127.0.0.1:{arguments.port}")]
         _fill(looks[0], arguments.port, arguments.interval)

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tandem.bench.client import get
-from tandem.cli.bench import api_key, base_url
+from tandem.cli.address import api_key, server_url
 from tandem.errors import UsageError
 
 TTFT = "tandem_time_to_first_token_seconds"
@@ -48,7 +48,7 @@ def look(url: str, key: str) -> Look:
         if not (isinstance(health["status"], str) and isinstance(status["replicas"], list)):
             raise TypeError
     except (ValueError, LookupError, TypeError):
-        raise UsageError(f"{url} does not answer as a Tandem server; is --base-url right?", param="base_url") from None
+        raise UsageError(f"{url} does not answer as a Tandem server; is --url right?", param="base_url") from None
     metrics: dict[str, float] = {}
     with contextlib.suppress(UsageError, ValueError):  # metrics may be switched off: the rest is worth showing
         for family in text_string_to_metric_families(get(url, "/metrics", key).decode()):
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Watch until interrupted, or print one picture. Raises UsageError."""
     if not 0.1 <= arguments.interval <= 3600:
         raise UsageError(f"--interval {arguments.interval}: must be from 0.1 to 3600 seconds", param="interval")
-    url, key = base_url(arguments.base_url), api_key(arguments)
+    url, key = server_url(arguments), api_key(arguments)
     before = look(url, key)
     if arguments.once:
         time.sleep(arguments.interval)

@@ -152,7 +152,7 @@ class SchedulerSettings:
     """Seconds that requests wait for a machine that was lost. Then the model is laid out over those that remain, if it
     fits there, until the machine is back."""
     canary: bool = True
-    """Before serving, compute a prompt of more than two chunks twice in different ways over all ranks and links, and
+    """Self-check: before serving, compute a prompt of two chunks twice in different ways over all ranks and links, and
     refuse to serve if anything disagrees. Layouts of one rank skip it."""
     max_restarts: int = 5
     """Gang restarts in a row, without a request served in between, before the engine gives up. Also most times that

@@ -1,10 +1,10 @@
 """The check that a layout of several ranks computes what it should, over its real links, before it serves.
 
-Links can corrupt in silence, often only when a prompt is long (docs/parity.md). So one prompt of more than two prefill
-chunks is computed twice: alone, and again with other chunk boundaries beside other sequences in the batch, on all
-lanes. Greedy tokens and log probabilities must agree as far as the arithmetic allows. Besides, ranks report digests of
-the hidden states they get and give: what leaves a stage must reach the next one bit for bit, and all ranks of a stage
-must hold the same bits.
+Links can corrupt in silence, often only when a prompt is long (docs/parity.md). So one prompt of a whole prefill chunk
+and a little more is computed twice: alone, and again with other chunk boundaries beside other sequences in the batch,
+on all lanes. Greedy tokens and log probabilities must agree as far as the arithmetic allows. Besides, ranks report
+digests of the hidden states they get and give: what leaves a stage must reach the next one bit for bit, and all ranks
+of a stage must hold the same bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEW_TOKENS = 4
 TOP = 5
 """Most likely tokens whose log probabilities are compared."""
 BEYOND = 2
-"""Tokens of the prompt beyond its second chunk."""
+"""Tokens of the prompt beyond its first chunk: enough that another chunk must follow it."""
 NEIGHBOUR = 5
 """Prompt tokens of each sequence beside it; they decode while it is computed."""
 TOLERANCE = {"float32": 0.02, "float16": 0.3, "bfloat16": 1.0}
@@ -56,20 +56,21 @@ def send_canary(executor: Executor, layout: GangLayout, limits: Limits, ready: l
     Leaves nothing behind on the ranks: its sequences are removed, and nothing is saved for later prompts.
     """
     started = time.perf_counter()
-    length = min(2 * limits.prefill_chunk + BEYOND, min(limits.max_context, limits.kv_tokens // 2) - NEW_TOKENS)
+    length = min(limits.prefill_chunk + BEYOND, min(limits.max_context, limits.kv_tokens // 2) - NEW_TOKENS)
     if length < 3:
         log.warning("no canary: a KV cache of %d tokens has no room for it; it serves unchecked (--kv-tokens)",
                     limits.kv_tokens)
         return Outcome(0.0, first_step)
-    chunk = (length - 1) // 2
+    chunk = max(1, length - BEYOND)
+    log.info("self-check: %d ranks compute a prompt of %d tokens in two ways (--no-canary leaves it out)", len(ready),
+             length)
     alone = _drive(executor, layout, _limits(limits, 1, chunk), _requests(limits, length, 1), first_step)
     # Twice as many sequences as lanes, so that the first one has a neighbour in its batch.
     crowd = _drive(executor, layout, _limits(limits, limits.lanes, max(1, 2 * chunk // 3)),
                    _requests(limits, length, 2 * limits.lanes), alone.next_step)
     worst = _compare(alone.answers["canary-0"], crowd.answers["canary-0"], tolerance(layout, ready), limits.vocab_size)
     seconds = time.perf_counter() - started
-    log.info("canary: %d ranks agree on a prompt of %d tokens, log probabilities to %.1e (%.2f s)", len(ready), length,
-             worst, seconds)
+    log.info("self-check passed: %d ranks agree, log probabilities to %.1e (%.2f s)", len(ready), worst, seconds)
     return Outcome(seconds, crowd.next_step)
 
 

@@ -125,7 +125,7 @@ class Gang:
                 if specs := self.executor.specs:
                     self._whole = self._laid = _Laid(replace(self.layout, ranks=tuple(specs)))
                 limits = self._limits()
-                scheduler = Scheduler(limits, first_step=self._canary(limits, 0))
+                scheduler = Scheduler(limits, first_step=self._canary(limits, 0, progress))
                 break
             except RankFailure as failure:
                 worth_it = self._lighten(failure) or failure.cause in LOSSES
@@ -159,10 +159,13 @@ class Gang:
     def _limits(self) -> Limits:
         return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded), shed=self._shed)
 
-    def _canary(self, limits: Limits, first_step: int) -> int:
+    def _canary(self, limits: Limits, first_step: int, progress: Progress | None = None) -> int:
         """Check the ranks against one another; returns the number of the next step. Raises RankFailure."""
         if not self._settings.scheduler.canary or len(self.layout.ranks) == 1:
             return first_step
+        if progress is not None:
+            for ready in self.ready:
+                progress(ready.rank, 0, 0, "check")
         outcome = send_canary(self.executor, self.layout, limits, self.ready, first_step)
         self._canary_s = outcome.seconds
         return outcome.next_step

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import zmq
 
 from tandem.config.settings import Settings
@@ -20,11 +21,15 @@ from tandem.engine.layout import plan_layout
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline
-from tandem.protocol.control import Abort, Detach, EngineMessage, Output, Refused, Submit, Trial
+from tandem.protocol.control import Abort, Detach, EngineMessage, LoadProgress, Output, Refused, Submit, Trial
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
 
+SHOW_S = 0.2
+"""Seconds between two refreshes while ranks load."""
+LOG_S = 10.0
+"""Seconds between two log lines of a rank that loads for long."""
 PUBLISH_S = 0.5
 """Seconds between refreshes of the published status."""
 POLL_MS, IDLE_MS = 100, 500
@@ -49,6 +54,7 @@ class EngineService:
         self._serving = False
         self._deadline: float | None = None
         self._published = 0.0
+        self._loading = _Loading(self._publish)
 
     def stop(self) -> bool:
         """Drain: refuse new requests, finish the running ones (up to `drain_timeout`), end.
@@ -65,11 +71,11 @@ class EngineService:
         `report` hears why it ended, if ranks failed.
         """
         try:
-            self._engine.start(_ProgressLog())
+            self._engine.start(self._loading)
             log.info("engine ready: %s, %d rank(s), %d lane(s), KV cache of %d tokens", self._engine.layout.served_name,
                      len(self._engine.layout.ranks), self._engine.layout.lanes, self._engine.status().kv_tokens_total)
-            self._publish()
             self._serving = True
+            self._publish()
             self._serve()
         except _Over:
             log.info("ended while ranks were being replaced")
@@ -166,7 +172,10 @@ class EngineService:
             self._gateway.send(client, *batch)
 
     def _publish(self) -> None:
-        self._gateway.status = self._engine.status()
+        status = self._engine.status()
+        if not self._serving:
+            status = msgspec.structs.replace(status, loading=list(self._loading.ranks.values()))
+        self._gateway.status = status
         self._published = time.monotonic()
 
     def _publish_now_and_then(self) -> None:
@@ -178,17 +187,25 @@ class _Over(Exception):
     """The engine was told to end while it replaced ranks, and nothing is left to wait for."""
 
 
-class _ProgressLog:
-    """A log line for each tenth of a rank's weights."""
+class _Loading:
+    """How far the ranks are: kept for the status, and a log line when a phase is over, or has taken long."""
 
-    def __init__(self) -> None:
-        self._tenths: dict[tuple[int, str], int] = {}
+    def __init__(self, changed: Callable[[], None]) -> None:
+        """`changed` is called when there is something new to show."""
+        self.ranks: dict[int, LoadProgress] = {}
+        self._changed = changed
+        self._shown = 0.0
+        self._logged: dict[tuple[int, str], float] = {}
 
     def __call__(self, rank: int, done: int, total: int, phase: str) -> None:
-        tenth = 10 * done // max(total, 1)
-        if tenth > self._tenths.get((rank, phase), -1):
-            self._tenths[rank, phase] = tenth
-            log.info("rank %d: %s %d%% of %.0f MiB", rank, phase, 10 * tenth, total / 2**20)
+        before, now = self.ranks.get(rank), time.monotonic()
+        self.ranks[rank] = LoadProgress(rank, done, total, phase)
+        if before is None or before.phase != phase or now - self._shown > SHOW_S:
+            self._shown = now
+            self._changed()
+        if total and (done >= total or now - self._logged.setdefault((rank, phase), now) > LOG_S):
+            self._logged[rank, phase] = now
+            log.info("rank %d: %s %d%% of %.0f MiB", rank, phase, 100 * done // total, total / 2**20)
 
 
 def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[str], None] = lambda _: None) -> int:

@@ -24,6 +24,7 @@ from tandem.executors.weights import serve_model
 from tandem.launchers.base import Launcher, Place, RankProcess, World
 from tandem.log import Seldom
 from tandem.protocol.control import (
+    Begin,
     Connect,
     Failure,
     Hello,
@@ -115,6 +116,7 @@ class ClusterExecutor(Executor):
             self._broadcast(Connect([hello.endpoint for hello in hellos]))
             self._connected = True
             ready = self._gather_ready(progress)
+            self._broadcast(Begin())
             self._stop_serving()
             return ready
         except (OSError, zmq.ZMQBaseError, TransportError, SpawnError) as error:

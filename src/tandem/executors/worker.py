@@ -26,7 +26,7 @@ from tandem.executors.weights import Head, obtain_files
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
-from tandem.protocol.control import Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
+from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.protocol.payloads import WorkerPayload
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
@@ -99,9 +99,7 @@ class Worker:
         stage = load_slice(self._spec, partial(progress, "load"), group, files)
         if self._wrap is not None:
             stage = self._wrap(stage)
-        log.info("Post-load barrier passed")
         runner = build_runner(self._spec, stage, link, group, files)
-        log.info("BatchGenerator created, entering StepPlan loop")
         return runner, ready_message(self._spec, runner)
 
     def _greet(self, channel: TcpChannel | None) -> object:
@@ -146,6 +144,9 @@ class Worker:
                     return
                 if isinstance(command, Plan):
                     loop.submit(command.plan)
+                elif isinstance(command, Begin):
+                    log.info("Post-load barrier passed")
+                    log.info("BatchGenerator created, entering StepPlan loop")
                 elif isinstance(command, Ping):
                     self._bus.send(Pong(self._spec.rank, command.number, *loop.where()))
 

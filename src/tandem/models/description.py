@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 from collections.abc import Iterable, Mapping
@@ -116,8 +117,8 @@ def describe(files: ModelFiles) -> ModelDescription:
         raise UnsupportedModel(f"{files.name}: {name} is not supported: {REFUSED[name]}", param="model")
     if not isinstance(name, str) or (name not in FAMILIES and not in_mlx_lm(module_of(name))):
         raise UnsupportedModel(
-            f"{files.name}: model_type {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}, and "
-            "other types of mlx-lm that pass a trial",
+            f"{files.name}: model_type {name!r:.60} is not supported{_nearest(name)}; docs/models-list.md lists the "
+            f"{len(FAMILIES)} types that are, and others of mlx-lm are tried when they are served",
             param="model",
         )
     family = family_of(name)
@@ -157,6 +158,11 @@ def describe(files: ModelFiles) -> ModelDescription:
         generates=not headless,
         **facts.shares(_layer_type(files.path, str(name))),
     )
+
+
+def _nearest(name: object) -> str:
+    near = difflib.get_close_matches(name, list(FAMILIES), 1) if isinstance(name, str) else []
+    return f" (nearest is {near[0]})" if near else ""
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

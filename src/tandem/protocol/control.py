@@ -154,6 +154,8 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """Those of them that became output."""
     defaults: SamplingDefaults = SamplingDefaults()
     """For requests that do not say otherwise."""
+    loading: list[LoadProgress] = []
+    """How far each rank is, while the first ranks start."""
 
 
 class MetricsText(Struct, frozen=True, tag=True):
@@ -192,13 +194,17 @@ class Connect(Struct, frozen=True, tag=True):
     endpoints: list[str]
 
 
+class Begin(Struct, frozen=True, tag=True):
+    """All ranks have loaded; plans may come."""
+
+
 class Ping(Struct, frozen=True, tag=True):
     """Answer with `Pong`, at once, whatever the rank computes."""
 
     number: int
 
 
-RankCommand = Plan | Stop | Connect | Ping
+RankCommand = Plan | Stop | Connect | Begin | Ping
 
 # --- rank -> engine --------------------------------------------------------------------------------------------
 
@@ -223,7 +229,7 @@ class LoadProgress(Struct, frozen=True, tag=True):
     """Bytes."""
     total: int
     phase: str = "load"
-    """`fetch`: onto the rank's machine; then `load`: into memory."""
+    """`fetch`: onto the rank's machine; then `load`: into memory; then, all ranks together, `check`."""
 
 
 class Ready(Struct, frozen=True, tag=True):

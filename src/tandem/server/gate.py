@@ -70,7 +70,8 @@ class Gate:
         client = scope.get("client")
         scope["tandem.group"] = client[0] if client else ""
         scope["tandem.trusted"] = True
-        headers, free = Headers(scope=scope), scope["path"] in OPEN_PATHS
+        headers = Headers(scope=scope)
+        free = scope["path"] in OPEN_PATHS or (scope["path"] == "/" and page.prefers_page(headers.get("accept", "")))
         if not self._digests:
             if not free:
                 self._origins.check(headers)

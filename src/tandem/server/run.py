@@ -48,18 +48,24 @@ class ApiServer(uvicorn.Server):
         self._acceptors: list[Acceptor] = []
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None
+        self.announces = True
+        """False for one whose supervisor does so."""
+        self._addresses: list[str] = []
+        """Where it listens, until that is announced."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; on a second signal, stop."""
         if self._drain_until is None:
             self._api.draining = True
             self._drain_until = time.monotonic() + self._drain_timeout
-            logger.info("signal %d: draining, %d requests are running", sig, len(self._api.live))
+            running = len(self._api.live)
+            logger.log(logging.INFO if running else logging.DEBUG, "signal %d: draining, %d requests are running", sig,
+                       running)
         else:
             self.should_exit = self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and say where, in the words that people search logs for."""
+        """Start taking connections; where is said when requests can be served."""
         watch_loop(asyncio.get_running_loop())
         await super().startup([])  # connections are taken by our own acceptor
         most = most_connections(self._api.settings.server.max_connections)
@@ -71,8 +77,13 @@ class ApiServer(uvicorn.Server):
             acceptor.start()
             self._acceptors.append(acceptor)
             host, port = listener.getsockname()[:2]
-            host = f"[{host}]" if ":" in host else host
-            logger.info("Uvicorn running on %s://%s:%d (Press CTRL+C to quit)", scheme, host, port)
+            self._addresses.append(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
+
+    def _announce(self) -> None:
+        """Once, in the words that people search logs for."""
+        for address in self._addresses:
+            logger.info("Uvicorn running on %s (Press CTRL+C to quit)", address)
+        self._addresses.clear()
 
     def _connection(self) -> Connection:
         return Connection(self.config, self.server_state, self.lifespan.state)
@@ -85,6 +96,8 @@ class ApiServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """True when it is time to exit; called about each 0.1 s."""
+        if self.announces and self._addresses and self._api.ready():
+            self._announce()
         if counter % _TICKS == 0:
             now = asyncio.get_running_loop().time()
             for one in self._clients():
@@ -135,15 +148,17 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
     return ApiServer(config, app.state.api, drain_timeout)
 
 
-def run_api(settings: Settings, engines: Engines | Residents, *, fd: int | None = None) -> None:
+def run_api(settings: Settings, engines: Engines | Residents, *, fd: int | None = None,
+            announce: bool = True) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 
-    `engines` is what works on the requests. Returns after the drain. Raises ConfigError when the address cannot be had,
-    or the certificate cannot be used.
+    `engines` is what works on the requests. With `announce` it logs where it is, once requests can be served. Returns
+    after the drain. Raises ConfigError when the address cannot be had, or the certificate cannot be used.
     """
     listener = socket.socket(fileno=fd) if fd is not None else listen(settings.server.host, settings.server.port)
     app = create_app(settings, engines)
     server = make_server(app, settings.process.drain_timeout)
+    server.announces = announce
     # uvicorn raises the signals that it caught once more when it is done; they have had their effect by then.
     before = {number: signal.signal(number, _ignore) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

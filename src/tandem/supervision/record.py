@@ -35,6 +35,8 @@ class Record(Struct, frozen=True):
     started_at: float
     drain_timeout: float
     scheme: str = "http"
+    settings: str = ""
+    """Digest of its settings, to tell whether others are the same."""
 
 
 class Background:
@@ -90,6 +92,19 @@ class Background:
         with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
             file.write(msgspec.json.encode(record))
         fresh.replace(self.path / "record.json")
+
+    def keep(self, settings: bytes) -> None:
+        """Write down, for `tandem restart`, with what it is started; without keys. Raises OSError."""
+        with open(os.open(self.path / "settings.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600),
+                  "wb") as file:
+            file.write(settings)
+
+    def kept(self) -> bytes | None:
+        """What `keep` wrote, or None where a server of that name was never started."""
+        try:
+            return (self.path / "settings.json").read_bytes()
+        except FileNotFoundError:
+            return None
 
     def forget(self) -> None:
         """Remove the record."""

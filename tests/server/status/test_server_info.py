@@ -182,3 +182,15 @@ def test_the_status_is_that_of_now_and_not_of_the_last_heartbeat(serve, engine):
     for running in range(1, 20):
         engine.set_status(running=running)
         assert server.http.get("/v1/status").json()["num_running"] == running
+
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+
+
+def test_a_browser_is_led_to_the_page_and_a_client_gets_json(server, locked):
+    for one in (server, locked):
+        led = one.http.get("/", headers={"accept": BROWSER})
+        assert (led.status_code, led.headers["location"]) == (307, "/ui")
+    for accept in ("*/*", "application/json", "application/json, text/html"):
+        assert server.http.get("/", headers={"accept": accept}).json()["name"] == "Tandem"
+    assert locked.http.get("/").status_code == 401

@@ -45,9 +45,13 @@ def add_batch(commands: Any) -> Parser:
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a server."""
+    """Add the options that name a server (cli/address.py)."""
     group = parser.add_argument_group("server")
-    group.add_argument("--base-url", default=DEFAULT_URL, metavar="URL", help=f"the server [{DEFAULT_URL}]")
+    group.add_argument("--url", "--base-url", metavar="URL", help="the server; else --port, --name, TANDEM_BASE_URL, "
+                       f"the one that `tandem up` started, else {DEFAULT_URL}.")
+    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this "
+                       "machine.")
+    group.add_argument("--name", dest="server_name", metavar="NAME", help="the server that `tandem up --name` started.")
     group.add_argument("--api-key-file", metavar="FILE",
                        help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
 

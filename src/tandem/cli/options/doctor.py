@@ -24,6 +24,7 @@ def add_parser(commands: Any) -> Parser:
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="of the HTTP server, here [8000]")
     parser.add_argument("--ports", metavar="A-B", help="ports that must be free on every machine, such as 32323-32330.")
     parser.add_argument("--full-hash", action="store_true", help="read all of every weight file instead of samples.")
+    parser.add_argument("--verbose", "-v", action="store_true", help="also say of each check that does not apply why.")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON.")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # what ssh runs on another machine
     group = parser.add_argument_group("the model")

@@ -1,4 +1,4 @@
-"""The options of `tandem up`, `down`, `status` and `logs`."""
+"""The options of `tandem up`, `down`, `restart`, `status` and `logs`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,12 @@ def add_parsers(commands: Any, sections: Sequence[str], run: Any) -> None:
     up.add_argument("--no-wait", action="store_true", help="do not wait.")
     down = add_command(commands, "down", "End a server that `tandem up` started.")
     down.add_argument("--now", action="store_true", help="drop requests that are under way.")
+    restart = add_command(commands, "restart", "End a server that `tandem up` started, and start it with the same "
+                          "settings.")
+    restart.add_argument("--now", action="store_true", help="drop requests that are under way.")
+    restart.add_argument("--no-wait", action="store_true", help="do not wait until it is ready.")
     status = add_command(commands, "status", "Show running servers: ranks, hosts, memory, tokens/s, restarts.")
+    status.add_argument("--url", metavar="URL", help="the server of this machine with this address, however started.")
     status.add_argument("--port", type=int, metavar="N", help="the server on this port, however started.")
     status.add_argument("--interval", type=_seconds, default=1.0, metavar="S",
                         help="seconds over which tokens are counted; 0 leaves them out [1]")
@@ -24,10 +29,10 @@ def add_parsers(commands: Any, sections: Sequence[str], run: Any) -> None:
     logs = add_command(commands, "logs", "Print the log of a server that `tandem up` started.")
     logs.add_argument("-f", "--follow", action="store_true", help="go on printing until the server ends.")
     logs.add_argument("-n", "--lines", type=_count, default=50, metavar="N", help="lines to begin with [50]")
-    for parser in (up, down, logs):
+    for parser in (up, down, restart, logs):
         parser.add_argument("--name", default="default", help="of the server, where there are several [default]")
     status.add_argument("--name", help="only this server.")
-    for parser in (up, down, status, logs):
+    for parser in (up, down, restart, status, logs):
         parser.set_defaults(run=run)
 
 

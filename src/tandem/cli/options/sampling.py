@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
+from tandem.cli.arguments import Parser
 from tandem.config.options import field_docs
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
@@ -14,12 +15,15 @@ from tandem.protocol.request import SamplingDefaults, SamplingParams
 DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.7}
 """In a terminal, where neither the options nor the model's generation_config.json say anything."""
 CHAT_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "max_tokens": 2048}
+OFTEN = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
+"""What `--help` shows; the others are in `--help-all`."""
 _KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
 _LEFT_OUT = ("logprobs",)  # a terminal shows text
 
 
-def add_sampling(group: argparse._ArgumentGroup, defaults: Mapping[str, Any] = DEFAULTS) -> None:
+def add_sampling(parser: Parser, defaults: Mapping[str, Any] = DEFAULTS) -> None:
     """Add the options."""
+    group = parser.add_argument_group("sampling")
     hints, docs = get_type_hints(SamplingParams), field_docs(SamplingParams)
     for name, standard in _fields().items():
         flag, text = "--" + name.replace("_", "-"), docs[name].replace("%", "%%")
@@ -27,12 +31,14 @@ def add_sampling(group: argparse._ArgumentGroup, defaults: Mapping[str, Any] = D
             own = "the model's own, else " if name in SamplingDefaults.__struct_fields__ else ""
             text = f"{text.rstrip('.')}. [{own}{defaults.get(name, standard)}]"
         if hints[name] in _KINDS:
-            group.add_argument(flag, type=_KINDS[hints[name]],
-                               metavar="X" if hints[name] is float else "N", help=text)
+            action = group.add_argument(flag, type=_KINDS[hints[name]],
+                                        metavar="X" if hints[name] is float else "N", help=text)
         elif hints[name] is bool:
-            group.add_argument(flag, action="store_true", default=None, help=text)
+            action = group.add_argument(flag, action="store_true", default=None, help=text)
         else:
-            group.add_argument(flag, action="append", metavar="TEXT", help=text + " May be repeated.")
+            action = group.add_argument(flag, action="append", metavar="TEXT", help=text + " May be repeated.")
+        if name not in OFTEN:
+            parser.seldom.add(action)
 
 
 def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.context import Api, LiveRequest, get_api, get_group
 from tandem.server.openai.models import model_object
 from tandem.server.sse import encode_json
+from tandem.server.status.page import prefers_page
 from tandem.version import __version__
 
 router = APIRouter()
@@ -66,7 +67,9 @@ def _detail(api: Api) -> str:
 @router.head("/", include_in_schema=False)  # agents look so whether anybody is there
 @router.get("/")
 async def service(http: Request) -> Response:
-    """What this is and where to go."""
+    """What this is and where to go; a browser goes to the page."""
+    if prefers_page(http.headers.get("accept", "")):
+        return RedirectResponse("/ui", 307)
     name = "Tandem"
     return _json({"name": name, "version": __version__, "model": _model_name(get_api(http)), "endpoints": ENDPOINTS})
 

@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from tandem.checkpoints.resolve import resolve
-from tandem.cli.plan_output import as_json, print_plan
+from tandem.cli.plan.output import as_json, print_plan
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription, describe
 from tandem.planner.experts import read_experts

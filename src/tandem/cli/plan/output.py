@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +54,8 @@ def print_plan(
         console.print(line, markup=False)
     if plan.chosen is not None and plan.chosen.layout is not None:
         flags = serve_flags(plan, arguments)
-        console.print(f"tandem serve {arguments.model} {' '.join(flags)}", markup=False, style="bold", soft_wrap=True)
+        for line in commands(plan.chosen.layout, flags, machines, arguments):
+            console.print(line, markup=False, style="bold", soft_wrap=True)
         for line in caveats(plan.chosen.layout, flags, machines):
             console.print(line, markup=False)
     elif plan.remedies:
@@ -92,6 +95,22 @@ def serve_flags(plan: LayoutPlan, arguments: argparse.Namespace) -> list[str]:
         value = getattr(arguments, name)
         flags += [f"--{name.replace('_', '-')}", str(value)] if value != default else []
     return flags
+
+
+def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine],
+             arguments: argparse.Namespace) -> list[str]:
+    """What to type so that the model is served by the machines that were chosen, in their order."""
+    chosen, where = list(layout.machines), []
+    if arguments.hostfile and not arguments.hosts:
+        where = ["--hostfile", shlex.quote(arguments.hostfile)]
+        if chosen != list(range(len(machines))):
+            where += ["--host-entries", ",".join(map(str, chosen))]
+        return [" ".join(["tandem serve", arguments.model, *where, *flags])]
+    if not arguments.hosts:
+        return [" ".join(["tandem serve", arguments.model, *flags])]
+    hosts = json.dumps([{"ssh": machines[i].name} for i in chosen])
+    return [f"echo {shlex.quote(hosts)} > hosts.json   # names for ssh; localhost for this machine",
+            " ".join(["tandem serve", arguments.model, "--hostfile hosts.json", *flags])]
 
 
 def caveats(layout: Layout, flags: Sequence[str], machines: Sequence[Machine]) -> list[str]:

@@ -1,0 +1,90 @@
+"""Which running server a command is about: the same options, in the same order, for all commands."""
+
+from __future__ import annotations
+
+import argparse
+from urllib.parse import urlsplit
+
+from tandem.config.keys import ClientLimits, read_key_file
+from tandem.env import variable
+from tandem.errors import UsageError
+from tandem.supervision.record import Background, Record, known_names
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+VARIABLE = "TANDEM_BASE_URL"
+DEFAULT_NAME = "default"
+"""Of the server that `tandem up` starts without --name."""
+
+
+def server_url(arguments: argparse.Namespace) -> str:
+    """Address of the server, without /v1: `--url`, `--port`, `--name`, TANDEM_BASE_URL, the server that `tandem up`
+    started, else port 8000 here. Raises UsageError."""
+    return named_url(arguments) or started_url() or DEFAULT_URL
+
+
+def named_url(arguments: argparse.Namespace) -> str | None:
+    """The address that the options or the variable name; None if they name none. Raises UsageError."""
+    given = [flag for flag, value in (("--url", arguments.url), ("--port", arguments.server_port),
+                                      ("--name", arguments.server_name)) if value is not None]
+    if len(given) > 1:
+        raise UsageError(f"{given[0]} and {given[1]} both name a server; give one", param="url")
+    if arguments.url is not None:
+        return checked_url(arguments.url)
+    if arguments.server_port is not None:
+        return f"http://127.0.0.1:{arguments.server_port}"
+    if arguments.server_name is not None:
+        record = running(arguments.server_name)
+        if record is None:
+            raise UsageError(f"--name {arguments.server_name}: no server of that name runs; `tandem status` shows those"
+                             " that do", param="name")
+        return record_url(record)
+    text = variable(VARIABLE)
+    return checked_url(text, VARIABLE) if text is not None else None
+
+
+def started() -> Record | None:
+    """The server that `tandem up` started: that of the default name, or the only one. None if there is none."""
+    if (record := running(DEFAULT_NAME)) is not None:
+        return record
+    found = [record for name in known_names() if (record := running(name)) is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def started_url() -> str | None:
+    """Its address."""
+    record = started()
+    return None if record is None else record_url(record)
+
+
+def running(name: str) -> Record | None:
+    """What a server in the background wrote down, while it runs. Raises UsageError for what is no name."""
+    place = Background(name)
+    return place.record() if place.runs() else None
+
+
+def record_url(record: Record) -> str:
+    """Where it can be reached from here."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(record.host, record.host)
+    return f"{record.scheme}://{f'[{host}]' if ':' in host else host}:{record.port}"
+
+
+def checked_url(text: str, flag: str = "--url") -> str:
+    """The address without /v1 and without a slash at its end. Raises UsageError."""
+    if not text.startswith(("http://", "https://")):
+        raise UsageError(f"{flag} {text}: must begin with http:// or https://", param="base_url")
+    return text.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def local_port(url: str) -> int:
+    """The port of a server of this machine, whose control socket is named after it. Raises UsageError."""
+    parts = urlsplit(url)
+    if parts.port is None:
+        raise UsageError(f"{url}: name the port too", param="url")
+    return parts.port
+
+
+def api_key(arguments: argparse.Namespace) -> str:
+    """The key from the named file or the environment; empty for none. Raises ConfigError."""
+    if arguments.api_key_file is not None:
+        return next(iter(read_key_file(arguments.api_key_file, ClientLimits(), label="--api-key-file")))
+    return variable("TANDEM_API_KEY") or variable("OPENAI_API_KEY") or ""

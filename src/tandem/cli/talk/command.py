@@ -1,0 +1,175 @@
+"""`tandem generate` and `tandem chat`: with a running server, or with a model that is loaded for it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from rich.console import Console
+
+from tandem.checkpoints.resolve import name_of, resolve
+from tandem.cli.address import api_key, named_url, record_url, started
+from tandem.cli.arguments import load_settings
+from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
+from tandem.cli.talk.conversation import KEYS, Conversation, Ended
+from tandem.cli.talk.models import Loaded, Model, Served, Speed
+from tandem.cli.talk.prompt import make_prompt
+from tandem.cli.talk.screen import AnswerView, unechoed
+from tandem.errors import RequestError, UsageError
+from tandem.log import set_up
+
+Other = Callable[[str], Model]
+
+
+def run_generate(arguments: argparse.Namespace) -> int:
+    """Complete one prompt; the text goes to standard output as it comes."""
+    params = asked_of(arguments)
+    prompt = arguments.prompt
+    if prompt is None:
+        if sys.stdin.isatty():
+            print("reading the prompt from standard input; Ctrl-D ends it", file=sys.stderr)
+        prompt = sys.stdin.read()
+    if not prompt:
+        raise UsageError("the prompt is empty; give --prompt TEXT, or text on standard input", param="prompt")
+    with _opened(arguments, DEFAULTS) as (model, _):
+        speed = Speed()
+        for piece in model.complete(prompt, params, speed):
+            print(piece.text, end="", flush=True)
+        print()
+        if sys.stderr.isatty():
+            print(f"({speed})", file=sys.stderr)
+    return 0
+
+
+def run_chat(arguments: argparse.Namespace) -> int:
+    """A conversation until its end (cli/talk/conversation.py has the commands)."""
+    params, console = asked_of(arguments), Console()
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    with _opened(arguments, CHAT_DEFAULTS) as (model, other):
+        if not model.can_chat:
+            raise UsageError("the model has no chat template; use `tandem generate`, or give --chat-template")
+        talk, prompt, interrupted = Conversation(model, params, other, system=arguments.system), make_prompt(), False
+        if terminal:
+            console.print(f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}", style="dim",
+                          highlight=False, markup=False)
+        while True:
+            try:
+                said = prompt()
+                interrupted = False
+                if said.startswith("/"):
+                    print(talk.command(said))
+                elif said:
+                    _answer(talk, said, console if terminal else None)
+            except (EOFError, Ended):
+                return 0
+            except KeyboardInterrupt:
+                if interrupted or not terminal:
+                    return 0 if terminal else 130
+                interrupted = True
+                print("(Ctrl-C once more ends, as does /exit)")
+            except (UsageError, RequestError) as error:
+                print(f"tandem: {error.message}", file=sys.stderr)
+
+
+def _answer(talk: Conversation, said: str, screen: Console | None) -> None:
+    """Ask, and show the answer; Ctrl-C stops it, and what has come stays. Raises UsageError and RequestError."""
+    talk.ask(said)
+    text, speed, stopped = "", Speed(), False
+    view = AnswerView(screen) if screen is not None else None
+    with ExitStack() as stack:
+        if view is not None:
+            stack.enter_context(unechoed())
+            stack.callback(view.close)
+        pieces = talk.model.answer(talk.messages, talk.params, speed)
+        try:
+            for piece in pieces:
+                text += "" if piece.reasoning else piece.text
+                if view is not None:
+                    view.add(piece.text, reasoning=piece.reasoning)
+                elif not piece.reasoning:
+                    print(piece.text, end="", flush=True)
+        except KeyboardInterrupt:
+            stopped = True
+            pieces.close()
+            if view is None:
+                raise
+        except (UsageError, RequestError):
+            talk.said.pop()  # it may be asked again, otherwise
+            raise
+    talk.said.append({"role": "assistant", "content": text})
+    if screen is None:
+        print()
+    else:
+        screen.print(f"({'stopped' if stopped else speed})", style="dim", highlight=False)
+
+
+@contextmanager
+def _opened(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Iterator[tuple[Model, Other]]:
+    """The model to talk to, and how to get another one: from a server that is named, or that `tandem up` started with
+    this model, else loaded here. Raises UsageError."""
+    loaded = load_settings(arguments)
+    given = loaded.given("model", "parallel", "scheduler", "speculation")
+    if (url := _server(arguments, given)) is not None:
+        key = api_key(arguments)
+        model = Served(url, key, _asked(given.get("model"), record=named_url(arguments) is None), defaults)
+        if sys.stderr.isatty():
+            print(f"talking to the server at {url} (--local loads the model here)", file=sys.stderr)
+        yield model, lambda other: Served(url, key, other, defaults)
+        return
+    if "model" not in given:
+        raise UsageError("no model is given: name a directory, a GGUF file, a hub id or demo, or a running server with "
+                         "--url", param="model")
+    with ExitStack() as stack:
+        def load(name: str) -> Model:
+            resolve(name, weights=False)  # is there such a model? The one before is ended first
+            stack.close()
+            model = _load({**given, "model": name}, defaults)
+            stack.push(model.llm)
+            return model
+
+        yield load(given["model"]), load
+
+
+def _asked(name: str | None, *, record: bool) -> str | None:
+    """What the server calls the model. `record`: it is the one that `tandem up` was given."""
+    found = None if record else started()
+    return None if record or (found is not None and found.model == name) else name
+
+
+def _server(arguments: argparse.Namespace, given: Mapping[str, Any]) -> str | None:
+    """Address of the server to talk to; None where the model is to be loaded here. Raises UsageError."""
+    named = named_url(arguments)
+    if arguments.local:
+        if arguments.url or arguments.server_port or arguments.server_name:
+            raise UsageError("--local and the name of a server contradict one another; give one", param="local")
+        return None
+    if named is not None:
+        return named
+    record = started()
+    if record is None or given.keys() - {"model"}:  # of another layout than that server's, perhaps
+        return None
+    fits = "model" not in given or given["model"] in record.model.split(", ")
+    return record_url(record) if fits else None
+
+
+def _load(given: dict[str, Any], defaults: Mapping[str, Any]) -> Loaded:
+    """The model, loaded under live lines."""
+    from tandem.cli.startup import progress_lines
+    from tandem.llm import LLM
+    from tandem.protocol.control import LoadProgress
+
+    set_up("WARNING")
+    given.setdefault("log_level", "WARNING")  # of the ranks: their news would stand between the text
+    name = given["model"]
+    with progress_lines() as show:
+        ranks: dict[int, LoadProgress] = {}
+
+        def report(rank: int, done: int, total: int, phase: str) -> None:
+            ranks[rank] = LoadProgress(rank, done, total, phase)
+            show({0: argparse.Namespace(loading=list(ranks.values()), detail="")})
+
+        llm = LLM(progress=report, **given)
+    return Loaded(llm, name_of(name), defaults)

@@ -1,0 +1,164 @@
+"""A conversation: what was said, the settings, and the commands that begin with a slash."""
+
+from __future__ import annotations
+
+import base64
+import difflib
+import json
+import mimetypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from tandem.cli.talk.models import Message, Model, Served
+from tandem.errors import UsageError
+from tandem.protocol.ranges import RANGES
+from tandem.protocol.request import SamplingParams
+
+COMMANDS = {
+    "/help": "this list",
+    "/system [TEXT]": "show or set the system message",
+    "/clear": "forget what was said",
+    "/save FILE": "write the conversation to a file",
+    "/load FILE": "go on with one that was saved",
+    "/model [NAME]": "show the model, or talk to another one",
+    "/set [NAME VALUE]": "show or set sampling parameters, such as temperature 0.2",
+    "/image FILE": "send a picture with the next message",
+    "/exit": "end (also /bye, Ctrl-D, or Ctrl-C twice)",
+}
+KEYS = 'Enter sends; Alt-Enter, or """ around several lines, makes a new line; Ctrl-C stops an answer.'
+_ALSO = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
+_KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
+MOST_IMAGE = 20 * 2**20
+
+
+class Ended(Exception):
+    """The user has had enough."""
+
+
+@dataclass
+class Conversation:
+    """What a terminal knows of it."""
+
+    model: Model
+    params: dict[str, Any]
+    """Sampling parameters that were asked for."""
+    other: Callable[[str], Model]
+    """Gives the model of another name. Raises UsageError."""
+    system: str | None = None
+    said: list[Message] = field(default_factory=list)
+    """Without the system message."""
+    images: list[dict[str, Any]] = field(default_factory=list)
+    """Parts that go with the next message."""
+
+    @property
+    def messages(self) -> list[Message]:
+        """All of it, as the API takes it."""
+        return [*([{"role": "system", "content": self.system}] if self.system else []), *self.said]
+
+    def ask(self, text: str) -> None:
+        """Add what the user says."""
+        content: Any = [{"type": "text", "text": text}, *self.images] if self.images else text
+        self.said.append({"role": "user", "content": content})
+        self.images = []
+
+    def command(self, line: str) -> str:
+        """Do what a line with a slash says; what there is to say about it. Raises UsageError, and Ended."""
+        name, _, rest = line.partition(" ")
+        name, rest = _ALSO.get(name, name), rest.strip()
+        known = {one.split()[0]: one for one in COMMANDS}
+        if name not in known:
+            near = difflib.get_close_matches(name, [*known, *_ALSO], 1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            raise UsageError(f"there is no command {name}{meant} (/help lists all)")
+        if not rest and known[name].split()[-1] == "FILE":
+            raise UsageError(f"{name} needs a file: {known[name]}")
+        done: str = getattr(self, f"_{name[1:]}")(rest)
+        return done
+
+    def _help(self, _: str) -> str:
+        return "\n".join(f"  {one:20}{what}" for one, what in COMMANDS.items()) + f"\n{KEYS}"
+
+    def _exit(self, _: str) -> str:
+        raise Ended
+
+    def _clear(self, _: str) -> str:
+        self.said.clear()
+        self.images.clear()
+        return "forgotten"
+
+    def _system(self, text: str) -> str:
+        if text:
+            self.system = text
+            return "set; it holds from the next answer on"
+        return self.system or "there is no system message"
+
+    def _save(self, name: str) -> str:
+        content = {"model": self.model.name, "messages": self.messages}
+        try:
+            Path(name).expanduser().write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{name} cannot be written: {error.strerror}") from None
+        return f"{len(self.said)} messages are in {name}"
+
+    def _load(self, name: str) -> str:
+        try:
+            messages = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))["messages"]
+            good = all(one["role"] in ("system", "user", "assistant") and one["content"] is not None
+                       for one in messages)
+        except OSError as error:
+            raise UsageError(f"{name} cannot be read: {error.strerror}") from None
+        except (ValueError, LookupError, TypeError):
+            good = False
+        if not good:
+            raise UsageError(f"{name} is no saved conversation")
+        begins = bool(messages) and messages[0]["role"] == "system"
+        self.system, self.said = (messages[0]["content"], messages[1:]) if begins else (None, messages)
+        return f"{len(self.said)} messages"
+
+    def _model(self, name: str) -> str:
+        if name:
+            self.model = self.other(name)
+        elif isinstance(self.model, Served):
+            return "\n".join(f"{'*' if one == self.model.name else ' '} {one}" for one in self.model.names())
+        return f"{self.model.name} ({self.model.where})"
+
+    def _set(self, text: str) -> str:
+        hints = get_type_hints(SamplingParams)
+        names = [name for name in SamplingParams.__struct_fields__ if hints[name] in _KINDS and name != "logprobs"]
+        if not text:
+            shown = "\n".join(f"  {name} {value}" for name, value in self.params.items())
+            return shown or f"nothing is set; there is {', '.join(names)}"
+        name, _, value = text.replace("=", " ", 1).partition(" ")
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(names)}"
+            raise UsageError(f"there is no parameter {name}; {meant}")
+        if value.strip() in ("", "default"):
+            self.params.pop(name, None)
+            return f"{name} is as the model has it"
+        try:
+            number = _KINDS[hints[name]](value.strip())
+        except ValueError:
+            raise UsageError(f"{name} {value.strip()}: is not a number") from None
+        if name in RANGES and number not in RANGES[name]:
+            raise UsageError(f"{name} {value.strip()}: must be {RANGES[name]}")
+        self.params[name] = number
+        return f"{name} is {number}"
+
+    def _image(self, name: str) -> str:
+        if not self.model.can_see:
+            raise UsageError("pictures need a server whose model sees: `tandem chat --url URL`")
+        kind = mimetypes.guess_type(name)[0] or ""
+        if not kind.startswith("image/"):
+            raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
+        try:
+            content = Path(name).expanduser().read_bytes()
+        except OSError as error:
+            raise UsageError(f"{name} cannot be read: {error.strerror}") from None
+        if len(content) > MOST_IMAGE:
+            raise UsageError(f"{name} has {len(content) >> 20} MiB; at most {MOST_IMAGE >> 20} can be sent")
+        data = base64.b64encode(content).decode()
+        self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
+        return f"{name} goes with the next message"

@@ -1,0 +1,76 @@
+"""What a server says while it starts, on a terminal and into a log; and what it says last when it cannot."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from cli.terminal import Terminal
+from tandem.testing import tiny_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(tiny_model(tmp_path_factory.mktemp("startup") / "tiny"))
+
+
+def test_a_terminal_shows_live_lines_and_then_what_to_do(model):
+    with Terminal("serve", model, "-pp", "2", "--port", "0") as terminal:
+        terminal.wait_for("stop  Ctrl-C")
+        text = terminal.text
+        assert "rank 0: " in text and "rank 1: " in text
+        assert "rank 1: self-check of ranks and links" in text
+        for unwanted in ("INFO", "Post-load barrier", "Uvicorn", "StepPlan"):
+            assert unwanted not in text
+        ready = text[text.rindex("Tandem is ready: "):].splitlines()
+        address = ready[0].split()[3]
+        assert ready[1].split() == ["page", f"{address}/ui"]
+        assert f"curl {address}/v1/chat/completions" in ready[2]
+        terminal.type("\x03")
+        assert terminal.ends() == 0
+        assert "draining" not in terminal.text
+
+
+def test_a_log_has_few_lines_in_an_order_that_is_true(model):
+    command = [sys.executable, "-m", "tandem", "serve", model, "-pp", "2", "--port", "0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env={**os.environ, "OPENBLAS_NUM_THREADS": "1"})
+    try:
+        assert process.stdout is not None
+        lines = []
+        while not lines or "stop" not in lines[-1].split()[:1]:
+            lines.append(process.stdout.readline())
+            assert lines[-1], lines
+        process.send_signal(signal.SIGTERM)
+        rest = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+        process.wait()
+    assert "\x1b" not in "".join(lines)
+
+    def places(words):
+        return [i for i, line in enumerate(lines) if words in line]
+
+    assert len(places("% of")) <= 4
+    assert len(places("Uvicorn running on")) == 1
+    assert "Uvicorn" not in rest
+    ready = places("Tandem is ready")[0]
+    assert places("Uvicorn running on")[0] < ready
+    assert places("engine ready")[0] < places("Uvicorn running on")[0]
+    assert len(places("Post-load barrier passed")) == 2
+    assert min(places("Post-load barrier passed")) > max(places("Sharded model loaded successfully"))
+    assert places("self-check: 2 ranks compute")[0] < places("self-check passed: 2 ranks agree")[0]
+
+
+def test_the_reason_is_said_last(model, tmp_path):
+    done = subprocess.run([sys.executable, "-m", "tandem", "serve", model, "-pp", "2", "--port", "0", "--kv-tokens",
+                           "1000000000000"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode in (2, 3)
+    assert "--kv-tokens" in done.stderr.splitlines()[-1]
+    assert "draining" not in done.stderr

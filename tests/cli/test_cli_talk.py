@@ -1,0 +1,170 @@
+"""`tandem chat` and `generate` as a person has them: on a terminal, against a running server and by themselves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+from cli.terminal import Terminal
+from served import served
+from tandem.cli.talk.conversation import Conversation, Ended
+from tandem.cli.talk.models import Served
+from tandem.cli.talk.prompt import unquoted
+from tandem.errors import UsageError
+from tandem.testing import tiny_model
+
+KEYS = ("--ignore-eos", "--max-tokens", "50000")
+
+
+class Echo:
+    name, where, can_chat, can_see = "echo", "loaded here", True, True
+
+
+@pytest.fixture
+def talk():
+    def other(name):
+        raise UsageError(f"no {name}")
+
+    return Conversation(Echo(), {}, other)
+
+
+def test_a_conversation_is_saved_and_loaded(talk, tmp_path):
+    talk.command("/system Be short.")
+    talk.ask("hello")
+    talk.said.append({"role": "assistant", "content": "hi"})
+    assert talk.command(f"/save {tmp_path / 'one.json'}") == f"2 messages are in {tmp_path / 'one.json'}"
+    said = talk.messages
+    assert talk.command("/clear") == "forgotten"
+    assert talk.messages == [{"role": "system", "content": "Be short."}]
+    talk.command(f"/load {tmp_path / 'one.json'}")
+    assert talk.messages == said
+
+
+def test_sampling_parameters_are_set_and_checked(talk):
+    assert talk.command("/set temperature 0.5") == "temperature is 0.5"
+    talk.command("/set top_k=7")
+    assert talk.params == {"temperature": 0.5, "top_k": 7}
+    assert "top_k 7" in talk.command("/set")
+    talk.command("/set top_k default")
+    assert talk.params == {"temperature": 0.5}
+
+
+@pytest.mark.parametrize(("line", "said"), [
+    ("/hlep", "there is no command /hlep; did you mean /help?"),
+    ("/set temprature 1", "there is no parameter temprature; did you mean temperature?"),
+    ("/set temperature 9", "temperature 9: must be at least 0 and at most 2"),
+    ("/set top_k x", "top_k x: is not a number"),
+    ("/save", "/save needs a file"),
+    ("/load /nowhere/at/all", "/nowhere/at/all cannot be read"),
+    ("/image /etc/hostname", "does not end like that of a picture"),
+    ("/model other", "no other"),
+])
+def test_what_a_command_cannot_do_is_said(talk, line, said):
+    with pytest.raises(UsageError, match=said.replace("?", r"\?")):
+        talk.command(line)
+
+
+def test_pictures_go_with_the_next_message_alone(talk, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    talk.command(f"/image {tmp_path / 'a.png'}")
+    talk.ask("what is it?")
+    talk.ask("and?")
+    first, second = talk.said
+    assert [part["type"] for part in first["content"]] == ["text", "image_url"]
+    assert first["content"][1]["image_url"]["url"] == "data:image/png;base64,iVBORw=="
+    assert second["content"] == "and?"
+
+
+def test_several_lines_and_the_end(talk):
+    assert unquoted('"""a\nb"""') == "a\nb"
+    with pytest.raises(Ended):
+        talk.command("/bye")
+    assert "/image FILE" in talk.command("/?")
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory):
+    model = tiny_model(tmp_path_factory.mktemp("talk") / "tiny", config={"max_position_embeddings": 100_000})
+    with served(str(model), "--kv-tokens", "200000") as address:
+        yield address
+
+
+@pytest.mark.slow
+def test_a_chat_on_a_terminal(url, tmp_path):
+    state = {"TANDEM_STATE_DIR": str(tmp_path)}
+    with Terminal("chat", "--url", url, *KEYS, **state) as terminal:
+        terminal.wait_for(">>>")
+        assert "tiny (http://" in terminal.text and "/help lists commands" in terminal.text
+        terminal.type("/hepl\r")
+        terminal.wait_for("did you mean /help?")
+        terminal.type("first question\r")
+        eventually(url, 1)
+        terminal.type("\x03")
+        terminal.wait_for("(stopped)")
+        eventually(url, 0)
+        terminal.type(f"/save {tmp_path / 'saved'}\r")
+        terminal.wait_for("2 messages are in")
+        terminal.type("/set max_tokens 5\r")
+        terminal.wait_for("max_tokens is 5")
+        terminal.type('"""second\rquestion"""\r')
+        terminal.wait_for("5 tokens, ")
+        assert "tokens/s, cut at the limit" in terminal.text
+        terminal.type("\x03")
+        terminal.wait_for("Ctrl-C once more ends")
+        terminal.type("\x03")
+        assert terminal.ends() == 0
+    saved = json.loads((tmp_path / "saved").read_text())["messages"]
+    assert [one["role"] for one in saved] == ["user", "assistant"]
+    assert "first question" in (tmp_path / "chat_history").read_text()
+    with Terminal("chat", "--url", url, **state) as terminal:
+        terminal.wait_for(">>>")
+        terminal.type("\x1b[A")  # the last thing said in the run before
+        terminal.wait_for("question")
+        terminal.type("\x03\x03")
+        terminal.type("\x04")
+        assert terminal.ends() == 0
+
+
+@pytest.mark.slow
+def test_generate_by_a_server_and_what_it_says_of_its_prompt(url, tmp_path):
+    with Terminal("generate", "--url", url, "--max-tokens", "4", TANDEM_STATE_DIR=str(tmp_path)) as terminal:
+        terminal.wait_for("reading the prompt from standard input; Ctrl-D ends it")
+        terminal.type("hello\r\x04")
+        assert terminal.ends() == 0
+        assert "tokens" in terminal.text.splitlines()[-1]
+    empty = tandem("generate", "/no/model", "--local")
+    assert (empty.returncode, empty.stderr) == (
+        2, "tandem: the prompt is empty; give --prompt TEXT, or text on standard input\n")
+
+
+def test_a_server_that_is_not_there_and_one_that_lacks_the_model(shared):
+    gone = tandem("chat", "--url", "http://127.0.0.1:9")
+    assert gone.returncode == 2
+    assert "http://127.0.0.1:9 cannot be reached" in gone.stderr
+    both = tandem("chat", "--url", "http://127.0.0.1:9", "--local")
+    assert "--local and the name of a server contradict one another" in both.stderr
+
+
+@pytest.fixture
+def shared(url):
+    with pytest.raises(UsageError, match="has no model 'nobody'; there is: tiny"):
+        Served(url, "", "nobody", {})
+    return url
+
+
+def tandem(*words):
+    return subprocess.run([sys.executable, "-m", "tandem", *words], input="", capture_output=True, text=True,
+                          timeout=60, check=False)
+
+
+def eventually(url, running):
+    """So many requests run."""
+    deadline = time.monotonic() + 60
+    while httpx.get(f"{url}/v1/status").json()["num_running"] != running:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,178 @@
+"""What the command line understands: words that were meant, short and full help, other names, models on the disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tandem.cli import address
+from tandem.cli.main import build_parser, main
+from tandem.config.options import options
+from tandem.errors import UsageError
+from tandem.supervision.record import Background, Record
+from tandem.testing import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def _own_directories(tmp_path, monkeypatch):
+    for name in ("TANDEM_CACHE", "TANDEM_STATE_DIR", "HF_HOME"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("TANDEM_BASE_URL", raising=False)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["servee"], "tandem: there is no command 'servee'; did you mean serve?"),
+    (["model", "lst"], "tandem model: there is no action 'lst'; did you mean list?"),
+    (["serve", "demo", "--pipline-parallel-size", "2"], "did you mean --pipeline-parallel-size?"),
+    (["status", "--jsn"], "tandem status: unrecognized arguments: --jsn; did you mean --json?; `tandem status --help`"),
+    (["xyzzy"], "there is no command 'xyzzy'; `tandem --help` lists all"),
+])
+def test_one_line_says_what_may_have_been_meant(capsys, words, said):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert said in line
+
+
+def test_a_model_that_is_nearly_there(capsys, tmp_path):
+    tiny_model(tmp_path / "my-model")
+    assert main(["model", "path", "dem"]) == 2
+    assert "did you mean demo?" in capsys.readouterr().err
+    main(["model", "path", str(tmp_path / "my-modle")])
+    assert f"did you mean {tmp_path / 'my-model'}?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["model", "hosts", "bench"])
+def test_a_command_without_its_action_lists_the_actions(capsys, command):
+    with pytest.raises(SystemExit):
+        main([command])
+    shown = capsys.readouterr().err
+    assert "name an action" in shown
+    assert {"model": "prune", "hosts": "pair", "bench": "latency"}[command] in shown
+
+
+@pytest.mark.parametrize("command", ["serve", "chat", "generate", "up"])
+def test_help_is_short_and_help_all_has_everything(capsys, command):
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            main([command, flag])
+        assert ended.value.code == 0
+        shown[flag] = capsys.readouterr().out
+    assert len(shown["--help"].splitlines()) <= 75
+    assert f"tandem {command} --help-all" in shown["--help"]
+    assert "--rejoin-timeout" not in shown["--help"]
+    assert "--rejoin-timeout" in shown["--help-all"]
+    if command == "serve":
+        missing = [one.flag for one in options() if one.name != "model" and one.flag not in shown["--help-all"]]
+        assert missing == []
+    if command == "chat":
+        assert shown["--help"].index("--system") < shown["--help"].index("--pipeline-parallel-size")
+
+
+def test_other_names_are_the_same_commands():
+    for short, action in (("pull", "get"), ("rm", "rm"), ("show", "show")):
+        arguments = build_parser().parse_args([short, "demo"])
+        assert (arguments.action, arguments.name) == (action, "demo")
+    for short in ("list", "ps"):
+        assert build_parser().parse_args([short]).action == short
+    assert build_parser().parse_args(["run", "demo"]).run is build_parser().parse_args(["chat", "demo"]).run
+
+
+def test_models_are_listed_shown_and_removed(capsys, tmp_path):
+    assert main(["list"]) == 0
+    assert "tandem model get demo" in capsys.readouterr().out
+    model = tiny_model(tmp_path / "TANDEM_CACHE" / "converted" / "tiny")
+    (model / "generation_config.json").write_text('{"temperature": 0.5}')
+    snapshot = tmp_path / "HF_HOME" / "hub" / "models--org--small" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (snapshot / "blob").write_bytes(b"x" * 2**20)
+    assert main(["list"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["name", "kind", "size", "modified"]
+    assert any(row.split()[:4] == ["org/small", "hub", "1", "MiB"] for row in rows)
+    assert main(["show", str(model)]) == 0
+    shown = capsys.readouterr().out
+    assert "temperature 0.5" in shown and "layers" in shown
+    assert main(["rm", "org/small"]) == 0
+    assert "org/small is removed; 1 MiB are free again" in capsys.readouterr().out
+    assert not snapshot.exists() and model.exists()
+    assert main(["rm", "org/small"]) != 0
+    assert "org/small: is in no cache of models" in capsys.readouterr().err
+
+
+def of(*words):
+    return build_parser().parse_args(["top", *words])
+
+
+def test_every_command_finds_the_server_in_the_same_way(monkeypatch):
+    assert address.server_url(of()) == "http://127.0.0.1:8000"
+    lock = Background("default").lock()
+    try:
+        Background("default").write(Record(1, "0.0.0.0", 22100, "demo", 0.0, 1.0))
+        assert address.server_url(of()) == "http://127.0.0.1:22100"
+        assert address.server_url(of("--name", "default")) == "http://127.0.0.1:22100"
+        monkeypatch.setenv("TANDEM_BASE_URL", "http://mac:8000/v1/")
+        assert address.server_url(of()) == "http://mac:8000"
+        assert address.server_url(of("--port", "9")) == "http://127.0.0.1:9"
+        for flag in ("--url", "--base-url"):
+            assert address.server_url(of(flag, "https://a:1/v1")) == "https://a:1"
+        with pytest.raises(UsageError, match="--port and --name both name a server"):
+            address.server_url(of("--port", "9", "--name", "x"))
+    finally:
+        os.close(lock)
+    with pytest.raises(UsageError, match="--name gone: no server of that name runs"):
+        address.server_url(of("--name", "gone"))
+    for words in (["replica", "list"], ["batch", "a", "b"], ["model", "ps"], ["chat"], ["generate"],
+                  ["bench", "latency"]):
+        assert isinstance(build_parser().parse_args([*words, "--url", "http://a:1"]), argparse.Namespace)
+
+
+def test_the_planned_command_keeps_the_machines(capsys, tmp_path):
+    model = tiny_model(tmp_path / "tiny")
+    assert main(["plan", str(model), "--hosts", "a=8GB:m4,b=64GB:m3-ultra"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    (hosts,) = [line for line in lines if line.startswith("echo ")]
+    assert json.loads(hosts.split("'")[1])[0]["ssh"] in ("a", "b")
+    assert any(line.startswith(f"tandem serve {model} --hostfile hosts.json") for line in lines)
+    file = tmp_path / "hosts.json"
+    file.write_text('[{"ssh": "a", "memory": "8GB", "chip": "m4"}, {"ssh": "b", "memory": "64GB", "chip": "m3-ultra"}]')
+    assert main(["plan", str(model), "--hostfile", str(file)]) == 0
+    (serve,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("tandem serve ")]
+    assert f"--hostfile {file}" in serve
+
+
+def test_what_does_not_apply_is_one_line_of_the_doctor(capsys, monkeypatch):
+    from tandem.cli import doctor
+    from tandem.doctor.findings import Finding
+
+    found = [Finding("versions", "ok", "here", "alike"), Finding("ssh", "skip", "", "one machine"),
+             Finding("rdma", "skip", "", "no Mac")]
+    monkeypatch.setattr(doctor, "examine", lambda question, *_: type("E", (), {"hosts": []})())
+    monkeypatch.setattr(doctor, "findings", lambda evidence: found)
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert "Does not apply here: ssh, rdma (--verbose says why)." in shown
+    assert "one machine" not in shown
+    assert main(["doctor", "--verbose"]) == 0
+    assert "one machine" in capsys.readouterr().out
+
+
+def test_the_command_is_light_until_it_does_something():
+    code = """import sys
+from tandem.cli.main import main
+try:
+    main(["--help"])
+except SystemExit:
+    pass
+print({"rich", "prompt_toolkit", "numpy", "transformers"} & set(sys.modules), file=sys.stderr)"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == "set()\n"
+    assert "chat" in done.stdout and "To begin with: tandem model get demo" in done.stdout
