@@ -73,6 +73,10 @@ def test_unknown_variable_warns_with_the_nearest():
     assert "TANDEM_PORT" in warning
 
 
+def test_a_variable_that_is_like_no_other_is_not_guessed():
+    assert load(environment={"TANDEM_FOO": "1"}).warnings == ("TANDEM_FOO is set but means nothing",)
+
+
 def test_empty_variables_count_as_unset_unless_they_are_secrets():
     assert load(environment={"TANDEM_PORT": ""}).settings.server.port == 8000
     assert "TANDEM_API_KEY" in refused(environment={"TANDEM_API_KEY": ""})

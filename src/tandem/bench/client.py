@@ -200,7 +200,7 @@ def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None 
                          param="base_url") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)
-        raise UsageError(f"{base_url}{path} cannot be reached: {reason}; is the server up, is --base-url right?",
+        raise UsageError(f"{base_url}{path} cannot be reached: {reason}; is the server up, is --url right?",
                          param="base_url") from None
 
 

@@ -5,6 +5,7 @@ and carry them to child processes as JSON.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,7 +134,11 @@ def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[st
         if not variable.startswith("TANDEM_") or variable in EXTRA_VARIABLES:
             continue
         if variable not in known:
-            warnings.append(f"{variable} is set but means nothing{nearest(variable, [*known, *EXTRA_VARIABLES])}")
+            # Without the prefix, which makes any two of them alike.
+            names = {one.removeprefix("TANDEM_"): one for one in (*known, *EXTRA_VARIABLES)}
+            near = difflib.get_close_matches(variable.removeprefix("TANDEM_"), list(names), 1)
+            meant = f"; did you mean {names[near[0]]}?" if near else ""
+            warnings.append(f"{variable} is set but means nothing{meant}")
         elif text.strip():
             merged.put(known[variable].name, known[variable].parse([text], label=variable), variable)
         elif known[variable].name in _REFUSED_WHEN_EMPTY:
