@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,25 @@ def test_there_is_no_second_attempt() -> None:
     assert (done.returncode, "unrecognized arguments: --reruns" in done.stderr) == (pytest.ExitCode.USAGE_ERROR, True)
     files = set(TESTS.rglob("*.py")) - {Path(__file__)}
     assert [path.name for path in files if "mark.flaky" in path.read_text(encoding="utf-8")] == []
+
+
+CLOCKS = {"time.monotonic()", "time.perf_counter()", "time.time()"}
+
+
+def test_nothing_is_asserted_of_how_long_something_took() -> None:
+    """Other work on the machine would decide it. Loops that wait may end in an assertion."""
+    def timed(node: ast.AST) -> Iterator[ast.Assert]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Assert) and any(
+                    isinstance(part, ast.BinOp) and isinstance(part.op, ast.Sub) and ast.unparse(part.left) in CLOCKS
+                    for part in ast.walk(child)):
+                yield child
+            elif not isinstance(child, ast.While):
+                yield from timed(child)
+
+    found = [f"{path.name}:{one.lineno}" for path in TESTS.rglob("*.py")
+             for one in timed(ast.parse(path.read_text(encoding="utf-8")))]
+    assert found == []
 
 
 def test_a_run_says_at_its_end_which_packages_it_lacked(tmp_path: Path) -> None:
