@@ -62,6 +62,16 @@ def test_drafts_are_no_more_than_metals_fused_attention_takes(heads: int, metal:
     assert (found.drafts if found else None) == drafts
 
 
+def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
+    layout = SimpleNamespace(max_context=1 << 20, lanes=1, description=SimpleNamespace(eos_token_ids=(), vocab_size=9))
+    ranks = (ready(0, "a", state_bytes=2**21),
+             ready(1, "b", state_bytes=2**22, kv_bytes_per_token=0, weight_bytes=76 * GIB))
+    limits = make_limits(Settings(), layout, ranks, shrink=False)
+    assert limits.prefix_extra == 2**22 // 2**18, "positions of the rank that keeps some"
+    free = 0.85 * 96 * GIB - 76 * GIB - 32 * 2**22
+    assert 0.99 < limits.prefix_tokens * 2**18 / free <= 1, "what the rank with least memory has room for"
+
+
 # ---- while it serves
 
 

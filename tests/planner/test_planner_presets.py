@@ -33,6 +33,14 @@ PUBLISHED = {  # billions of parameters in all and active, as their makers say
 }  # fmt: skip
 
 
+def counted(config):
+    """As `scripts/presets` counts it."""
+    loader = SourceFileLoader("presets_script", str(Path(__file__).parents[2] / "scripts" / "presets"))
+    script = module_from_spec(spec_from_loader(loader.name, loader))
+    loader.exec_module(script)
+    return msgspec.json.decode(json.dumps(script.row(config)), type=Preset)
+
+
 def as_planned(name, quant="bf16"):
     return planned(*find(name), quant)
 
@@ -53,18 +61,25 @@ def test_parameters_are_those_that_the_makers_publish(name):
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3_text"])
 def test_a_row_counts_what_the_files_have(family, tmp_path):
-    loader = SourceFileLoader("presets_script", str(Path(__file__).parents[2] / "scripts" / "presets"))
-    script = module_from_spec(spec_from_loader(loader.name, loader))
-    loader.exec_module(script)
     files = resolve(str(tiny_model(tmp_path, family)))
     want = describe(files)
-    row = script.row(json.loads((files.path / "config.json").read_text()))
-    got = planned("tiny", msgspec.json.decode(json.dumps(row), type=Preset), "bf16")
+    got = planned("tiny", counted(json.loads((files.path / "config.json").read_text())), "bf16")
     for field in ("num_layers", "hidden_size", "vocab_size", "num_kv_heads", "layer_bytes", "embed_bytes", "head_bytes",
                   "tied_head", "max_context"):  # fmt: skip
         assert getattr(got.description, field) == getattr(want, field), field
     assert kv_bytes_per_token(got.description, 3, "auto", gpu=True) == kv_bytes_per_token(want, 3, "auto", gpu=True)
     assert got.experts == read_experts(files, want)
+
+
+REAL_WIDTHS = json.loads((Path(__file__).parents[2] / "benchmarks" / "real_widths.json").read_text())
+
+
+@pytest.mark.parametrize("name", REAL_WIDTHS)
+def test_configs_at_real_widths_are_those_that_were_counted(name):
+    """benchmarks/real_widths.py holds the planner to what these models take."""
+    case = REAL_WIDTHS[name]
+    preset = presets()[case["preset"]]
+    assert counted(case["config"]) == msgspec.structs.replace(preset, native=None), "as if nothing were packed"
 
 
 def test_a_latent_is_counted_once_a_token_and_layer():
@@ -83,7 +98,9 @@ def test_a_state_is_counted_once_a_stream():
 
     each = 2 * 40 * model.token_elements
     state = kv(1000, 1) - each * 1000
-    assert state == pytest.approx(2 * 40 * model.state_elements, abs=2)
+    narrow = model.state_elements - model.float32_elements
+    assert state == pytest.approx(40 * (2 * narrow + 4 * model.float32_elements), abs=2)
+    assert narrow == 30 / 40 * 3 * (2 * 16 * 128 + 32 * 128) and model.float32_elements == 30 / 40 * 32 * 128 * 128
     assert kv(2000, 3) == pytest.approx(3 * (2000 * each + state), abs=2)
 
 

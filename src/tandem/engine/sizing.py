@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 
 from tandem.cache.budget import kv_capacity
@@ -35,7 +36,7 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
     chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
     kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> shed, 2)
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
-    snapshot = max(-(-ready.state_bytes // max(ready.kv_bytes_per_token, 1)) for ready in ranks)
+    snapshot = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
     if 0 < prefix_tokens < snapshot + BLOCK:
         log.warning("prefix cache is off: a snapshot of this model's states takes as much memory as %d tokens of KV, "
                     "and %d are set aside; raise --kv-tokens or --prefix-cache", snapshot, prefix_tokens)
@@ -73,13 +74,26 @@ def _fixed(ready: Ready, sequences: int) -> int:
     return ready.weight_bytes + sequences * ready.state_bytes
 
 
+def _most(ranks: Sequence[Ready]) -> int:
+    """Bytes of a position on the rank where it takes most: by it snapshots are counted, on all ranks alike."""
+    return max(ready.kv_bytes_per_token for ready in ranks)
+
+
+def _position(ready: Ready, ranks: Sequence[Ready], prefixes: float) -> int:
+    """Bytes for which a rank must have room for each position. The share that is for prefixes may be filled with
+    states, which a rank has even where its layers keep no positions."""
+    own = ready.kv_bytes_per_token
+    return own + (math.ceil(prefixes * (_most(ranks) - own)) if ready.state_bytes else 0)
+
+
 def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool) -> int:
     """What the tightest memory has room for, or what the settings say if that is less."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
         pools.setdefault((ready.machine or ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
-                        [(_fixed(ready, chosen.max_batch_size), ready.kv_bytes_per_token) for ready in together],
+                        [(_fixed(ready, chosen.max_batch_size), _position(ready, ranks, chosen.prefix_cache))
+                         for ready in together],
                         kept=sum(ready.cache_bytes for ready in together))
             for together in pools.values()]
     useful = layout.max_context * chosen.max_batch_size

@@ -25,12 +25,14 @@ class LayerCache:
     """Elements of a position."""
     state: int = 0
     """Elements whatever the length."""
+    float32: int = 0
+    """Those of them that are float32, whatever the model computes in."""
 
     @property
     def can_be_cut(self) -> bool:
         """Its last positions can be taken back, as speculation and prefixes of any length need; else snapshots serve.
         """
-        return self.kind != "state"
+        return not self.state
 
     @property
     def replicated(self) -> bool:
@@ -51,7 +53,7 @@ def layer_caches(config: Mapping[str, Any], num_layers: int, plain: int) -> tupl
     state = _state(config)
     if state is None:
         return (attention,) * num_layers
-    kinds = {"state": LayerCache("state", state=state), "none": LayerCache("none"), "attention": attention}
+    kinds = {"state": state, "none": LayerCache("none"), "attention": attention}
     return tuple(kinds[_layer_kind(config, i)] for i in range(num_layers))
 
 
@@ -65,6 +67,10 @@ def _own_block(block: Any, config: Mapping[str, Any]) -> LayerCache:
 
 def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
     latent, rope, kind = config.get("kv_lora_rank"), config.get("qk_rope_head_dim"), config.get("model_type")
+    if kind == "recurrent_gemma":  # always one kv head
+        return LayerCache("positions", 2 * (int(config["hidden_size"]) // int(config["num_attention_heads"])))
+    if kind == "baichuan_m1":  # beside them the last position's, for a convolution
+        return LayerCache("positions", plain, state=plain * (int(config.get("conv_window", 2)) - 1))
     if not isinstance(latent, int) or not isinstance(rope, int):
         return LayerCache("positions", plain)
     if kind in _EXPANDED:
@@ -85,8 +91,10 @@ _EMPTY = frozenset(("-", "E"))
 
 def _layer_kind(config: Mapping[str, Any], i: int) -> str:
     """`state`, `none` or `attention`."""
-    for key in ("layer_types", "hybrid_override_pattern"):
+    for key in ("layer_types", "hybrid_override_pattern", "block_types"):
         listed = config.get(key)
+        if isinstance(listed, list) and key == "block_types":
+            listed = listed * (i // max(len(listed), 1) + 1)
         if isinstance(listed, list | str) and len(listed) > i:
             return "state" if listed[i] in _LINEAR else "none" if listed[i] in _EMPTY else "attention"
     linear = config.get("linear_attn_config")
@@ -103,39 +111,47 @@ def _layer_kind(config: Mapping[str, Any], i: int) -> str:
     return "state" if config.get("model_type") in ("mamba", "falcon_mamba", "mamba2", "rwkv7") else "attention"
 
 
-def _state(config: Mapping[str, Any]) -> int | None:
-    """Elements of the state of a layer that has one; None where no layer is known to have one."""
+def _state(config: Mapping[str, Any]) -> LayerCache | None:
+    """Of a layer that has one: of convolutions in the model's type, and mostly a recurrent one in float32. None where
+    no layer is known to have one."""
 
     def of(*keys: str) -> int:
         found = next((config[key] for key in keys if isinstance(config.get(key), int)), 0)
         return int(found)
 
+    def kept(convolution: int, recurrent: int, *, float32: bool = True) -> LayerCache:
+        return LayerCache("state", state=convolution + recurrent, float32=recurrent if float32 else 0)
+
     if (values := of("linear_num_value_heads")) and (keys := of("linear_num_key_heads")):
         k, v = keys * of("linear_key_head_dim"), values * of("linear_value_head_dim")
         taps = max(of("linear_conv_kernel_dim") - 1, 0)
-        return taps * (2 * k + v) + v * of("linear_key_head_dim")
+        return kept(taps * (2 * k + v), v * of("linear_key_head_dim"))
     if isinstance(linear := config.get("linear_attn_config"), dict):
         width = linear["num_heads"] * linear["head_dim"]
-        return 3 * (linear.get("short_conv_kernel_size", 4) - 1) * width + width * int(linear["head_dim"])
+        return kept(3 * (linear.get("short_conv_kernel_size", 4) - 1) * width, width * int(linear["head_dim"]))
     if config.get("model_type") == "gear":
-        return 2 * (of("conv_L_cache") - 1) * of("num_key_value_heads") * of("head_dim")
+        return kept(2 * (of("conv_L_cache") - 1) * of("num_key_value_heads") * of("head_dim"), 0)
     if taps := of("conv_L_cache"):
-        return (taps - 1) * of("hidden_size")
+        return kept((taps - 1) * of("hidden_size"), 0)
     if config.get("model_type") in ("mamba", "falcon_mamba"):
-        return of("intermediate_size", "d_inner") * (of("conv_kernel", "d_conv") - 1 + of("state_size", "d_state"))
+        inner = of("intermediate_size", "d_inner")
+        return kept(inner * (of("conv_kernel", "d_conv") - 1), inner * of("state_size", "d_state"), float32=False)
     if of("mamba_step"):
-        return of("mamba_num_heads") * of("hidden_size_per_head") * (of("mamba_d_conv") - 1 + of("mamba_d_state"))
+        inner = of("mamba_num_heads") * of("hidden_size_per_head")
+        return kept(inner * (of("mamba_d_conv") - 1), inner * of("mamba_d_state"))
     if of("attn_layer_period"):
         inner = of("mamba_expand") * of("hidden_size")
-        return inner * (of("mamba_d_conv") - 1 + of("mamba_d_state"))
+        return kept(inner * (of("mamba_d_conv") - 1), inner * of("mamba_d_state"), float32=False)
+    if config.get("model_type") == "recurrent_gemma":
+        return kept((of("conv1d_width") - 1) * of("hidden_size"), of("hidden_size"), float32=False)
     if config.get("model_type") == "rwkv7":
-        return of("hidden_size") * (2 + of("head_dim"))
+        return kept(2 * of("hidden_size"), of("hidden_size") * of("head_dim"), float32=False)
     heads = of("mamba_n_heads", "mamba_num_heads") or (of("num_heads") if config.get("model_type") == "mamba2" else 0)
     if heads:
         inner = heads * of("mamba_d_head", "mamba_head_dim", "head_dim")
         size = of("mamba_d_state", "ssm_state_size", "state_size")
         taps = max(of("mamba_d_conv", "conv_kernel") - 1, 0)
-        return taps * (inner + 2 * of("mamba_n_groups", "n_groups") * size) + inner * size
+        return kept(taps * (inner + 2 * of("mamba_n_groups", "n_groups") * size), inner * size)
     return None
 
 
@@ -143,7 +159,8 @@ def _falcon_h1(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
     """Attention and Mamba side by side in every layer."""
     inner, size = config.get("mamba_d_ssm", 0), config.get("mamba_d_state", 0)
     taps = config.get("mamba_d_conv", 1) - 1
-    return LayerCache("state", plain, taps * (inner + 2 * config.get("mamba_n_groups", 1) * size) + inner * size)
+    convolution = taps * (inner + 2 * config.get("mamba_n_groups", 1) * size)
+    return LayerCache("state", plain, convolution + inner * size, inner * size)
 
 
 def _mimo_v2(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
@@ -166,7 +183,8 @@ def _bailing_v3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
     if _global(config, i):
         return LayerCache("latent", config["kv_lora_rank"] + config["qk_rope_head_dim"])
     heads, dim = config["num_attention_heads"], config["head_dim"]
-    return LayerCache("state", 0, 3 * (config.get("short_conv_kernel_size", 4) - 1) * heads * dim + heads * dim * dim)
+    convolution = 3 * (config.get("short_conv_kernel_size", 4) - 1) * heads * dim
+    return LayerCache("state", 0, convolution + heads * dim * dim, heads * dim * dim)
 
 
 def _global(config: Mapping[str, Any], i: int) -> bool:

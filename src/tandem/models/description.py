@@ -96,6 +96,8 @@ class ModelDescription:
     """Cache elements of one token in one layer, on average over the layers; 0 for keys and values of all kv heads."""
     state_elements: float = 0.0
     """Elements of recurrent state of one sequence in one layer, on average, whatever its length."""
+    float32_elements: float = 0.0
+    """Those of them that are float32, whatever the model computes in."""
     replicated_cache: bool = False
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
     uncut: frozenset[int] = frozenset()
@@ -145,6 +147,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         head_dim=head_dim,
         token_elements=sum(cache.position for cache in caches) / len(caches),
         state_elements=sum(cache.state for cache in caches) / len(caches),
+        float32_elements=sum(cache.float32 for cache in caches) / len(caches),
         replicated_cache=any(cache.replicated for cache in caches),
         max_context=facts.max_context(),
         dtype=_stored_dtype(tensors),

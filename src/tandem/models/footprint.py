@@ -30,7 +30,13 @@ def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *
 
 def state_bytes(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:
     """Bytes that a sequence takes in so many layers whatever its length, over all ranks of the stage."""
-    return int(description.state_elements * layers) * compute_item(description, dtype, gpu=gpu)
+    return int(layer_state_bytes(description, compute_item(description, dtype, gpu=gpu)) * layers)
+
+
+def layer_state_bytes(description: ModelDescription, item: int) -> float:
+    """Bytes of a sequence's state in one layer, on average; `item`: of a number in the type of computation."""
+    float32 = description.float32_elements
+    return (description.state_elements - float32) * item + float32 * 4
 
 
 def token_elements(description: ModelDescription) -> float:

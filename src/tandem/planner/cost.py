@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tandem.models.description import ModelDescription
-from tandem.models.footprint import compute_item, token_elements
+from tandem.models.footprint import compute_item, layer_state_bytes, token_elements
 from tandem.planner.hardware import Link, Machine, Network
 from tandem.planner.types import Experts, Request
 
@@ -116,7 +116,7 @@ class Costs:
 
     def state(self, part: RankShare, layers: int, streams: int) -> float:
         """A rank's bytes of recurrent state, which is divided also where a latent cannot be."""
-        return self.model.state_elements * self.item(part.machine) * part.kv * layers * streams
+        return layer_state_bytes(self.model, self.item(part.machine)) * part.kv * layers * streams
 
     def weights(self, part: RankShare, start: int, stop: int) -> float:
         """Bytes of a rank's weights: its share of layers start..stop and of the head, and the whole embedding."""

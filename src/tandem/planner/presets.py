@@ -49,8 +49,9 @@ class Preset(msgspec.Struct, frozen=True):
     head: int
     """0 where the embedding is used."""
     norm: int
-    cache: list[tuple[int, int, int]]
-    """So many caches with elements for each token, and for a sequence whatever its length."""
+    cache: list[tuple[int, int, int, int]]
+    """So many caches with elements for each token, for a sequence whatever its length, and those of the latter that
+    are float32."""
     axes: dict[str, tuple[Base, int, int]] = {}
     """What is shared out, units and elements of a unit of the family's own kinds of divided axes."""
 
@@ -156,8 +157,9 @@ def _description(preset: Preset, layers: list[int], packing: Packing | None, exp
         shared_width=preset.widths[2],
         num_experts=preset.experts[0],
         axes={kind: Axis(*axis) for kind, axis in preset.axes.items()},
-        token_elements=sum(n * tokens for n, tokens, _ in preset.cache) / count,
-        state_elements=sum(n * state for n, _, state in preset.cache) / count,
+        token_elements=sum(n * tokens for n, tokens, _, _ in preset.cache) / count,
+        state_elements=sum(n * state for n, _, state, _ in preset.cache) / count,
+        float32_elements=sum(n * float32 for n, _, _, float32 in preset.cache) / count,
         replicated_cache=preset.latent,
     )
 

@@ -17,7 +17,7 @@ from tandem.errors import OutOfMemory
 from tandem.loading.memory import choose_device, limit_memory, memory_bytes, on_gpu, wire_weights
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import slice_bytes, token_elements
+from tandem.models.footprint import layer_state_bytes, slice_bytes, token_elements
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.models.trial import require_trial
@@ -120,5 +120,6 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
     wire_weights(None, memory_share)
     return LoadedRank(runner=runner, stage=stage, description=description,
                       trimmable=trimmable(stage.caches_of_all_stages()),
-                      snapshot_positions=math.ceil(description.state_elements / max(token_elements(description), 1)),
+                      snapshot_positions=math.ceil(layer_state_bytes(description, stage.dtype.size)
+                                                   / max(token_elements(description) * stage.dtype.size, 1)),
                       memory_bytes=total)
