@@ -95,5 +95,5 @@ def test_snapshots_of_states_cost_more_than_their_positions() -> None:
     assert index.save([3] * (BLOCK * 4)) is None, "longer than the budget with its state"
     index.check()
     assert not PrefixIndex(BLOCK, extra=1).enabled
-    serves = [one.serves for one in (index, PrefixIndex(BLOCK), PrefixIndex(BLOCK, extra=1))]
-    assert serves == ["blocks", "any length", "off"]
+    serves = [one.serves for one in (index, PrefixIndex(BLOCK), PrefixIndex(0, extra=9), PrefixIndex(BLOCK, extra=9))]
+    assert serves == ["blocks", "any length", "off", "off: a snapshot of its states takes as much memory as 9 tokens"]

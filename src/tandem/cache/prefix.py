@@ -62,7 +62,10 @@ class PrefixIndex:
     @property
     def serves(self) -> str:
         """What of a prompt it takes up again, in words of `/model/info`."""
-        return ("any length" if self._trimmable else "blocks") if self.enabled else "off"
+        if self.enabled:
+            return "any length" if self._trimmable else "blocks"
+        dear = 0 < self._budget < BLOCK + self._extra and self._extra
+        return f"off: a snapshot of its states takes as much memory as {self._extra} tokens" if dear else "off"
 
     def widen(self, budget: int) -> None:
         """Another budget, which is no smaller."""

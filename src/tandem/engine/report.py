@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
+from tandem.models.families.table import family_of
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationCounts
 
 OLD = 0.9
 """Share of the old mean in the new one."""
+
+
+def _speculation(layout: GangLayout) -> str:
+    """In words of `/model/info`."""
+    if layout.ranks[0].drafts:
+        return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
+    if layout.description.state_elements:
+        return "off: the model's recurrent states cannot take back drafts"
+    return f"off: {reason}" if (reason := family_of(layout.description.family).one_by_one) else "off"
 
 
 class Report:
@@ -53,7 +64,8 @@ class Report:
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0,
             prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=gang.load_s, degraded=gang.degraded,
-            stages=layout.ranks[0].stages, lanes=layout.lanes, generated_tokens=self._metrics.generated,
+            speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,
+            generated_tokens=self._metrics.generated,
             draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
             hidden_size=layout.description.hidden_size, pooling=layout.pooling,
             generates=layout.description.generates, defaults=layout.defaults, ttft_s=self._metrics.recent_ttft_s,

@@ -131,7 +131,9 @@ class EngineStatus(Struct, frozen=True, tag=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     prefix_cache: str = ""
-    """What of a prompt is taken up again: `any length`, `blocks` (its last whole one), or `off`."""
+    """What of a prompt is taken up again: `any length`, `blocks` (its last whole one), or `off`, and why."""
+    speculation: str = ""
+    """`ngram`, `draft_model`, or `off`, and why where the model cannot do it."""
     load_s: float = 0.0
     """Seconds from the start of the ranks that are there now until they were ready."""
     degraded: str = ""
