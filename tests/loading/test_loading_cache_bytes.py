@@ -27,7 +27,7 @@ UNTOLD = {
 
 def assert_as_listed(family: str, stage: StageModel) -> None:
     """docs/models-list.md says of the type what its caches can do."""
-    _, drafts, prefixes, batches = next(line.strip("| ").split(" | ")[1:] for line in PAGE.splitlines()
+    drafts, prefixes, batches = next(line.strip("| ").split(" | ")[-3:] for line in PAGE.splitlines()
                                         if line.startswith(f"| `{family}` |"))
     assert prefixes == ("any length" if trimmable(stage.make_caches()) else "blocks")
     assert batches == ("one by one" if stage.one_by_one else "together")

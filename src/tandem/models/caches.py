@@ -205,12 +205,13 @@ def _gemma4(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
 
 
 def _bailing(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
-    """Lightning attention keeps one matrix a head."""
+    """Lightning attention keeps one matrix a head; with latent attention beside it in float32."""
     if _global(config, i):
         return _attention(config, plain)
     heads = config["num_attention_heads"]
     dim = config.get("head_dim") or config["hidden_size"] // heads
-    return LayerCache("state", 0, heads * dim * dim)
+    matrices = heads * dim * dim
+    return LayerCache("state", 0, matrices, matrices if config.get("model_type") == "bailing_hybrid" else 0)
 
 
 _BY_LAYER: dict[str, Callable[[Mapping[str, Any], int, int], LayerCache]] = {
