@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.borders import own_process
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
-from tandem.cli.options import agent, bench, doctor, installed, lifecycle, parity, plan, sampling
+from tandem.cli.options import agent, bench, doctor, firstlight, installed, lifecycle, parity, plan, sampling
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -48,6 +48,7 @@ def build_parser() -> Parser:
     plan.add_parser(commands).set_defaults(run=_plan)
     parity.add_parser(commands).set_defaults(run=_parity)
     doctor.add_parser(commands).set_defaults(run=_doctor)
+    firstlight.add_parser(commands).set_defaults(run=_firstlight)
     bench.add_parser(commands).set_defaults(run=_bench)
     bench.add_top(commands).set_defaults(run=_top)
     bench.add_batch(commands).set_defaults(run=_batch)
@@ -244,6 +245,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
         return probe()
     from tandem.cli.doctor import run
+
+    return run(arguments)
+
+
+def _firstlight(arguments: argparse.Namespace) -> int:
+    from tandem.cli.firstlight import run
 
     return run(arguments)
 

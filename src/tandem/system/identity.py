@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from tandem.system.tools import output_of
+from tandem.system.tools import output_of, sysctl
 
 _UUID = re.compile(r'"IOPlatformUUID"\s*=\s*"([0-9A-Fa-f-]+)"')
 
@@ -26,6 +26,15 @@ def machine_id() -> str:
         found = _UUID.search(output_of(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) or "")
         return found[1] if found else socket.gethostname()
     with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = boot_id()
         return f"{boot}/{os.stat('/proc/self/ns/mnt').st_ino}"
     return socket.gethostname()
+
+
+def boot_id() -> str:
+    """Another one each time this machine starts; empty where the system does not tell."""
+    if sys.platform == "darwin":
+        return sysctl("kern.bootsessionuuid")
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""

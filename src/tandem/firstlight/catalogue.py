@@ -1,0 +1,83 @@
+"""All checks, in the order in which they are made: what others stand on comes first."""
+
+from __future__ import annotations
+
+from tandem.firstlight.check import Check
+
+CHECKS: tuple[Check, ...] = (
+    Check(name="machine", title="the machine, as the doctor sees it", entry="machine:machine", deadline_s=60,
+          proves="nothing is wrong here that the doctor knows of; limits, sockets and memory are what Tandem expects"),
+    Check(name="network", title="local network and folders open to this process", entry="machine:network",
+          deadline_s=40, proves="the system lets this process into the local network, and to which folders"),
+    Check(name="model", title="model", entry="machine:model", deadline_s=60,
+          proves="the model of the other checks is there"),
+    Check(name="threads", title="steps dispatched by one thread, read by others", entry="device:threads", deadline_s=60,
+          proves="arrays that are being computed can be read by other threads; streams of other threads work"),
+    Check(name="broken-kernel", title="a kernel that fails raises an exception", entry="device:broken_kernel",
+          deadline_s=40, proves="an error of the device ends no process, and the device goes on"),
+    Check(name="sampler", title="sampler: filters, penalties, draws", entry="sampling:sampler", deadline_s=90,
+          proves="filters, penalties, bias and log probabilities are NumPy's; what steps of greedy and top-p cost"),
+    Check(name="digests", title="digests of hidden states", entry="sampling:digests", deadline_s=40,
+          proves="machines of different kinds agree on digests"),
+    Check(name="arena", title="KV arena: rows of unequal length", entry="arena:rows", deadline_s=120,
+          proves="batches of rows that join, leave and are taken out have the logits that mlx-lm has for each alone"),
+    Check(name="windows", title="KV arena: sliding windows", entry="arena:windows", deadline_s=120,
+          proves="the same for rows that are rings"),
+    Check(name="drafts", title="KV arena: drafts that are taken back", entry="arena:drafts", deadline_s=120,
+          proves="several positions a row, some of them cut off again, leave no trace"),
+    Check(name="attention", title="decode attention that reads each row's own length", entry="arena:attention",
+          deadline_s=120, proves="our kernels compute what MLX's attention computes, in all types and sizes of heads"),
+    Check(name="donation", title="KV arena: written in place with steps in flight", entry="arena:donation",
+          deadline_s=150, proves="no step copies the arena, also while the step before it is being computed"),
+    Check(name="types", title="types of models over stages (tiny random models)", entry="layouts:types", deadline_s=150,
+          proves="windows, sinks, experts, MLA and states compute mlx-lm's logits, whole and in stages"),
+    Check(name="fence", title="crossings between CPU and GPU", entry="fences:fence", deadline_s=40,
+          proves="work that goes to and fro is right, and what a crossing costs"),
+    Check(name="collectives", title="sums of two ranks between the device's operations", entry="fences:collectives",
+          deadline_s=90, proves="sums are right, and what one costs between two products, as layers have it"),
+    Check(name="late", title="a rank that comes late to a sum", entry="fences:late", deadline_s=300,
+          proves="its peer waits, or gets an error that Tandem knows for a wait"),
+    Check(name="wiring", title="weights in memory after a pause", entry="wiring:wiring", deadline_s=240,
+          proves="what wiring and refreshing change for a step after a pause"),
+    Check(name="one-rank", title="one rank, over HTTP", entry="single:pace", deadline_s=240,
+          proves="greedy tokens are mlx-lm's, and the pace is not far from its"),
+    Check(name="chunks", title="long prompts in chunks of several sizes", entry="single:chunks", deadline_s=300,
+          proves="which size of chunk is fastest here"),
+    Check(name="connections", title="300 connections with 256 open files", entry="single:connections", deadline_s=120,
+          proves="the server raises its limit of open files"),
+    Check(name="stages", title="two pipeline stages, one machine", entry="layouts:stages", deadline_s=240,
+          proves="logits over Tandem's channel are those of one process, in all bits"),
+    Check(name="stages-ring", title="two pipeline stages over MLX's ring, one machine", entry="layouts:ring",
+          deadline_s=240, proves="the same over MLX's ring"),
+    Check(name="tensor", title="two tensor-parallel ranks, one machine", entry="layouts:tensor", deadline_s=240,
+          proves="logits of ranks that share layers are those of one process, but for rounding"),
+    Check(name="both", title="both together (`--parallel 2,1`), one machine", entry="layouts:both", deadline_s=240,
+          proves="the same for a stage of two ranks before a stage of one"),
+    Check(name="killed", title="a rank killed under load", entry="faults:killed", deadline_s=300,
+          proves="answers are whole and the same, and no process is left"),
+    Check(name="stopped", title="a rank stopped (SIGSTOP) under load", entry="faults:stopped", deadline_s=300,
+          proves="a rank that hangs is noticed and replaced"),
+    Check(name="orphans", title="a supervisor, or a parent in start-up, killed", entry="faults:orphans", deadline_s=240,
+          proves="nothing outlives the process that started it, not even within MLX's start-up"),
+    Check(name="awake", title="the machine stays awake while it serves", entry="faults:awake", deadline_s=120,
+          proves="idle sleep is held off while a server runs, and no longer"),
+    Check(name="doctor", title="several machines, as the doctor sees them", entry="hosts:doctor", deadline_s=200,
+          hosts=True, proves="nothing is wrong between the machines; speed of the ways between them"),
+    Check(name="links", title="sums over several machines, ring and jaccl", entry="hosts:links", deadline_s=400,
+          hosts=True, proves="sums over all machines are right, and how long they take"),
+    Check(name="hosts", title="stages and tensor parallelism over several machines", entry="hosts:layouts",
+          deadline_s=600, hosts=True, proves="their answer is one rank's; tokens a second of each"),
+    Check(name="deaths", title="a rank of several machines killed three times", entry="hosts:deaths", deadline_s=600,
+          hosts=True, proves="the group (jaccl where there is RDMA) comes up again after each death"),
+    Check(name="full-memory", title="more memory asked of the GPU than it has", entry="risky:memory", deadline_s=120,
+          risky=True, proves="it is an exception that Tandem knows, and the device goes on"),
+    Check(name="fast-fences", title="MLX's fast fences", entry="risky:fast_fences", deadline_s=180, risky=True,
+          proves="whether sums with them are right, and whether the GPU computes afterwards"),
+)
+
+
+def chosen(*, hosts: bool, risky: bool, only: list[str] | None = None) -> list[Check]:
+    """Checks of a run. Of `only` all are taken, whatever else is asked for; names that are none are left out."""
+    if only is not None:
+        return [one for one in CHECKS if one.name in only]
+    return [one for one in CHECKS if (hosts or not one.hosts) and (risky or not one.risky)]

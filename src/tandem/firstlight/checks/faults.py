@@ -1,0 +1,133 @@
+"""What dies, hangs or is left alone: ranks under load, a supervisor, a parent; and a Mac that may not sleep."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+
+from tandem.env import child_environment
+from tandem.firstlight.asking import ask, ask_in_background, prompt_of, seconds
+from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
+from tandem.firstlight.lonely import MODULE as LONELY
+from tandem.firstlight.served import Server, gone, serving, until
+from tandem.processes.child import ChildProcess
+from tandem.system.tools import output_of
+
+TOKENS = 96
+PROMPTS = 3
+BACK_S, GONE_S = 90.0, 20.0
+STAGES = ("-pp", "2", "--prefix-cache", "0")
+JOINED_S = 3.0
+"""By then a rank that waits for its peer is within MLX's start-up of the ring."""
+HOLDER = re.compile(r"PreventUserIdleSystemSleep|PreventSystemSleep|caffeinate")
+
+
+def killed(task: Task) -> Figures:
+    """A rank is killed (SIGKILL) while answers are under way: all of them are whole, and the same."""
+    return _struck(task, signal.SIGKILL)
+
+
+def stopped(task: Task) -> Figures:
+    """A rank is stopped (SIGSTOP): it is noticed and replaced."""
+    return _struck(task, signal.SIGSTOP)
+
+
+def _struck(task: Task, number: signal.Signals) -> Figures:
+    with serving(task.model, *STAGES) as server:
+        prompts = [prompt_of(12, seed) for seed in range(PROMPTS)]
+        calm = [ask(server, prompt, TOKENS).text for prompt in prompts]
+        before = server.ranks()
+        answers = [ask_in_background(server, prompt, TOKENS) for prompt in prompts]
+        time.sleep(0.3)
+        victim = before[-1]
+        began = time.monotonic()
+        os.kill(victim, number)
+        if not until(lambda: gone(victim), GONE_S):
+            os.kill(victim, signal.SIGKILL)
+            raise Differs(f"a rank that was struck by {number.name} is replaced within {GONE_S:g} s, expected; it is "
+                          "still there, seen")
+        noticed = seconds(began)
+        found = [answer.done().text for answer in answers]
+        figures: Figures = {"gone after, s": noticed, "all answers after, s": seconds(began)}
+        if not until(lambda: len(server.ranks()) == len(before), BACK_S):
+            raise Differs(f"{len(before)} ranks again, expected; {len(server.ranks())}, seen", figures)
+        after = server.ranks()
+        if wrong := sum(one != other for one, other in zip(calm, found, strict=True)):
+            raise Differs(f"the answers of a calm server, expected; {wrong} of {PROMPTS} differ, seen", figures)
+        if victim in after:
+            raise Differs("a new process in the rank's place, expected; the old one, seen", figures)
+    if left := [pid for pid in {*before, *after} if not until(lambda pid=pid: gone(pid), GONE_S)]:  # type: ignore[misc]
+        raise Differs(f"no process is left when the server has ended, expected; {len(left)}, seen", figures)
+    return figures
+
+
+def orphans(task: Task) -> Figures:
+    """A supervisor that is killed, and a parent that is killed while its rank waits in MLX's ring, leave nothing."""
+    with serving(task.model, *STAGES) as server:
+        pids = [*server.ranks(), *_engines(server)]
+        began = time.monotonic()
+        server.process.kill()
+        server.process.wait(10.0)
+        left = [pid for pid in pids if not until(lambda pid=pid: gone(pid), GONE_S)]  # type: ignore[misc]
+        figures: Figures = {"processes below a supervisor": len(pids), "gone after, s": seconds(began)}
+    if left:
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        raise Differs(f"no process outlives its supervisor by {GONE_S:g} s, expected; {len(left)}, seen", figures)
+    return figures | _alone()
+
+
+def _engines(server: Server) -> list[int]:
+    found = server.status().get("replicas") or []
+    return [int(one["pid"]) for one in found if one.get("pid")]
+
+
+def _alone() -> Figures:
+    """A rank of two in MLX's start-up, whose parent is killed."""
+    with tempfile.TemporaryFile() as output:
+        parent = ChildProcess(LONELY, b"", env=child_environment(), name="parent of a rank",
+                              output=output.fileno())
+        try:
+            if not until(lambda: output.seek(0) == 0 and output.read().strip().isdigit(), GONE_S):
+                raise Differs("a rank that waits for its peer, expected; none came up, seen")
+            output.seek(0)
+            rank = int(output.read())
+            time.sleep(JOINED_S)
+            if gone(rank):
+                raise Differs("a rank that waits for its peer, expected; it has ended, seen")
+            began = time.monotonic()
+        finally:
+            parent.kill()
+            parent.wait(10.0)
+        if not until(lambda: gone(rank), GONE_S):
+            os.kill(rank, signal.SIGKILL)
+            raise Differs(f"a rank in MLX's start-up ends within {GONE_S:g} s of its parent, expected; it is still "
+                          "there, seen")
+    return {"rank in MLX's start-up gone after, s": seconds(began)}
+
+
+def awake(task: Task) -> Figures:
+    """While a server runs, the system may not fall asleep."""
+    if sys.platform != "darwin":
+        raise NotApplicable("idle sleep is held off on macOS alone")
+    before = holders()
+    with serving(task.model) as server:
+        during = holders()
+        ask(server, prompt_of(8), 4)
+    if not during - before:
+        raise Differs("an assertion against sleep while a server runs, expected; none, seen")
+    ended = until(lambda: not (holders() & (during - before)), GONE_S)
+    if not ended:
+        raise Differs("no assertion when the server has ended, expected; it is still held, seen")
+    return {"assertions of the server": len(during - before)}
+
+
+def holders() -> set[str]:
+    """Lines of `pmset -g assertions` that hold sleep off."""
+    text = output_of(["pmset", "-g", "assertions"]) or ""
+    return {line.strip() for line in text.splitlines() if "pid" in line and HOLDER.search(line)}
+

@@ -1,0 +1,131 @@
+"""Several machines, as a hosts file names them: the doctor, links, layouts, and ranks that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from typing import Any
+
+from tandem.errors import TandemError
+from tandem.firstlight.asking import ask, ask_in_background, prompt_of, seconds
+from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
+from tandem.firstlight.served import Server, serving, tandem, until
+from tandem.launchers.hostfile import Hostfile, read_hostfile
+from tandem.system.tools import output_of
+
+DOCTOR_S, START_S, BACK_S = 150.0, 180.0, 120.0
+TOKENS = 64
+DEATHS = 3
+DEPTH = 10
+RDMA = ("jaccl", "jaccl-ring")
+
+
+def doctor(task: Task) -> Figures:
+    """Nothing is wrong between the machines that the doctor knows of; how fast the ways between them are."""
+    found = _examined(task, None)
+    figures: Figures = {}
+    for number, link in enumerate(found["links"], 1):
+        if link["bytes_per_s"]:
+            figures[f"way {number}, MB/s"] = round(link["bytes_per_s"] / 1e6)
+            figures[f"way {number}, latency, us"] = round(1e6 * link["latency_s"])
+    figures |= {f"warning: {one['check']}": one["detail"] for one in found["findings"] if one["verdict"] == "warn"}
+    if wrong := [f"{one['check']}: {one['detail']}" for one in found["findings"] if one["verdict"] == "fail"]:
+        raise Differs(f"nothing wrong, expected; {'; '.join(wrong)}, seen", figures)
+    return figures
+
+
+def _examined(task: Task, backend: str | None) -> dict[str, Any]:
+    words = ["doctor", "--hostfile", task.hostfile, "--json"]
+    done = tandem(*words, *(["--backend", backend] if backend else []), timeout_s=DOCTOR_S)
+    try:
+        found: dict[str, Any] = json.loads(done.stdout)
+    except ValueError:
+        raise TandemError((done.stderr.strip().splitlines() or ["the doctor says nothing"])[-1]) from None
+    return found
+
+
+def links(task: Task) -> Figures:
+    """Sums over all machines, over the ring and, where the hosts file has RDMA devices, over jaccl."""
+    figures: Figures = {}
+    problems = []
+    for backend in ("ring", *(["jaccl"] if _has_rdma(read_hostfile(task.hostfile)) else [])):
+        found = _examined(task, backend)["all_sum"]
+        first = next(iter(found.values()), None)
+        if first is None or any(one["error"] for one in found.values()):
+            errors = [one["error"] for one in found.values() if one["error"]] or ["the doctor left it out"]
+            problems.append(f"sums over {backend}, expected; {errors[0]}, seen")
+            continue
+        for size, latency in first["latency_s"].items():
+            figures[f"{backend}, all_sum of {int(size) >> 10} KiB, us"] = round(1e6 * latency)
+    if problems:
+        raise Differs("; ".join(problems), figures)
+    return figures
+
+
+def _has_rdma(file: Hostfile) -> bool:
+    return any(any(one for one in host.rdma) for host in file.hosts)
+
+
+def layouts(task: Task) -> Figures:
+    """Pipeline stages and tensor parallelism over the machines answer as one rank does."""
+    count = len(read_hostfile(task.hostfile).hosts)
+    prompt = prompt_of(24)
+    with serving(task.model, "--executor", "cluster", "--prefix-cache", "0") as server:
+        alone = ask(server, prompt, TOKENS)
+    figures: Figures = {"one rank, tokens a second": round(alone.decode_rate, 1)}
+    problems = []
+    for name, options in (("stages", ("-pp", str(count))), ("tensor parallelism", ("-tp", str(count)))):
+        with serving(task.model, "--hostfile", task.hostfile, "--weights-from", "head", "--prefix-cache", "0", *options,
+                     start_s=START_S) as server:
+            found = ask(server, prompt, TOKENS)
+        figures[f"{name} over {count} hosts, tokens a second"] = round(found.decode_rate, 1)
+        if name == "stages" and found.text != alone.text:
+            problems.append("the answer of one rank from stages, expected; another, seen")
+        elif found.text != alone.text:
+            figures[f"{name}: answer"] = "differs from one rank's, which rounding may explain"
+    if problems:
+        raise Differs("; ".join(problems), figures)
+    return figures
+
+
+def deaths(task: Task) -> Figures:
+    """A rank is killed under load and the group is made anew, three times, over the hosts file's own backend."""
+    file = read_hostfile(task.hostfile)
+    backend = "jaccl" if _has_rdma(file) else "ring"
+    count = len(file.hosts)
+    with serving(task.model, "--hostfile", task.hostfile, "--weights-from", "head", "-tp", str(count), "--backend",
+                 backend, "--max-restarts", "10", start_s=START_S) as server:
+        calm = ask(server, prompt_of(12), TOKENS).text
+        figures: Figures = {"backend": backend}
+        for number in range(1, DEATHS + 1):
+            victim = next((pid for pid in server.ranks() if _is_below(pid, server)), None)
+            if victim is None:
+                raise NotApplicable("no rank is on this machine; start it on one that the hosts file has as localhost")
+            answer = ask_in_background(server, prompt_of(12), TOKENS)
+            time.sleep(0.3)
+            began = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            if not until(lambda dead=victim: _is_back(server, dead), BACK_S):  # type: ignore[misc]
+                raise Differs(f"ranks again within {BACK_S:g} s of death {number}, expected; none, seen", figures)
+            figures[f"death {number}: ranks again after, s"] = seconds(began)
+            if answer.done().text != calm:
+                raise Differs(f"the same answer after death {number}, expected; another, seen", figures)
+    return figures
+
+
+def _is_back(server: Server, dead: int) -> bool:
+    return bool(server.health()["status"] == "healthy") and dead not in server.ranks()
+
+
+def _is_below(pid: int, server: Server) -> bool:
+    """The process is one of those that the server here has started; another machine's may have the same number."""
+    for _ in range(DEPTH):
+        if pid == server.process.pid:
+            return True
+        parent = (output_of(["ps", "-o", "ppid=", "-p", str(pid)]) or "").strip()
+        if not parent.isdigit() or int(parent) < 2:
+            return False
+        pid = int(parent)
+    return False

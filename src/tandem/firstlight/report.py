@@ -1,0 +1,93 @@
+"""The report of a run: a struct that is kept as JSON, and the page that a person reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from tandem.firstlight.catalogue import CHECKS
+from tandem.firstlight.check import Figures, Outcome, Verdict
+from tandem.firstlight.redact import redacted, redacted_figures
+from tandem.version import __version__
+
+FORMAT = 1
+MACHINE = "machine"
+"""The check whose figures say what machine it was."""
+HEAD = ("system", "processor", "cores", "device", "memory GiB", "GPU memory GiB", "python", "mlx", "mlx-lm")
+EXIT_OK, EXIT_FAILED, EXIT_UNFINISHED = 0, 1, 3
+SIGNS: dict[Verdict, str] = {"ok": "ok", "failed": "**failed**", "does not apply": "does not apply",
+                             "no answer": "**no answer**"}
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """All that a run found, without names, addresses and paths."""
+
+    format: int = FORMAT
+    tandem: str = __version__
+    date: str
+    """Of the run's end, YYYY-MM-DD."""
+    platform: str
+    """`Linux, CPU`, `Linux, CUDA` or `macOS, Metal`."""
+    machine: Figures
+    model: str
+    hosts: int
+    """Machines of the hosts file; 0 without one."""
+    wanted: int
+    """Checks that the run was to make."""
+    checks: list[Outcome]
+
+    @property
+    def code(self) -> int:
+        """Exit code: 0 if nothing is wrong, 1 if something is, 3 if nothing is wrong so far and checks are left."""
+        if any(one.verdict in ("failed", "no answer") for one in self.checks):
+            return EXIT_FAILED
+        return EXIT_OK if len(self.checks) == self.wanted else EXIT_UNFINISHED
+
+
+def make_report(outcomes: Sequence[Outcome], *, wanted: int, date: str, facts: Figures, model: str, hosts: int,
+                names: Iterable[str]) -> Report:
+    """The report; what each outcome says is redacted, and the machine's facts are taken as they are."""
+    known = list(names)
+    checks = [replace(one, detail=redacted(one.detail, known), figures=redacted_figures(one.figures, known))
+              for one in outcomes]
+    return Report(date=date, platform=platform_of(facts), machine={name: facts[name] for name in HEAD if name in facts},
+                  model=redacted(model, known), hosts=hosts, wanted=wanted, checks=checks)
+
+
+def platform_of(facts: Figures) -> str:
+    """The column of README's table that these facts belong to."""
+    system = "macOS" if str(facts.get("system", "")).startswith("Darwin") else str(facts.get("system", "?")).split()[0]
+    if not facts.get("gpu"):
+        return f"{system}, CPU"
+    return f"{system}, Metal" if system == "macOS" else f"{system}, CUDA"
+
+
+def page(report: Report) -> str:
+    """Markdown, of about one page."""
+    titles = {one.name: one for one in CHECKS}
+    counts = Counter(one.verdict for one in report.checks)
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in SIGNS if counts[verdict])
+    left = report.wanted - len(report.checks)
+    lines = [f"# Firstlight: {report.platform}", "",
+             f"{report.date}, Tandem {report.tandem}, model {report.model}"
+             f"{f', {report.hosts} hosts' if report.hosts else ''}: {summary}{f', {left} left' if left else ''}.", "",
+             "; ".join(f"{name} {value}" for name, value in report.machine.items()) + ".", "",
+             "| check | | s | found |", "|---|---|---|---|"]
+    for one in report.checks:
+        title = titles[one.name].title if one.name in titles else one.name
+        again = f" (attempt {one.attempts})" if one.attempts > 1 else ""
+        figures = {name: value for name, value in one.figures.items() if one.name != MACHINE or name not in HEAD}
+        found = "; ".join(filter(None, [one.detail, *(f"{name}: {_shown(value)}" for name, value in figures.items())]))
+        lines.append(f"| {title} | {SIGNS[one.verdict]}{again} | {one.seconds:g} | {_cell(found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _shown(value: str | int | float | bool) -> str:
+    return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())

@@ -1,0 +1,125 @@
+"""`tandem` and its servers, as a check starts and asks them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+
+from tandem.bench.client import get
+from tandem.env import child_environment
+from tandem.errors import TandemError
+from tandem.firstlight.command import MODULE
+from tandem.processes.child import ChildProcess
+from tandem.processes.interpreter import module_command
+from tandem.system.state import process_state
+
+START_S, END_S, POLL_S = 120.0, 30.0, 0.05
+READY = re.compile(r"Tandem is ready: (http\S+)")
+
+
+class Server:
+    """A `tandem serve` that is ready."""
+
+    def __init__(self, process: ChildProcess, url: str) -> None:
+        self.process, self.url = process, url
+
+    def health(self) -> dict[str, Any]:
+        """/health, whatever it says."""
+        found: dict[str, Any] = json.loads(get(self.url, "/health", timeout_s=20))
+        return found
+
+    def ranks(self) -> list[int]:
+        """Process ids of its ranks; empty while there are none, or where one process does all."""
+        return [int(rank["pid"]) for rank in self.health().get("ranks") or []]
+
+    def status(self) -> dict[str, Any]:
+        """/v1/status."""
+        found: dict[str, Any] = json.loads(get(self.url, "/v1/status", timeout_s=20))
+        return found
+
+
+@contextmanager
+def serving(model: str, *options: str, variables: Mapping[str, str | None] | None = None,
+            start_s: float = START_S) -> Iterator[Server]:
+    """A server on a free port of loopback; it is ended after. Raises TandemError when it does not become ready."""
+    with tempfile.TemporaryFile() as log:
+        words = ["serve", model, "--host", "127.0.0.1", "--port", "0", "--log-level", "WARNING", *options]
+        process = start(words, log.fileno(), variables)
+        try:
+            yield Server(process, _ready(process, log, start_s))
+        finally:
+            process.terminate()
+            if not process.wait(END_S):
+                process.kill()
+                process.wait(END_S)
+
+
+def start(words: list[str], output: int, variables: Mapping[str, str | None] | None = None) -> ChildProcess:
+    """`tandem` with these words, which ends when this process does; it writes to the file `output`."""
+    return ChildProcess(MODULE, msgspec.json.encode(words), env=child_environment(variables),
+                        name=f"tandem {words[0]}", output=output)
+
+
+def _ready(process: ChildProcess, log: Any, start_s: float) -> str:
+    deadline = time.monotonic() + start_s
+    while time.monotonic() < deadline:
+        ended = process.poll() is not None
+        text = os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
+        if found := READY.search(text):
+            return found[1]
+        if ended:
+            lines = text.strip().splitlines() or ["it says nothing"]
+            raise TandemError(f"the server {process.describe_exit()}: {lines[-1]}")
+        time.sleep(POLL_S)
+    raise TandemError(f"the server is not ready after {start_s:g} s")
+
+
+def tandem(*words: str, timeout_s: float, variables: Mapping[str, str | None] | None = None
+           ) -> subprocess.CompletedProcess[str]:
+    """A command that ends by itself, with what it printed. Raises TandemError when it takes too long."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(module_command(MODULE), stdin=subprocess.PIPE, stdout=out, stderr=errors,
+                                   env=child_environment(variables), start_new_session=True)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(words) + b"\n")
+        process.stdin.flush()
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TandemError(f"`tandem {words[0]}` has not ended after {timeout_s:g} s") from None
+        finally:
+            process.stdin.close()
+            process.kill()
+            process.wait()
+        texts = [os.pread(file.fileno(), 1 << 24, 0).decode(errors="replace") for file in (out, errors)]
+    return subprocess.CompletedProcess(words, code, *texts)
+
+
+def until(condition: Callable[[], object], seconds: float) -> bool:
+    """Wait for it; False if it has not come true after so long."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True
+
+
+def gone(pid: int) -> bool:
+    """The process has ended. One whose parent has not yet asked how is no process any more."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return process_state(pid) == "Z"

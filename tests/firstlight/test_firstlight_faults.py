@@ -1,0 +1,321 @@
+"""Every check sees a fault that is planted in what it looks at, and passes without one. Here those without servers."""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tandem.descriptors import raise_limit
+from tandem.errors import ModelNotFound
+from tandem.firstlight.catalogue import CHECKS
+from tandem.firstlight.check import Differs, Figures, NotApplicable, Task, resolve
+from tandem.firstlight.checks import arena, device, faults, fences, machine, risky, sampling, wiring
+from tandem.firstlight.ranks import Found
+from tandem.loading import trial
+from tandem.runner import digest, penalties, sampler
+from tandem.runner.kv_arena import ArenaLayer
+from tandem.runner.kv_layers import RowStep
+from tandem.testing import tiny_model
+
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Task:
+    return Task(entry="", result="", directory=str(tmp_path), model=str(tmp_path))
+
+
+def test_every_check_has_its_function_and_words() -> None:
+    assert len({one.name for one in CHECKS}) == len(CHECKS)
+    for one in CHECKS:
+        assert callable(resolve(one.entry)), one.name
+        assert one.proves[0].islower(), one.name
+
+
+def differs(check: Callable[[Task], Figures], task: Task, words: str) -> None:
+    with pytest.raises(Differs) as caught:
+        check(task)
+    assert words in caught.value.message
+    assert "expected" in caught.value.message
+
+
+# ---- the machine
+
+
+def test_machine(task: Task, tmp_path: Path, monkeypatch: Patch) -> None:
+    raise_limit()
+    task = Task(entry="", result="", directory="", model=str(tiny_model(tmp_path / "m")))
+    assert machine.machine(task)["system"]
+    monkeypatch.setattr(machine, "runtime_dir", lambda: Path("/" + 95 * "x"))
+    with pytest.raises(Differs, match="macOS takes 103"):
+        machine.machine(task)
+
+
+def test_network(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(machine, "address_towards", lambda _: "127.0.0.1")
+    assert machine.network(task)["multicast"]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(Differs, match="own address: No route to host"):
+        machine.network(task)
+    monkeypatch.setattr(machine, "address_towards", refuse)
+    with pytest.raises(NotApplicable, match="no network"):
+        machine.network(task)
+
+
+def test_model(tmp_path: Path) -> None:
+    made = Task(entry="", result="", directory="", model=str(tmp_path / "new"), random=True)
+    assert machine.model(made)["name"] == "tiny, with random weights"
+    with pytest.raises(ModelNotFound):
+        machine.model(Task(entry="", result="", directory="", model=str(tmp_path / "none")))
+
+
+# ---- the device
+
+
+def test_threads(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(device, "ROUNDS", 60)
+    assert device.threads(task)["streams of other threads"]
+    eye = mx.eye
+    monkeypatch.setattr(mx, "eye", lambda side: eye(side) * 1.5)
+    differs(device.threads, task, "step 1 gave 1, expected; 2.25, seen")
+
+
+def test_broken_kernel(task: Task, monkeypatch: Patch) -> None:
+    if not mx.is_available(mx.gpu):
+        with pytest.raises(NotApplicable, match="on GPUs alone"):
+            device.broken_kernel(task)
+    monkeypatch.setattr(device, "on_gpu", lambda: True)
+    monkeypatch.setattr(device, "on_metal", lambda: True)
+
+    def refuses(**_: object) -> Callable[..., list[mx.array]]:
+        def call(**_: object) -> list[mx.array]:
+            raise RuntimeError("does not compile")
+        return call
+
+    monkeypatch.setattr(mx.fast, "metal_kernel", refuses)
+    assert device.broken_kernel(task) == {"exception": "RuntimeError"}
+    monkeypatch.setattr(mx.fast, "metal_kernel", lambda **_: lambda **_: [mx.zeros(4)])
+    differs(device.broken_kernel, task, "nothing, seen")
+
+
+@pytest.mark.parametrize(("place", "name", "broken", "words"), [
+    (sampler, "filtered_weights", lambda scaled, filters, may_wait: mx.exp(scaled), "draws of others"),
+    (sampler, "draw", lambda weights, uniforms: mx.argmax(weights, axis=-1).astype(mx.int32), "of all draws"),
+    (penalties.TokenHistory, "penalise", lambda self, logits, rows: logits, "log probability"),
+    (penalties.TokenHistory, "count", lambda self, tokens, rows: None, "penalties: token"),
+])
+def test_sampler(place: Any, name: str, broken: Any, words: str, task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(sampling, "LARGE_VOCAB", 2000)
+    assert sampling.sampler(task)
+    monkeypatch.setattr(place, name, broken)
+    differs(sampling.sampler, task, words)
+
+
+def test_digests(task: Task, monkeypatch: Patch) -> None:
+    assert sampling.digests(task) == {}
+    monkeypatch.setattr(digest, "_SPREAD", 2654435763)
+    differs(sampling.digests, task, "digest")
+
+
+# ---- the arena
+
+
+def no_mask(self: ArenaLayer, N: int, window_size: int | None = None, return_array: bool = False) -> None:
+    return None
+
+
+def test_windows_without_a_fault(task: Task) -> None:
+    assert arena.windows(task)["largest difference, share of the largest logit"] < 1e-4  # type: ignore[operator]
+
+
+def test_rows(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ArenaLayer, "make_mask", no_mask)
+    differs(arena.rows, task, "rows of unequal length: logits within 2% of mlx-lm's")
+
+
+def test_windows(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(ArenaLayer, "_used", lambda self, length: length)  # rings that do not end
+    with pytest.raises((Differs, ValueError)):
+        arena.windows(task)
+
+
+def test_drafts(task: Task, monkeypatch: Patch) -> None:
+    assert arena.drafts(task)
+    slots = RowStep.slots
+    monkeypatch.setattr(RowStep, "slots", lambda self, ring: mx.maximum(slots(self, ring) - 1, 0))
+    differs(arena.drafts, task, "drafts, all positions")
+
+
+def test_attention(task: Task, monkeypatch: Patch) -> None:
+    if not mx.cuda.is_available():
+        with pytest.raises(NotApplicable, match="CUDA alone"):
+            arena.attention(task)
+
+    def attend(queries: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, longest: int,
+               scale: float) -> mx.array:
+        mask = (mx.arange(keys.shape[2]) <= lengths[:, None])[:, None, None]
+        return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+
+    monkeypatch.setattr(arena, "decode_attention", lambda: attend)
+    monkeypatch.setattr("tandem.runner.ragged_attention.HEAD_DIMS", (64,))
+    monkeypatch.setattr("tandem.runner.ragged_attention.attend", attend)
+    assert arena.attention(task)["largest difference"] < 0.03  # type: ignore[operator]
+    monkeypatch.setattr("tandem.runner.ragged_attention.attend",
+                        lambda *a: attend(*a[:3], a[3] * 0 + a[4], *a[4:]))  # all rows as long as the longest
+    differs(arena.attention, task, "heads of 64")
+
+
+def test_donation(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(arena, "SMALL", arena.Shape(64, 2, 2, 1, 64, 2, 512))
+    assert arena.donation(task)
+    held: dict[int, object] = {}
+    write = ArenaLayer.update_and_fetch
+
+    def referred(self: ArenaLayer, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        found = write(self, keys, values)
+        views = [part[:1] for part in self._parts]
+        mx.eval(views)  # while there is a second reference to what it writes to, so that it has to copy
+        held[id(self)] = views
+        return found
+
+    monkeypatch.setattr(ArenaLayer, "update_and_fetch", referred)
+    differs(arena.donation, task, "so that the arena is copied")
+
+
+def test_types(task: Task, monkeypatch: Patch) -> None:
+    from tandem.firstlight.checks import layouts
+
+    monkeypatch.setattr(layouts, "TYPES", ("qwen3",))
+    assert layouts.types(task) == {"types": "qwen3"}
+    run = trial.Frame.run
+    monkeypatch.setattr(trial.Frame, "run", lambda self, x, caches: run(self, x, caches) + 0.01)
+    differs(layouts.types, task, "qwen3: over 1 stages the logits of call 1 differ")
+
+
+# ---- waiting for one another
+
+
+def test_fence(task: Task, monkeypatch: Patch) -> None:
+    assert fences.fence(task)
+    monkeypatch.setattr(mx, "add", lambda x, y, stream=None: x + 2)
+    with pytest.raises(Differs, match="crossings count to"):
+        fences.fence(task)
+
+
+def pair_of(*found: Found) -> Any:
+    """What takes the place of two ranks."""
+    @contextmanager
+    def made(work: str, **_: object) -> Any:
+        class Ranks:
+            def found(self, seconds: float) -> list[Found]:
+                return list(found)
+        yield Ranks()
+    return made
+
+
+@pytest.mark.parametrize(("found", "words"), [
+    (Found(figures={"seconds": 0.01}), "a sum after as long"),
+    (Found(error="RuntimeError: odd words"), "odd words, seen"),
+    (Found(error="rank 0 was ended by SIGABRT"), "SIGABRT, seen")])
+def test_late(found: Found, words: str, task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(fences, "Pair", pair_of(found))
+    differs(fences.late, task, words)
+
+
+def test_late_knows_the_error_of_a_gpu_that_waited_too_long(task: Task, monkeypatch: Patch) -> None:
+    words = "RuntimeError: [METAL] Command buffer execution failed: (kIOGPUCommandBufferCallbackErrorTimeout)"
+    monkeypatch.setattr(fences, "Pair", pair_of(Found(error=words)))
+    assert fences.late(task)["1 s late"] == words
+
+
+def test_wiring(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(wiring, "CPU_MB", 1)
+    monkeypatch.setattr(wiring, "PAUSES", [0.0])
+    assert wiring.wiring(task)["MiB of weights"] == 1
+    monkeypatch.setattr(wiring, "this_device", lambda: type("Device", (), {"gpu": True, "memory_bytes": 2**34}))
+    monkeypatch.setattr("sys.platform", "darwin")
+    asked: list[tuple[int, bool, str]] = []
+
+    def measured(megabytes: int, wired: bool, refresh: str) -> dict[str, float]:
+        asked.append((megabytes, wired, refresh))
+        return {"warm": 10.0, "after 5 s": 12.0 if wired else 300.0}
+
+    monkeypatch.setattr(wiring, "_measured", measured)
+    assert wiring.wiring(task)["not wired, after 5 s, ms"] == 300.0
+    assert asked == [(8192, False, "0"), (8192, True, "0"), (8192, True, "1000")]
+    monkeypatch.setattr(wiring, "_measured", lambda *_: {"warm": 10.0, "after 5 s": 300.0})
+    differs(wiring.wiring, task, "wired and refreshed")
+
+
+def test_awake(task: Task, monkeypatch: Patch) -> None:
+    with pytest.raises(NotApplicable, match="macOS alone"):
+        faults.awake(task)
+    monkeypatch.setattr("sys.platform", "darwin")
+
+    @contextmanager
+    def serving(model: str) -> Any:
+        yield None
+
+    monkeypatch.setattr(faults, "serving", serving)
+    monkeypatch.setattr(faults, "ask", lambda *_: None)
+    seen = iter([set(), {"caffeinate, pid 1"}, set()])
+    monkeypatch.setattr(faults, "holders", lambda: next(seen))
+    assert faults.awake(task) == {"assertions of the server": 1}
+    monkeypatch.setattr(faults, "holders", set)
+    differs(faults.awake, task, "an assertion against sleep")
+    monkeypatch.setattr(faults, "GONE_S", 0.1)
+    held = iter([set()] + [{"caffeinate, pid 1"}] * 99)
+    monkeypatch.setattr(faults, "holders", lambda: next(held))
+    differs(faults.awake, task, "it is still held")
+
+
+# ---- what is risky
+
+
+def test_full_memory(task: Task, monkeypatch: Patch) -> None:
+    if not mx.is_available(mx.gpu):
+        with pytest.raises(NotApplicable, match="a CPU's memory"):
+            risky.memory(task)
+    monkeypatch.setattr("tandem.loading.memory.on_gpu", lambda: True)
+    monkeypatch.setattr("tandem.loading.memory.memory_bytes", lambda: 2**31)
+    ones = mx.ones
+
+    def full(words: str) -> Callable[..., mx.array]:
+        def make(shape: Any, *rest: Any) -> mx.array:
+            if shape == (risky.STEP // 4,):
+                raise RuntimeError(words)
+            return ones(shape, *rest)
+        return make
+
+    monkeypatch.setattr(mx, "ones", full("[metal::malloc] Unable to allocate 9 bytes"))
+    assert "Unable to allocate" in str(risky.memory(task)["exception"])
+    monkeypatch.setattr(mx, "ones", full("odd words"))
+    differs(risky.memory, task, "odd words, seen")
+
+
+def test_fast_fences(task: Task, monkeypatch: Patch) -> None:
+    with pytest.raises(NotApplicable, match="Metal's"):
+        risky.fast_fences(task)
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(risky, "this_device", lambda: type("Device", (), {"gpu": True}))
+
+    @contextmanager
+    def serving(model: str, **_: object) -> Any:
+        yield None
+
+    monkeypatch.setattr(risky, "serving", serving)
+    monkeypatch.setattr(risky, "Pair", pair_of(Found(figures={"us": 1.0})))
+    assert risky.fast_fences(task)["us"] == 1.0
+    monkeypatch.setattr(risky, "Pair", pair_of(Found(error="rank 0 did not come back within 60 s")))
+    differs(risky.fast_fences, task, "did not come back")
