@@ -250,7 +250,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _firstlight(arguments: argparse.Namespace) -> int:
-    from tandem.cli.firstlight import run
+    from tandem.cli.firstlight.command import run
 
     return run(arguments)
 

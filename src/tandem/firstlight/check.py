@@ -71,13 +71,15 @@ class Check:
     name: str
     """As `--only` and reports have it."""
     title: str
-    """What it tries, as a row of README's table."""
+    """What it tries, as reports and tables name it."""
     proves: str
     """What is known when it is ok."""
     entry: str
     """As `Task.entry`, within `tandem.firstlight.checks`."""
     deadline_s: float
     """Seconds after which its process is killed. It is meant to take a small part of them."""
+    public: bool = False
+    """README's table has it; docs/firstlight.md has them all."""
     hosts: bool = False
     """It needs a hosts file."""
     risky: bool = False

@@ -33,6 +33,8 @@ def no_sums(module: ModuleType) -> None:
 
 
 def no_lifeline(module: ModuleType) -> None:
+    if not {"engine", "tandem.executors.worker"} & set(sys.orig_argv):  # the others are to end with the test
+        return
     module.watch_lifeline = lambda on_loss=None: None
 
 
@@ -50,7 +52,6 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "no lifeline": ("tandem.processes.child", no_lifeline),
     "wrong sums": ("tandem.processes.child", wrong_sums),
 }
-UNTOUCHED = {"tandem.firstlight.child", "tandem.firstlight.command", "tandem.firstlight.lonely"}
 
 
 class Finder:
@@ -73,5 +74,5 @@ class Finder:
         return spec
 
 
-if "PLANTED" in os.environ and not UNTOUCHED & set(sys.orig_argv):
+if "PLANTED" in os.environ and "tandem.firstlight.child" not in sys.orig_argv:
     sys.meta_path.insert(0, Finder)  # type: ignore[arg-type]
