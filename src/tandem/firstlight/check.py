@@ -77,7 +77,7 @@ class Check:
     entry: str
     """As `Task.entry`, within `tandem.firstlight.checks`."""
     deadline_s: float
-    """Seconds after which its process is killed. It is meant to take a small part of them."""
+    """Seconds after which its process is killed: many times what it takes, since a machine may be busy."""
     public: bool = False
     """README's table has it; docs/firstlight.md has them all."""
     hosts: bool = False

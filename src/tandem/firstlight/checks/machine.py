@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 import sys
@@ -29,6 +30,7 @@ FOLDERS = ("Documents", "Desktop", "Downloads")
 def machine(task: Task) -> Figures:
     """What it is, and that nothing is wrong with it that the doctor knows of."""
     figures = facts()
+    figures["load of the last minute"] = round(os.getloadavg()[0], 1)
     problems = []
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     figures["open files"] = f"{limit[0]} of {limit[1]}" if limit[1] != resource.RLIM_INFINITY else str(limit[0])
