@@ -28,6 +28,8 @@ from tandem.version import __version__
 
 TINY = "tiny"
 """Directory of the random model, within that of the run."""
+MODEL = "model"
+"""The check that makes it."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
             extra = " (needs --hostfile)" if one.hosts else " (needs --risky)" if one.risky else ""
             print(f"{one.name:14} {one.title}{extra}\n{'':14} proves: {one.proves}")
         return 0
-    checks = _checks(arguments)
+    only = _only(arguments)
     output = Path(arguments.output).expanduser()
     if not output.parent.is_dir():
         raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it, or name another file",
@@ -46,6 +48,9 @@ def run(arguments: argparse.Namespace) -> int:
     raise_limit()
     file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
     task, name = _task(arguments, directory)
+    if only is not None and task.random:
+        only.append(MODEL)  # nothing else makes it
+    checks = chosen(hosts=file is not None, risky=arguments.risky, only=only)
     here = facts()
     question = {"tandem": __version__, "model": name, "hostfile": arguments.hostfile or "", "facts": here}
     journal = Journal(directory / "run.jsonl", question, boot=boot_id(), fresh=arguments.fresh)
@@ -57,7 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     return _write(report, output)
 
 
-def _checks(arguments: argparse.Namespace) -> list[Check]:
+def _only(arguments: argparse.Namespace) -> list[str] | None:
+    """The names that --only has; None without it. Raises ConfigError."""
     if not 0 < arguments.minutes < math.inf:
         raise ConfigError(f"--minutes {arguments.minutes}: must be above 0", param="minutes")
     only = [one.strip() for one in arguments.only.split(",")] if arguments.only is not None else None
@@ -69,7 +75,7 @@ def _checks(arguments: argparse.Namespace) -> list[Check]:
             raise ConfigError(f"--only {one}: needs several machines; give --hostfile", param="only")
         if known[one].risky and not arguments.risky:
             raise ConfigError(f"--only {one}: may lock the GPU up; give --risky if that is wanted", param="only")
-    return chosen(hosts=bool(arguments.hostfile), risky=arguments.risky, only=only)
+    return only
 
 
 def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
@@ -106,7 +112,14 @@ def _names(file: Hostfile | None) -> list[str]:
     """What people and machines are called here."""
     own = socket.gethostname()
     hosts = [part for one in (file.hosts if file else ()) for part in one.ssh.split("@")]
-    return [own, own.partition(".")[0], getpass.getuser(), *hosts]
+    return [own, own.partition(".")[0], *_user(), *hosts]
+
+
+def _user() -> list[str]:
+    try:
+        return [getpass.getuser()]
+    except (KeyError, OSError):  # a container's user may have no name
+        return []
 
 
 def _write(report: Report, output: Path) -> int:

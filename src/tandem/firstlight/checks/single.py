@@ -17,13 +17,13 @@ from tandem.firstlight.check import Differs, Figures, Task
 from tandem.firstlight.served import serving
 from tandem.processes.device import this_device
 
-PROMPT, TOKENS = 32, 48
+PROMPT, TOKENS = 32, 24
 TIE, GPU_TIE = 1e-3, 0.05
 """Log probabilities so near to one another that rounding may order them either way, in float32 and in half types."""
 SLOWEST = 0.5
 """Least part of mlx-lm's pace; a Tandem that is slower than this has something wrong with it, not just its HTTP."""
-CHUNKS, CPU_CHUNKS = (512, 1024, 2048), (128, 512)
-LONG, CPU_LONG = 2200, 600
+CHUNKS, CPU_CHUNKS = (512, 1024, 2048), (64, 256)
+LONG, CPU_LONG = 2200, 300
 """Tokens of a prompt."""
 CONNECTIONS, MAC_FILES = 300, 256
 HEALTH_S = 10.0
