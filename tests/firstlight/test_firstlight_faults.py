@@ -258,6 +258,22 @@ def test_wiring(task: Task, monkeypatch: Patch) -> None:
     differs(wiring.wiring, task, "wired and refreshed")
 
 
+ASSERTIONS = """Assertion status system-wide:
+   PreventUserIdleSystemSleep     1
+Listed by owning process:
+   pid 95(powerd): [0x0000000d000183aa] 00:00:09 PreventUserIdleDisplaySleep named: "Powerd"
+   pid 501(caffeinate): [0x0000011500018c2e] 00:00:12 PreventUserIdleSystemSleep named: "caffeinate command-line tool"
+\tDetails: caffeinate asserting on behalf of Process ID 500
+   pid 502(caffeinate): [0x0000011500078c2f] 00:00:12 PreventSystemSleep named: "caffeinate command-line tool"
+"""
+"""In the form that Apple's tool prints."""
+
+
+def test_who_holds_sleep_off(monkeypatch: Patch) -> None:
+    monkeypatch.setattr(faults, "output_of", lambda words: ASSERTIONS)
+    assert faults.holders() == {"501", "502"}
+
+
 def test_awake(task: Task, monkeypatch: Patch) -> None:
     with pytest.raises(NotApplicable, match="macOS alone"):
         faults.awake(task)

@@ -23,7 +23,7 @@ BACK_S, GONE_S = 90.0, 20.0
 STAGES = ("-pp", "2", "--prefix-cache", "0")
 JOINED_S = 3.0
 """By then a rank that waits for its peer is within MLX's start-up of the ring."""
-HOLDER = re.compile(r"PreventUserIdleSystemSleep|PreventSystemSleep|caffeinate")
+HOLDER = re.compile(r"^\s*pid (\d+)\(.*\).* Prevent(?:UserIdle)?SystemSleep\b", re.MULTILINE)
 
 
 def killed(task: Task) -> Figures:
@@ -127,7 +127,6 @@ def awake(task: Task) -> Figures:
 
 
 def holders() -> set[str]:
-    """Lines of `pmset -g assertions` that hold sleep off."""
-    text = output_of(["pmset", "-g", "assertions"]) or ""
-    return {line.strip() for line in text.splitlines() if "pid" in line and HOLDER.search(line)}
+    """Process ids that hold sleep off. What else stands in their lines changes all the time."""
+    return set(HOLDER.findall(output_of(["pmset", "-g", "assertions"]) or ""))
 
