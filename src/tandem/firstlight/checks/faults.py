@@ -17,7 +17,7 @@ from tandem.firstlight.served import Server, gone, serving, until
 from tandem.processes.child import ChildProcess
 from tandem.system.tools import output_of
 
-TOKENS = 96
+TOKENS = 40
 PROMPTS = 3
 BACK_S, GONE_S = 90.0, 20.0
 STAGES = ("-pp", "2", "--prefix-cache", "0")
