@@ -21,6 +21,7 @@ from tandem.firstlight.command import MODULE
 from tandem.processes.child import ChildProcess
 from tandem.processes.interpreter import module_command
 from tandem.system.state import process_state
+from tandem.system.tools import output_of
 
 START_S, END_S, POLL_S = 120.0, 30.0, 0.05
 READY = re.compile(r"Tandem is ready: (http\S+)")
@@ -112,6 +113,19 @@ def until(condition: Callable[[], object], seconds: float) -> bool:
             return False
         time.sleep(POLL_S)
     return True
+
+
+def descendants(pid: int) -> set[int]:
+    """Process ids of all that it has started, and those have."""
+    parents: dict[int, int] = {}
+    for line in (output_of(["ps", "-axo", "pid=,ppid="]) or "").splitlines():
+        child, _, parent = line.strip().partition(" ")
+        if child.isdigit() and parent.strip().isdigit():
+            parents[int(child)] = int(parent)
+    found: set[int] = set()
+    while more := {child for child, parent in parents.items() if parent in {pid, *found}} - found:
+        found |= more
+    return found
 
 
 def gone(pid: int) -> bool:

@@ -8,12 +8,13 @@ import signal
 import sys
 import tempfile
 import time
+from contextlib import suppress
 
 from tandem.env import child_environment
 from tandem.firstlight.asking import ask, ask_in_background, prompt_of, seconds
 from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
 from tandem.firstlight.lonely import MODULE as LONELY
-from tandem.firstlight.served import Server, gone, serving, until
+from tandem.firstlight.served import descendants, gone, serving, until
 from tandem.processes.child import ChildProcess
 from tandem.system.tools import output_of
 
@@ -68,7 +69,7 @@ def _struck(task: Task, number: signal.Signals) -> Figures:
 def orphans(task: Task) -> Figures:
     """A supervisor that is killed, and a parent that is killed while its rank waits in MLX's ring, leave nothing."""
     with serving(task.model, *STAGES) as server:
-        pids = [*server.ranks(), *_engines(server)]
+        pids = descendants(server.process.pid)
         began = time.monotonic()
         server.process.kill()
         server.process.wait(10.0)
@@ -76,14 +77,10 @@ def orphans(task: Task) -> Figures:
         figures: Figures = {"processes below a supervisor": len(pids), "gone after, s": seconds(began)}
     if left:
         for pid in left:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         raise Differs(f"no process outlives its supervisor by {GONE_S:g} s, expected; {len(left)}, seen", figures)
     return figures | _alone()
-
-
-def _engines(server: Server) -> list[int]:
-    found = server.status().get("replicas") or []
-    return [int(one["pid"]) for one in found if one.get("pid")]
 
 
 def _alone() -> Figures:

@@ -11,14 +11,12 @@ from typing import Any
 from tandem.errors import TandemError
 from tandem.firstlight.asking import ask, ask_in_background, prompt_of, seconds
 from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
-from tandem.firstlight.served import Server, serving, tandem, until
+from tandem.firstlight.served import Server, descendants, serving, tandem, until
 from tandem.launchers.hostfile import Hostfile, read_hostfile
-from tandem.system.tools import output_of
 
 DOCTOR_S, START_S, BACK_S = 150.0, 180.0, 120.0
 TOKENS = 64
 DEATHS = 3
-DEPTH = 10
 RDMA = ("jaccl", "jaccl-ring")
 
 
@@ -100,7 +98,8 @@ def deaths(task: Task) -> Figures:
         calm = ask(server, prompt_of(12), TOKENS).text
         figures: Figures = {"backend": backend}
         for number in range(1, DEATHS + 1):
-            victim = next((pid for pid in server.ranks() if _is_below(pid, server)), None)
+            # Another machine's rank may have the number of a process here that is none of ours.
+            victim = next((pid for pid in server.ranks() if pid in descendants(server.process.pid)), None)
             if victim is None:
                 raise NotApplicable("no rank is on this machine; start it on one that the hosts file has as localhost")
             answer = ask_in_background(server, prompt_of(12), TOKENS)
@@ -117,15 +116,3 @@ def deaths(task: Task) -> Figures:
 
 def _is_back(server: Server, dead: int) -> bool:
     return bool(server.health()["status"] == "healthy") and dead not in server.ranks()
-
-
-def _is_below(pid: int, server: Server) -> bool:
-    """The process is one of those that the server here has started; another machine's may have the same number."""
-    for _ in range(DEPTH):
-        if pid == server.process.pid:
-            return True
-        parent = (output_of(["ps", "-o", "ppid=", "-p", str(pid)]) or "").strip()
-        if not parent.isdigit() or int(parent) < 2:
-            return False
-        pid = int(parent)
-    return False
