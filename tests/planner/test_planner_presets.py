@@ -28,7 +28,9 @@ PUBLISHED = {  # billions of parameters in all and active, as their makers say
     "Qwen/Qwen3-Coder-480B-A35B-Instruct": (480, 35), "Qwen/Qwen3-Next-80B-A3B-Instruct": (80, 3),
     "Qwen/Qwen3.5-397B-A17B": (397, 17), "openai/gpt-oss-120b": (117, 5.1), "openai/gpt-oss-20b": (21, 3.6),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": (109, 17), "meta-llama/Meta-Llama-3.1-405B": (405, None),
-    "zai-org/GLM-4.5-Air": (106, 12), "zai-org/GLM-5": (744, 40), "MiniMaxAI/MiniMax-M2.5": (229, 10),
+    "zai-org/GLM-4.6": (355, 32), "zai-org/GLM-4.7": (358, 32),
+    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": (23.57, None), "zai-org/GLM-4.5-Air": (106, 12),
+    "zai-org/GLM-5": (744, 40), "MiniMaxAI/MiniMax-M2.5": (229, 10),
     "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": (31.6, 3.2),
 }  # fmt: skip
 
