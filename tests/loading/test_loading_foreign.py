@@ -130,6 +130,10 @@ def stored(array: np.ndarray, dtype: str) -> np.ndarray:
 
 def words(values: np.ndarray, bits: int) -> np.ndarray:
     """Numbers along the last axis in words of 32 bits, the first in the lowest."""
+    if 32 % bits:  # the numbers go on from one word to the next
+        each = (values[..., None].astype(np.uint8) >> np.arange(bits, dtype=np.uint8)) & 1
+        stream = np.packbits(each.reshape(*values.shape[:-1], -1), axis=-1, bitorder="little")
+        return np.ascontiguousarray(stream).view(np.uint32)
     count = 32 // bits
     parts = values.reshape(*values.shape[:-1], -1, count).astype(np.uint64)
     return (parts << (np.arange(count, dtype=np.uint64) * bits)).sum(-1).astype(np.uint32)
@@ -215,6 +219,8 @@ FORMATS = {
     "8 bits with zero points": lambda twin: make_packed(twin, 8, 64, True),
     "AWQ": make_awq,
     "GPTQ": lambda twin: make_gptq(twin, 4, 32),
+    "GPTQ of 3 bits": lambda twin: make_gptq(twin, 3, 32),
+    "GPTQ of 2 bits": lambda twin: make_gptq(twin, 2, 32),
     "GPTQ of 8 bits": lambda twin: make_gptq(twin, 8, 64),
 }
 
@@ -319,7 +325,7 @@ def test_scales_that_do_not_fit_are_refused(tmp_path):
 @pytest.mark.parametrize(("settings", "words_"), [
     ({"quant_method": "bitsandbytes"}, "quantisation 'bitsandbytes'"),
     ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}, "GPTQ with desc_act"),
-    ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "quantisation with 3 bits"),
+    ({"quant_method": "gptq", "bits": 5, "group_size": 128}, "quantisation with 5 bits"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ version 'gemv'"),
     ({"quant_method": "awq", "bits": 4, "group_size": 48}, "quantisation in groups of 48"),
     ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),

@@ -146,11 +146,18 @@ def _gptq(base: str, packed: mx.array, weights: Mapping[str, mx.array], foreign:
 
 
 def _unpacked(words: mx.array, bits: int, axis: int, order: tuple[int, ...] | None = None) -> mx.array:
-    """Whole numbers that stand in words along `axis`, the lowest bits first unless `order` says otherwise."""
+    """Whole numbers that stand in words along `axis`, the lowest bits first unless `order` says otherwise.
+
+    Those of 3 bits go on from one word to the next.
+    """
     places = mx.array(order or tuple(range(32 // bits)), dtype=mx.uint32) * bits
     turned = words if axis == -1 else words.swapaxes(-1, axis)
-    values = (turned[..., None] >> places) & ((1 << bits) - 1)
-    values = values.reshape(*turned.shape[:-1], -1)
+    if 32 % bits:
+        each = (turned[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+        values = (each.reshape(*turned.shape[:-1], -1, bits) << mx.arange(bits, dtype=mx.uint32)).sum(axis=-1)
+        values = values.astype(mx.uint32)
+    else:
+        values = ((turned[..., None] >> places) & ((1 << bits) - 1)).reshape(*turned.shape[:-1], -1)
     return values if axis == -1 else values.swapaxes(-1, axis)
 
 

@@ -16,8 +16,10 @@ from tandem.errors import UnsupportedModel
 _MODES = ("affine", "mxfp4", "mxfp8", "nvfp4")
 _MXFP4 = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
 _MXFP8 = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
-_PACKED = (4, 8)
+_PACKED = (2, 4, 8)
 """Bits of foreign integers that fill whole words as MLX's do."""
+_STREAMED = (2, 3, 4, 8)
+"""Bits of integers that follow one another across words, as MLX's do: GPTQ's."""
 _GROUPS = (32, 64, 128)
 """Columns in a group of MLX's affine format; larger groups are divided."""
 _F8 = ("F8_E4M3", "U8")
@@ -132,15 +134,15 @@ def _gptq(given: Mapping[str, Any], name: str) -> Foreign:
     if given.get("desc_act"):
         _refuse(name, "GPTQ with desc_act (columns in another order)")
     offset = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
-    return Foreign("gptq", _bits(given.get("bits", 4), name), _group(given.get("group_size", 128), name),
+    return Foreign("gptq", _bits(given.get("bits", 4), name, _STREAMED), _group(given.get("group_size", 128), name),
                    zero_offset=offset)  # fmt: skip
 
 
 _READERS = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}
 
 
-def _bits(bits: Any, name: str) -> int:
-    if type(bits) is not int or bits not in _PACKED:
+def _bits(bits: Any, name: str, known: tuple[int, ...] = _PACKED) -> int:
+    if type(bits) is not int or bits not in known:
         _refuse(name, f"quantisation with {str(bits)[:60]} bits")
     return bits
 
