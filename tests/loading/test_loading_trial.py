@@ -68,6 +68,13 @@ def test_drafts_for_a_recurrent_model_are_refused_before_anything_is_loaded(tmp_
         plan_layout(settings)
 
 
+def test_a_model_that_sees_is_served_as_text_and_this_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = {**tiny_config("qwen3_vl"), "vision_config": {"depth": 2}}
+    path = tiny_model(tmp_path / "seeing", settings=config)
+    plan_layout(Settings(model=ModelSettings(model=str(path)), parallel=ParallelSettings()))
+    assert "seeing: its text model alone is served: vision left out" in caplog.text
+
+
 def test_types_can_be_tried_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["parity", "--tiny", "qwen3_next"]) == 0
     assert "PASS qwen3_next: 4 layers" in capsys.readouterr().out

@@ -69,6 +69,9 @@ def plan_layout(settings: Settings) -> GangLayout:
     files = resolve(model.model, revision=model.revision, weights=model.weights_from == "head")
     description = describe(files)
     require_trial(files.path, description)
+    if description.left_out:
+        log.warning("%s: its text model alone is served: %s left out, and requests with other than text are refused",
+                    files.name, " and ".join(description.left_out))
     sizes = stage_sizes(parallel)
     ranges = split_layers(description.num_layers, len(sizes), layer_bytes=description.layer_bytes,
                           memory=stage_memory(parallel, sizes), explicit=parallel.layer_split, uncut=description.uncut)

@@ -102,6 +102,8 @@ class ModelDescription:
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
     uncut: frozenset[int] = frozenset()
     """Layers at which no stage can begin, since they take keys and values from earlier ones."""
+    left_out: tuple[str, ...] = ()
+    """Senses that config.json describes and that are not loaded: `vision`, `audio`."""
     generates: bool = True
     """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
     embedding then stands in for the projection."""
@@ -158,6 +160,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         head_bytes=norm if tied else norm + head,
         eos_token_ids=eos_token_ids(files.path),
         uncut=uncut({**family.defaults, **config}, facts.num_layers),
+        left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
         generates=not headless,
         **facts.shares(_layer_type(files.path, str(name))),
     )
