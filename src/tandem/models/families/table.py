@@ -114,6 +114,7 @@ FAMILIES: dict[str, Family] = {
     "llama4": Family(layers=_NESTED, tied="never", one_by_one="its masks are made for sequences of one length"),
     "mamba2": Family(layers="backbone.layers", tied="config-false"),
     "dbrx": Family(layers="transformer.blocks", tied="never"),
+    "gptj": Family(layers="model.h", tied="never", hidden="inputs"),
     "hunyuan": Family(tied="always"),
     "bailing_hybrid": Family(tied="config-false", counts=True),
     "bailing_moe_linear": Family(tied="config-false", counts=True),

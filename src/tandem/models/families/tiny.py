@@ -429,6 +429,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {"model_type": "qwen2"}},
     "spark2_5": _HEAD | _KINDS | {"rope_parameters": _ROPES, "hidden_act": "gelu"},
     "gear": _HEAD | {"layer_types": ["conv_mixer", "sliding_attention", "full_attention"], "conv_L_cache": 3},
+    "gptj": _GPT2 | {"rotary_dim": 8},
     "hunyuan": _MOE | {
         "moe_topk": 2, "num_shared_expert": 1, "use_mixed_mlp_moe": True, "use_qk_norm": True, "use_cla": True,
         "cla_share_factor": 2, "rope_scaling": {"alpha": 1000.0, "factor": 1.0, "type": "dynamic"},
