@@ -47,6 +47,8 @@ _KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads", "k
             "num_attention_groups")
 _WIDTH_KEYS = ("head_dim", "hidden_size_per_head", "kv_channels")
 _VOCAB_KEYS = ("vocab_size", "padded_vocab_size", "num_vocab")
+_OF_SEVERAL = frozenset(("llava", "mistral3", "pixtral"))
+"""Types in which text models of several types are nested."""
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
@@ -182,7 +184,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def _layer_type(path: Path, name: str) -> str:
     nested = read_config(path).get("text_config")
     inner = nested.get("model_type") if isinstance(nested, dict) else None
-    return inner if inner in SHARDING else name
+    return inner if name in _OF_SEVERAL and inner in SHARDING else name
 
 
 def in_mlx_lm(module: str) -> bool:
