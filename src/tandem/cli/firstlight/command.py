@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import getpass
+import hashlib
 import math
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -40,20 +45,28 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"{one.name:14} {one.title}{extra}\n{'':14} proves: {one.proves}")
         return 0
     only = _only(arguments)
-    output = Path(arguments.output).expanduser()
-    if not output.parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no directory {output.parent}; make it, or name another file",
-                          param="output")
-    directory = state_dir() / "firstlight"
+    output = _output(arguments.output)
     raise_limit()
     file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
+    directory = state_dir() / "firstlight"
     task, name = _task(arguments, directory)
+    try:
+        with _alone(directory):
+            return _run(arguments, only, output, file, task, name)
+    except OSError as error:
+        raise ConfigError(f"{directory}: cannot be written: {error.strerror or error}; make room, or name another "
+                          "directory with TANDEM_STATE_DIR") from None
+
+
+def _run(arguments: argparse.Namespace, only: list[str] | None, output: Path, file: Hostfile | None, task: Task,
+         name: str) -> int:
     if only is not None and task.random:
         only.append(MODEL)  # nothing else makes it
     checks = chosen(hosts=file is not None, risky=arguments.risky, only=only)
     here = facts()
-    question = {"tandem": __version__, "model": name, "hostfile": arguments.hostfile or "", "facts": here}
-    journal = Journal(directory / "run.jsonl", question, boot=boot_id(), fresh=arguments.fresh)
+    question = {"tandem": __version__, "model": task.model, "facts": here,
+                "hostfile": hashlib.sha256(repr(replace(file, path="")).encode()).hexdigest() if file else ""}
+    journal = Journal(Path(task.directory) / "run.jsonl", question, boot=boot_id(), fresh=arguments.fresh)
     journal.reopen([one.name for one in checks])
     _note(_beginning(journal, checks, name))
     Director(journal, task).run(checks, seconds=60 * arguments.minutes, listener=_tell)
@@ -62,6 +75,43 @@ def run(arguments: argparse.Namespace) -> int:
     report = make_report(found, wanted=len(wanted), date=datetime.date.today().isoformat(), facts=here, model=name,
                          hosts=len(file.hosts) if file else 0, names=_names(file))
     return _write(report, output)
+
+
+def _output(name: str) -> Path:
+    """Where the page goes. Raises ConfigError for what cannot be written: minutes later would be too late."""
+    output = Path(name).expanduser()
+    other = output.with_suffix(".json") if output.name else output
+    why = ("is a directory" if output.is_dir() else
+           f"there is no directory {output.parent}; make it" if not output.parent.is_dir() else
+           "is the place of the JSON that stands beside the page" if other == output else
+           f"{other} is a directory" if other.is_dir() else _unwritable(output) or _unwritable(other))
+    if why:
+        raise ConfigError(f"--output {output}: {why}; name another file, such as firstlight.md", param="output")
+    return output
+
+
+def _unwritable(path: Path) -> str:
+    new = not path.exists()
+    try:
+        path.open("ab").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        return f"cannot be written: {error.strerror or error}"
+    return ""
+
+
+@contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """No other run in this directory: two would take each other's findings. Raises ConfigError, OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"another `tandem firstlight` runs in {directory}; wait for it, or name another "
+                              "directory with TANDEM_STATE_DIR") from None
+        yield
 
 
 def _only(arguments: argparse.Namespace) -> list[str] | None:
@@ -82,7 +132,6 @@ def _only(arguments: argparse.Namespace) -> list[str] | None:
 
 def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
     """What checks are told, and what the model is called."""
-    directory.mkdir(parents=True, exist_ok=True)
     hostfile = str(Path(arguments.hostfile).expanduser().resolve()) if arguments.hostfile else ""
     try:
         files = resolve(arguments.model)
@@ -127,9 +176,13 @@ def _user() -> list[str]:
 def _write(report: Report, output: Path) -> int:
     text = page(report)
     other = output.with_suffix(".json")
-    output.write_text(text)
-    other.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
-    print(text)
+    print(text, flush=True)
+    try:
+        output.write_text(text)
+        other.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written: {error.strerror or error}; give the command again "
+                          "with --minutes 0.001 and another file: what was found is kept", param="output") from None
     _note(f"written to {output} and {other}")
     if report.code == 3:
         _note(f"{report.wanted - len(report.checks)} checks are left: give the same command again")

@@ -8,6 +8,7 @@ import socket
 import sys
 from pathlib import Path
 
+from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.resolve import resolve
 from tandem.descriptors import WANTED
 from tandem.doctor.examine import Question, examine, findings
@@ -113,11 +114,12 @@ def _connects(address: str, port: int) -> str:
 
 
 def model(task: Task) -> Figures:
-    """The model is there; a random one is made."""
+    """The model is there, and its weights are whole; a random one is made."""
     if task.random:
         from tandem.firstlight.random_model import make  # imports mlx
 
         make(Path(task.model))
     files = resolve(task.model)
+    read_headers(files)
     size = sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
     return {"name": "tiny, with random weights" if task.random else files.name, "MiB": round(size / 2**20)}

@@ -1,0 +1,106 @@
+"""What `tandem firstlight` refuses, before anything is checked, and what it takes for the same question."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.firstlight import command
+from tandem.cli.main import main
+from tandem.errors import BrokenModel
+from tandem.firstlight.check import Check, Outcome, Task
+from tandem.firstlight.checks.machine import model as model_check
+
+
+@pytest.fixture(autouse=True)
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the checks that are made, all of which end well at once."""
+    names: list[str] = []
+
+    def end_well(self: object, check: Check, attempt: int) -> Outcome:
+        names.append(check.name)
+        return Outcome(name=check.name, verdict="ok", seconds=0.0, attempts=attempt)
+
+    monkeypatch.setattr("tandem.firstlight.director.Director._made", end_well)
+    monkeypatch.setattr(command, "facts", lambda: {"system": "Linux"})
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return names
+
+
+def model_at(directory: Path) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    return directory
+
+
+@pytest.mark.parametrize(("output", "words"), [
+    (".", "is a directory"),
+    ("missing/page.md", "there is no directory missing"),
+    ("page.json", "the place of the JSON that stands beside the page"),
+    ("taken.md", "taken.json is a directory"),
+    ("/proc/page.md", "cannot be written"),
+])
+def test_a_report_that_cannot_be_written_is_refused_at_once(output: str, words: str, made: list[str], tmp_path: Path,
+                                                            capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "taken.json").mkdir()
+    assert main(["firstlight", "--only", "digests", "-o", output]) == 2
+    said = capsys.readouterr().err
+    assert f"--output {output}: " in said and words in said
+    assert made == []
+
+
+def test_two_at_once_are_refused(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "state" / "firstlight"
+    directory.mkdir(parents=True)
+    with (directory / "lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert main(["firstlight", "--only", "digests"]) == 2
+    assert f"another `tandem firstlight` runs in {directory}" in capsys.readouterr().err
+    assert made == []
+    assert main(["firstlight", "--only", "digests"]) == 0
+    assert "digests" in made
+
+
+def test_a_full_disk_is_told_with_its_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                capsys: pytest.CaptureFixture[str]) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tandem.firstlight.journal.Journal.begin", full)
+    assert main(["firstlight", "--only", "digests"]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'state' / 'firstlight'}: cannot be written: No space left" in said
+    assert "TANDEM_STATE_DIR" in said
+
+
+def test_findings_of_another_model_of_that_name_or_of_a_changed_hosts_file_are_not_taken_over(
+        made: list[str], tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": "localhost", "ips": ["10.0.0.1"]}]))
+    models = [model_at(tmp_path / one / "same") for one in ("first", "second")]
+
+    def made_with(*words: str) -> list[str]:
+        made.clear()
+        main(["firstlight", "--only", "digests,fence", *words])
+        return list(made)
+
+    assert main(["firstlight", "--model", str(models[0]), "--only", "digests"]) == 0
+    assert made_with("--model", str(models[0])) == ["fence"]
+    assert made_with("--model", str(models[1])) == ["digests", "fence"]
+    assert main(["firstlight", "--hostfile", "hosts.json", "--model", str(models[0]), "--only", "digests"]) == 0
+    assert made_with("--model", str(models[0]), "--hostfile", str(hosts)) == ["fence"]
+    hosts.write_text(json.dumps([{"ssh": "localhost", "ips": ["10.0.0.2"]}]))
+    assert made_with("--model", str(models[0]), "--hostfile", str(hosts)) == ["digests", "fence"]
+
+
+def test_a_model_that_is_cut_off_is_not_ok(tmp_path: Path) -> None:
+    directory = model_at(tmp_path / "broken")
+    (directory / "model.safetensors").write_bytes(b"\x40\0\0\0\0\0\0\0{}")
+    with pytest.raises(BrokenModel, match="truncated or damaged"):
+        model_check(Task(entry="", result="", directory="", model=str(directory)))
