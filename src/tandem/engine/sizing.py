@@ -91,8 +91,9 @@ def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
         pools.setdefault((ready.machine or ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
+    prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # else whoever chose has planned the memory
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
-                        [(_fixed(ready, chosen.max_batch_size), _position(ready, ranks, chosen.prefix_cache))
+                        [(_fixed(ready, chosen.max_batch_size), _position(ready, ranks, prefixes))
                          for ready in together],
                         kept=sum(ready.cache_bytes for ready in together))
             for together in pools.values()]

@@ -145,7 +145,7 @@ _MAMBA2: dict[str, Any] = {
     "n_groups": 2,
     "use_bias": False,
     "use_conv_bias": True,
-    "time_step_limit": [0.01, 10],
+    "time_step_limit": [0.01, 10.0],
     "time_step_rank": "auto",
 }
 _GRANITE_HYBRID: dict[str, Any] = _GRANITE | {
@@ -162,7 +162,7 @@ _GRANITE_HYBRID: dict[str, Any] = _GRANITE | {
     "mamba_proj_bias": False,
     "mamba_conv_bias": True,
     "position_embedding_type": "rope",
-    "time_step_limit": [0.01, 10],
+    "time_step_limit": [0.01, 10.0],
 }
 _NEMOTRON_H: dict[str, Any] = {
     "mamba_num_heads": 8,
@@ -174,7 +174,7 @@ _NEMOTRON_H: dict[str, Any] = {
     "layer_norm_epsilon": 1e-5,
     "use_bias": False,
     "use_conv_bias": True,
-    "time_step_limit": [0.01, 10],
+    "time_step_limit": [0.01, 10.0],
     "head_dim": 16,
     "hybrid_override_pattern": ["M", "*", "-", "M"],
 }
