@@ -179,3 +179,10 @@ def test_a_child_that_keeps_the_interpreter_lock_goes_with_its_parent_without_th
             assert child.wait(240) == -signal.SIGKILL
         finally:
             child.kill()
+
+
+@pytest.mark.parametrize("sent", [b"", b"half of it"])
+def test_a_parent_that_goes_before_the_payload_is_whole_costs_no_traceback(sent: bytes) -> None:
+    code = "from tandem.processes.child import receive_payload; receive_payload(); print('went on')"
+    ended = subprocess.run(code_command(code), input=sent, capture_output=True, timeout=240, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")

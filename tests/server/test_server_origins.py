@@ -121,6 +121,10 @@ def test_a_foreign_page_can_do_nothing_without_a_key(shared):
     refused = shared.http.post("/v1/completions", content=BODY, headers={"Content-Type": "text/plain"})
     assert refused.status_code == 415
     assert refused.json()["error"]["code"] == "unsupported_content_type"
+    refused = shared.http.post("/v1/completions", content=BODY, headers={"Content-Encoding": "gzip"})
+    assert refused.status_code == 415, "not read as if it were plain, nor taken for broken text"
+    assert refused.json()["error"]["code"] == "unsupported_content_encoding"
+    assert "'gzip'" in refused.json()["error"]["message"]
     refused = shared.http.get("/v1/models", headers={"Host": "evil.com"})
     assert refused.status_code == 403
     refused = shared.http.post("/v1/messages", content=BODY, headers={"Origin": "http://evil.com"})

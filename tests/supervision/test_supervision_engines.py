@@ -180,7 +180,7 @@ def children(monkeypatch):
 
 
 def test_a_single_engine_that_gives_up_ends_the_server(children):
-    for code, expected in ((2, 2), (3, 3), (0, 3)):
+    for code, expected in ((2, 2), (3, 3)):
         engines = EngineSet(settings())
         engines.start()
         assert engines.look() is None
@@ -188,7 +188,7 @@ def test_a_single_engine_that_gives_up_ends_the_server(children):
         assert engines.look() == expected
 
 
-@pytest.mark.parametrize("code", [-9, 1, 4])
+@pytest.mark.parametrize("code", [-9, 1, 4, 0])  # 0: by a SIGTERM that was not ours
 def test_a_single_engine_that_is_killed_is_started_again_within_bounds(children, code):
     engines = EngineSet(settings())
     engines.start()

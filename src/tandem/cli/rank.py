@@ -12,7 +12,7 @@ from tandem.launchers.facts import launched_world
 from tandem.launchers.manual import read_token
 from tandem.launchers.rank_host import host_ranks
 from tandem.log import set_up
-from tandem.processes.child import receive_payload
+from tandem.processes.child import NoPayload, receive_payload
 from tandem.protocol.payloads import HostPayload
 
 
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _received() -> HostPayload:
     try:
         return msgspec.json.decode(receive_payload(), type=HostPayload)
-    except msgspec.DecodeError:
+    except (NoPayload, msgspec.DecodeError):
         raise ConfigError("--stdin: is for Tandem's launchers, which write what to do there; use --join and "
                           "--token-file") from None
 

@@ -92,9 +92,19 @@ class ChildProcess:
         return True
 
 
+class NoPayload(SystemExit):
+    """The parent went before its payload was whole. Ends the process without a word, unless it is caught."""
+
+
 def receive_payload() -> bytes:
-    """In the child: the payload that the parent sent. Call once, before `watch_lifeline`."""
-    return sys.stdin.buffer.readline().rstrip(b"\n")
+    """In the child: the payload that the parent sent. Call once, before `watch_lifeline`.
+
+    Raises NoPayload.
+    """
+    line = sys.stdin.buffer.readline()
+    if not line.endswith(b"\n"):
+        raise NoPayload(1)
+    return line[:-1]
 
 
 @contextlib.contextmanager

@@ -62,12 +62,18 @@ class Origins:
 
 
 def check_content_type(method: str, headers: Headers) -> None:
-    """Bodies must be JSON, and say so: a page may send anything else anywhere without asking. Raises RequestError: 415.
+    """Bodies must be JSON, not compressed, and say so: a page may send anything else anywhere without asking. Raises
+    RequestError: 415.
 
     What `curl -d` says when it is told nothing is let pass, unless it comes from a page; so is silence.
     """
     given = headers.get("content-type")
-    if method not in ("POST", "PUT", "PATCH") or given is None:
+    if method not in ("POST", "PUT", "PATCH"):
+        return
+    if (encoding := headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
+        raise _unsupported(f"Unsupported content encoding: {encoding[:200]!r}. Send the body as it is, without the "
+                           "header 'Content-Encoding'.", "unsupported_content_encoding")
+    if given is None:
         return
     kind = given.partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
@@ -76,10 +82,14 @@ def check_content_type(method: str, headers: Headers) -> None:
         return
     if kind == FORM and "origin" not in headers:
         return
-    error = RequestError(f"Unsupported content type: {given[:200]!r}. Send the body as JSON, with the header "
-                         "'Content-Type: application/json'.", code="unsupported_content_type")
+    raise _unsupported(f"Unsupported content type: {given[:200]!r}. Send the body as JSON, with the header "
+                       "'Content-Type: application/json'.", "unsupported_content_type")
+
+
+def _unsupported(message: str, code: str) -> RequestError:
+    error = RequestError(message, code=code)
     error.status = 415
-    raise error
+    return error
 
 
 def _is_private(name: str) -> bool:

@@ -17,7 +17,9 @@ from tandem.supervision.vigil import Vigil
 log = logging.getLogger("tandem.cli")
 
 WINDOW_S = 60.0
-"""An api that dies more than `max_restarts` times within so long is not started again."""
+"""An api that dies more than `max_restarts` times within so long, and never served between, is not started again."""
+SERVES_S = 1.0
+"""Seconds between two answers after which it is held to serve."""
 SILENT_S = 15.0
 """Seconds without a sign of life after which it is replaced."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
@@ -35,6 +37,7 @@ class ApiProcess:
         self.child: ChildProcess | None = None
         """None when there is none."""
         self._deaths: list[float] = []
+        self._first_heard_at: float | None = None
         self._start_at = 0.0
         self._unborn = 0
         """Times in a row that no process could be had."""
@@ -50,7 +53,7 @@ class ApiProcess:
             log.error("%s; the next try in %.0f s", error.message, seconds)
             self._start_at = time.monotonic() + seconds
             return
-        self._unborn = 0
+        self._unborn, self._first_heard_at = 0, None
         self._vigil = Vigil(self.child, SILENT_S)
 
     def heard(self, pid: int) -> bool:
@@ -58,6 +61,11 @@ class ApiProcess:
         if self.child is None or self.child.pid != pid:
             return False
         self._vigil.heard()
+        now = time.monotonic()
+        if self._first_heard_at is None:
+            self._first_heard_at = now
+        elif now - self._first_heard_at >= SERVES_S:
+            self._deaths.clear()
         return True
 
     def look(self) -> int | None:

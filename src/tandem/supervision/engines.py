@@ -161,7 +161,7 @@ class EngineSet:
             log.error("replica %d cannot start: %s", replica.index, self.last_words)
             self._remove(replica)  # one that was added
             return None
-        if code in (0, EXIT_FAILED) and not self._several:
+        if code == EXIT_FAILED and not self._several:
             return EXIT_FAILED
         if replica.died(self.last_words, most=self._settings.scheduler.max_restarts, mistake=code == EXIT_USAGE):
             log.error("replica %d is given up for now; it is tried again, more and more seldom", replica.index)
