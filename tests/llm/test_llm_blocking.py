@@ -12,12 +12,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
 
 from llm.conftest import BROKEN, ENDLESS, LAYOUTS, eventually_idle, greedy, live
-from tandem import LLM
+from tandem import LLM, SamplingParams
 from tandem.errors import RequestError, ServerError, UnavailableError
 from tandem.processes.interpreter import code_command
 
@@ -93,6 +94,34 @@ def test_a_prompt_that_is_refused_at_the_door_stops_the_others(llm: LLM) -> None
     with pytest.raises(RequestError, match="no tokens"):
         llm.generate([PROMPTS[0], []], ENDLESS)
     assert live(llm) == 0
+
+
+@pytest.mark.parametrize("prompt", [None, 5, 1.5, {"a": 1}, b"text", [None], ["a", None], [1.5], [["x"]],
+                                    [{"role": "user", "content": "a"}]], ids=repr)
+def test_what_is_no_prompt_is_refused_in_words(llm: LLM, prompt: Any) -> None:
+    for call in (llm.generate, llm.embed):
+        with pytest.raises(RequestError, match=r"a text or a list of token ids, not .*chat\(\)"):
+            call(prompt)
+
+
+@pytest.mark.parametrize("messages", ["", "Hello", [], None, 5, ["Hello"], {"role": "user", "content": "a"}], ids=repr)
+def test_what_is_no_conversation_is_refused_in_words(llm: LLM, messages: Any) -> None:
+    with pytest.raises(RequestError, match="messages must be a list"):
+        llm.chat(messages)
+
+
+@pytest.mark.parametrize(("params", "words"), [
+    ({"max_tokens": 5}, "must be SamplingParams, not dict"), (SamplingParams(temperature="x"), "temperature"),
+    (SamplingParams(stop=5), "stop"), (SamplingParams(max_tokens=2.5), "max_tokens")], ids=repr)  # type: ignore[arg-type]
+def test_parameters_of_another_type_are_refused_in_words(llm: LLM, params: Any, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        llm.generate(PROMPTS[0], params)
+
+
+def test_one_text_is_one_stop_string(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, temperature=0))[0].text
+    cut = llm.generate(PROMPTS[0], SamplingParams(max_tokens=12, temperature=0, stop=whole[2:5]))[0]  # type: ignore[arg-type]
+    assert (cut.text, cut.finish_reason) == (whole[:whole.index(whole[2:5])], "stop")
 
 
 def test_a_prompt_that_fails_while_it_runs_stops_the_others(llm: LLM) -> None:

@@ -84,7 +84,7 @@ class AsyncLLM:
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """As `LLM.chat`. Raises RequestError."""
-        batch = await asyncio.to_thread(self._session.answer, list(messages), params)
+        batch = await asyncio.to_thread(self._session.reply, messages, params)
         await _run(batch)
         return batch.outputs[0]
 

@@ -69,7 +69,10 @@ class LLM:
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation in the model's chat template. Raises RequestError."""
-        return self.generate(self.tokenizer.render_chat(list(messages)), params)[0]
+        batch = self._session.reply(messages, params)
+        for _ in _pieces(batch):
+            pass
+        return batch.outputs[0]
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the completion of a prompt, or of the answer to a conversation, as they come.

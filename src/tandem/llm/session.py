@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -99,10 +100,21 @@ class Session:
 
     def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None) -> Batch:
         """The completion of a prompt, or the answer to a conversation. Raises RequestError."""
-        if not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
-            prompt = self.tokenizer.render_chat([message for message in prompt if isinstance(message, dict)])
+        if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):
+            return self.reply(prompt, params)
+        return self._one(self._encode(prompt), params)
+
+    def reply(self, messages: Sequence[Any], params: SamplingParams | None) -> Batch:
+        """The answer to a conversation. Raises RequestError."""
+        if isinstance(messages, str) or not isinstance(messages, Sequence) or not messages \
+                or not all(isinstance(message, dict) for message in messages):
+            raise RequestError("messages must be a list of one message or more, such as "
+                               "{'role': 'user', 'content': 'Hello'}", param="messages")
+        return self._one(self.tokenizer.render_chat(messages), params)
+
+    def _one(self, tokens: list[int], params: SamplingParams | None) -> Batch:
         checked = self._checked(params or self._default)
-        return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt), params=checked)])
+        return self._batch([EngineRequest(request_id=self._id(), prompt=tokens, params=checked)])
 
     def pooled(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None) -> Batch:
         """Vectors of one prompt or several. Raises RequestError."""
@@ -128,11 +140,12 @@ class Session:
 
     def _encode(self, prompt: Any, *, closed: bool = False) -> list[int]:
         if not isinstance(prompt, str):
-            return [int(token) for token in prompt]
+            return _token_ids(prompt)
         return self.tokenizer.encode_closed(prompt) if closed else self.tokenizer.encode(prompt)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
         """`params` with a grammar that the ranks can follow. Raises RequestError."""
+        params = _typed(params)
         check_params(params, self.layout.description.vocab_size)
         if params.structured_outputs is None:
             return params
@@ -143,10 +156,40 @@ class Session:
         return msgspec.structs.replace(params, structured_outputs=form)
 
 
-def _several(prompts: Prompt | Sequence[Prompt]) -> Sequence[Any]:
-    """A list of prompts, also of one that is a text or a list of token ids."""
-    single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
-    return [prompts] if single else prompts
+def _several(prompts: Any) -> Sequence[Any]:
+    """A list of prompts, also of one that is a text or a list of token ids. Raises RequestError."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise _no_prompt(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    try:
+        if isinstance(prompt, bytes):
+            raise TypeError
+        return [operator.index(token) for token in prompt]
+    except TypeError:
+        raise _no_prompt(prompt) from None
+
+
+def _no_prompt(given: Any) -> RequestError:
+    kind = type(given).__name__
+    return RequestError(f"a prompt must be a text or a list of token ids, not {kind}; a list of messages is for "
+                        "chat() and stream()", param="prompt")
+
+
+def _typed(params: Any) -> SamplingParams:
+    """The parameters in their types; one text is one stop string. Raises RequestError."""
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, not {type(params).__name__}", param="params")
+    if isinstance(params.stop, str):
+        params = msgspec.structs.replace(params, stop=(params.stop,))
+    try:
+        return msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"params are not of the right types: {error}", param="params") from None
 
 
 def _converted(name: str, value: Any) -> Any:
