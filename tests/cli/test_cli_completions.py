@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -67,6 +68,14 @@ def test_every_command_and_option_is_there_and_nothing_that_is_hidden() -> None:
     text = script("bash", build_parser())
     assert all(one.place in text for one in commands.values())
     assert "mapfile" not in text and "declare -A" not in text and "local -n" not in text  # macOS has bash 3.2
+
+
+def test_zsh_has_its_completion_started_where_nobody_has(tmp_path: Path) -> None:
+    require("zsh")
+    (tmp_path / "script").write_text(script("zsh", build_parser()))
+    done = subprocess.run(["zsh", "-f", "-c", "source $1; print $_comps[tandem]", "zsh", str(tmp_path / "script")],
+                          capture_output=True, text=True, check=True, env={**os.environ, "ZDOTDIR": str(tmp_path)})
+    assert (done.stdout, done.stderr) == ("_tandem\n", "")
 
 
 def test_the_command_prints_them_and_refuses_other_shells(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,8 @@ SYSTEMCTL = """#!/bin/sh
 # As systemctl: remembers what it is told, and has a process for what is enabled.
 echo "$*" >> "$FAKE/systemctl.log"
 case "$*" in
+*daemon-reload*) if [ -e "$FAKE/nobody" ]; then echo "Failed to connect to bus" >&2; exit 1; fi;;
+*restart*) if [ -e "$FAKE/broken" ]; then echo "no" >&2; exit 1; fi;;
 *disable*) rm -f "$FAKE/enabled";;
 *enable*) touch "$FAKE/enabled";;
 *show*) if [ -e "$FAKE/enabled" ]; then echo 4711; else echo 0; fi;;
@@ -118,12 +120,28 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
     (("tiny", "--api-key", "sesame"), "--api-key: every user of this machine could read it"),
     (("tiny", "--memory-fraction", "2"), "--memory-fraction: 2.0 is out of range"),
     (("tiny", "--name", "../x"), "--name ../x: use up to 32 letters"),
+    (("nothing-here",), "nothing-here: no such directory or file"),
+    (("org/model", "--served-model-name", "a\nb"), "'a\\nb': a service's options"),
+    (("org/model", "--served-model-name", "a\udce9"), "'a\\udce9': a service's options"),
     ((), "no model is given")])
 def test_mistakes_are_told_before_anything_is_installed(environment: dict[str, str], words: tuple[str, ...],
                                                         message: str) -> None:
+    del environment["TANDEM_API_KEY"]
     done = tandem(environment, "service", "install", *words)
     assert (done.returncode, message in done.stderr) == (2, True), done.stderr
     assert not list(Path(environment["HOME"]).rglob("*.plist")) + list(Path(environment["HOME"]).rglob("*.service"))
+
+
+def test_what_cannot_be_started_is_not_left_behind(environment: dict[str, str], tmp_path: Path) -> None:
+    if "FAKE_MAC" in environment:
+        pytest.skip("the stand-in for launchctl starts everything")
+    del environment["TANDEM_API_KEY"]
+    for trouble, words in (("nobody", "bus; Where nobody is"), ("broken", "restart tandem-default.service: no")):
+        (tmp_path / trouble).touch()
+        done = tandem(environment, "service", "install", "org/model")
+        (tmp_path / trouble).unlink()
+        assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert not list(Path(environment["HOME"]).rglob("*.service"))
 
 
 def odd(tmp_path: Path) -> Service:

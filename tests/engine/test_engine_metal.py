@@ -183,6 +183,9 @@ def test_fast_fences_are_refused_where_no_rank_can_have_them(model: Path, parall
                                                               words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=parallel))
+    with pytest.raises(ConfigError, match="--wired 1GB: is about the GPUs of Macs, and --device cpu"):
+        plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(device="cpu"),
+                             scheduler=SchedulerSettings(wired="1GB")))
     ranks = plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(
         fast_sync="auto", parallel=(2, 1)))).ranks
     assert [rank.fast_fences for rank in ranks] == [True, True, False]

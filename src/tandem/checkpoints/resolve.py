@@ -49,9 +49,24 @@ def resolve(
         return ModelFiles(convert_cached(path, progress), path.stem)
     if _HUB_ID.match(model):
         return _hub_model(model, revision, progress if weights else None, weights=weights)
+    raise _unknown(model, path)
+
+
+def expect(model: str) -> None:
+    """Raise `ModelNotFound` for what `resolve` will not find. Nothing is downloaded or converted."""
+    path = Path(model).expanduser()
+    if model == "demo":
+        _demo()
+    elif path.is_dir():
+        _directory(path)
+    elif not path.exists() and not _HUB_ID.match(model):
+        raise _unknown(model, path)
+
+
+def _unknown(model: str, path: Path) -> ModelNotFound:
     near = difflib.get_close_matches(model, ["demo", DEMO_NAME, *_beside(path)], 1)
     meant = f"; did you mean {'demo' if near[0] == DEMO_NAME else near[0]}?" if near else ""
-    raise ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name){meant}", param="model")
+    return ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name){meant}", param="model")
 
 
 def _beside(path: Path) -> list[str]:

@@ -158,7 +158,9 @@ _tandem() {{
     _files
   fi
 }}
-if [[ "${{funcstack[1]}}" == _tandem ]]; then _tandem "$@"; else compdef _tandem tandem; fi
+if [[ "${{funcstack[1]}}" == _tandem ]]; then _tandem "$@"; return; fi
+(( $+functions[compdef] )) || {{ autoload -Uz compinit; compinit -i; }}  # a new Mac's zsh has not started it
+compdef _tandem tandem
 """
 
 

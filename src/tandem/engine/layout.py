@@ -80,7 +80,7 @@ def plan_layout(settings: Settings) -> GangLayout:
         plan_shards(description, size, weights=parallel.tensor_split, dequantize=model.dequantize != "no",
                     expert_parallel=parallel.expert_parallel)
     _check_adapter(model, description)
-    _check_fast_sync(parallel)
+    _check_gpu_options(parallel, settings.scheduler.wired)
     defaults = sampling_defaults(files.path, model.generation_config, model.override_generation_config)
     lanes = parallel.lanes or len(ranges)
     if not 1 <= lanes <= MAX_LANES:
@@ -125,8 +125,11 @@ def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
     read_adapter(model.adapter_path, description)
 
 
-def _check_fast_sync(parallel: ParallelSettings) -> None:
-    """Raises ConfigError for fast fences where no rank can have them."""
+def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:
+    """Raises ConfigError for fast fences and wired weights where no rank can have them."""
+    if parallel.device == "cpu" and wired_bytes(wired):
+        raise ConfigError(f"--wired {wired}: is about the GPUs of Macs, and --device cpu leaves them idle; leave one "
+                          "out", param="wired")
     if parallel.fast_sync != "on":
         return
     if parallel.device == "cpu":

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from tandem.checkpoints.resolve import expect
 from tandem.cli.processes import prepared
 from tandem.cli.serve import checked
 from tandem.cli.service.managers import Manager, manager
@@ -41,12 +42,17 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
     if variable("TANDEM_API_KEY") and settings.server.api_key_file is None:
         raise UsageError("TANDEM_API_KEY: keys of the environment do not go along, and the service would let everybody "
                          "in; give --api-key-file, or unset it", param="api_key")
+    if settings.model.model:
+        expect(settings.model.model)
     environment = {key: value for key, value in variables().items()
                    if (key in _KEPT or key.startswith("TANDEM_")) and key not in SECRET_VARIABLES}
     log = _log(name)
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = module_command("tandem", "serve", *serve_words(arguments.words))
     stop_s = math.ceil(settings.process.drain_timeout + END_S)
+    for text in (*command, str(Path.cwd()), str(log), *environment.values()):
+        if not text.isprintable():  # no unit and no property list can hold it; bytes that are not UTF-8 are among these
+            raise UsageError(f"{text!r}: a service's options, directories and variables must be printable text")
     holder.install(Service(name, tuple(command), Path.cwd(), log, environment, stop_s))
     print(f"{name} is installed ({holder.file(name)}) and starting; its log is {log}")
     print(f"`tandem service status` shows whether it runs, `tandem status --port {settings.server.port}` how it is")

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.cli.service.units import Service, launchd_agent, launchd_label, systemd_unit
@@ -15,6 +17,8 @@ from tandem.errors import UsageError
 from tandem.system.tools import find_tool
 
 _TOOL_S = 60.0
+NOBODY = ("Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use "
+          "`tandem up`")
 _PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
 
 
@@ -41,6 +45,15 @@ class Manager(ABC):
     @abstractmethod
     def pid(self, name: str) -> int | None:
         """Process of the service; None when it does not run."""
+
+    @contextmanager
+    def _or_nothing(self, name: str) -> Iterator[None]:
+        """What cannot be started is taken away again, else the next login would start it."""
+        try:
+            yield
+        except UsageError as error:
+            self.uninstall(name)
+            raise UsageError(f"{error.message}; {name} is not installed. {NOBODY}") from error
 
 
 def manager() -> Manager:
@@ -91,7 +104,8 @@ class Launchd(Manager):
         _write(self.file(service.name), launchd_agent(service))
         done = _ran(self.tool, "bootstrap", f"gui/{os.getuid()}", str(self.file(service.name)))
         if done.returncode:  # over ssh there may be nobody at the screen
-            _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
+            with self._or_nothing(service.name):
+                _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
 
     def uninstall(self, name: str) -> None:
         """As in the base class."""
@@ -122,10 +136,14 @@ class Systemd(Manager):
     def install(self, service: Service) -> None:
         """As in the base class."""
         unit = self.file(service.name)
+        try:  # before an earlier one is overwritten
+            _must(self.tool, "--user", "daemon-reload")
+        except UsageError as error:
+            raise UsageError(f"{error.message}; {NOBODY}") from error
         _write(unit, systemd_unit(service).encode())
-        _must(self.tool, "--user", "daemon-reload")
-        _must(self.tool, "--user", "enable", unit.name)
-        _must(self.tool, "--user", "restart", unit.name)
+        with self._or_nothing(service.name):
+            for words in (("daemon-reload",), ("enable", unit.name), ("restart", unit.name)):
+                _must(self.tool, "--user", *words)
 
     def uninstall(self, name: str) -> None:
         """As in the base class."""
