@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 
 from tandem.cli.processes import prepared
@@ -40,6 +41,7 @@ from tandem.protocol.supervisor import (
     UnloadModel,
 )
 from tandem.server.connections.tls import Certificate
+from tandem.server.journal.journal import make_directory
 from tandem.server.listener import listen
 from tandem.supervision.api import ApiProcess
 from tandem.supervision.control import ControlServer, control_path
@@ -73,6 +75,8 @@ def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda 
     """Serve until a signal; `on_listening` gets the settings with the port that is bound. Raises UsageError."""
     if settings.server.tls_cert is not None:
         Certificate(settings.server.tls_cert, settings.server.tls_key)  # the api would say the same, after a while
+    if settings.server.journal is not None:
+        make_directory(Path(settings.server.journal))  # likewise
     listener = listen(settings.server.host, settings.server.port)
     with listener, _with_cluster(settings) as settings:
         completed = _completed(settings, listener)

@@ -317,6 +317,15 @@ def test_directories_that_cannot_be(tmp_path):
         Journal(Path("a\0b"))
 
 
+def test_the_server_says_so_before_anything_is_started(tmp_path):
+    (tmp_path / "file").write_text("")
+    ended = subprocess.run([sys.executable, "-m", "tandem", "serve", str(tmp_path), "--port", "0",
+                            "--journal", str(tmp_path / "file")], capture_output=True, text=True,
+                           timeout=240, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr == f"tandem: --journal: cannot use {tmp_path / 'file'}: File exists\n"
+
+
 @contextlib.contextmanager
 def largest_file(size):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -23,6 +23,19 @@ _FIXED = "id, owner, key, digest, route, created, background, outline"
 _ENTRIES = f"SELECT requests.number, {_FIXED}, status FROM requests LEFT JOIN answers USING (number)"
 
 
+def make_directory(directory: Path) -> None:
+    """Begin a journal's directory, if there is none. Raises ConfigError when it cannot be one."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if (directory / "journal").exists():
+            raise _unusable(f"{directory / 'journal'} is of an earlier version of Tandem, which alone can answer "
+                            "what is open in it; give another directory, or move the file away")
+    except OSError as error:
+        raise _unusable(f"cannot use {directory}: {error.strerror}") from None
+    except ValueError:
+        raise _unusable(f"{str(directory)!r} cannot be a directory") from None
+
+
 class JournalError(UnavailableError):
     """The journal cannot be used: nothing is accepted that could be lost."""
 
@@ -64,11 +77,8 @@ class Journal:
         self.path = directory / "journal.db"
         self._sync = sync
         self._clock = clock
+        make_directory(directory)
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if (directory / "journal").exists():
-                raise _unusable(f"{directory / 'journal'} is of an earlier version of Tandem, which alone can answer "
-                                "what is open in it; give another directory, or move the file away")
             self._database = open_whole(self.path, durable=sync == "always")
         except sqlite3.Error as error:
             code = code_of(error)
@@ -79,8 +89,6 @@ class Journal:
                             f"cannot use {directory}: {_why(error)}") from None
         except OSError as error:
             raise _unusable(f"cannot use {directory}: {error.strerror}") from None
-        except ValueError:
-            raise _unusable(f"{str(directory)!r} cannot be a directory") from None
 
     def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
         """All of what is done in it is kept, or nothing."""
