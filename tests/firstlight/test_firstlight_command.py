@@ -79,6 +79,14 @@ def test_a_full_disk_is_told_with_its_directory(monkeypatch: pytest.MonkeyPatch,
     assert "TANDEM_STATE_DIR" in said
 
 
+def test_a_directory_that_checks_cannot_be_told_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                          capsys: pytest.CaptureFixture[str], made: list[str]) -> None:
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path / "caf\udce9"))
+    assert main(["firstlight", "--only", "digests"]) == 2
+    assert "caf\\udce9/firstlight': no path that checks can be told" in capsys.readouterr().err
+    assert made == []
+
+
 def test_findings_of_another_model_of_that_name_or_of_a_changed_hosts_file_are_not_taken_over(
         made: list[str], tmp_path: Path) -> None:
     hosts = tmp_path / "hosts.json"

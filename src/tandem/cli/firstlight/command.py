@@ -50,6 +50,10 @@ def run(arguments: argparse.Namespace) -> int:
     file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
     directory = state_dir() / "firstlight"
     task, name = _task(arguments, directory)
+    for path in (task.directory, task.model, task.hostfile):
+        if not path.isprintable():  # bytes that are no UTF-8 are none
+            raise ConfigError(f"{path!r}: no path that checks can be told; move it, or name another directory "
+                              "(TANDEM_STATE_DIR for that of the runs)")
     try:
         with _alone(directory):
             return _run(arguments, only, output, file, task, name)
