@@ -203,6 +203,18 @@ def test_a_single_engine_that_is_killed_is_started_again_within_bounds(children,
     assert engines.look() == 3
 
 
+def test_an_engine_that_serves_between_its_deaths_is_never_given_up(children, monkeypatch):
+    monkeypatch.setattr("tandem.supervision.replica.SERVES_S", 0.0)
+    engines = EngineSet(settings())
+    engines.start()
+    for deaths in range(1, 20):
+        engines._replicas[0].serves()
+        children[-1].code = -9
+        assert engines.look() is None
+        assert engines.look() is None
+        assert engines.infos()[0].restarts == deaths
+
+
 def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatch):
     monkeypatch.setattr("tandem.supervision.vigil.STOPPED_S", 0.05)
     engines = EngineSet(settings())

@@ -25,6 +25,8 @@ from tandem.supervision.vigil import Vigil
 
 log = logging.getLogger("tandem.cli")
 
+SERVES_S = 1.0
+"""Seconds for which it must have taken requests, so that earlier deaths count no more."""
 WINDOW_S = 300.0
 """A replica that dies more than `max_restarts` times within so long is given up."""
 BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
@@ -69,6 +71,8 @@ class ReplicaProcess:
     asked_at: float = 0.0
     _unborn: int = 0
     """Times in a row that no process could be had."""
+    _ready_at: float = 0.0
+    """When it was first seen to take requests; 0 before that."""
     _words: int | None = None
     """Reading end of the pipe for its last words."""
 
@@ -85,7 +89,7 @@ class ReplicaProcess:
             return
         self.restarts += bool(self.deaths)
         self.child, self.vigil = child, Vigil(child, SILENT_S)
-        self._unborn, self.detail = 0, ""
+        self._unborn, self._ready_at, self.detail = 0, 0.0, ""
 
     def _spawn(self, gpus: str | None) -> ChildProcess:
         with ExitStack() as ours:
@@ -134,6 +138,10 @@ class ReplicaProcess:
     def serves(self) -> None:
         """It takes requests."""
         self.served, self.given_up = True, 0
+        now = time.monotonic()
+        self._ready_at = self._ready_at or now
+        if now - self._ready_at >= SERVES_S:
+            self.deaths.clear()
 
     def _wait(self, seconds: float, why: str) -> None:
         self.restart_at = time.monotonic() + seconds
