@@ -190,7 +190,7 @@ def test_donation(task: Task, monkeypatch: Patch) -> None:
         return found
 
     monkeypatch.setattr(ArenaLayer, "update_and_fetch", referred)
-    differs(arena.donation, task, "so that the arena is copied")
+    differs(arena.donation, task, "so that a layer's keys are copied")
 
 
 def test_types(task: Task, monkeypatch: Patch) -> None:

@@ -226,7 +226,8 @@ STEPS = 8
 MODES = ("waiting", "ahead")
 """Wait for a step before the next is built; dispatch the next, then wait for the last."""
 IN_PLACE = 0.5
-"""Part of one layer's keys that a step may take beside the arena: a copy takes all of them at least."""
+"""Part of one layer's keys that a step may take beside the arena, in the second mode more than in the first: a copy
+takes all of them at least."""
 
 
 def donation(task: Task) -> Figures:
@@ -235,15 +236,16 @@ def donation(task: Task) -> Figures:
     figures: Figures = {}
     problems = []
     for name, shape in ({"135M layers": MEDIUM, "8B layers": LARGE} if on_gpu() else {"135M layers": SMALL}).items():
-        held = 0
+        held = beside = 0
         for mode in MODES:
             milliseconds, extra, held = measured(shape, mode)
             figures[f"{name}, {mode}: ms a step"] = round(milliseconds, 2)
             figures[f"{name}, {mode}: MiB beside the arena"] = round(extra / 2**20, 1)
-            most = IN_PLACE * held / (2 * shape.layers)
+            most = beside + IN_PLACE * held / (2 * shape.layers)
+            beside = extra
             if extra > most:
                 problems.append(f"{name}, {mode}: a step takes at most {most / 2**20:.1f} MiB beside the arena, "
-                                f"expected; {extra / 2**20:.1f}, seen, so that the arena is copied")
+                                f"expected; {extra / 2**20:.1f}, seen, so that a layer's keys are copied")
         figures[f"{name}: MiB of the arena"] = round(held / 2**20, 1)
     if problems:
         raise Differs("; ".join(problems), figures)
