@@ -11,12 +11,15 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
 
+from tandem.cli.status import look_at
 from tandem.errors import UsageError
+from tandem.protocol.supervisor import ReplicaInfo, ReplicaList
 from tandem.supervision.record import Background
 from tandem.testing import tiny_model
 
@@ -183,3 +186,17 @@ def test_restart_of_what_was_never_started(tandem):
     done = tandem("restart", "--name", "never")
     assert done.returncode == 2
     assert "never was never started: `tandem up MODEL` starts a server" in done.stderr
+
+
+def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypatch):
+    """Its api may hear of them later, and refuses requests until then."""
+    place = SimpleNamespace(name="x", runs=lambda: True, record=lambda: SimpleNamespace(
+        host="127.0.0.1", pid=1, model="m", started_at=0.0, scheme="http", port=1))
+    probe = SimpleNamespace(ask=lambda seconds: SimpleNamespace(state="ready", detail="", degraded="",
+                                                                model="m"),
+                            close=lambda: None)
+    monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint: probe)
+    engine = ReplicaInfo(0, "ipc://x", "running", 2, 0)
+    for announced, state in ((False, "starting"), (True, "ready")):
+        monkeypatch.setattr("tandem.cli.status.ask", lambda *_, said=announced: ReplicaList([engine], announced=said))
+        assert look_at(place, 0.0).state == state

@@ -150,12 +150,13 @@ class Supervisor:
         if isinstance(self._engines, EngineSet):
             if isinstance(request, LoadModel | UnloadModel):
                 raise UsageError("this server has one model, which stays loaded")
-            return ReplicaList(self._engines.infos(), over=self._over)
+            return ReplicaList(self._engines.infos(), over=self._over, announced=self._engines.announced)
         if isinstance(request, LoadModel):
             return ModelChanged(self._engines.load(request.model))
         if isinstance(request, UnloadModel):
             return ModelChanged(self._engines.unload(request.model))
-        return ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget, self._over)
+        return ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget, self._over,
+                           self._engines.announced)
 
     @property
     def _children(self) -> list[ChildProcess]:

@@ -64,11 +64,14 @@ class Look:
     replicas: list[Replica] = field(default_factory=list)
     models: list[ModelInfo] = field(default_factory=list)
     """Where there are several; any of them can be loaded."""
+    announced: bool = False
+    """The server has said that it is ready; engines may be so before its api has heard of them."""
 
     @property
     def ready(self) -> bool:
         """Every replica takes requests."""
-        return bool(self.replicas or self.models) and all(one.state == "ready" for one in self.replicas)
+        begun = self.announced and bool(self.replicas or self.models)
+        return begun and all(one.state == "ready" for one in self.replicas)
 
     @property
     def state(self) -> str:
@@ -128,7 +131,7 @@ def look_at(place: Background, interval: float) -> Look:
 def _fill(look: Look, port: int, interval: float) -> None:
     reply = ask(control_path(port), ListReplicas())
     assert isinstance(reply, ReplicaList)
-    look.models = reply.models
+    look.models, look.announced = reply.models, reply.announced
     probes = {info.replica: StatusProbe(info.endpoint) for info in reply.replicas if info.pid is not None}
     try:
         statuses = {number: probe.ask(PROBE_S) for number, probe in probes.items()}

@@ -90,6 +90,8 @@ class ReplicaList(Struct, frozen=True, tag=True):
     """Bytes that models may take together on each machine."""
     over: str = ""
     """Why the server ends, and no engine will come back; empty while it does not."""
+    announced: bool = True
+    """The server has said that it is ready: its api has heard of every engine."""
 
 
 class ReplicaChanged(Struct, frozen=True, tag=True):
