@@ -21,6 +21,7 @@ from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
 from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
+from tandem.loading.recurrence import bound_recurrences
 from tandem.loading.shard_modules import (
     Cutter,
     EmbeddingAsHead,
@@ -304,6 +305,7 @@ def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     """mlx-lm's model with random weights, which stay lazy and are never computed."""
     module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
     let_caches_attend()
+    bound_recurrences()
     config = read_config(files.path)
     try:
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))

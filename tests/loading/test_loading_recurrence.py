@@ -1,0 +1,113 @@
+"""A chunk of a recurrence that goes token by token takes the memory of a few states, and gives mlx-lm's numbers."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from tandem.loading import recurrence
+
+WIDTH, HEADS, TOKENS = 128, 8, 192
+
+
+def random(*shape: int) -> mx.array:
+    return mx.random.normal(shape) * 0.1
+
+
+def gated_delta(module: Any) -> Callable[[], tuple[mx.array, mx.array]]:
+    q, k, v = (random(1, TOKENS, HEADS, WIDTH) for _ in range(3))
+    gate, beta = mx.sigmoid(random(1, TOKENS, HEADS)), mx.sigmoid(random(1, TOKENS, HEADS))
+    return lambda: module.gated_delta_ops(q, k, v, gate, beta, mx.zeros((1, HEADS, WIDTH, WIDTH)))
+
+
+def kimi_delta(module: Any) -> Callable[[], tuple[mx.array, mx.array]]:
+    """With a gate for every element, of a batch in which one sequence is shorter."""
+    q, k, v, gate = (random(2, TOKENS, HEADS // 2, WIDTH) for _ in range(4))
+    beta, mask = mx.sigmoid(random(2, TOKENS, HEADS // 2)), mx.arange(TOKENS)[None] >= mx.array([[0], [50]])
+    return lambda: module.gated_delta_ops(q, k, v, mx.sigmoid(gate), beta, None, mask)
+
+
+def rwkv7(module: Any) -> Callable[[], tuple[mx.array, mx.array]]:
+    given = [random(1, TOKENS, HEADS, WIDTH) for _ in range(6)]
+    layer = SimpleNamespace(num_heads=HEADS, head_dim=WIDTH)
+    return lambda: module.Rwkv7TimeMixing._wkv7(layer, *given, None)
+
+
+def mamba(module: Any) -> Callable[[], tuple[mx.array, mx.array]]:
+    args = module.ModelArgs.from_dict({
+        "model_type": "mamba", "vocab_size": 8, "hidden_size": 512, "intermediate_size": 1024, "state_size": 128,
+        "num_hidden_layers": 1, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_rank": 32})
+    layer: nn.Module = module.MambaBlock(args)
+    mx.eval(layer.parameters())
+    x = random(1, TOKENS, 512)
+
+    def run() -> tuple[mx.array, mx.array]:
+        output, (_, state) = layer._process_sequence(x, None, None)
+        return output, state
+
+    return run
+
+
+def lightning(module: Any) -> Callable[[], tuple[mx.array, mx.array]]:
+    q, k, v = (random(1, HEADS, TOKENS, WIDTH) for _ in range(3))
+    return lambda: module.recurrent_gla(q=q, k=k, v=v, g=-mx.ones(HEADS), scale=0.1)
+
+
+CASES = {"gated_delta": ("gated_delta", gated_delta), "kimi_delta": ("gated_delta", kimi_delta),
+         "rwkv7": ("rwkv7", rwkv7), "mamba": ("mamba", mamba), "lightning": ("bailing_moe_linear", lightning)}
+
+
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """Where no recurrence has a kernel."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+def theirs(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm's own functions, as long as the test takes."""
+    for name, path in (*recurrence.STEPS, *recurrence.SCANS):
+        if module.__name__ == f"mlx_lm.models.{name}":
+            *parents, last = path.split(".")
+            owner = getattr(module, parents[0]) if parents else module
+            monkeypatch.setattr(owner, last, inspect.unwrap(getattr(owner, last)))
+
+
+def peak(run: Callable[[], tuple[mx.array, mx.array]]) -> tuple[int, mx.array, mx.array]:
+    mx.synchronize()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    output, state = run()
+    mx.eval(output, state)
+    return mx.get_peak_memory() - before, output, state
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_states_of_tokens_that_are_done_are_let_go(name: str, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch):
+    place, case = CASES[name]
+    module = importlib.import_module(f"mlx_lm.models.{place}")
+    theirs(module, monkeypatch)
+    run = case(module)
+    unbound, output, state = peak(run)
+    assert unbound > TOKENS * state.nbytes, "mlx-lm keeps every token's state until the outputs are computed"
+    recurrence.bound_recurrences()
+    bound, ours, last = peak(run)
+    assert bound < unbound / 3
+    assert mx.array_equal(ours, output) and mx.array_equal(last, state)
+
+
+def test_the_seam_is_put_in_once():
+    module = importlib.import_module("mlx_lm.models.gated_delta")
+    recurrence.bound_recurrences()
+    ours = module._gated_delta_step_ops
+    recurrence.bound_recurrences()
+    assert module._gated_delta_step_ops is ours and not hasattr(ours.__wrapped__, "__wrapped__")
