@@ -73,7 +73,7 @@ def _weights(settings: dict[str, Any], *, quantized: bool, seed: int, dtype: str
     if quantized:
         settings["quantization"] = {"group_size": 32, "bits": 4}
 
-        allowed = getattr(model, "quant_predicate", lambda path, leaf: True)
+        allowed = getattr(model, "quant_predicate", None) or (lambda path, leaf: True)
 
         def predicate(path: str, leaf: nn.Module) -> bool | dict[str, Any]:
             if allowed(path, leaf) is False or not hasattr(leaf, "to_quantized") or leaf.weight.shape[-1] % 32:

@@ -19,6 +19,7 @@ from tandem.models.adapter_files import read_adapter
 from tandem.models.description import describe
 from tandem.models.shard import plan_shards
 from tandem.testing import ThreadGroup, tiny_adapter, tiny_model
+from wide import wide_figures
 
 PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(21)]
 RANK, SCALE = 4, 2.5
@@ -88,6 +89,27 @@ def test_ranks_share_an_adapter(tiny, size, shares):
             files, description, range(4), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp,
             adapter=adapter)]))):
         assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max(), rank
+
+
+@pytest.mark.parametrize(("family", "keys"), [
+    ("gemma4_text", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")),  # layers differ
+    ("mimo_v2_flash", ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")),
+    ("deepseek_v3", ("self_attn.q_a_proj", "self_attn.q_b_proj", "self_attn.o_proj", "mlp.shared_experts.down_proj")),
+    ("qwen3_next", ("self_attn.q_proj", "linear_attn.in_proj_qkvz", "linear_attn.out_proj")),
+    ("phi3", ("self_attn.qkv_proj", "mlp.gate_up_proj", "mlp.down_proj")),
+])
+def test_ranks_share_an_adapter_as_they_share_the_layers(tmp_path, family, keys):
+    tiny_model(tmp_path / "model", family, layers=2, config=wide_figures(family), dtype="float32")
+    files = resolve(str(tmp_path / "model"))
+    description = describe(files)
+    adapter = read_adapter(str(tiny_adapter(tmp_path / "model", tmp_path / "mlx", keys=keys, layers=2)), description)
+    expected = want(tmp_path / "model", tmp_path / "mlx")
+    assert np.abs(expected - want(tmp_path / "model", None)).max() > 0.1, "the adapter does something"
+    shards = plan_shards(description, 3)
+    for got in ThreadGroup(3).run(lambda tp: logits([load_stage(
+            files, description, range(2), dtype="float32", shard=shards[tp.rank], tensor_parallel=tp,
+            adapter=adapter)])):
+        assert np.abs(got - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("dequantize", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tandem.models.families.sharding import SHARDING
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.testing import ThreadGroup, ThreadRank, tiny_model
+from wide import LAYERS, OF_FAMILY, alike, wide_figures
 
 
 def load(files, shard, layers=None, **options):
@@ -51,46 +53,42 @@ def number_elements(path):
     return spans, start
 
 
-def copies(name, family, size, first_stages, split_head):
-    """On how many ranks each element of a stored tensor must be."""
-    if ".layers." in name or ".h." in name:
-        path = name.split(".", 3)[3]
-        base, _, last = path.rpartition(".")
-        sharding = SHARDING[family]
-        cut = sharding.cuts.get(path) or sharding.cuts.get(base)
-        return 1 if cut else size
-    if "norm" in name:
-        return size
-    if "embed_out" in name or "lm_head" in name or name.startswith("output"):
-        return 1 if split_head else size
-    return size * first_stages
+def layer_of(name):
+    """Path of a stored tensor's layer, and of the tensor in it; without a layer the first is empty."""
+    found = re.match(r"(.*?\.(?:layers|h)\.\d+)\.(.*)", name)
+    return found.groups() if found else ("", name)
 
 
-PLAIN = [
-    "apertus", "bailing_moe", "cohere", "cohere2", "deepseek", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
-    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt_neox", "gpt_oss", "granite", "granitemoe",
-    "helium", "hunyuan_v1_dense", "internlm2", "internlm3", "llama", "mimo", "mistral", "mixtral", "nemotron",
-    "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open",
-    "starcoder2", "telechat3",
-]
-"""Families of plain attention, whose shapes can be drawn from a few figures; the parity tests hold the others."""
+def copies(name, family, names, size, split_head):
+    """On how many ranks each element of a stored tensor must be; `names` are those of all tensors."""
+    layer, path = layer_of(name)
+    if layer:
+        own = SHARDING[family].of([one for at, one in map(layer_of, names) if at == layer])
+        listed = any(path.startswith(f"{one}.") for one in own.lists)
+        return 1 if listed or path in own.cuts or path.rpartition(".")[0] in own.cuts else size
+    head = any(word in name for word in ("embed_out", "lm_head")) or name.startswith("output")
+    return 1 if split_head and head and "norm" not in name else size
 
 
 @st.composite
-def shapes(draw):
-    family = draw(st.sampled_from(PLAIN))
-    kv = draw(st.integers(2, 4))
-    heads = kv if family in ("gpt_neox", "phi") else kv * draw(st.integers(1, 2))
+def shapes(draw, families):
+    """A family, figures of a model, ranks and their weights. Plain attention takes any figures."""
+    family = draw(st.sampled_from(families))
+    plain = SHARDING[family].axes is None and family not in OF_FAMILY
+    kv = draw(st.integers(2, 4)) if plain else 3
+    heads = kv * draw(st.integers(1, 2))
     head_dim = draw(st.sampled_from([4, 8]))
     size = draw(st.integers(2, kv))
+    widths = st.integers(size, 40)
     config = {
         "num_attention_heads": heads,
         "num_key_value_heads": kv,
         "head_dim": head_dim,
+        "rotary_dim": head_dim,
         "hidden_size": heads * head_dim,
-        "intermediate_size": draw(st.integers(size, 40)),
-        "moe_intermediate_size": draw(st.integers(size, 40)),
-        "shared_expert_intermediate_size": draw(st.integers(size, 40)),
+        "intermediate_size": draw(widths),
+        "moe_intermediate_size": draw(widths),
+        "shared_expert_intermediate_size": draw(widths),
     }
     if family == "phimoe":
         config["rope_scaling"] = {
@@ -98,30 +96,29 @@ def shapes(draw):
             "short_mscale": 1.1, "long_mscale": 1.2,
         }
     weights = draw(st.none() | st.lists(st.floats(0.2, 5), min_size=size, max_size=size))
-    return family, config, size, weights, draw(st.booleans())
+    return family, config if plain else wide_figures(family), size, weights, draw(st.booleans())
 
 
 EMBEDDING = "model.embed_tokens"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(shapes())
-def test_every_element_is_owned_as_planned(drawn):
-    family, config, size, weights, split_head = drawn
+@pytest.mark.parametrize("families", alike().values(), ids=alike())
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.data())
+def test_every_element_is_owned_as_planned(families, data):
+    family, config, size, weights, split_head = data.draw(shapes(families))
     with tempfile.TemporaryDirectory() as directory:
-        path = tiny_model(directory, family, layers=2, vocab=301, dtype="float32", config=config)
+        layers = LAYERS.get(family, 2)
+        path = tiny_model(directory, family, layers=layers, vocab=301, dtype="float32", config=config)
         spans, end = number_elements(path)
         files = resolve(str(path))
         seen = np.zeros(end, np.int64)
         for shard in plan_shards(describe(files), size, weights=weights, split_head=split_head):
-            stage = load(files, shard)
-            modules = list(stage.modules.values())
-            for module in filter(None, modules):
-                for _, array in tree_flatten(module.parameters()):
-                    seen += np.bincount(np.array(array).astype(np.int64).reshape(-1), minlength=end)
+            modules = filter(None, load(files, shard).modules.values())
+            held = [np.array(array).reshape(-1) for module in modules for _, array in tree_flatten(module.parameters())]
+            seen += np.bincount(np.concatenate(held).astype(np.int64), minlength=end)
     for name, (start, count) in spans.items():
-        expected = copies(name, family, size, 1, split_head)
-        assert set(seen[start : start + count]) == {expected}, name
+        assert set(seen[start : start + count]) == {copies(name, family, spans, size, split_head)}, name
 
 
 def test_a_tied_head_on_the_last_stage_is_rows_of_the_embedding(tmp_path):

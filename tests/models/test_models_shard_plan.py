@@ -6,12 +6,12 @@ import dataclasses
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.families.axes import delta
+from tandem.models.families.axes import Axis, delta, kimi_delta, latent
 from tandem.models.families.cuts import Cut
 from tandem.models.families.sharding import NOT_SHARDED, SHARDING
 from tandem.models.families.table import FAMILIES
@@ -134,47 +134,78 @@ def test_what_is_refused(changes, size, weights, message):
 @st.composite
 def models(draw):
     """A random model of any family, ranks, weights, and whether weights are packed."""
-    kv = draw(st.integers(1, 16))
-    size = draw(st.integers(1, kv))
+    kv, states = draw(st.integers(1, 16)), draw(st.integers(1, 16))
+    size = draw(st.integers(1, min(kv, states)))
     group = draw(st.sampled_from([1, 32, 64]))
     width = st.integers(size, 400).map(lambda n: n * group)
+    family = draw(st.sampled_from(sorted(SHARDING)))
+    axes = SHARDING[family].axes
+    heads = kv * draw(st.integers(1, 5))
+    head_dim, value_dim = draw(st.sampled_from([16, 32, 64, 128])), draw(st.sampled_from([16, 48, 128]))
+    hidden = draw(st.sampled_from([64, 576, 4096]))
+    groups = 1 if family != "nemotron_h" and draw(st.booleans()) else states
+    each = draw(st.integers(1, 3))
+    figures = {
+        "num_attention_heads": heads, "num_key_value_heads": kv, "head_dim": head_dim, "hidden_size": hidden,
+        "v_head_dim": value_dim, "qk_nope_head_dim": head_dim, "qk_rope_head_dim": 16,
+        "swa_num_attention_heads": each * heads, "swa_num_key_value_heads": each * kv,
+        "linear_num_key_heads": states, "linear_num_value_heads": each * states, "linear_key_head_dim": head_dim,
+        "linear_value_head_dim": value_dim, "linear_attn_config": {"num_heads": states, "head_dim": value_dim},
+        **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "num_heads"), each * states),
+        **dict.fromkeys(("mamba_n_groups", "n_groups"), groups), "mamba_d_head": value_dim, "mamba_d_state": 24,
+        "hidden_size_per_head": value_dim, "mamba_expand": 2,
+    }
     d = description(
-        family=draw(st.sampled_from(sorted(name for name, one in SHARDING.items() if one.axes is None))),
-        num_kv_heads=kv,
-        num_heads=kv * draw(st.integers(1, 5)),
-        head_dim=draw(st.sampled_from([16, 32, 64, 128])),
-        hidden_size=draw(st.sampled_from([64, 576, 4096])),
+        family=family,
+        num_kv_heads=heads if axes in (latent, kimi_delta) else kv,
+        num_heads=heads,
+        head_dim=head_dim,
+        hidden_size=hidden,
         vocab_size=draw(st.integers(300, 200_000)),
         quantization={"group_size": group, "bits": 4} if group > 1 else None,
         mlp_width=draw(width),
         expert_width=draw(width),
         shared_width=draw(st.one_of(st.just(0), width)),
         num_experts=draw(st.integers(1, 128)),
+        axes=axes(figures) if axes else {},
     )
     weights = draw(st.none() | st.lists(st.floats(0.01, 100), min_size=size, max_size=size))
     return d, size, weights, group
 
 
+def places(d, kind, group):
+    """Parts of equal width into which the inputs of a projection can be cut."""
+    axis = d.axes.get(kind) or Axis("heads", d.num_kv_heads, d.num_heads // d.num_kv_heads * d.head_dim)
+    return axis.count * axis.unit // math.lcm(group, axis.unit)
+
+
+@settings(max_examples=200)
 @given(models())
 def test_every_element_has_one_owner(drawn):
     d, size, weights, group = drawn
-    step = math.lcm(group, d.num_heads // d.num_kv_heads * d.head_dim)  # attention outputs between two cuts
-    if size > 1 and d.num_heads * d.head_dim // step < size:
+    cuts = {cut for _, cut in SHARDING[d.family].all_cuts} | {Cut("rows", ("vocab",))}
+    inputs = {kind for cut in cuts if cut.axis == "columns" for kind in cut.kinds}
+    if size > 1 and any(places(d, kind, group) < size for kind in inputs & {"q", *d.axes}):
         with pytest.raises(LayoutError, match=f"in quantisation groups of {group} allow cuts"):
             plan_shards(d, size, weights=weights)
         return
     shards = plan_shards(d, size, weights=weights)
     assert [(s.rank, s.size) for s in shards] == [(i, size) for i in range(size)]
     assert all(len(s.kv_heads) > 0 and len(s.mlp) > 0 and len(s.vocab) > 0 for s in shards)
-    cuts = {*SHARDING[d.family].cuts.values(), Cut("rows", ("vocab",))}
     for cut in cuts:
         parts = [part_of(cut, s, d) for s in shards]
-        owned = sorted((p.start, p.stop) for part in parts for p in part.pieces if len(p))
-        ends = [0, *(stop for _, stop in owned)]
-        assert [start for start, _ in owned] == ends[:-1]
-        assert ends[-1] == parts[0].total
-        if cut.axis == "columns":
-            assert all(start % group == 0 for start, _ in owned)
+        end = 0
+        for kind, pieces in zip(cut.kinds, zip(*(part.pieces for part in parts), strict=True), strict=True):
+            if kind in d.axes and d.axes[kind].base == "whole":
+                assert set(pieces) == {range(end, end + d.axes[kind].count * d.axes[kind].unit)}
+                end = pieces[0].stop
+                continue
+            for piece in pieces:
+                assert piece.start == end
+                end = piece.stop
+                assert len(piece) or kind == "shared"
+                assert cut.axis != "columns" or piece.start % group == 0
+        assert {part.total for part in parts} == {end}
 
 
 def test_ranks_beyond_the_kv_heads_share_one():

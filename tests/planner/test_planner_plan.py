@@ -318,12 +318,20 @@ def test_a_rack_of_four():
     assert answer.chosen.label == "TP 4 (s0 + s1 + s2 + s3)"
     assert row(answer, "TP 2 x PP 2").fits
     assert not row(answer, "TP 2 (").fits
-    # two kv heads: two machines hold the same one; three cannot be shared by four
+    # two kv heads: two machines hold the same one
     answer = plan(replace(model, num_kv_heads=2), machines, RDMA, Request(), experts=experts)
-    assert row(answer, "TP 4").layout.replicas[0][0].kv_heads == (1, 1, 1, 1)
+    assert answer.chosen.label == "TP 4 (s0 + s1 + s2 + s3)"
+    assert answer.chosen.layout.replicas[0][0].kv_heads == (1, 1, 1, 1)
+    # three are for three machines: the fourth would add little
     answer = plan(replace(model, num_heads=66, num_kv_heads=3), machines, RDMA, Request(), experts=experts)
+    assert answer.chosen.label == "TP 3 (s0 + s1 + s2)"
     assert "impossible" in row(answer, "TP 4").reason
     assert "3 kv heads" in row(answer, "TP 4").reason
+    # two whose query heads four machines cannot share: two stages of two are the best
+    answer = plan(replace(model, num_heads=62, num_kv_heads=2), machines, RDMA, Request(), experts=experts)
+    assert answer.chosen.label == "TP 2 x PP 2 (s0 + s1 | s2 + s3)"
+    assert "impossible" in row(answer, "TP 4").reason
+    assert "2 kv heads" in row(answer, "TP 4").reason
 
 
 def test_four_small_ones_become_replicas_for_throughput():

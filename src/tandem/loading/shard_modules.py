@@ -20,6 +20,7 @@ from tandem.models.shard import Part, Shard, head_units, in_heads, part_of
 _MATRIX = ("weight", "scales", "biases")
 _HEADS = ("n_heads", "num_heads", "num_attention_heads")
 _KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
+_REPEATS = ("repeats",)
 _VOCAB = Cut("rows", ("vocab",))
 
 
@@ -114,12 +115,12 @@ class Cutter:
 
     def __init__(
         self, root: str, find: Callable[[str], Cut | None], shard: Shard, description: ModelDescription, *,
-        loose: bool = False,
+        sharding: Sharding | None = None,
     ) -> None:
         """`root` is the part's path, for messages; `find` gives the cut for a path within it, KeyError if unknown.
-        With `loose` layers differ in how many query heads a kv head has."""
+        `sharding` is that of the part, if it is a layer."""
         self._root = root
-        self._loose = loose
+        self._sharding = sharding
         self._find = find
         self._shard = shard
         self._description = description
@@ -139,7 +140,7 @@ class Cutter:
         if cut.axis == "columns":
             return Slice(-1, part, bias=last not in _MATRIX)
         axes = {"rows": -2 if last in _MATRIX else -1, "first": 0, "heads": -2, "last": -1}
-        return Slice(axes[cut.axis], part, exact=not (self._loose and all(in_heads(d, kind) for kind in cut.kinds)))
+        return Slice(axes[cut.axis], part, exact=self._sharding is None or is_exact(self._sharding, cut, d))
 
     def take(self, name: str, array: mx.array) -> mx.array:
         """This rank's part of a parameter as it is stored, lazily; shares no memory with the whole."""
@@ -173,7 +174,12 @@ class Cutter:
 def layer_cutter(root: str, layer: nn.Module, shard: Shard, description: ModelDescription) -> Cutter:
     """For a decoder layer at path `root`."""
     sharding = sharding_of(description, layer)
-    return Cutter(root, sharding.cut_of, shard, description, loose=sharding.loose_heads)
+    return Cutter(root, sharding.cut_of, shard, description, sharding=sharding)
+
+
+def is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> bool:
+    """An axis has as many entries in all layers as its parts say; else some layers have a multiple of them."""
+    return not (sharding.loose_heads and all(in_heads(description, kind) for kind in cut.kinds))
 
 
 def head_cutter(root: str, shard: Shard, description: ModelDescription) -> Cutter:
@@ -247,7 +253,9 @@ def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> Non
 def _divide_heads(attention: Any, sharding: Sharding, shard: Shard, description: ModelDescription) -> None:
     units, kv = head_units(description), len(shard.kv_heads)
     if len(shard.queries) * units != kv * description.num_heads:  # ranks have the same kv head
-        for names, whole, own in ((_HEADS, description.num_heads, len(shard.queries)), (_KV_HEADS, units, kv)):
+        heads, own_heads = description.num_heads, len(shard.queries)
+        held_and_own = (_HEADS, heads, own_heads), (_KV_HEADS, units, kv), (_REPEATS, heads // units, own_heads // kv)
+        for names, whole, own in held_and_own:
             for name in names:
                 if getattr(attention, name, None) == whole:
                     setattr(attention, name, own)

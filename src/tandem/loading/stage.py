@@ -171,7 +171,7 @@ def load_stage(
     compute = _compute_dtype(dtype, description)
     model = _build(files, description)
     model.set_dtype(compute)  # what is not loaded too: models make some values of a call in their embedding's type
-    frame = _frame(model, layers, description, files.name)
+    frame = _frame(model, layers, description, shard, files.name)
     weights = split_by_part(open_weights(files, model, description), frame.path, model, description, str(files.path))
     owned = {part: weights.pop(part) for part in _owned(weights, layers, description)}
     weights.clear()  # what other stages own is never read
@@ -211,11 +211,11 @@ def _check(
         raise LayoutError(f"rank {shard.rank} of {shard.size} needs the other ranks of its stage to compute with")
 
 
-def _frame(model: nn.Module, layers: range, description: ModelDescription, name: str) -> Frame:
+def _frame(model: nn.Module, layers: range, description: ModelDescription, shard: Shard | None, name: str) -> Frame:
     family = family_of(description.family)
+    heads = (len(shard.queries), len(shard.kv_heads)) if shard else (description.num_heads, description.num_kv_heads)
     try:
-        return Frame(model, layers, family,
-                     grouped_scores=family.grouped_scores and description.num_heads > description.num_kv_heads)
+        return Frame(model, layers, family, grouped_scores=family.grouped_scores and heads[0] > heads[1])
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {description.family} cannot run so: {error.message}", param="model") from error
 

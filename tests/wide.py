@@ -1,0 +1,61 @@
+"""Figures of tiny models whose layers three ranks can share, and the families whose layers are divided alike."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from tandem.models.families.sharding import SHARDING
+
+WIDE = {  # three kv heads with two query heads each; widths of six and of three groups
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "intermediate_size": 192,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 96,
+    "linear_num_key_heads": 3,
+    "linear_num_value_heads": 6,
+    "shared_intermediate_size": 96,
+    "share_expert_dim": 96,
+}
+STATES = {"n_groups": 3, "mamba_n_groups": 3, "mamba_n_heads": 6, "mamba_num_heads": 6}
+OF_FAMILY = {
+    "gpt_neox": {"num_key_value_heads": 6},
+    "phi": {"num_key_value_heads": 6},
+    "mamba2": {**STATES, "num_heads": 6},
+    "granitemoehybrid": STATES,
+    "nemotron_h": {
+        **STATES, "hybrid_override_pattern": ["M", "*", "-", "E"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 96, "n_group": 1, "topk_group": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.5,
+    },
+    "falcon_h1": {**STATES, "mamba_d_ssm": 96},
+    "kimi_linear": {
+        "linear_attn_config": {"num_heads": 6, "head_dim": 32, "kda_layers": [1], "short_conv_kernel_size": 4},
+    },
+    "llama4": {"intermediate_size_mlp": 96},
+    "plamo2": {"mamba_num_heads": 6, "hidden_size_per_head": 16},
+    "gemma4_text": {"num_global_key_value_heads": 3},
+    "mimo_v2_flash": {"swa_num_attention_heads": 6, "swa_num_key_value_heads": 6, "head_dim": 24},
+    "lfm2-vl": {"block_dim": 96, "block_ff_dim": 288, "block_multiple_of": 96},
+    "lfm2": {"block_dim": 96, "block_ff_dim": 288, "block_multiple_of": 96},
+    "lfm2_moe": {"block_dim": 96},
+    "step3p5": {"num_attention_groups": 3},
+}
+"""What some need besides, so that three ranks can share their layers."""
+LAYERS = {"llama4": 4, "nemotron_h": 4}
+
+
+def wide_figures(family: str) -> dict[str, Any]:
+    """Entries of config.json with which three ranks can share the family's layers."""
+    return {**WIDE, **OF_FAMILY.get(family, {})}
+
+
+def alike() -> dict[str, list[str]]:
+    """Families whose layers are cut along the same axes into the same kinds, under the name of the first of them."""
+    groups = defaultdict(list)
+    for family, sharding in SHARDING.items():
+        groups[frozenset((cut.axis, cut.kinds) for _, cut in sharding.all_cuts), sharding.axes].append(family)
+    return {families[0]: families for families in groups.values()}
