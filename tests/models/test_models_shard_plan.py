@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.families.axes import Axis, delta, kimi_delta, latent
+from tandem.models.families.axes import Axis, delta, kimi_delta, latent, mixed
 from tandem.models.families.cuts import Cut
 from tandem.models.families.sharding import NOT_SHARDED, SHARDING
 from tandem.models.families.table import FAMILIES
-from tandem.models.shard import part_of, plan_shards
+from tandem.models.shard import held_kv_heads, part_of, plan_shards
 
 
 def description(**changes):
@@ -93,6 +93,18 @@ def test_packed_weights_are_cut_between_groups():
     assert [len(s.kv_heads) for s in plan_shards(narrow, 2, weights=(3, 1), dequantize=True)] == [6, 2]
     with pytest.raises(LayoutError, match="after every 4 of the 8 kv heads only; use at most 2, or --dequantize yes"):
         plan_shards(narrow, 3)
+    wider = dataclasses.replace(narrow, head_dim=32)  # two heads to a group: more than a third of them on one rank
+    assert [held_kv_heads(wider, s) for s in plan_shards(wider, 3)] == [4, 2, 2]
+
+
+def test_kv_heads_are_counted_as_the_config_counts_them():
+    """Layers with four kv heads of a size and two of another are cut in two: each part has two of the four."""
+    axes = mixed({"num_attention_heads": 8, "num_key_value_heads": 4, "num_global_key_value_heads": 2,
+                  "attention_k_eq_v": True, "head_dim": 16, "global_head_dim": 32})
+    d = description(family="gemma4_text", num_heads=8, num_kv_heads=4, head_dim=16, axes=axes)
+    assert [held_kv_heads(d, s) for s in plan_shards(d, 2)] == [2, 2]
+    shared = description(num_heads=8, num_kv_heads=2)
+    assert [held_kv_heads(shared, s) for s in plan_shards(shared, 4)] == [1, 1, 1, 1]
 
 
 def test_exceptions_of_single_modules_count_where_they_are_cut():

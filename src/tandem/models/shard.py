@@ -224,6 +224,11 @@ def head_units(d: ModelDescription) -> int:
     return _count(d, "heads")
 
 
+def held_kv_heads(description: ModelDescription, shard: Shard) -> int:
+    """Kv heads of `shard`, counted as the model's config counts them."""
+    return len(shard.kv_heads) * description.num_kv_heads // max(head_units(description), 1)
+
+
 def _divided(
     d: ModelDescription, sharding: Sharding, shares: Sequence[float], base: str, dequantize: bool
 ) -> tuple[range, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.shard import Shard, head_units, plan_shards
+from tandem.models.shard import Shard, held_kv_heads, plan_shards
 
 _LOPSIDED = 1e9
 
@@ -29,9 +29,7 @@ class Divider:
         key = tuple(shares)
         if key not in self._heads:
             try:
-                shards = self._plan(len(key), key)
-                each = self._description.num_kv_heads // head_units(self._description)
-                self._heads[key] = tuple(len(s.kv_heads) * each for s in shards)
+                self._heads[key] = tuple(held_kv_heads(self._description, s) for s in self._plan(len(key), key))
             except LayoutError:
                 self._heads[key] = None
         return self._heads[key]

@@ -15,6 +15,7 @@ from tandem.launchers.registry import LAUNCHERS, launcher_kind
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import kv_bytes_per_token, slice_bytes, state_bytes
+from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
 from tandem.supervision.replica import replica_settings
@@ -133,7 +134,7 @@ def _refuse_by_hand(settings: Settings) -> None:
 
 def _weights(layout: GangLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
     """Bytes of weights, and of the recurrent states of so many sequences."""
-    dequantize = spec.dequantize == "yes" or (spec.dequantize == "auto" and not gpu)
+    dequantize = _dequantizes(spec, gpu)
     more = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
     states = state_bytes(layout.description, len(range(*spec.layers)), spec.dtype, gpu=gpu)
     more += int(sequences * spec.share * states)
@@ -142,8 +143,12 @@ def _weights(layout: GangLayout, spec: StageSpec, gpu: bool, sequences: int) -> 
     return more + slice_bytes(layout.description, range(*spec.layers), spec.dtype, dequantize, spec.share, gpu=gpu)
 
 
+def _dequantizes(spec: StageSpec, gpu: bool) -> bool:
+    return spec.dequantize == "yes" or (spec.dequantize == "auto" and not gpu)
+
+
 def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
-    """Bytes of a position on one rank; of uneven shares, the larger one."""
+    """Bytes of a position on one rank."""
     count = len(range(*spec.layers))
     heads = layout.description.num_kv_heads
     whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu)
@@ -151,7 +156,9 @@ def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
     if layout.description.replicated_cache:
         return more + whole
-    return more + whole * -(-int(heads * spec.share * 1000) // 1000) // heads
+    shards = plan_shards(layout.description, spec.tp_size, weights=spec.tensor_split,
+                         dequantize=_dequantizes(spec, gpu), expert_parallel=spec.expert_parallel)
+    return more + whole * held_kv_heads(layout.description, shards[spec.tp_rank]) // heads
 
 
 def _draft(spec: StageSpec) -> ModelDescription | None:

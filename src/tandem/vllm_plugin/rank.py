@@ -19,7 +19,7 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import layer_state_bytes, slice_bytes, token_elements
 from tandem.models.partition import split_layers
-from tandem.models.shard import plan_shards
+from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.models.trial import require_trial
 from tandem.protocol.layout import RankPosition
 from tandem.runner.links import ChannelLink
@@ -82,6 +82,8 @@ class LoadedRank:
     """Positions of KV that take as much memory as a sequence's states."""
     memory_bytes: int
     """Of the machine or device."""
+    kv_heads: int
+    """Most kv heads that a rank of the stage holds."""
 
 
 def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str | None, memory_share: float, lanes: int,
@@ -107,12 +109,9 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
                           f"may use {total * memory_share / 2**20:.0f} MiB here; add stages (--pipeline-parallel-size),"
                           " use a smaller or quantised model, or raise --gpu-memory-utilization",
                           param="memory_fraction")
-    shard = None
-    if layout.tp_size > 1:
-        shards = plan_shards(description, layout.tp_size, dequantize=dequantize,
-                             expert_parallel=layout.expert_parallel)
-        shard = shards[layout.tp_rank]
-    stage = load_stage(files, description, layers, dtype=kind, dequantize=dequantize, shard=shard,
+    shards = plan_shards(description, layout.tp_size, dequantize=dequantize,
+                         expert_parallel=layout.expert_parallel and layout.tp_size > 1)
+    stage = load_stage(files, description, layers, dtype=kind, dequantize=dequantize, shard=shards[layout.tp_rank],
                        tensor_parallel=group)
     link = ChannelLink(channel) if channel is not None else None
     runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
@@ -122,4 +121,4 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
                       trimmable=trimmable(stage.caches_of_all_stages()),
                       snapshot_positions=math.ceil(layer_state_bytes(description, stage.dtype.size)
                                                    / max(token_elements(description) * stage.dtype.size, 1)),
-                      memory_bytes=total)
+                      memory_bytes=total, kv_heads=max(held_kv_heads(description, shard) for shard in shards))

@@ -146,7 +146,7 @@ class TandemWorker(WorkerBase):
         All ranks of a stage must say the same of a layer, also those that hold fewer heads than others.
         """
         stage, description = self._loaded.stage, self._loaded.description
-        heads, size = -(-description.num_kv_heads // self._layout.tp_size), description.head_dim
+        heads, size = self._loaded.kv_heads, description.head_dim
         each = token_elements(description)
         if each != 2 * description.num_kv_heads * size:  # latents, or states in some layers: vLLM counts bytes alone
             own = each if description.replicated_cache else each * heads / description.num_kv_heads
