@@ -70,7 +70,7 @@ def plan_layout(settings: Settings) -> GangLayout:
     description = describe(files)
     require_trial(files.path, description)
     if description.left_out:
-        log.warning("%s: its text model alone is served: %s left out, and requests with other than text are refused",
+        log.warning("%s: its text model alone is served, %s left out; requests with other than text are refused",
                     files.name, " and ".join(description.left_out))
     sizes = stage_sizes(parallel)
     ranges = split_layers(description.num_layers, len(sizes), layer_bytes=description.layer_bytes,

@@ -61,8 +61,8 @@ def _speculation(settings: SpeculationSettings, model: ModelDescription,
         group = max(model.num_heads // max(model.num_kv_heads, 1), 1)
         drafts = min(drafts, METAL_QUERIES // group - 1)
     if drafts < chosen.num_speculative_tokens:
-        log.warning("%d drafts at once and not %d: Metal's fused attention takes no more with this model's heads",
-                    max(drafts, 0), chosen.num_speculative_tokens)
+        log.warning("Metal's fused attention does not take %d drafts at once with this model's heads; %d are made",
+                    chosen.num_speculative_tokens, max(drafts, 0))
     if drafts < 1:
         return None
     return SpeculationLimits(drafts=drafts, shortest=chosen.prompt_lookup_min,
