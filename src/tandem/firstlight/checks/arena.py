@@ -225,7 +225,7 @@ LARGE = Shape(4096, 12, 32, 8, 128, 4, 8192)
 STEPS = 8
 MODES = ("waiting", "ahead")
 """Wait for a step before the next is built; dispatch the next, then wait for the last."""
-IN_PLACE = 0.5
+IN_PLACE = 0.75
 """Part of one layer's keys that a step may take beside the arena, in the second mode more than in the first: a copy
 takes all of them at least."""
 
