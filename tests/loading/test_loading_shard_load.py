@@ -25,6 +25,7 @@ from tandem.loading.shard_modules import layer_cutter
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
 from tandem.models.families.sharding import SHARDING
+from tandem.models.footprint import slice_bytes
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.testing import ThreadGroup, ThreadRank, tiny_model
@@ -146,6 +147,19 @@ def test_figures_of_a_stage(tmp_path):
     undivided = load_stage(files, d, range(4), shard=plan_shards(d, 1)[0], dtype="float32")
     assert undivided.cache_bytes == (2 * 32 * 4 * 4, 0) and undivided.shard is None
     assert stage.nbytes < 0.75 * undivided.nbytes
+
+
+@pytest.mark.parametrize(
+    "family", ["deepseek_v32", "glm4_moe_lite", "kimi_linear", "llama4", "minimax_m2", "nemotron_h"]
+)
+@pytest.mark.parametrize("quantized", [False, True])
+def test_bytes_of_a_rank_are_told_before_it_loads(family, quantized, tmp_path):
+    """Latents, routers and norms are whole on each rank: in small models a tenth of it."""
+    files = resolve(str(tiny_model(tmp_path, family, quantized=quantized)))
+    d = describe(files)
+    told = slice_bytes(d, range(d.num_layers), "bfloat16", False, 0.5, gpu=True)
+    for shard in plan_shards(d, 2):
+        assert load(files, shard, dtype="bfloat16").nbytes == pytest.approx(told, rel=2e-3)
 
 
 def test_raw_experts_are_stacked_then_cut(tmp_path):

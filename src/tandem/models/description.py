@@ -82,6 +82,9 @@ class ModelDescription:
     """Stored bytes of everything else that the last stage holds; without the embedding, even where it is tied."""
     eos_token_ids: tuple[int, ...]
     """From config.json and generation_config.json."""
+    whole_bytes: tuple[int, ...] = ()
+    """Those bytes of each layer that every rank of a tensor-parallel stage holds: a latent's projections, routers,
+    norms. Empty where none are known."""
     mlp_width: int = 0
     """Intermediate width of the dense MLPs; this and the next three are 0 where the family has no such thing, or
     cannot be divided for tensor parallelism."""
@@ -140,6 +143,7 @@ def describe(files: ModelFiles) -> ModelDescription:
     if isinstance(config.get("kv_lora_rank"), int):
         kv_heads = facts.num_heads  # each makes keys and values of its own of the latent
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
+    layer_type = _layer_type(files.path, str(name))
     caches = layer_caches({**family.defaults, **config}, facts.num_layers, 2 * kv_heads * head_dim)
     return ModelDescription(
         family=str(name),
@@ -164,7 +168,8 @@ def describe(files: ModelFiles) -> ModelDescription:
         uncut=uncut({**family.defaults, **config}, facts.num_layers),
         left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
         generates=not headless,
-        **facts.shares(_layer_type(files.path, str(name))),
+        whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
+        **facts.shares(layer_type),
     )
 
 
@@ -298,6 +303,22 @@ def _bytes(sizes: dict[str, int], count: int, path: Path) -> tuple[tuple[int, ..
     if 0 in layers:
         raise BrokenModel(f"{path}: no weights of layer {layers.index(0)} of {count}", param="model")
     return tuple(layers), others["embed"], others["rest"], others["head"]
+
+
+def _whole_bytes(sizes: dict[str, int], count: int, name: str) -> tuple[int, ...]:
+    """Stored bytes of each layer that tensor parallelism does not divide in layers of type `name`."""
+    if (sharding := SHARDING.get(name)) is None:
+        return ()
+    layers: list[dict[str, int]] = [{} for _ in range(count)]
+    for tensor, nbytes in sizes.items():
+        if isinstance(part := part_of_tensor(tensor, count), int) and (match := _LAYER.search(tensor)):
+            layers[part][tensor[match.end():].removeprefix(".")] = nbytes
+
+    def whole(layer: dict[str, int]) -> int:
+        rules = sharding.of(layer)
+        return sum(nbytes for path, nbytes in layer.items() if rules.keeps(path))
+
+    return tuple(whole(layer) for layer in layers)
 
 
 def _stored_dtype(tensors: dict[str, TensorInfo]) -> str:

@@ -9,9 +9,10 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
                 gpu: bool) -> int:
     """Bytes in memory, estimated, of a rank's `share` of `layers`, with embedding and head at the ends.
 
-    The embedding is not divided.
+    The embedding is not divided, nor are the layers' `whole_bytes`.
     """
-    stored = sum(description.layer_bytes[i] for i in layers) * share
+    whole = sum(description.whole_bytes[i] for i in layers) if description.whole_bytes else 0
+    stored = whole + (sum(description.layer_bytes[i] for i in layers) - whole) * share
     stored += description.embed_bytes if layers.start == 0 else 0
     if layers.stop == description.num_layers:
         tied = description.embed_bytes if description.tied_head and layers.start else 0

@@ -78,6 +78,7 @@ class Costs:
         self._experts = experts
         self._reads: dict[int, list[float]] = {}
         self._stored = list(accumulate(description.layer_bytes, initial=0))
+        self._whole = list(accumulate(description.whole_bytes or (0,) * description.num_layers, initial=0))
 
     @property
     def layers_alike(self) -> bool:
@@ -119,9 +120,10 @@ class Costs:
         return layer_state_bytes(self.model, self.item(part.machine)) * part.kv * layers * streams
 
     def weights(self, part: RankShare, start: int, stop: int) -> float:
-        """Bytes of a rank's weights: its share of layers start..stop and of the head, and the whole embedding."""
+        """Bytes of a rank's weights: its share of layers start..stop and of the head, and what each rank has whole."""
         model, last = self.model, stop == self.model.num_layers
-        stored = (self._stored[stop] - self._stored[start]) * part.share
+        whole = self._whole[stop] - self._whole[start]
+        stored = whole + (self._stored[stop] - self._stored[start] - whole) * part.share
         stored += model.embed_bytes if start == 0 else 0
         if last:
             stored += (model.head_bytes + (model.embed_bytes if model.tied_head and start else 0)) * part.share

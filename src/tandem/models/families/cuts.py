@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -73,6 +74,13 @@ class Sharding:
     def switches(self) -> set[str]:
         """Modules that hold routed experts: called with inputs and the numbers of experts."""
         return {path.rpartition(".")[0] for path, cut in self.cuts.items() if "experts" in cut.kinds}
+
+    def keeps(self, name: str) -> bool:
+        """A parameter of this name is known to be whole on every rank; one that is not listed is not."""
+        for path in (name, name.rpartition(".")[0]):
+            with contextlib.suppress(KeyError):
+                return self.cut_of(path) is None
+        return False
 
     def cut_of(self, path: str) -> Cut | None:
         """The cut for a module or parameter; None where it is whole. Raises KeyError for a path that is not listed."""
