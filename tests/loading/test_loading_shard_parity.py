@@ -21,6 +21,7 @@ REQUIRED = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "g
 PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(27)]  # longer than the windows of tiny models
 CHUNKS = (11, 16)
 DECODE = 3
+"""Tokens after the prompt, where caches are looked at; elsewhere one."""
 
 
 def wide(path, family, **options):
@@ -28,12 +29,12 @@ def wide(path, family, **options):
     return resolve(str(tiny_model(path, family, layers=LAYERS.get(family, 2), config=config, **options)))
 
 
-def run(stages, steps=None):
-    """Logits of each step and the tokens put in: prompt in chunks, then `steps` or greedy ones."""
+def run(stages, steps=None, decode=1):
+    """Logits of each step and the tokens put in: prompt in chunks, then `decode` greedy ones; or `steps`."""
     caches = [stage.make_caches() for stage in stages]
     tokens = [PROMPT[: CHUNKS[0]], PROMPT[CHUNKS[0] :]] if steps is None else list(steps)
     logits = []
-    for i in range(len(CHUNKS) + DECODE):
+    for i in range(len(steps or CHUNKS) + (decode if steps is None else 0)):
         h = mx.array([tokens[i]], mx.int32)
         for stage, cache in zip(stages, caches, strict=True):
             h = stage.forward(h, cache)
@@ -45,18 +46,18 @@ def run(stages, steps=None):
     return logits, tokens[: len(logits)]
 
 
-def assert_parity(files, layouts, *, stages=1, tolerance=1e-4, dequantize=False, dtype="float32", **plan):
-    """Each of `layouts`, (ranks, weights), agrees with one process."""
+def assert_parity(files, layouts, *, stages=1, tolerance=1e-4, dequantize=False, dtype="float32", decode=1, **plan):
+    """Each of `layouts`, (ranks, weights) and stages if they are not `stages`, agrees with one process."""
     d = describe(files)
-    ranges = split_layers(d.num_layers, stages)
     options = {"dtype": dtype, "dequantize": dequantize}
-    want, steps = run([load_stage(files, d, range(d.num_layers), **options)])
+    want, steps = run([load_stage(files, d, range(d.num_layers), **options)], decode=decode)
     scale = max(np.abs(w).max() for w in want)
-    for size, weights in layouts:
+    for size, weights, *own in layouts:
+        ranges = split_layers(d.num_layers, own[0] if own else stages)
         shards = plan_shards(d, size, weights=weights, dequantize=dequantize, **plan)
         group = ThreadGroup(size)
 
-        def work(tp, shards=shards):
+        def work(tp, shards=shards, ranges=ranges):
             parts = [
                 load_stage(files, d, r, shard=shards[tp.rank], tensor_parallel=tp, **options) for r in ranges
             ]
@@ -84,8 +85,8 @@ PACKED_EXPERTS = ["deepseek_v3", "gpt_oss", "lfm2_moe", "llama4", "qwen3_moe"]
 def test_plain_weights(family, tmp_path):
     """Three ranks, and two ranks in each of two stages."""
     files = wide(tmp_path, family)
-    assert_parity(files, EVEN + UNEVEN[1:] if family in REQUIRED else EVEN, tolerance=1e-5)
-    assert_parity(files, UNEVEN[:1], stages=2, tolerance=1e-5)
+    layouts = EVEN + UNEVEN[1:] if family in REQUIRED else EVEN
+    assert_parity(files, [*layouts, (2, None, 2)], tolerance=1e-5, decode=DECODE)
 
 
 @pytest.mark.parametrize("family", sorted(SHARDING))
@@ -120,6 +121,8 @@ FOUR = {  # two kv heads with two query heads each; four of what is not attentio
 }
 _LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "short_mscale": 1.1,
          "long_mscale": 1.2}
+SEVERAL = ["gemma2", "gpt_oss", "llama", "nemotron_h", "qwen3_next", "spark2_5"]
+"""Families tried with two kv heads; the others with one."""
 
 
 def repeats(family):
@@ -134,8 +137,12 @@ def repeats(family):
 def test_more_ranks_than_kv_heads(family, tmp_path):
     """Two ranks have the same key and value head, and half of its queries each."""
     config = FOUR | ({"rope_scaling": _LONG} if family == "phimoe" else {})
-    packed = family in ("gpt_oss", "qwen3_next", "nemotron_h", "spark2_5")
-    assert_parity(wide(tmp_path, family, config=config, quantized=packed), [(4, None)])
+    if family not in SEVERAL:
+        assert_parity(wide(tmp_path, family, config=config | {"num_key_value_heads": 1}), [(2, None)])
+        return
+    for quantized in (False, True):
+        files = wide(tmp_path / f"{quantized}", family, config=config, quantized=quantized)
+        assert_parity(files, [(4, None)])
 
 
 def test_masks_of_rows_where_ranks_have_one_query_head_each(tmp_path):

@@ -225,6 +225,9 @@ def test_ranks_beyond_the_kv_heads_share_one():
     shards = plan_shards(d, 4)
     assert [s.kv_heads for s in shards] == [range(1), range(1), range(1, 2), range(1, 2)]
     assert [s.queries for s in shards] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
+    one = plan_shards(description(num_heads=8, num_kv_heads=1), 4)
+    assert [s.kv_heads for s in one] == [range(1)] * 4
+    assert [s.queries for s in one] == [range(2), range(2, 4), range(4, 6), range(6, 8)]
     with pytest.raises(LayoutError, match=r"3 is more than the model's 2 kv heads; use at most 2 \(or 4\), and"):
         plan_shards(d, 3)
     with pytest.raises(LayoutError, match="4 is more than the model's 2 kv heads; use at most 2, and"):

@@ -80,7 +80,7 @@ def plan_shards(
     sharding = _sharding(d)
     kv = _divided(d, sharding, shares, "heads", dequantize)
     states = _divided(d, sharding, shares, "states", dequantize)
-    queries = _queries(d, kv, shares, 1 if dequantize else _group(d, sharding, "q"))
+    queries = _queries(d, sharding, kv, 1 if dequantize else _group(d, sharding, "q"))
     attention = [len(heads) / d.num_heads for heads in queries] if _uses(d, sharding, "heads") else shares
     costs = _costs(d, sharding)
     dense = _balanced(shares, attention, costs["attention"], costs["mlp"])
@@ -276,11 +276,11 @@ def _can_repeat(d: ModelDescription, sharding: Sharding, size: int) -> bool:
 
 
 def _queries(
-    d: ModelDescription, kv: Sequence[range], shares: Sequence[float], group: int
+    d: ModelDescription, sharding: Sharding, kv: Sequence[range], group: int
 ) -> tuple[range, ...]:
     """Each rank's query heads; cuts through the inputs of the output projection fall between groups of so many."""
     size, units = len(kv), _count(d, "heads")
-    if size <= units or len(kv[-1]) == units:
+    if size <= units or not _uses(d, sharding, "heads"):
         each = d.num_heads // max(units, 1)
         return tuple(range(own.start * each, own.stop * each) for own in kv)
     each = d.num_heads // size
