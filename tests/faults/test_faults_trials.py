@@ -1,4 +1,4 @@
-"""A request that really ends whatever computes it, on two replicas: it is found and refused, and nobody else is."""
+"""A request that really ends whatever computes it: it is found and refused, and nobody else is."""
 
 from __future__ import annotations
 
@@ -26,34 +26,44 @@ def deadly(module):
     module.Runner.execute = hurt
 
 
+def restless(module):
+    module.REST_S = 1.0
+
+
+changes = {{"tandem.runner.runner": deadly, "tandem.protocol.suspicion": restless}}
+
+
 class Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != "tandem.runner.runner":
+        if (change := changes.pop(name, None)) is None:
             return None
-        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         whole = spec.loader.exec_module
-        spec.loader.exec_module = lambda module: (whole(module), deadly(module))
+        spec.loader.exec_module = lambda module: (whole(module), change(module))
         return spec
 
 
 sys.meta_path.insert(0, Finder())
 """
-"""As `sitecustomize`: every Python that Tandem starts has it, and a rank dies of the killer's prompt."""
+"""As `sitecustomize`: every Python that Tandem starts has it, and a rank dies of the killer's prompt. Engines rest for
+one second and not for ten before they try it again."""
 
 
-def test_of_two_replicas_that_a_request_kills_it_alone_is_refused(running: Any, model: Path, tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_of_engines_that_a_request_kills_it_alone_is_refused(running: Any, model: Path, tmp_path: Path,
+                                                             monkeypatch: pytest.MonkeyPatch, replicas: int) -> None:
     (tmp_path / "sitecustomize.py").write_text(HOOK)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    with running(str(model), "-dp", "2", "--prefix-cache", "0", "--start-timeout", "120",
-                 "--max-restarts", "100") as server:
+    with running(str(model), "-dp", str(replicas), "--prefix-cache", "0", "--start-timeout", "120") as server:
         server.learn()
         innocents = server.load()
         server.wait(lambda: innocents[0].chunks > 2, "tokens")
         killer = server.call({"prompt": KILLER, "max_tokens": 5})
         server.check(innocents)
         killer.join()
-        assert (killer.status, killer.result["error"]["code"]) == (500, "engine_lost"), killer.result
-        server.wait(lambda: server.settled(2), "both replicas are back")
+        assert killer.status == 500, f"{killer.status} {killer.result} {killer.error!r}\n{server.tail()}"
+        assert killer.result["error"]["code"] == "engine_lost", killer.result
+        deaths = int(killer.result["error"]["message"].split()[0])
+        assert deaths < 8, f"{deaths} engines for two deaths in company and two alone\n{server.tail()}"
+        server.wait(lambda: server.settled(replicas), "all replicas are back")
         server.check(server.load())

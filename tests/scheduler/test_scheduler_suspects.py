@@ -114,6 +114,11 @@ def test_new_requests_wait_while_a_suspect_runs_alone() -> None:
     submit(scheduler, "new")
     gang = Gang(scheduler, {})
     together = []
+    assert scheduler.next_plan() is None, "its api is to know first, since what it kills at once says nothing more"
+    assert (suspect := scheduler.unannounced) is not None
+    suspect.announced = True
+    assert (scheduler.unannounced, scheduler.next_plan()) == (None, None)
+    suspect.noted = True
     while not scheduler.idle:
         plan = scheduler.next_plan()
         assert plan is not None

@@ -103,6 +103,12 @@ class Engine:
         self.metrics.forget(request_id)
         return live
 
+    def noted(self, request_id: str) -> None:
+        """The request's api knows that it is on trial: it may run. What it kills at once could not tell any more."""
+        sequence = None if self._scheduler is None else self._scheduler.sequences.get(request_id)
+        if sequence is not None:
+            sequence.noted = sequence.announced
+
     @property
     def idle(self) -> bool:
         """True when there is nothing to do."""
@@ -151,9 +157,10 @@ class Engine:
     def _send_plans(self) -> None:
         now = time.monotonic()
         self._rest(now)
+        if (suspect := self.scheduler.unannounced) is not None:
+            suspect.announced = True
+            self._tell_trial(suspect, resting=False)
         while (plan := self.scheduler.next_plan()) is not None:
-            for op in plan.inserts:
-                self._tell_trial(self.scheduler.sequences[op.request_id], resting=False)
             self.executor.submit(plan)
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 

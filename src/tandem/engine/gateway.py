@@ -23,6 +23,7 @@ from tandem.protocol.control import (
     EngineMessage,
     EngineStatus,
     MetricsText,
+    Noted,
     QueryMetrics,
     QueryStatus,
     Submit,
@@ -38,7 +39,7 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = tuple[Client, Submit | Abort | Detach]
+Inbound = tuple[Client, Submit | Abort | Noted | Detach]
 
 
 class Gateway:

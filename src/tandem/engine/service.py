@@ -21,7 +21,17 @@ from tandem.engine.layout import plan_layout
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline
-from tandem.protocol.control import Abort, Detach, EngineMessage, LoadProgress, Output, Refused, Submit, Trial
+from tandem.protocol.control import (
+    Abort,
+    Detach,
+    EngineMessage,
+    LoadProgress,
+    Noted,
+    Output,
+    Refused,
+    Submit,
+    Trial,
+)
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -132,13 +142,16 @@ class EngineService:
             self._publish()
         return self._engine.idle or time.monotonic() > self._deadline
 
-    def _handle(self, client: Client, message: Submit | Abort | Detach) -> None:
+    def _handle(self, client: Client, message: Submit | Abort | Noted | Detach) -> None:
         if isinstance(message, Submit):
             self._submit(client, message.request)
         elif isinstance(message, Abort):
             if self._owners.get(message.request_id) == client:
                 del self._owners[message.request_id]
                 self._engine.abort(message.request_id, answered=message.answered)
+        elif isinstance(message, Noted):
+            if self._owners.get(message.request_id) == client and not message.resting:
+                self._engine.noted(message.request_id)
         else:
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 del self._owners[request_id]

@@ -43,7 +43,15 @@ class Detach(Struct, frozen=True, tag=True):
     """The api is going: abort whatever it still has running."""
 
 
-ApiMessage = Submit | Abort | QueryStatus | QueryMetrics | Detach
+class Noted(Struct, frozen=True, tag=True):
+    """The api has taken note of a `Trial`, so an engine that dies of the request at once leaves no doubt."""
+
+    request_id: str
+    resting: bool
+    """As the `Trial` had it."""
+
+
+ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | Detach
 
 # --- engine -> api ---------------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class Trial(Struct, frozen=True, tag=True):
 
     request_id: str
     resting: bool
-    """Nothing runs, to see whether the engine dies without it; else it begins to run alone."""
+    """Nothing runs, to see whether the engine dies without it; else it runs alone as soon as this is `Noted`."""
 
 
 EngineMessage = Output | Refused | Trial | EngineStatus | MetricsText

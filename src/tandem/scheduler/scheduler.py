@@ -118,6 +118,14 @@ class Scheduler:
         first = self._first()
         return first if first.suspicion.rests and not first.rested else None
 
+    @property
+    def unannounced(self) -> Sequence | None:
+        """Who could run alone now, but for its api, which has to be told before (`announced`), and take note."""
+        if not self.waiting or self.running or self._under_way:
+            return None
+        first = self._first()
+        return first if first.may_be_tried and not (first.expected or first.announced) else None
+
     def rested(self, sequence: Sequence) -> None:
         """The ranks have stood idle for it, and live."""
         sequence.rested = True
@@ -228,7 +236,7 @@ class Scheduler:
     def _may_join(self, sequence: Sequence) -> bool:
         """Suspects share a batch with nobody, and some have to wait until the ranks have stood idle."""
         if sequence.suspicion.suspect:
-            return not self.running and (sequence.rested or not sequence.suspicion.rests)
+            return not self.running and sequence.may_be_tried and sequence.expected
         return not any(other.suspicion.suspect for other in self._members())
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SnapshotOp | None:
@@ -415,7 +423,7 @@ class Scheduler:
         refused: list[EngineMessage] = []
         for request_id, sequence in list(self.sequences.items()):
             sequence.leave()
-            sequence.inflight, sequence.rested = 0, False
+            sequence.inflight, sequence.rested, sequence.announced, sequence.noted = 0, False, False, False
             if not sequence.finished and not sequence.suspicion.guilty:
                 self.waiting.append(sequence)
                 continue

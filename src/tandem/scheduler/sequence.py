@@ -46,6 +46,10 @@ class Sequence:
     """Positions that the ranks have surely computed since it was last inserted."""
     rested: bool = False
     """The ranks have stood idle for it, and lived."""
+    announced: bool = False
+    """Its api has been told that it is to run alone."""
+    noted: bool = False
+    """Its api has taken note of that."""
     yields: bool = False
     """It was a suspect, and makes room for the next one."""
     proposer: Proposer | None = None
@@ -62,6 +66,16 @@ class Sequence:
     def request_id(self) -> str:
         """The request's id."""
         return self.request.request_id
+
+    @property
+    def may_be_tried(self) -> bool:
+        """It is a suspect, and its turn to run alone may come."""
+        return self.suspicion.suspect and (self.rested or not self.suspicion.rests)
+
+    @property
+    def expected(self) -> bool:
+        """Nobody has to be told any more that it runs alone."""
+        return self.noted or self.request.suspicion is None
 
     @property
     def prompt_len(self) -> int:

@@ -25,6 +25,7 @@ from tandem.protocol.control import (
     EngineMessage,
     EngineStatus,
     MetricsText,
+    Noted,
     Output,
     QueryMetrics,
     QueryStatus,
@@ -220,6 +221,7 @@ class EngineClient:
         elif isinstance(message, Trial):
             if (sink := self._sinks.get(message.request_id)) is not None:
                 sink.tried(resting=message.resting)
+                self._send(Noted(message.request_id, message.resting))
         else:
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:
