@@ -59,3 +59,11 @@ def alike() -> dict[str, list[str]]:
     for family, sharding in SHARDING.items():
         groups[frozenset((cut.axis, cut.kinds) for _, cut in sharding.all_cuts), sharding.axes].append(family)
     return {families[0]: families for families in groups.values()}
+
+
+def repeats(family: str) -> bool:
+    """Ranks of this family can have the same kv head."""
+    sharding = SHARDING[family]
+    kinds = {kind for _, cut in sharding.all_cuts for kind in cut.kinds}
+    return ("kv" in kinds and "qkv_groups" not in kinds and "kv" not in sharding.norms.values() and not sharding.lists
+            and not sharding.loose_heads)

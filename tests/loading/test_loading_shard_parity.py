@@ -15,7 +15,7 @@ from tandem.models.families.sharding import SHARDING
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.testing import ThreadGroup, tiny_model
-from wide import LAYERS, alike, wide_figures
+from wide import LAYERS, alike, repeats, wide_figures
 
 REQUIRED = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "phi3"]
 PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(27)]  # longer than the windows of tiny models
@@ -123,14 +123,6 @@ _LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 
          "long_mscale": 1.2}
 SEVERAL = ["gemma2", "gpt_oss", "llama", "nemotron_h", "qwen3_next", "spark2_5"]
 """Families tried with two kv heads; the others with one."""
-
-
-def repeats(family):
-    """Ranks of this family can have the same kv head."""
-    sharding = SHARDING[family]
-    kinds = {kind for _, cut in sharding.all_cuts for kind in cut.kinds}
-    return ("kv" in kinds and "qkv_groups" not in kinds and "kv" not in sharding.norms.values() and not sharding.lists
-            and not sharding.loose_heads)
 
 
 @pytest.mark.parametrize("family", [family for family in sorted(SHARDING) if repeats(family)])

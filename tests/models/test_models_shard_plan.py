@@ -16,6 +16,7 @@ from tandem.models.families.cuts import Cut
 from tandem.models.families.sharding import NOT_SHARDED, SHARDING
 from tandem.models.families.table import FAMILIES
 from tandem.models.shard import held_kv_heads, part_of, plan_shards
+from wide import repeats
 
 
 def description(**changes):
@@ -149,11 +150,14 @@ def models(draw):
     kv, states = draw(st.integers(1, 16)), draw(st.integers(1, 16))
     size = draw(st.integers(1, min(kv, states)))
     group = draw(st.sampled_from([1, 32, 64]))
-    width = st.integers(size, 400).map(lambda n: n * group)
     family = draw(st.sampled_from(sorted(SHARDING)))
     axes = SHARDING[family].axes
     heads = kv * draw(st.integers(1, 5))
+    sharing = [n for n in range(kv + 1, states + 1) if n % kv == 0 and heads % n == 0]  # ranks have the same kv head
+    if repeats(family) and sharing and draw(st.booleans()):
+        size = draw(st.sampled_from(sharing))
     head_dim, value_dim = draw(st.sampled_from([16, 32, 64, 128])), draw(st.sampled_from([16, 48, 128]))
+    width = st.integers(size, 400).map(lambda n: n * group)
     hidden = draw(st.sampled_from([64, 576, 4096]))
     groups = 1 if family != "nemotron_h" and draw(st.booleans()) else states
     each = draw(st.integers(1, 3))
@@ -197,7 +201,12 @@ def test_every_element_has_one_owner(drawn):
     d, size, weights, group = drawn
     cuts = {cut for _, cut in SHARDING[d.family].all_cuts} | {Cut("rows", ("vocab",))}
     inputs = {kind for cut in cuts if cut.axis == "columns" for kind in cut.kinds}
-    if size > 1 and any(places(d, kind, group) < size for kind in inputs & {"q", *d.axes}):
+    if size > d.num_kv_heads and "q" in inputs and d.num_heads // size * d.head_dim % group:
+        with pytest.raises(LayoutError, match=f"in quantisation groups of {group} allow cuts"):
+            plan_shards(d, size, weights=weights)
+        return
+    if size > 1 and any(places(d, kind, group) < size for kind in inputs & {"q", *d.axes}
+                        if kind != "q" or size <= d.num_kv_heads):
         with pytest.raises(LayoutError, match=f"in quantisation groups of {group} allow cuts"):
             plan_shards(d, size, weights=weights)
         return
@@ -212,6 +221,10 @@ def test_every_element_has_one_owner(drawn):
                 assert set(pieces) == {range(end, end + d.axes[kind].count * d.axes[kind].unit)}
                 end = pieces[0].stop
                 continue
+            if kind in ("kv", "kv_heads") and size > d.num_kv_heads:
+                assert pieces == tuple(piece for piece in pieces[:: size // d.num_kv_heads]
+                                       for _ in range(size // d.num_kv_heads))
+                pieces = pieces[:: size // d.num_kv_heads]
             for piece in pieces:
                 assert piece.start == end
                 end = piece.stop
