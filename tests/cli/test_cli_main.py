@@ -33,6 +33,19 @@ def test_version():
     assert tandem("version").stdout.startswith(f"tandem {__version__}\n")
 
 
+@pytest.mark.parametrize("words", [("version",), ("serve", "--help"), ("firstlight", "--list")])
+def test_a_reader_who_leaves_early_hears_no_complaint(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([sys.executable, "-m", "tandem", *words], stdout=writer, stderr=subprocess.PIPE,
+                              text=True, timeout=240, check=False)
+    finally:
+        os.close(writer)
+    assert done.stderr == ""
+    assert done.returncode in (0, 141), "argparse takes no notice"
+
+
 def test_without_a_command():
     done = tandem()
     assert done.returncode == 2

@@ -110,6 +110,15 @@ def test_what_is_no_conversation_is_refused_in_words(llm: LLM, messages: Any) ->
         llm.chat(messages)
 
 
+def test_half_a_character_is_refused_where_a_text_is_meant(llm: LLM) -> None:
+    params = SamplingParams(stop=("a\ud800",))
+    for call, name in ((lambda: llm.generate("a\ud800"), "prompt"), (lambda: llm.embed(["b", "\udfff"]), "prompt"),
+                       (lambda: llm.chat([{"role": "user", "content": [{"text": "\ud800"}]}]), "messages"),
+                       (lambda: llm.generate("a", params), "params")):
+        with pytest.raises(RequestError, match=f"{name}: .* is half a character"):
+            call()
+
+
 @pytest.mark.parametrize(("params", "words"), [
     ({"max_tokens": 5}, "must be SamplingParams, not dict"), (SamplingParams(temperature="x"), "temperature"),
     (SamplingParams(stop=5), "stop"), (SamplingParams(max_tokens=2.5), "max_tokens")], ids=repr)  # type: ignore[arg-type]

@@ -32,7 +32,8 @@ def test_names_that_no_stranger_can_have_are_this_servers(host):
 
 
 @pytest.mark.parametrize("host", ["evil.com", "evil.com:8000", "127.0.0.1.evil.com", "localhost.evil.com", "1.2.3.4.5",
-                                  "evil.com:x", "", "[::1", "a@evil.com"])
+                                  "evil.com:x", "", "[::1", "a@evil.com",
+                                  "evil.com@localhost:8000", "evil.com@", "localhost/evil.com"])
 def test_a_name_that_anyone_can_point_here_is_not(host):
     assert refusal(HERE, host=host) == "host_not_allowed"
 
@@ -57,7 +58,8 @@ def test_pages_of_this_machine_of_this_server_and_applications_may(origin):
 
 
 @pytest.mark.parametrize("origin", ["http://evil.com", "https://evil.com", "null", "http://192.168.1.7", "http://",
-                                    "http://localhost.evil.com", "http://192.168.1.8:8000", "https://192.168.1.7"])
+                                    "http://localhost.evil.com", "http://192.168.1.8:8000", "https://192.168.1.7",
+                                    "http://evil.com@localhost"])
 def test_pages_of_others_may_not(origin):
     assert refusal(HERE, host="192.168.1.7:8000", origin=origin) == "origin_not_allowed"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 
@@ -17,6 +19,8 @@ from tandem.version import __version__
 SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
 ENGINE_SECTIONS = SERVE_SECTIONS[:-1]
 EXIT_FAILED = 3
+EXIT_UNREAD = 141
+"""128 and the number of SIGPIPE."""
 EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
 To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 `tandem COMMAND --help` tells more of a command."""
@@ -283,7 +287,32 @@ def _version(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 2 for a mistake of the user's, 3 for a failure of the engine."""
+    """Run a command; returns its exit code: 2 for a mistake of the user's, 3 for a failure of the engine.
+
+    Where whoever reads the output has gone (`| head`), it ends without a word, as one that SIGPIPE ends does.
+    """
+    try:
+        try:
+            return _command(argv)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError as error:
+        return EXIT_UNREAD if _nobody_reads() else fail(str(error))
+
+
+def _nobody_reads() -> bool:
+    """Standard output leads nowhere; what is left in its buffer is dropped."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not output.poll(0):
+        return False  # another pipe
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+    return True
+
+
+def _command(argv: Sequence[str] | None) -> int:
     if argv is None:  # the command itself, not somebody who calls this
         own_process()
     parser = build_parser()
@@ -305,6 +334,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TandemError as error:
         fail(error.message)
         return 1
+    except BrokenPipeError:
+        raise
     except OSError as error:
         logging.getLogger("tandem").debug("%s", error, exc_info=True)
         return fail(str(error))

@@ -110,6 +110,7 @@ class Session:
                 or not all(isinstance(message, dict) for message in messages):
             raise RequestError("messages must be a list of one message or more, such as "
                                "{'role': 'user', 'content': 'Hello'}", param="messages")
+        _require_unicode(messages, "messages")
         return self._one(self.tokenizer.render_chat(messages), params)
 
     def _one(self, tokens: list[int], params: SamplingParams | None) -> Batch:
@@ -141,6 +142,7 @@ class Session:
     def _encode(self, prompt: Any, *, closed: bool = False) -> list[int]:
         if not isinstance(prompt, str):
             return _token_ids(prompt)
+        _require_unicode(prompt, "prompt")
         return self.tokenizer.encode_closed(prompt) if closed else self.tokenizer.encode(prompt)
 
     def _checked(self, params: SamplingParams) -> SamplingParams:
@@ -174,6 +176,19 @@ def _token_ids(prompt: Any) -> list[int]:
         raise _no_prompt(prompt) from None
 
 
+def _require_unicode(given: Any, name: str) -> None:
+    """Raises RequestError if a text in it has a lone surrogate, which JSON forbids to clients of a server too."""
+    if isinstance(given, str):
+        try:
+            given.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"{name}: {given[error.start]!r} at character {error.start} is half a character (a lone "
+                               "surrogate); decode the text with errors='replace'", param=name) from None
+    elif isinstance(given, dict | list | tuple):
+        for part in given.values() if isinstance(given, dict) else given:
+            _require_unicode(part, name)
+
+
 def _no_prompt(given: Any) -> RequestError:
     kind = type(given).__name__
     return RequestError(f"a prompt must be a text or a list of token ids, not {kind}; a list of messages is for "
@@ -187,7 +202,9 @@ def _typed(params: Any) -> SamplingParams:
     if isinstance(params.stop, str):
         params = msgspec.structs.replace(params, stop=(params.stop,))
     try:
-        return msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+        fields = msgspec.to_builtins(params)
+        _require_unicode(fields, "params")
+        return msgspec.convert(fields, SamplingParams)
     except (TypeError, ValueError) as error:
         raise RequestError(f"params are not of the right types: {error}", param="params") from None
 

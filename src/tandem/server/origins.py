@@ -107,6 +107,8 @@ def _split(url: str) -> tuple[str, int | None]:
     """Name and port of a host or an origin; an empty name for what is neither."""
     try:
         parts = urlsplit(url)
+        if parts.username is not None or parts.path:
+            return "", None  # `evil.com@localhost` is two names, and neither a host nor an origin
         return (parts.hostname or "").rstrip("."), parts.port or PORTS.get(parts.scheme)
     except ValueError:
         return "", None

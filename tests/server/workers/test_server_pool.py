@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 import time
 
 import psutil
@@ -72,7 +73,7 @@ def slow_child(tmp_path, monkeypatch):
         "work.answer = answer\n"
         "child.main()\n")
     monkeypatch.setattr(pool, "MODULE", "odd_child")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *filter(None, sys.path)]))
 
 
 def form(how):

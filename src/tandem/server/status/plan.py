@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
+from tandem.config.options import nearest
 from tandem.errors import RequestError
 from tandem.planner.types import Goal
 from tandem.server.context import get_api, get_group, unless_gone
@@ -31,6 +34,7 @@ async def plan_route(
     """Compare the ways to spread a served model over machines."""
     api = get_api(http)
     api.admit(http)
+    _require_known(http.query_params)
     served = await api.engage(http, model)
     status = served.status()
     if len(hosts) > MAX_HOSTS:
@@ -43,3 +47,12 @@ async def plan_route(
                    context or min(8192, status.max_context), streams, goal)
     body = await unless_gone(http, api.workers.ask(get_group(http), task, bytes))
     return Response(body, media_type="application/json")
+
+
+def _require_known(names: Iterable[str]) -> None:
+    """Raises RequestError for a query parameter that there is not: a layout for other wishes would mislead."""
+    known = [name for name in inspect.signature(plan_route).parameters if name != "http"]
+    for name in names:
+        if name not in known:
+            raise RequestError(f"There is no query parameter {name[:100]!r}{nearest(name[:100], known)}; there are: "
+                               f"{', '.join(known)}.", param=name[:100])
