@@ -110,10 +110,10 @@ def test_broken_kernel(task: Task, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.parametrize(("place", "name", "broken", "words"), [
-    (sampler, "filtered_weights", lambda scaled, filters, may_wait: mx.exp(scaled), "draws of others"),
+    (sampler, "filtered_weights", lambda scaled, filters, top_p: mx.exp(scaled), "draws of others"),
     (sampler, "draw", lambda weights, uniforms: mx.argmax(weights, axis=-1).astype(mx.int32), "of all draws"),
     (penalties.TokenHistory, "penalise", lambda self, logits, rows: logits, "log probability"),
-    (penalties.TokenHistory, "count", lambda self, tokens, rows: None, "penalties: token"),
+    (penalties.TokenHistory, "count", lambda self, tokens, rows: None, "log probability"),
 ])
 def test_sampler(place: Any, name: str, broken: Any, words: str, task: Task, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sampling, "LARGE_VOCAB", 2000)

@@ -20,7 +20,7 @@ from tandem.launchers.facts import host_facts, launched_world
 from tandem.launchers.hostfile import HOST_FIELDS, TOP_FIELDS, Hostfile, read_hostfile
 from tandem.launchers.manual import read_token
 from tandem.launchers.roster import Roster
-from tandem.planner.hosts import _read_hostfile
+from tandem.planner.hosts import read_hosts
 from tandem.protocol.hosts import HostMessage, Join, Leave, MlxWorld, Ports, RankStarted
 from tandem.protocol.keys import ClusterKeys
 
@@ -41,7 +41,7 @@ ENTRY = st.dictionaries(st.sampled_from([*HOST_FIELDS, "shs"]), VALUES, max_size
 TOP = st.dictionaries(st.sampled_from([*TOP_FIELDS, "x"]), VALUES | st.lists(ENTRY, max_size=3), max_size=3)
 READERS = (
     read_hostfile,
-    lambda path: _read_hostfile(Path(path)),
+    lambda path: read_hosts([], path),
     read_token,
     lambda path: read_key_file(path, ClientLimits()),
 )

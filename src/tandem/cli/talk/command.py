@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 from rich.console import Console
@@ -69,7 +69,10 @@ def run_chat(arguments: argparse.Namespace) -> int:
                 if interrupted or not terminal:
                     return 0 if terminal else 130
                 interrupted = True
-                print("(Ctrl-C once more ends, as does /exit)")
+                with suppress(KeyboardInterrupt):  # the second one may come before the first is told
+                    print("(Ctrl-C once more ends, as does /exit)")
+                    continue
+                return 0
             except (UsageError, RequestError) as error:
                 print(f"tandem: {error.message}", file=sys.stderr)
 
