@@ -41,8 +41,11 @@ class PendingStep:
     parts: list[Sampled] = field(default_factory=list)
     tokens: list[mx.array] = field(default_factory=list)
     """int32, one array for each part."""
+    produced: mx.array | None = None
+    """int32 tokens of `ids` on the last stage, for the thread that computes on with them."""
     outcome: mx.array | None = None
-    """int32 tokens of `ids` on the last stage, elsewhere a marker that is there when the step is computed."""
+    """The same in an array of its own, elsewhere a marker that is there when the step is computed. The thread that
+    waits for results has it to itself: MLX promises nothing for two threads at one array."""
     allowed: Allowed = field(default_factory=dict)
     vectors: list[tuple[str, mx.array]] = field(default_factory=list)
     """Pooled hidden states, float32 [H], on the last stage."""
@@ -187,10 +190,9 @@ class Runner:
 
     def _draft(self, drafter: Drafter, plan: StepPlan, count: int, pending: PendingStep) -> Drafted | None:
         """What may come after the step's tokens; waits for those."""
-        if pending.outcome is None or not pending.ids:
+        if pending.produced is None or not pending.ids:
             return None
-        # A copy: on CUDA two threads must not fetch the same buffer at once.
-        values: Any = (pending.outcome + 0).tolist()
+        values: Any = pending.produced.tolist()
         sampled: dict[str, list[int]] = {}
         for request_id, token in zip(pending.ids, values, strict=True):
             sampled.setdefault(request_id, []).append(token)
@@ -279,12 +281,13 @@ class Runner:
             self._inbox.expect(plan, pending.ids)
         if not pending.tokens:
             return
-        pending.outcome = pending.tokens[0] if len(pending.tokens) == 1 else mx.concatenate(pending.tokens)
+        pending.produced = pending.tokens[0] if len(pending.tokens) == 1 else mx.concatenate(pending.tokens)
+        pending.outcome = pending.produced + 0
         if not plan.hands_out:
             pass
         elif self._link is None:
-            self._last.put(pending.ids, pending.outcome)
+            self._last.put(pending.ids, pending.produced)
         elif self._sampler is not None:
             # A copy: on CUDA two threads must not fetch the same buffer to the host at once.
-            self._link.send(pending.outcome + 0, plan.step_id)
+            self._link.send(pending.produced + 0, plan.step_id)
         mx.async_eval(pending.outcome)
