@@ -12,7 +12,7 @@ from mlx_lm.utils import load_model
 
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import BrokenModel
-from tandem.loading.shard_modules import at
+from tandem.loading.shard_modules import at, put
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
 from tandem.models.families.table import family_of
@@ -73,6 +73,16 @@ def test_unit_vectors():
     assert unit_vector(bytes(16)).tolist() == [0.0] * 4
 
 
+FINAL_NORMS = {
+    "gemma3n": "model.language_model.norm", "gpt2": "model.ln_f", "gpt_bigcode": "transformer.ln_f",
+    "lille-130m": "transformer.norm", "phi-msft": "lm_head.ln", "phixtral": "lm_head.ln", "plamo": "model.norm",
+    "plamo2": "model.norm", "plamo3": "model.norm",
+}
+"""Where it does not end what holds the layers."""
+SCALED = {"minicpm": 32 / 64, "minicpm3": 32 / 64}
+"""What states are multiplied by before the head: alike for all, so that unit vectors are the same."""
+
+
 @pytest.mark.parametrize("family", sorted(TINY))
 def test_final_states_are_those_of_mlx_lm(family, tmp_path):
     path = tiny_model(tmp_path, family, dtype="float32")
@@ -82,9 +92,39 @@ def test_final_states_are_those_of_mlx_lm(family, tmp_path):
     model, _ = load_model(path)
     tokens = mx.array([[5, 9, 300, 7, 12, 450]], mx.int32)
     inner = at(model, family_of(family).layers.rpartition(".")[0])
-    want = inner(tokens, cache=make_prompt_cache(model))
+    if norm := FINAL_NORMS.get(family):
+        want = output_of(norm, model, tokens)
+    else:
+        want = inner(tokens, cache=make_prompt_cache(model))
     got = stage.final(stage.forward(tokens, stage.make_caches()))
     assert got.shape == (1, 6, description.hidden_size)
     if family == "gpt_neox":  # whose head is within
         got = inner.embed_out(got)
-    assert mx.allclose(got, want, atol=1e-5).item()
+    assert mx.allclose(got, want * SCALED.get(family, 1), atol=1e-5).item()
+
+
+@pytest.mark.parametrize("family", ["seed_oss", "llama4_text"])
+def test_final_states_of_a_model_that_multiplies_by_its_embedding(family, tmp_path):
+    path = tiny_model(tmp_path, family, dtype="float32", config={"tie_word_embeddings": True})
+    files = resolve(str(path))
+    description = describe(files)
+    stage = load_stage(files, description, range(description.num_layers), dtype="float32")
+    model, _ = load_model(path)
+    tokens = mx.array([[5, 9, 300]], mx.int32)
+    got = stage.final(stage.forward(tokens, stage.make_caches()))
+    assert mx.allclose(got, output_of("model.norm", model, tokens), atol=1e-5).item()
+    assert stage.head(stage.forward(tokens, stage.make_caches())).shape == (1, 3, description.vocab_size)
+
+
+def output_of(name, model, tokens):
+    """What a module gives in mlx-lm's own pass."""
+    found, module = [], at(model, name)
+
+    def noted(x):
+        found.append(module(x))
+        return found[-1]
+
+    put(model, name, noted)
+    model(tokens, cache=make_prompt_cache(model))
+    [states] = found
+    return states

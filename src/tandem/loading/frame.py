@@ -118,11 +118,14 @@ class Frame:
         `projection` is its path; with `embedding` it is the embedding that serves as one.
         """
         module = at(self.model, projection)
-        put(self.model, projection, _Projection(module if embedding else None))
+        stand_in = _Projection(self._parcel.unpacked(h)[0], module if embedding else None)
+        put(self.model, projection, stand_in)
         try:
-            self.head(h)
+            found = self.head(h)
+            if stand_in.multiplied:
+                return found
         except _Reached as reached:
-            found: mx.array = reached.value
+            found = reached.value
             return found
         finally:
             put(self.model, projection, module)
@@ -392,9 +395,16 @@ class _End(_StandIn):
 class _Projection(nn.Module):
     """In the place of the output projection, or of the embedding that serves as one: ends the call with its input."""
 
-    def __init__(self, embedding: nn.Module | None) -> None:
+    def __init__(self, states: mx.array, embedding: nn.Module | None) -> None:
         super().__init__()
-        self._embedding = embedding
+        self._width, self._dtype, self._embedding = states.shape[-1], states.dtype, embedding
+        self.multiplied = False
+
+    @property
+    def weight(self) -> mx.array:
+        """The identity, for models that multiply by an embedding's weight themselves: they give their states then."""
+        self.multiplied = True
+        return mx.eye(self._width, dtype=self._dtype)
 
     def __call__(self, x: mx.array) -> mx.array:
         if self._embedding is None:

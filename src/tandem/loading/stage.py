@@ -43,6 +43,9 @@ from tandem.models.shard import Shard
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
 
+_OTHER_TABLES = frozenset(("wpe", "embed_tokens_per_layer", "embedders"))
+"""Embeddings of positions, of each layer's own input, of n-grams."""
+
 
 class Apart(list[list[Any]]):
     """Caches of a batch whose sequences are computed one by one: for each row those that a single sequence has."""
@@ -106,8 +109,7 @@ class StageModel:
         """Hidden states [B, L, H] after the final norm, as the head gets them. Last stage only."""
         self._require_last()
         heads = _heads(self._frame.model)
-        embeds = [path for path, module in self.modules.items() if isinstance(path, str) and _role(path) == "embed"]
-        return self._frame.final(h, (heads or embeds)[0], embedding=not heads)
+        return self._frame.final(h, heads[0] if heads else _embedding(self.modules), embedding=not heads)
 
     def head(self, h: mx.array) -> mx.array:
         """Hidden states [B, L, H] to logits [B, L, V] in the model's type. Last stage only.
@@ -230,7 +232,9 @@ def _cutters(
     for part in parts:
         if isinstance(part, int):
             cutters[part] = layer_cutter(f"{frame.path}.{part}", frame.layers[part], shard, description)
-        elif shard.vocab_sizes and (_role(part) == "head" or (_role(part) == "embed" and frame.own.start > 0)):
+        elif shard.vocab_sizes and (
+            _role(part) == "head" or (frame.own.start > 0 and _embeds_tokens(part, at(frame.model, part)))
+        ):
             cutters[part] = head_cutter(part, shard, description)
     return cutters
 
@@ -244,6 +248,16 @@ def _heads(model: nn.Module) -> list[str]:
     """Paths of output projections; what else stands under a head's name (a norm) is none."""
     return [path for path, module in model.named_modules()
             if path and _role(path) == "head" and "weight" in module and module["weight"].ndim == 2]
+
+
+def _embedding(modules: Mapping[str | int, nn.Module]) -> str:
+    """Path of the embedding that serves as output projection where there is none."""
+    return next(path for path, module in modules.items() if isinstance(path, str) and _embeds_tokens(path, module))
+
+
+def _embeds_tokens(path: str, module: nn.Module) -> bool:
+    other = _OTHER_TABLES.intersection(path.split("."))
+    return _role(path) == "embed" and hasattr(module, "as_linear") and not other
 
 
 def _owned(parts: Iterable[str | int], layers: range, description: ModelDescription) -> list[str | int]:
@@ -278,17 +292,17 @@ def _share_head(
     if layers.stop != description.num_layers:
         return
     heads = _heads(model)
-    embeds = [path for path in modules if isinstance(path, str) and hasattr(modules[path], "as_linear")]
     head = modules.get(heads[0]) if heads else None
     if shard is not None and tensor_parallel is not None and shard.vocab_sizes:
         if head is not None:
             put(model, heads[0], SharedHead(head, shard, tensor_parallel))
         else:
-            whole = modules[embeds[0]]
+            path = _embedding(modules)
+            whole = modules[path]
             rows = rows_of(whole, shard.vocab) if layers.start == 0 else whole
-            put(model, embeds[0], SharedHead(rows, shard, tensor_parallel, embedding=whole))
+            put(model, path, SharedHead(rows, shard, tensor_parallel, embedding=whole))
     if heads and head is None:
-        put(model, heads[0], EmbeddingAsHead(model, embeds[0]))
+        put(model, heads[0], EmbeddingAsHead(model, _embedding(modules)))
 
 
 def _compute_dtype(dtype: str, description: ModelDescription) -> mx.Dtype:
