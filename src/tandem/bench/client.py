@@ -96,9 +96,12 @@ class Timed:
         return (self.tokens - 1) / (self.pieces[-1] - self.pieces[0])
 
 
-async def send(target: Target, job: Job) -> Timed:
-    """One streaming completion. Failures of any kind stand in the answer's `error`."""
-    answer = Timed(job, time.perf_counter())
+async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
+    """One streaming completion. Failures of any kind stand in the answer's `error`.
+
+    `answer`, where it is given, is what grows while the text comes.
+    """
+    answer = answer or Timed(job, time.perf_counter())
     try:
         async with asyncio.timeout(target.timeout_s):
             await _stream(target, job, answer)

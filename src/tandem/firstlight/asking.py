@@ -21,14 +21,17 @@ WAIT_S = 120.0
 class Answer:
     """One that comes in a thread of its own."""
 
-    thread: threading.Thread | None = None
-    found: Timed | None = None
+    thread: threading.Thread
+    found: Timed
+
+    def under_way(self) -> bool:
+        """Its first text has come, its end has not."""
+        return bool(self.found.pieces) and self.thread.is_alive()
 
     def done(self) -> Timed:
         """Wait for it. Raises TandemError if it failed."""
-        assert self.thread is not None
         self.thread.join(WAIT_S)
-        if self.found is None:
+        if self.thread.is_alive():
             raise TandemError(f"an answer has not come to an end within {WAIT_S:g} s")
         return whole(self.found)
 
@@ -40,12 +43,13 @@ def ask(server: Server, prompt: list[int], tokens: int, **body: object) -> Timed
 
 def ask_in_background(server: Server, prompt: list[int], tokens: int, **body: object) -> Answer:
     """The same, in a thread."""
-    def run() -> None:
-        answer.found = asyncio.run(send(_target(server, prompt, body), Job("", tokens)))
+    job = Job("", tokens)
+    found = Timed(job, time.perf_counter())
 
-    answer = Answer()
-    answer.thread = start_thread(run, name="asking", on_failure=lambda _: None)
-    return answer
+    def run() -> None:
+        asyncio.run(send(_target(server, prompt, body), job, found))
+
+    return Answer(start_thread(run, name="asking", on_failure=lambda _: None), found)
 
 
 def whole(answer: Timed) -> Timed:
