@@ -15,7 +15,7 @@ from tandem.firstlight.served import Server, descendants, serving, tandem, until
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 
 DOCTOR_S, START_S, BACK_S = 150.0, 180.0, 120.0
-TOKENS = 64
+TOKENS = 128
 DEATHS = 3
 RDMA = ("jaccl", "jaccl-ring")
 
@@ -103,7 +103,8 @@ def deaths(task: Task) -> Figures:
             if victim is None:
                 raise NotApplicable("no rank is on this machine; start it on one that the hosts file has as localhost")
             answer = ask_in_background(server, prompt_of(12), TOKENS)
-            time.sleep(0.3)
+            if not until(answer.under_way, START_S):
+                raise Differs(f"an answer under way before death {number}, expected; none, seen", figures)
             began = time.monotonic()
             os.kill(victim, signal.SIGKILL)
             if not until(lambda dead=victim: _is_back(server, dead), BACK_S):  # type: ignore[misc]
