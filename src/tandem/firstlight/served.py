@@ -23,7 +23,7 @@ from tandem.processes.interpreter import module_command
 from tandem.system.state import process_state
 from tandem.system.tools import output_of
 
-START_S, END_S, POLL_S = 120.0, 30.0, 0.05
+START_S, END_S, POLL_S = 120.0, 30.0, 0.02
 READY = re.compile(r"Tandem is ready: (http\S+)")
 
 

@@ -18,7 +18,7 @@ from tandem.firstlight.served import descendants, gone, serving, until
 from tandem.processes.child import ChildProcess
 from tandem.system.tools import output_of
 
-TOKENS = 200
+TOKENS = 60
 PROMPTS = 3
 BACK_S, GONE_S, UNDER_WAY_S = 90.0, 20.0, 10.0
 STAGES = ("-pp", "2", "--prefix-cache", "0")

@@ -15,7 +15,7 @@ from tandem.firstlight.served import Server, descendants, serving, tandem, until
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 
 DOCTOR_S, START_S, BACK_S = 150.0, 180.0, 120.0
-TOKENS = 128
+TOKENS = 64
 DEATHS = 3
 RDMA = ("jaccl", "jaccl-ring")
 
