@@ -6,12 +6,14 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
+from tandem.config.dotenv_file import read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
 from tandem.config.options import ALIASES, Option, field_docs, options, section_class
-from tandem.env import variables
+from tandem.env import set_variables, variable, variables
 from tandem.errors import UsageError
 
 TITLES = {"model": "model", "parallel": "layout", "scheduler": "scheduling and memory",
@@ -28,6 +30,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.seldom: set[argparse.Action] = set()
         """Options that only `--help-all` shows."""
+        self.translate: Callable[[Sequence[str]], list[str]] | None = None
+        """What makes words of this command of those of another system's."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
@@ -38,6 +42,8 @@ class Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, but words that mean nothing are told by the command that they were given to."""
+        if self.translate is not None:
+            args = self.translate(args)
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
@@ -175,6 +181,9 @@ def load_settings(arguments: argparse.Namespace) -> LoadedSettings:
         if flags.get("model", [positional])[-1] != positional:
             raise UsageError(f"MODEL {positional} and --model {flags['model'][-1]} differ; give one", param="model")
         flags["model"] = [positional]
+    if (arguments.profile or variable("TANDEM_PROFILE")) == "ring":
+        # Of the process, so that what a library reads (HF_TOKEN, HF_HUB_CACHE) counts too, here and in children.
+        set_variables(read_dotenv(Path.cwd(), variables()))
     return load(flags, environment=variables(), config_file=arguments.config, profile=arguments.profile)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.borders import own_process
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
-from tandem.cli.options import agent, bench, doctor, firstlight, installed, lifecycle, parity, plan, sampling
+from tandem.cli.options import agent, bench, doctor, firstlight, installed, lifecycle, parity, plan, sampling, vllm_mlx
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -43,6 +43,7 @@ def build_parser() -> Parser:
     engine = add_command(commands, "engine", "Load a model and wait for `tandem api` on a Unix socket.")
     add_settings(engine, ENGINE_SECTIONS)
     engine.set_defaults(run=_engine)
+    vllm_mlx.add_parser(commands, SERVE_SECTIONS, _distributed_launcher)
     lifecycle.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
     _add_rank(commands)
     agent.add_parsers(commands, _discovery)
@@ -161,6 +162,12 @@ def _serve(arguments: argparse.Namespace) -> int:
     from tandem.cli.serve import run
 
     return run(arguments)
+
+
+def _distributed_launcher(arguments: argparse.Namespace) -> int:
+    from tandem.cli.serve import run_launcher
+
+    return run_launcher(arguments)
 
 
 def _api(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import shlex
 import signal
 import socket
 import sys
@@ -19,11 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from tandem.cli.options import vllm_mlx
 from tandem.cli.processes import prepared
 from tandem.cli.startup import farewell, progress_lines
 from tandem.config.settings import Settings
-from tandem.env import engine_socket_path
+from tandem.env import engine_socket_path, variable
 from tandem.errors import UsageError
+from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import new_cluster
 from tandem.processes.child import ChildProcess
@@ -60,6 +63,20 @@ HURRY_S = 3.0
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal. Returns the exit code; raises UsageError before anything is started."""
     return serve(checked(prepared(arguments, quiet=True)))
+
+
+def run_launcher(arguments: argparse.Namespace) -> int:
+    """Serve as vllm-mlx's launcher does, a rank of one stage on each host; says which command that is. Raises
+    UsageError."""
+    words = vllm_mlx.translate(arguments.words[arguments.words.index(vllm_mlx.COMMAND) + 1:])
+    if arguments.setting_hostfile is None and variable("MLX_RANK") is not None:
+        raise vllm_mlx.by_hand((arguments.setting_model or ["MODEL"])[-1])
+    if arguments.setting_hostfile is not None and arguments.setting_tensor_parallel_size is None:
+        hosts = str(len(read_hostfile(arguments.setting_hostfile[-1]).hosts))
+        arguments.setting_tensor_parallel_size = [hosts]
+        words += ["--tensor-parallel-size", hosts]
+    print(f"tandem: this is `tandem serve {shlex.join(words)}`", file=sys.stderr)
+    return run(arguments)
 
 
 def checked(settings: Settings) -> Settings:

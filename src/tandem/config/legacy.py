@@ -1,4 +1,4 @@
-"""Variables of the ring project (`--profile ring`): those that mean something here, and why the others do not."""
+"""Variables of the ring project (`--profile ring`): those that mean something here, and what to use for the others."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ MAPPED = {
 """Legacy variable -> field."""
 
 NOT_MAPPED = {
-    "MODEL_CACHE_DIR": "the hub's own HF_HUB_CACHE says where models are kept",
-    "WORKER_HOSTS": "--hostfile names the machines of the ranks",
-    "WORKER_SSH": "--hostfile says how machines are reached over ssh",
-    "KV_CACHE_RESERVED_MEMORY_MB": "--memory-fraction or --kv-tokens limit the KV cache",
-    "MAX_PROMPT_LEN_BYTES": "prompts have no byte limit; --max-context counts tokens",
-    "POLL_INTERVAL_SECONDS": "nothing is polled",
-    "FILE_DESCRIPTOR_SOFT_LIMIT": "ulimit -n sets it for every process",
-    "FILE_DESCRIPTOR_HARD_LIMIT": "ulimit -n sets it for every process",
-    "MODEL_LOAD_WAIT_SECONDS": "readiness is asked for, not waited for; --start-timeout limits it",
-    "REQUEST_FILE_PATH": "requests do not travel through files",
-    "RESPONSE_FILE_PATH": "answers do not travel through files",
-    "SERVER_LOG_PATH": "logs go to stderr; redirect it",
-    "API_LOG_PATH": "logs go to stderr; redirect it",
+    "MODEL_CACHE_DIR": "set HF_HUB_CACHE, the hub's own variable for where models are kept",
+    "WORKER_HOSTS": "use --hostfile, which names the machines of the ranks; `tandem hosts write` makes the file",
+    "WORKER_SSH": "use --hostfile, which says how machines are reached; `tandem hosts write hosts.json 127.0.0.1 "
+                  "USER@HOST` makes the file",
+    "KV_CACHE_RESERVED_MEMORY_MB": "use --memory-fraction or --kv-tokens, which limit the KV cache",
+    "MAX_PROMPT_LEN_BYTES": "use --max-context, which counts tokens; prompts have no limit in bytes",
+    "POLL_INTERVAL_SECONDS": "leave it out; nothing is polled",
+    "FILE_DESCRIPTOR_SOFT_LIMIT": "leave it out; the limit is raised to 10240 where the hard one lets it",
+    "FILE_DESCRIPTOR_HARD_LIMIT": "use `ulimit -Hn` in the shell that starts Tandem",
+    "MODEL_LOAD_WAIT_SECONDS": "use --start-timeout; `tandem up` returns when requests can be served",
+    "REQUEST_FILE_PATH": "leave it out; requests do not travel through files",
+    "RESPONSE_FILE_PATH": "leave it out; answers do not travel through files",
+    "SERVER_LOG_PATH": "use `tandem up`, whose log `tandem logs` prints, or redirect stderr of `tandem serve`",
+    "API_LOG_PATH": "use `tandem up`, whose log `tandem logs` prints, or redirect stderr of `tandem serve`",
 }
-"""Legacy variable -> why it has no effect."""
+"""Legacy variable without effect -> what to use in its place."""
 
 
 def ring_values(environment: Mapping[str, str]) -> tuple[dict[str, tuple[Any, str]], list[str]]:

@@ -1,0 +1,66 @@
+"""The command line of `python -m vllm_mlx.distributed_launcher`, in Tandem's words: one table."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tandem.cli.arguments import Parser, add_command, add_settings
+from tandem.errors import UsageError
+
+COMMAND = "distributed_launcher"
+
+RENAMED: dict[str, tuple[str, ...]] = {
+    "--max-tokens": ("--default-max-tokens",),
+    "--timeout": ("--request-timeout",),
+    "--rate-limit": ("--requests-per-minute",),
+    "--tool-call-parser": ("--tool-parser",),
+    "--completion-batch-size": ("--max-batch-size",),
+    "--chunked-prefill-tokens": ("--prefill-chunk",),
+    "--prefill-step-size": ("--prefill-chunk",),
+    "--max-kv-size": ("--kv-tokens",),
+    "--disable-prefix-cache": ("--prefix-cache", "0"),
+}
+"""Flag there -> words here, which its value follows if it has one. Flags that are not in a table are the same."""
+
+NEEDLESS = {
+    "--continuous-batching": "batching is always continuous",
+    "--enable-auto-tool-choice": "tools need no switch",
+    "--enable-prefix-cache": "prefixes are always kept",
+}
+"""Switch there -> why there is none here."""
+
+
+def translate(words: Sequence[str]) -> list[str]:
+    """The words of `tandem serve` for those of the launcher. What stands before and after its `--` is taken alike."""
+    found: list[str] = []
+    apart = list(words)
+    if "--" in apart:
+        apart.remove("--")
+    for word in apart:
+        flag, equals, value = word.partition("=")
+        if flag in RENAMED:
+            *before, last = RENAMED[flag]
+            found += [*before, last + equals + value]
+        elif flag not in NEEDLESS:
+            found.append(word)
+    return found
+
+
+def add_parser(commands: Any, sections: Sequence[str], run: Callable[[argparse.Namespace], int]) -> None:
+    """Add the command; `run` takes the arguments of `tandem serve`."""
+    parser: Parser = add_command(commands, COMMAND, "As `python -m vllm_mlx.distributed_launcher`: tensor parallelism "
+                                 "over the hosts of a hostfile.", hidden=True)
+    parser.translate = translate
+    add_settings(parser, sections)
+    parser.set_defaults(run=run)
+
+
+def by_hand(model: str) -> UsageError:
+    """The error for a rank that somebody starts by hand, with what to run in its place."""
+    return UsageError(
+        "MLX_RANK is set, which starts a rank by hand: ranks join a head here. Run `tandem serve "
+        f"{model} --launcher manual --token-file token --tensor-parallel-size N` on one machine, and `tandem rank "
+        "--join THAT-MACHINE --token-file token` on each, in any order; or give --hostfile, and all is started from "
+        "here", param="hostfile")
