@@ -385,3 +385,23 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_the_history_tells_of_lost_ranks_and_fewer_machines(model: Path) -> None:
+    engine, machines = an_engine(model)
+    ask(engine)
+    lost: list[list[str]] = []
+    engine.gang.on_wait = lambda: lost.append([rank.state for rank in engine.status().ranks])
+    machines.places, machines.slots = [0, 2], machines.slots
+    machines.failure = RankFailure("host1 is not in the network", rank=1, cause="host")
+    assert finish(engine) == [5] * 20
+    assert ["waiting", "lost", "waiting"] in lost
+    kinds = [one.kind for one in engine.status().events]
+    assert kinds[:1] == ["rank_lost"] and kinds[-2:] == ["layout_degraded", "ranks_replaced"], kinds
+    [first, *_] = engine.status().events
+    assert first.rank == 1 and "host1 is not in the network" in first.text and "taken in again" in first.remedy
+    machines.places = [0, 1, 2]
+    ask(engine, 5)
+    finish(engine)
+    assert [one.kind for one in engine.status().events][-2:] == ["layout_restored", "ranks_replaced"]
+    assert {rank.state for rank in engine.status().ranks} == {"ready"}

@@ -17,6 +17,7 @@ from tandem.config.loading import build
 from tandem.errors import UsageError
 from tandem.launchers.machines import ranks_of
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.events import History
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaList
 from tandem.supervision.control import ControlServer, ask
 from tandem.supervision.engines import EngineSet
@@ -201,6 +202,20 @@ def test_a_single_engine_that_is_killed_is_started_again_within_bounds(children,
         assert children[-1].arguments[0] == "engine" and len(children[-1].arguments) == 2
     children[-1].code = code
     assert engines.look() == 3
+
+
+def test_the_history_says_why_an_engine_was_replaced_and_given_up(children):
+    history = History()
+    engines = EngineSet(settings(max_restarts=1), history=history)
+    engines.start()
+    children[-1].code = -9
+    assert engines.look() is None
+    assert engines.look() is None
+    children[-1].code = -9
+    assert engines.look() == 3
+    lost, failed = history.after()
+    assert (lost.kind, lost.level, lost.replica) == ("replica_lost", "error", 0) and "exited with code -9" in lost.text
+    assert failed.kind == "replica_failed" and lost.remedy
 
 
 def test_an_engine_that_serves_between_its_deaths_is_never_given_up(children, monkeypatch):

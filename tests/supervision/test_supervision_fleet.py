@@ -33,7 +33,7 @@ class BrokenEngines:
     last_words = "no weights"
     announced = False
 
-    def __init__(self, settings: Settings, *, model: str, numbers: Any) -> None:
+    def __init__(self, settings: Settings, *, model: str, numbers: Any, **_: Any) -> None:
         self.model, self.children, self.running = model, (), {}
 
     def start(self) -> None: ...

@@ -31,12 +31,15 @@ from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import new_cluster
 from tandem.processes.child import ChildProcess
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.events import History
 from tandem.protocol.supervisor import (
     AddReplica,
     DrainReplica,
+    EventNoted,
     ListReplicas,
     LoadModel,
     ModelChanged,
+    NoteEvent,
     ReplicaChanged,
     ReplicaList,
     SupervisorReply,
@@ -126,8 +129,10 @@ class Supervisor:
     def __init__(self, settings: Settings, listener: socket.socket) -> None:
         self._settings = settings
         self._listener = listener
-        self._engines: EngineSet | Fleet = Fleet(settings) if several(settings) else EngineSet(settings)
-        self._api = ApiProcess(settings, listener)
+        self._history = History()
+        self._engines: EngineSet | Fleet = (Fleet(settings, history=self._history) if several(settings)
+                                            else EngineSet(settings, history=self._history))
+        self._api = ApiProcess(settings, listener, self._history)
         self._over = ""
         """Why no engine will come any more."""
         self._signals = 0
@@ -160,20 +165,25 @@ class Supervisor:
         """Answer the control socket. Raises UsageError."""
         if isinstance(request, ListReplicas) and self._api.heard(request.api):
             self._reached = request.reached
+        if isinstance(request, NoteEvent):
+            self._history.take([request.event])
+            return EventNoted()
         if isinstance(request, AddReplica):
             return ReplicaChanged(self._engines.add())
         if isinstance(request, DrainReplica):
             return ReplicaChanged(self._engines.drain(request.replica))
+        events = self._history.after(request.events_after) if isinstance(request, ListReplicas) else []
         if isinstance(self._engines, EngineSet):
             if isinstance(request, LoadModel | UnloadModel):
                 raise UsageError("this server has one model, which stays loaded")
-            return ReplicaList(self._engines.infos(), over=self._over, announced=self._engines.announced)
+            return ReplicaList(self._engines.infos(), over=self._over, announced=self._engines.announced,
+                               events=events)
         if isinstance(request, LoadModel):
             return ModelChanged(self._engines.load(request.model))
         if isinstance(request, UnloadModel):
             return ModelChanged(self._engines.unload(request.model))
         return ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget, self._over,
-                           self._engines.announced)
+                           self._engines.announced, events)
 
     @property
     def _children(self) -> list[ChildProcess]:
@@ -197,6 +207,7 @@ class Supervisor:
 
     def _announce(self, engines: list[EngineStatus]) -> None:
         self._engines.announced = True
+        self._history.note("server_ready", f"the server is ready: {', '.join(sorted({one.model for one in engines}))}")
         host, port = self._settings.server.host, self._settings.server.port
         scheme = "http" if self._settings.server.tls_cert is None else "https"
         address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -231,6 +242,8 @@ class Supervisor:
 
     def _end(self, code: int) -> int:
         """Drain the api, then end the engines; a second signal ends all at once."""
+        self._history.note("server_draining", self._over or "the server was told to end: it finishes what it has",
+                           level="error" if self._over else "info")
         if self._api.child is not None:
             self._end_all([self._api.child], self._while_draining)
         self._end_all(self._engines.children)

@@ -12,19 +12,24 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from tandem.cli.address import checked_url, local_port
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.events import Event
 from tandem.protocol.supervisor import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
 from tandem.supervision.control import ask, control_path
 from tandem.supervision.probe import StatusProbe
 from tandem.supervision.record import Background, known_names
 
+SLOW = 2.0
+"""Times slower than usual from which that is shown."""
 PROBE_S = 1.0
 """Seconds that an engine gets to say how it is."""
 _TOKENS = re.compile(r"^tandem_generation_tokens_total (\S+)$", re.MULTILINE)
 _MIB = 2**20
+_SHOWN_EVENTS = 8
 _WIDTH = 140
 """Columns of tables that do not go to a terminal."""
 
@@ -64,6 +69,8 @@ class Look:
     replicas: list[Replica] = field(default_factory=list)
     models: list[ModelInfo] = field(default_factory=list)
     """Where there are several; any of them can be loaded."""
+    events: list[Event] = field(default_factory=list)
+    """What happened since it began, the oldest first."""
     announced: bool = False
     """The server has said that it is ready; engines may be so before its api has heard of them."""
 
@@ -131,7 +138,7 @@ def look_at(place: Background, interval: float) -> Look:
 def _fill(look: Look, port: int, interval: float) -> None:
     reply = ask(control_path(port), ListReplicas())
     assert isinstance(reply, ReplicaList)
-    look.models, look.announced = reply.models, reply.announced
+    look.models, look.announced, look.events = reply.models, reply.announced, reply.events
     probes = {info.replica: StatusProbe(info.endpoint) for info in reply.replicas if info.pid is not None}
     try:
         statuses = {number: probe.ask(PROBE_S) for number, probe in probes.items()}
@@ -179,10 +186,12 @@ def _as_json(look: Look) -> dict[str, Any]:
             entry["ranks"] = [{name: getattr(rank, name) for name in rank.__struct_fields__ if name != "replica"}
                               for rank in status.ranks]
         replicas.append(entry)
-    facts = {key: value for key, value in asdict(look).items() if key not in ("replicas", "models")}
+    facts = {key: value for key, value in asdict(look).items() if key not in ("replicas", "models", "events")}
     models = [{name: getattr(one, name) for name in ("model", "state", "detail", "needs", "max_context", "keep")}
               for one in look.models]
-    return {**facts, "state": look.state, "models": models, "replicas": replicas}
+    names = ("number", "at", "kind", "level", "text", "remedy", "replica", "rank", "model", "request_id")
+    events = [{name: getattr(one, name) for name in names} for one in look.events]
+    return {**facts, "state": look.state, "models": models, "replicas": replicas, "events": events}
 
 
 def _show(look: Look) -> None:
@@ -197,7 +206,7 @@ def _show(look: Look) -> None:
         return
     table = Table("replica", "state", "running", "waiting", "KV tokens", "tokens/s", "restarts", box=None)
     ranks = Table("replica", "rank", "host", "stage", "layers", "weights", "wired", "KV", "peak", "ms/step",
-                  "process", box=None)
+                  "pace", "process", box=None)
     for one in look.replicas:
         status, restarts = one.status, one.info.restarts
         if status is None:
@@ -209,13 +218,38 @@ def _show(look: Look) -> None:
         for rank in status.ranks:
             ranks.add_row(str(one.info.replica), str(rank.rank), rank.host, f"{rank.stage + 1}/{status.stages}",
                           f"{rank.layers[0]}-{rank.layers[1] - 1}", *map(_size, (rank.weight_bytes, rank.wired_bytes,
-                          rank.kv_bytes, rank.peak_bytes)), f"{rank.step_s * 1e3:.1f}", str(rank.pid))
+                          rank.kv_bytes, rank.peak_bytes)), f"{rank.step_s * 1e3:.1f}",
+                          pace(rank.state, rank.slowdown), str(rank.pid))
     console.print(table)
     for one in look.replicas:
         if one.detail:
             console.print(f"replica {one.info.replica}: {one.detail}", markup=False, soft_wrap=True)
     if ranks.row_count:
         console.print(ranks)
+    if look.events:
+        console.print("lately:")
+    for event in look.events[-_SHOWN_EVENTS:]:
+        console.print(event_line(event.at, event.level, _subject(event), event.text, event.remedy), soft_wrap=True)
+
+
+def pace(state: str, slowdown: float) -> Text:
+    """How a rank is: at its usual pace, so many times slower, or not there."""
+    if state != "ready":
+        return Text(state, "red" if state == "lost" else "yellow")
+    return Text(f"{slowdown:.1f} x slower", "yellow") if slowdown >= SLOW else Text("usual")
+
+
+def event_line(at: float, level: str, subject: str, text: str, remedy: str | None) -> Text:
+    """One event: when, what, and what to do."""
+    style = {"error": "red", "warning": "yellow"}.get(level, "")
+    when = time.strftime("%d %b %H:%M:%S", time.localtime(at))
+    return Text.assemble(f"  {when}  ", (f"{subject}{text}", style), f". {remedy}" if remedy else "")
+
+
+def _subject(event: Event) -> str:
+    parts = [event.model, f"replica {event.replica}" if event.replica else ""]
+    named = ", ".join(part for part in parts if part)
+    return f"{named}: " if named else ""
 
 
 def _models(look: Look) -> Table:

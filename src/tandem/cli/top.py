@@ -20,12 +20,13 @@ from rich.text import Text
 
 from tandem.bench.client import get
 from tandem.cli.address import api_key, server_url
+from tandem.cli.status import event_line, pace
 from tandem.errors import UsageError
 
 TTFT = "tandem_time_to_first_token_seconds"
 PLAIN_WIDTH = 120
 """Columns where there is no terminal."""
-MAX_REQUESTS = 10
+MAX_REQUESTS, MAX_EVENTS = 10, 6
 _COLOURS = dict.fromkeys(("healthy", "ready", "running", "loaded"), "green") | dict.fromkeys(
     ("recovering", "starting", "draining", "loading"), "yellow")
 
@@ -39,6 +40,8 @@ class Look:
     status: dict[str, Any]
     metrics: dict[str, float]
     """By name, summed over labels; empty where metrics are switched off."""
+    events: list[dict[str, Any]]
+    """The latest; none from a server that has no /v1/events."""
 
 
 def look(url: str, key: str) -> Look:
@@ -54,7 +57,10 @@ def look(url: str, key: str) -> Look:
         for family in text_string_to_metric_families(get(url, "/metrics", key).decode()):
             for sample in family.samples:
                 metrics[sample.name] = metrics.get(sample.name, 0.0) + sample.value
-    return Look(time.monotonic(), health, status, metrics)
+    events: list[dict[str, Any]] = []
+    with contextlib.suppress(UsageError, ValueError, LookupError):  # of an earlier version
+        events = json.loads(get(url, f"/v1/events?limit={MAX_EVENTS}", key))["data"]
+    return Look(time.monotonic(), health, status, metrics, events)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -88,6 +94,9 @@ def picture(url: str, before: Look, now: Look) -> RenderableType:
         parts.insert(1, _models(now))
     if now.status["requests"]:
         parts.append(_requests(now))
+    if now.events:
+        parts.append(Text("lately", "bold"))
+        parts += [event_line(one["time"], one["level"], "", one["text"], one["remedy"]) for one in now.events]
     return Group(*parts)
 
 
@@ -147,13 +156,14 @@ def _replicas(now: Look) -> Table:
 def _ranks(now: Look) -> Table:
     """Bars compare ranks: the fullest is the rank with the highest peak."""
     ranks = now.health.get("ranks", [])
-    table = _table("rank", "repl", "stage", "layers", "host", "pid", "weights", "KV", "peak", "", "ms/step")
+    table = _table("rank", "repl", "stage", "layers", "host", "pid", "weights", "KV", "peak", "", "ms/step", "pace")
     most = max((rank["peak_bytes"] for rank in ranks), default=0)
     for rank in ranks:
         first, last = rank["layers"]
         table.add_row(str(rank["rank"]), str(rank["replica"]), str(rank["stage"]), f"{first}-{last - 1}",
                       Text(rank["host"]), str(rank["pid"]), _bytes(rank["weight_bytes"]), _bytes(rank["kv_bytes"]),
-                      _bytes(rank["peak_bytes"]), _bar(rank["peak_bytes"], most), f"{1000 * rank['step_s']:.1f}")
+                      _bytes(rank["peak_bytes"]), _bar(rank["peak_bytes"], most), f"{1000 * rank['step_s']:.1f}",
+                      pace(rank.get("state", "ready"), rank.get("slowdown", 1.0)))
     return table
 
 

@@ -23,7 +23,8 @@ from tandem.engine.metrics import EngineMetrics
 from tandem.engine.sizing import make_limits
 from tandem.errors import RankFailure, UsageError
 from tandem.executors.base import Executor, Progress
-from tandem.protocol.control import EngineMessage, Ready
+from tandem.protocol.control import EngineMessage, Ready, Refused
+from tandem.protocol.events import History
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
@@ -34,10 +35,21 @@ MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
 """A gang that has stood for so long was sound: the failure that ends it is the first in a row."""
 WAIT_S = 0.05
+KEPT_EVENTS = 32
+"""Of the history; the supervisor takes what is new each second."""
 LOSSES = ("died", "stopped", "silent", "link", "stuck")
 """Causes of a failure that may well not come again."""
 SEEK_S = 1.0
 """Seconds between two looks for machines that were lost."""
+REMEDIES = {
+    "host": "See that the machine is on and in the network; it is taken in again by itself.",
+    "link": "See to the cable or network between the machines; `tandem doctor` measures it.",
+    "silent": "See that the machine is awake and reachable; `tandem doctor` checks it.",
+    "gpu": "Restart that machine: its GPU does not answer.",
+    "memory": "A smaller --max-context or --memory-fraction leaves more room.",
+}
+"""By the cause of a failure."""
+REMEDY = "Nothing to do if it stays at this once; else the log of that rank and `tandem doctor` say more."
 FEWER = "machines were lost, and those that remain have no room"
 FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
 """Why a request no longer fits."""
@@ -77,6 +89,9 @@ class Gang:
         self.restarts = 0
         self.ready: list[Ready] = []
         """What each rank said when it was ready."""
+        self.history = History(KEPT_EVENTS)
+        self.lost: int | None = None
+        """The rank whose failure ended the last gang, until the next one stands."""
         self.load_s = 0.0
         """Seconds that the last start took."""
         self.on_wait: Callable[[], None] | None = None
@@ -154,6 +169,7 @@ class Gang:
     def _stand(self) -> None:
         if self.state != "draining":
             self.state, self.detail = "ready", ""
+        self.lost = None
         self._ready_at = time.monotonic()
 
     def _limits(self) -> Limits:
@@ -184,6 +200,9 @@ class Gang:
         self._widen_at = time.monotonic() + self._widen_pause
         log.warning("the device is full; the next ranks get half as much to do at once, and half the KV cache (%d of "
                     "at most %d times)", self._shed, MOST_SHED)
+        self.history.note("memory_full", "a device's memory was full; the ranks get half as much to do at once, "
+                          "and half the KV cache", level="warning", rank=failure.rank, remedy="A smaller --max-context "
+                          "or --memory-fraction leaves more room; so does ending other programs on that machine.")
         return True
 
     def widen(self, scheduler: Scheduler) -> None:
@@ -197,6 +216,8 @@ class Gang:
         self._metrics.kv_total.set(scheduler.limits.kv_tokens)
         log.info("no device has been full for %.0f s; the ranks get twice as much to do again, and %d tokens of KV "
                  "cache", self._widen_pause, scheduler.limits.kv_tokens)
+        self.history.note("memory_restored", f"no device has been full for {self._widen_pause:.0f} s; the ranks get "
+                          "twice as much to do again")
 
     def _blames(self, failure: RankFailure | None) -> bool:
         """Whether the requests under way may be what ended the gang; a GPU's limits are not, unless they go on."""
@@ -216,8 +237,14 @@ class Gang:
         if noticed - self._ready_at > STABLE_S:
             self._failures_in_a_row = 0
         self.executor.on_wait = self.on_wait
+        groups = {name: one.request.group for name, one in scheduler.sequences.items()}
         refused = scheduler.restart(died=failure is not None, blame=self._blames(failure))
         out += refused
+        for one in refused:
+            if isinstance(one, Refused):
+                self.history.note("request_refused", f"a request is not tried again: {one.message}", level="error",
+                                  request_id=one.request_id, group=groups.get(one.request_id, ""),
+                                  remedy="Send it shorter or changed; if it fails alike, report it with the log.")
         # Deaths that a request is to blame for say nothing against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
         if failure is None:
@@ -234,6 +261,8 @@ class Gang:
             self.executor.close()
             if self._failures_in_a_row > self._settings.scheduler.max_restarts:
                 self.state = "failed"
+                self.history.note("engine_failed", f"the ranks failed {self._failures_in_a_row} times in a row; the "
+                                  f"last: {failure.message}", level="error", rank=failure.rank, remedy=REMEDY)
                 raise RankFailure(f"gave up after {self._failures_in_a_row} failures in a row (max_restarts); the "
                                   f"last: {failure.message}", rank=failure.rank, cause=failure.cause)
             self._do_without(failure)
@@ -244,6 +273,8 @@ class Gang:
         self._metrics.recovery_seconds.observe(self._ready_at - noticed)
         log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
                  len(scheduler.sequences))
+        self.history.note("ranks_replaced", f"{len(self.layout.ranks)} rank(s) serve again after "
+                          f"{self._ready_at - noticed:.1f} s; {len(scheduler.sequences)} request(s) go on")
 
     def _bring_up(self, scheduler: Scheduler, out: list[EngineMessage]) -> RankFailure | None:
         """Start the next gang; what went wrong if it did."""
@@ -286,6 +317,9 @@ class Gang:
         self._metrics.restarts.inc()
         self._metrics.failures.labels(failure.cause).inc()
         log.error("%s; replacing all ranks (failure %d in a row)", failure.message, self._failures_in_a_row)
+        self.lost = failure.rank
+        self.history.note("rank_lost", f"{failure.message}; all ranks are replaced", level="error", rank=failure.rank,
+                          remedy=REMEDIES.get(failure.cause, REMEDY))
         self._announce("recovering", f"replacing the ranks after: {failure.message}")
 
     def _announce(self, state: str, detail: str) -> None:
@@ -357,8 +391,12 @@ class Gang:
         if self.degraded != laid.degraded:
             if laid.degraded:
                 log.warning("degraded: %s; all is answered, slower, until they are back", laid.degraded)
+                self.history.note("layout_degraded", f"the model is laid out over fewer machines ({laid.degraded}); "
+                                  "all is answered, slower", level="warning",
+                                  remedy="Bring the machine back; it is taken in again by itself.")
             else:
                 log.info("all machines are back")
+                self.history.note("layout_restored", "all machines are back; the model is laid out over them again")
         self._laid = laid
         self.ready = []
         self.executor.relay(laid.layout.ranks, laid.slots)

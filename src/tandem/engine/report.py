@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
+from tandem.engine.handoffs import Handoffs
 from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
+from tandem.executors.watchdog import SLOW, SLOW_S
 from tandem.models.families.table import family_of
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.scheduler.scheduler import Scheduler
@@ -32,6 +36,14 @@ class Report:
         self._step_s: dict[int, float] = {}
         self._latest: dict[int, Stepped] = {}
         self._layout = gang.layout
+        self._handoffs = self._new_handoffs()
+        self._slow_at: dict[int, float] = {}
+        """Since when ranks have been slow,"""
+        self._told_slow: set[int] = set()
+        """and of which of them the history knows."""
+
+    def _new_handoffs(self) -> Handoffs:
+        return Handoffs({spec.rank: spec.stage for spec in self._layout.ranks})
 
     def stepped(self, report: Stepped) -> None:
         """A rank has done a step."""
@@ -40,6 +52,8 @@ class Report:
             self._layout = self._gang.layout
             self._latest.clear()
             self._step_s.clear()
+            self._handoffs = self._new_handoffs()
+        self._handoffs.note(report.step, time.monotonic())
         rank, busy = report.step.rank, report.step.busy_s
         self._step_s[rank] = OLD * self._step_s.get(rank, busy) + (1 - OLD) * busy
         self._latest[rank] = report
@@ -69,7 +83,8 @@ class Report:
             draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
             hidden_size=layout.description.hidden_size, pooling=layout.pooling,
             generates=layout.description.generates, defaults=layout.defaults, ttft_s=self._metrics.recent_ttft_s,
-            ranks=[self._rank(ready) for ready in gang.ready])
+            ranks=[self._rank(ready) for ready in gang.ready], num_layers=layout.description.num_layers,
+            events=gang.history.after())
 
     def _rank(self, ready: Ready) -> RankInfo:
         spec = self._gang.layout.ranks[ready.rank]
@@ -79,10 +94,32 @@ class Report:
                         step_s=self._step_s.get(ready.rank, 0.0) if latest else 0.0,
                         kv_bytes=latest.step.kv_bytes if latest else 0,
                         slowdown=self._slowdown(ready.rank), memory_bytes=ready.memory_bytes,
-                        wired_bytes=ready.wired_bytes, used_bytes=latest.used_bytes if latest else 0)
+                        wired_bytes=ready.wired_bytes, used_bytes=latest.used_bytes if latest else 0,
+                        state=self._state(ready.rank), handoff_s=self._handoffs.seconds(ready.rank) if latest else 0.0)
+
+    def _state(self, rank: int) -> str:
+        if self._gang.state != "recovering":
+            return "ready"
+        return "lost" if rank == self._gang.lost else "waiting"
 
     def _slowdown(self, rank: int) -> float:
         slowdowns = self._gang.executor.slowdowns
         slowdown = slowdowns[rank] if rank < len(slowdowns) else 1.0
         self._metrics.slowdown.labels(str(rank)).set(slowdown)
+        self._note_slowness(rank, slowdown)
         return slowdown
+
+    def _note_slowness(self, rank: int, slowdown: float) -> None:
+        """For the history, once when it begins to last and once when it is over."""
+        now = time.monotonic()
+        if slowdown < SLOW:
+            self._slow_at.pop(rank, None)
+        if slowdown >= SLOW and now - self._slow_at.setdefault(rank, now) > SLOW_S and rank not in self._told_slow:
+            self._told_slow.add(rank)
+            self._gang.history.note(
+                "rank_slow", f"rank {rank} is slow: it takes {slowdown:.1f} times as long as usual for its part of "
+                "steps; it is left alone as long as it moves", level="warning", rank=rank,
+                remedy="See what else runs on that machine, and whether it is hot or saves power.")
+        elif slowdown < SLOW / 2 and rank in self._told_slow:
+            self._told_slow.discard(rank)
+            self._gang.history.note("rank_usual", f"rank {rank} is at its usual pace again", rank=rank)

@@ -32,6 +32,7 @@ from tandem.protocol.control import (
     Submit,
     Trial,
 )
+from tandem.protocol.events import History
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class EngineService:
         self._serving = False
         self._deadline: float | None = None
         self._published = 0.0
-        self._loading = _Loading(self._publish)
+        self._loading = _Loading(self._publish, self._engine.gang.history)
 
     def stop(self) -> bool:
         """Drain: refuse new requests, finish the running ones (up to `drain_timeout`), end.
@@ -203,8 +204,9 @@ class _Over(Exception):
 class _Loading:
     """How far the ranks are: kept for the status, and a log line when a phase is over, or has taken long."""
 
-    def __init__(self, changed: Callable[[], None]) -> None:
+    def __init__(self, changed: Callable[[], None], history: History) -> None:
         """`changed` is called when there is something new to show."""
+        self._history = history
         self.ranks: dict[int, LoadProgress] = {}
         self._changed = changed
         self._shown = 0.0
@@ -213,12 +215,22 @@ class _Loading:
     def __call__(self, rank: int, done: int, total: int, phase: str) -> None:
         before, now = self.ranks.get(rank), time.monotonic()
         self.ranks[rank] = LoadProgress(rank, done, total, phase)
+        if phase == "fetch":
+            self._note_download(before, self.ranks[rank])
         if before is None or before.phase != phase or now - self._shown > SHOW_S:
             self._shown = now
             self._changed()
         if total and (done >= total or now - self._logged.setdefault((rank, phase), now) > LOG_S):
             self._logged[rank, phase] = now
             log.info("rank %d: %s %d%% of %.0f MiB", rank, phase, 100 * done // total, total / 2**20)
+
+    def _note_download(self, before: LoadProgress | None, now: LoadProgress) -> None:
+        size = f"{now.total / 2**20:.0f} MiB"
+        begun = before is not None and before.phase == "fetch" and before.total > 0
+        if now.total and now.done < now.total and not begun:
+            self._history.note("download_begun", f"rank {now.rank} downloads {size} of the model", rank=now.rank)
+        elif begun and now.total and now.done >= now.total and before is not None and before.done < before.total:
+            self._history.note("download_done", f"rank {now.rank} has downloaded {size} of the model", rank=now.rank)
 
 
 def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[str], None] = lambda _: None) -> int:

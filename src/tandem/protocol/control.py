@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from tandem.protocol.events import Event
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, TokenLogprob
 from tandem.protocol.step import RankStep, StepPlan, StepResult
 
@@ -110,6 +111,10 @@ class RankInfo(Struct, frozen=True):
     """Weights that the system may not take from a Mac's GPU while it is idle."""
     used_bytes: int = 0
     """What MLX's arrays take there now, without buffers that it keeps for reuse."""
+    state: str = "ready"
+    """`ready`; while ranks are replaced `lost` for the one that failed, and `waiting` for the others."""
+    handoff_s: float = 0.0
+    """Median seconds, lately, from the output of the stage before it until its input is there; 0: not known."""
 
 
 class EngineStatus(Struct, frozen=True, tag=True):
@@ -166,6 +171,9 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """For requests that do not say otherwise."""
     loading: list[LoadProgress] = []
     """How far each rank is, while the first ranks start."""
+    num_layers: int = 0
+    events: list[Event] = []
+    """What happened lately; whoever asks keeps what is new."""
 
 
 class MetricsText(Struct, frozen=True, tag=True):

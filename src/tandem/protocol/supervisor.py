@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from tandem.protocol.events import Event
+
 
 class ListReplicas(Struct, frozen=True, tag=True):
     """Ask for `ReplicaList`. Also the api's heartbeat."""
@@ -12,6 +14,8 @@ class ListReplicas(Struct, frozen=True, tag=True):
     """Process id of the api that asks; 0 for anybody else."""
     reached: int = 0
     """Engines that it is connected to and that take requests."""
+    events_after: int = 0
+    """Number of the last event that the asker has; later ones are sent."""
 
 
 class AddReplica(Struct, frozen=True, tag=True):
@@ -37,7 +41,13 @@ class UnloadModel(Struct, frozen=True, tag=True):
     model: str
 
 
-SupervisorRequest = ListReplicas | AddReplica | DrainReplica | LoadModel | UnloadModel
+class NoteEvent(Struct, frozen=True, tag=True):
+    """The api has something for the history; answered by `EventNoted`."""
+
+    event: Event
+
+
+SupervisorRequest = ListReplicas | AddReplica | DrainReplica | LoadModel | UnloadModel | NoteEvent
 
 
 class ReplicaInfo(Struct, frozen=True):
@@ -92,6 +102,8 @@ class ReplicaList(Struct, frozen=True, tag=True):
     """Why the server ends, and no engine will come back; empty while it does not."""
     announced: bool = True
     """The server has said that it is ready: its api has heard of every engine."""
+    events: list[Event] = []
+    """What happened since the event that was named, oldest first."""
 
 
 class ReplicaChanged(Struct, frozen=True, tag=True):
@@ -106,10 +118,14 @@ class ModelChanged(Struct, frozen=True, tag=True):
     model: str
 
 
+class EventNoted(Struct, frozen=True, tag=True):
+    """It is in the history."""
+
+
 class ControlRefused(Struct, frozen=True, tag=True):
     """It cannot be done; `message` says why, in one line."""
 
     message: str
 
 
-SupervisorReply = ReplicaList | ReplicaChanged | ModelChanged | ControlRefused
+SupervisorReply = ReplicaList | ReplicaChanged | ModelChanged | EventNoted | ControlRefused

@@ -29,7 +29,7 @@ from tandem.server.limits.quotas import RATE_HEADERS
 from tandem.server.openai import chat, completions, embeddings, models, tokens
 from tandem.server.openapi import TandemApp
 from tandem.server.responses import routes as responses
-from tandem.server.status import info, page, plan
+from tandem.server.status import events, info, page, plan
 from tandem.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,8 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.api, app.state.jobs = api, jobs
-    for module in (anthropic, chat, completions, embeddings, info, models, page, plan, requests, responses, tokens):
+    for module in (anthropic, chat, completions, embeddings, events, info, models, page, plan, requests, responses,
+                   tokens):
         app.include_router(module.router)
     add_handlers(app)
     app.add_exception_handler(RequestValidationError, refuse_query)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from fastapi import Request
@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from tandem.config.options import nearest
 from tandem.errors import RequestError, TooLargeError
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
@@ -74,3 +75,11 @@ async def refuse_query(request: Request, error: Exception) -> Response:
     detail = error.errors()[0]
     detail["loc"] = detail["loc"][1:]  # without "query"
     return error_response(explain(detail), request.url.path)
+
+
+def require_known(given: Iterable[str], known: Collection[str]) -> None:
+    """Raises RequestError for a query parameter that there is not: what was meant would be passed over in silence."""
+    for name in given:
+        if name not in known:
+            raise RequestError(f"There is no query parameter {name[:100]!r}{nearest(name[:100], known)}; there are: "
+                               f"{', '.join(known)}.", param=name[:100])

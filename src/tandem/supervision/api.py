@@ -11,6 +11,7 @@ from tandem.config.settings import Settings
 from tandem.env import child_environment
 from tandem.errors import SpawnError
 from tandem.processes.child import ChildProcess
+from tandem.protocol.events import History
 from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, MODULE
 from tandem.supervision.vigil import Vigil
 
@@ -30,8 +31,9 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 class ApiProcess:
     """One api after the other. Used by one thread."""
 
-    def __init__(self, settings: Settings, listener: socket.socket) -> None:
-        """Nothing is started."""
+    def __init__(self, settings: Settings, listener: socket.socket, history: History | None = None) -> None:
+        """Nothing is started. What happens goes into `history`."""
+        self._history = history or History()
         self._settings = settings
         self._fd = listener.fileno()
         self.child: ChildProcess | None = None
@@ -77,6 +79,7 @@ class ApiProcess:
             return self._ended(self.child, code)
         elif (trouble := self._vigil.verdict()) is not None:
             log.error("the api %s; replacing it", trouble)
+            self._history.note("api_hung", f"the api process {trouble}; it is replaced", level="error")
             self.child.kill()
         return None
 
@@ -88,6 +91,9 @@ class ApiProcess:
             log.error("the api %s; giving up", child.describe_exit())
             return EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED
         log.error("the api %s; starting another", child.describe_exit())
+        self._history.note("api_lost", f"the api process {child.describe_exit()}; another is started, and the model "
+                           "stays loaded", level="error", remedy="Send requests that were broken off again; with "
+                           "--journal those with a key go on by themselves.")
         self.child = None
         self._start_at = now + min(PAUSE_S * (len(self._deaths) - 1), LONGEST_PAUSE_S)
         return None

@@ -15,6 +15,7 @@ from tandem.errors import TransportError, UsageError
 from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.events import History, Level
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE
 from tandem.supervision.probe import StatusProbe
@@ -28,6 +29,7 @@ GRACE_S = 10.0
 HUNG_S = 20.0
 """Seconds after which an engine is replaced whose main loop stands still."""
 ASK_S = 1.0
+REMEDY = "Nothing to do if it stays at this once; else the server's log says more."
 
 
 class EngineSet:
@@ -35,13 +37,15 @@ class EngineSet:
     has served is started again; so is one of several that gives up. A server that never had more than one replica ends
     when that gives up."""
 
-    def __init__(self, settings: Settings, *, model: str = "", numbers: Iterator[int] | None = None) -> None:
+    def __init__(self, settings: Settings, *, model: str = "", numbers: Iterator[int] | None = None,
+                 history: History | None = None) -> None:
         """`settings` with the port that is really bound. Nothing is started.
 
         `model` is the one that they serve where there are several, and `numbers` then gives the replicas of all models
-        their numbers.
+        their numbers. What happens goes into `history`.
         """
         self._settings = settings
+        self._history = history or History()
         self._model = model
         self._numbers = numbers or itertools.count()
         self._several = settings.parallel.data_parallel_size > 1
@@ -66,7 +70,9 @@ class EngineSet:
     def add(self) -> int:
         """Start one more replica and return its number. Raises UsageError when there are no more machines."""
         self._several = True
-        return self._add()
+        number = self._add()
+        self._note(number, "replica_added", "a replica was added; it loads")
+        return number
 
     def drain(self, index: int) -> int:
         """Have a replica finish what it has, and end. Raises UsageError when that cannot be."""
@@ -79,6 +85,7 @@ class EngineSet:
         if all(one.draining or one.given_up for one in self._replicas.values() if one is not replica):
             raise UsageError(f"replica {index} is the last one; add another first, or end the server")
         log.info("replica %d drains", index)
+        self._note(index, "replica_draining", "the replica takes nothing new, and ends when it has nothing left to do")
         self._drain(replica)
         return index
 
@@ -118,6 +125,8 @@ class EngineSet:
                 replica.child.kill()
             elif (trouble := self._trouble(replica)) is not None:
                 log.error("the %s %s; replacing it", replica.child.name, trouble)
+                self._note(replica.index, "replica_hung", f"the engine process {trouble}; it is replaced",
+                           level="error", remedy=REMEDY)
                 replica.child.kill()
             if code is not None:
                 return code
@@ -133,7 +142,7 @@ class EngineSet:
                 replica.asked_at = now
                 replica.vigil.heard()
                 if status.state == "ready":
-                    replica.serves()
+                    self._serves(replica, status)
                 if status.state != "starting" and status.age_s > HUNG_S:
                     return f"answers, but its main loop has stood still for {status.age_s:.0f} s"
         return replica.vigil.verdict()
@@ -143,30 +152,49 @@ class EngineSet:
         try:
             if replica.index not in self._probes:
                 self._probes[replica.index] = StatusProbe(replica.endpoint, self._context)
-            return self._probes[replica.index].ask()
+            status = self._probes[replica.index].ask()
         except TransportError as error:
             seldom.warning("engine %d cannot be asked how it is: %s; it is asked again", replica.index, error.message)
             return None
+        if status is not None:
+            self._history.take(status.events, replica=replica.index, model=self._model)
+        return status
+
+    def _serves(self, replica: ReplicaProcess, status: EngineStatus) -> None:
+        if not replica.is_ready:
+            self._note(replica.index, "replica_ready", f"{self._model or status.model} can be used on "
+                       f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s")
+        replica.serves()
+
+    def _note(self, index: int, kind: str, text: str, *, level: Level = "info", remedy: str = "") -> None:
+        self._history.note(kind, text, level=level, remedy=remedy, replica=index, model=self._model)
 
     def _ended(self, replica: ReplicaProcess, child: ChildProcess, code: int) -> int | None:
         self.last_words = replica.ended()
         self._drop_probe(replica)
         if replica.draining:
             log.info("replica %d has ended", replica.index)
+            self._note(replica.index, "replica_ended", "the replica has ended, as it was told to")
             self._remove(replica)
             return None
         if code == EXIT_USAGE and not replica.served:
             if not self.announced:
                 return code
             log.error("replica %d cannot start: %s", replica.index, self.last_words)
+            self._note(replica.index, "replica_failed", f"it cannot start: {self.last_words}", level="error")
             self._remove(replica)  # one that was added
             return None
         if code == EXIT_FAILED and not self._several:
             return EXIT_FAILED
         if replica.died(self.last_words, most=self._settings.scheduler.max_restarts, mistake=code == EXIT_USAGE):
             log.error("replica %d is given up for now; it is tried again, more and more seldom", replica.index)
+            self._note(replica.index, "replica_failed", f"given up for now, and tried again more and more seldom: "
+                       f"{self.last_words}", level="error", remedy=REMEDY)
             if all(one.given_up for one in self._replicas.values()):
                 return EXIT_FAILED
+        else:
+            self._note(replica.index, "replica_lost", f"the engine process has ended: {self.last_words}; another is "
+                       "started, and its requests go on there", level="error", remedy=REMEDY)
         return None
 
     def statuses(self) -> dict[int, EngineStatus]:
@@ -176,7 +204,7 @@ class EngineSet:
             if (status := self._ask(replica)) is not None:
                 found[index] = status
                 if status.state == "ready":
-                    replica.serves()
+                    self._serves(replica, status)
         return found
 
     def close(self) -> None:

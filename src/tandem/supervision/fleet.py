@@ -17,6 +17,7 @@ from tandem.config.several import named_models, settings_of, unload_after
 from tandem.errors import UsageError
 from tandem.processes.child import ChildProcess
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.events import History
 from tandem.protocol.supervisor import ModelInfo, ReplicaInfo
 from tandem.supervision.engines import EngineSet
 from tandem.supervision.memory_plan import Footprint, budget_of, check_fit, footprint, granted, look_at_machines
@@ -67,12 +68,14 @@ def with_names(settings: Settings) -> Settings:
 class Fleet:
     """Several models. The first one, and those that are kept, are started at once."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Plan the memory; `settings` as `with_names` gives them, with the port that is really bound.
+    def __init__(self, settings: Settings, *, history: History | None = None) -> None:
+        """Plan the memory; `settings` as `with_names` gives them, with the port that is really bound. What happens goes
+        into `history`.
 
         Raises UsageError naming a model that cannot be found or laid out, or that can never fit.
         """
         self._settings = settings
+        self._history = history or History()
         self._numbers = itertools.count()
         self._machines = look_at_machines(settings)
         self.budget = budget_of(settings, self._machines)
@@ -132,6 +135,7 @@ class Fleet:
         one.commands += 1
         if one.engines is not None and not one.unloading:
             log.info("model %s is unloaded", name)
+            self._history.note("model_unloading", f"{name} finishes what it has, and leaves memory", model=name)
             one.unloading = True
             one.engines.drain_all()
         return name
@@ -178,6 +182,7 @@ class Fleet:
             if one.unloading:
                 one.unloading = False
                 log.info("model %s is unloaded", one.name)
+                self._history.note("model_unloaded", f"{one.name} has left memory", model=one.name)
             elif not self.announced and not one.commands:  # one that the configuration loads, not a request
                 log.error("model %s cannot be loaded; the server ends", one.name)
                 self.last_words = reason
@@ -185,6 +190,8 @@ class Fleet:
             else:
                 one.failure = reason or f"its engine ended with code {code}"
                 log.error("model %s: %s; a request for it tries again", one.name, one.failure)
+                self._history.note("model_failed", f"{one.name} cannot be used: {one.failure}", level="error",
+                                   model=one.name, remedy="Mend what is named; the next request for it tries again.")
         return None
 
     def statuses(self) -> dict[int, EngineStatus]:
@@ -217,6 +224,7 @@ class Fleet:
 
     def _start(self, one: _Model) -> None:
         log.info("model %s is loaded", one.name)
+        self._history.note("model_loading", f"{one.name} is loaded", model=one.name)
         one.failure = ""
-        one.engines = EngineSet(one.settings, model=one.name, numbers=self._numbers)
+        one.engines = EngineSet(one.settings, model=one.name, numbers=self._numbers, history=self._history)
         one.engines.start()

@@ -135,6 +135,11 @@ class ReplicaProcess:
         self._wait(min(BACKOFF_S * 2 ** (lately - 2), MAX_BACKOFF_S) if lately > 1 else 0.0, why)
         return False
 
+    @property
+    def is_ready(self) -> bool:
+        """Its process has been seen to take requests."""
+        return self._ready_at > 0
+
     def serves(self) -> None:
         """It takes requests."""
         self.served, self.given_up = True, 0

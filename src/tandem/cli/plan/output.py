@@ -1,10 +1,8 @@
-"""A plan as a table, as JSON, and as flags of `tandem serve`."""
+"""A plan as a table and as JSON."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,10 +10,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tandem.config.options import options
 from tandem.planner.as_json import plan_json
+from tandem.planner.commands import caveats, commands, serve_flags
 from tandem.planner.hardware import GIB, Machine
-from tandem.planner.types import Candidate, Layout, LayoutPlan, Prediction, Stage
+from tandem.planner.types import Candidate, LayoutPlan, Prediction, Stage
 from tandem.planner.words import rate
 
 _SHOWN = 10
@@ -64,72 +62,6 @@ def print_plan(
             console.print(f"- {line}", markup=False)
 
 
-def serve_flags(plan: LayoutPlan, arguments: argparse.Namespace) -> list[str]:
-    """Flags of `tandem serve` for the chosen layout."""
-    assert plan.chosen is not None
-    layout, prediction = plan.chosen.layout, plan.chosen.prediction
-    assert layout is not None
-    assert prediction is not None
-    stages = layout.replicas[0]
-    sizes = [len(s.machines) for s in stages]
-    flags: list[str] = []
-    if len(layout.replicas) > 1:
-        flags += ["--data-parallel-size", str(len(layout.replicas))]
-    if len(set(sizes)) > 1:
-        flags += ["--parallel", ",".join(map(str, sizes))]
-    else:
-        flags += ["--tensor-parallel-size", str(sizes[0])] if sizes[0] > 1 else []
-        flags += ["--pipeline-parallel-size", str(len(sizes))] if len(sizes) > 1 else []
-    if arguments.fast_sync != "off":
-        flags += ["--fast-sync", arguments.fast_sync]
-    if shares := _shares(layout):
-        flags += ["--tensor-split", ",".join(f"{x:g}" for x in shares)]
-    flags += ["--expert-parallel"] if any(s.whole_experts for one in layout.replicas for s in one) else []
-    if len(stages) > 1:
-        flags += ["--layer-split", ",".join(str(s.layers) for s in stages)]
-        flags += ["--lanes", str(prediction.lanes)] if plan.streams > 1 and prediction.lanes != len(stages) else []
-    flags += ["--max-context", str(plan.context)]  # the engine reserves for the model's own limit otherwise
-    flags += ["--max-batch-size", str(max(1, -(-plan.streams // len(layout.replicas))))] if plan.streams > 1 else []
-    defaults = {"dtype": "auto", "dequantize": "auto", "prefill_chunk": None, "memory_fraction": 0.85}
-    for name, default in defaults.items():
-        value = getattr(arguments, name)
-        flags += [f"--{name.replace('_', '-')}", str(value)] if value != default else []
-    return flags
-
-
-def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine],
-             arguments: argparse.Namespace) -> list[str]:
-    """What to type so that the model is served by the machines that were chosen, in their order."""
-    chosen, where = list(layout.machines), []
-    if arguments.hostfile and not arguments.hosts:
-        where = ["--hostfile", shlex.quote(arguments.hostfile)]
-        if chosen != list(range(len(machines))):
-            where += ["--host-entries", ",".join(map(str, chosen))]
-        return [" ".join(["tandem serve", arguments.model, *where, *flags])]
-    if not arguments.hosts:
-        return [" ".join(["tandem serve", arguments.model, *flags])]
-    hosts = json.dumps([{"ssh": machines[i].name} for i in chosen])
-    return [f"echo {shlex.quote(hosts)} > hosts.json   # names for ssh; localhost for this machine",
-            " ".join(["tandem serve", arguments.model, "--hostfile hosts.json", *flags])]
-
-
-def caveats(layout: Layout, flags: Sequence[str], machines: Sequence[Machine]) -> list[str]:
-    """What the flags leave out."""
-    lines = []
-    known = {option.flag for option in options()}
-    if missing := [f for f in flags if f.startswith("--") and f not in known]:
-        lines.append(f"This version's `tandem serve` does not have {', '.join(missing)} yet.")
-    if len(layout.machines) > 1:
-        lines.append(f"Ranks in order: {', '.join(machines[i].name for i in layout.machines)}.")
-    uneven = [s for stages in layout.replicas for s in stages if _is_uneven(s.shares)]
-    if uneven and not _shares(layout):
-        lines.append("The stages' machines have different shares, which one --tensor-split cannot say.")
-    splits = {tuple(s.layers for s in stages) for stages in layout.replicas}
-    if len(splits) > 1:
-        lines.append("The replicas have different layer splits: start each with its own --layer-split.")
-    return lines
-
-
 def as_json(plan: LayoutPlan, machines: Sequence[Machine], arguments: argparse.Namespace) -> dict[str, Any]:
     """The plan in types that JSON has, with the flags that serve it."""
     return {**plan_json(plan, machines), "serve": None if plan.chosen is None else serve_flags(plan, arguments)}
@@ -165,13 +97,3 @@ def _held(stage: Stage) -> str:
     """Layers of a stage, with the kv heads of its machines where they differ."""
     heads = "+".join(map(str, stage.kv_heads))
     return f"{stage.layers} (kv {heads})" if len(set(stage.kv_heads)) > 1 else str(stage.layers)
-
-
-def _shares(layout: Layout) -> tuple[float, ...] | None:
-    """The shares that all stages have in common, if they are uneven."""
-    found = {s.shares for stages in layout.replicas for s in stages}
-    return next(iter(found)) if len(found) == 1 and _is_uneven(next(iter(found))) else None
-
-
-def _is_uneven(shares: Sequence[float]) -> bool:
-    return max(shares) - min(shares) > 1e-6

@@ -61,6 +61,11 @@ class Flight:
         return self._request.request_id
 
     @property
+    def group(self) -> str:
+        """Whose it is."""
+        return self._request.group
+
+    @property
     def wire_id(self) -> str:
         """The id that the replica knows: another one each time, as a slow engine may still be busy with the last."""
         return self.request_id if self._sendings == 1 else f"{self.request_id}+{self._sendings - 1}"

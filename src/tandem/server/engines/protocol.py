@@ -17,6 +17,7 @@ from tandem.errors import (
     UnavailableError,
 )
 from tandem.protocol.control import EngineStatus, Output, Refused
+from tandem.protocol.events import Event
 from tandem.protocol.request import EngineRequest
 from tandem.server.engines.subscription import Subscription
 
@@ -84,6 +85,9 @@ class Overview(Protocol):
 
     def replicas(self) -> list[ReplicaState]:
         """Each engine by itself."""
+
+    def events(self) -> list[Event]:
+        """What happened lately, the oldest first."""
 
 
 class Engines(Overview, Protocol):

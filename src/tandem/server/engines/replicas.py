@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,8 +16,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tandem.errors import OverloadedError, RequestError, ServerError, UnavailableError
 from tandem.protocol.control import EngineStatus, Output
+from tandem.protocol.events import Event, History
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.supervisor import ReplicaInfo
+from tandem.protocol.supervisor import NoteEvent, ReplicaInfo
 from tandem.server.engines.client import HEARTBEAT_S, EngineClient
 from tandem.server.engines.flight import Flight
 from tandem.server.engines.merged import merged_metrics, merged_status
@@ -94,6 +95,10 @@ class Replicas:
         self._patience_s = patience_s
         self._flights: dict[str, Flight] = {}
         self._trials = Trials(self._retry)
+        self._history = History()
+        """What this api has noticed, and, without a supervisor, what engines tell."""
+        self.tell: Callable[[NoteEvent], None] | None = None if link is None else link.tell
+        """Takes what the supervisor is to know."""
         self._closing = False
         self._over = ""
         """Why no engine will come any more."""
@@ -219,6 +224,14 @@ class Replicas:
                               detail=one.info.detail if one.info else "")
                 for index, one in self._members.items()]
 
+    def events(self) -> list[Event]:
+        """What happened lately, as the supervisor tells it, or the engines if there is none."""
+        if self._link is not None:
+            return list(self._link.events)
+        for index, status in self.parts():
+            self._history.take(status.events, replica=index)
+        return self._history.after()
+
     async def metrics(self, timeout: float = 2.0) -> bytes:
         """Metrics of all engines that answer, labelled with their numbers, and the router's."""
         self._refresh()
@@ -313,7 +326,15 @@ class Replicas:
             else:
                 error = ServerError(f"{flight.losses} engines were lost while they worked on this request, the last "
                                     "ones while it ran alone; it is not tried again", code="engine_lost")
+                self._note_refused(flight, error)
         self._end(flight, error)
+
+    def _note_refused(self, flight: Flight, error: RequestError) -> None:
+        event = self._history.note("request_refused", f"a request is not tried again: {error.message}", level="error",
+                                   request_id=flight.request_id, group=flight.group,
+                                   remedy="Send it shorter or changed; if it fails alike, report it with the log.")
+        if self.tell is not None:
+            self.tell(NoteEvent(event))
 
     def _lost(self, flight: Flight, *, died: bool) -> None:
         now = asyncio.get_running_loop().time()

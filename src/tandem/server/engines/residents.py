@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
@@ -19,6 +20,7 @@ from tandem.borders import start_task
 from tandem.cache.residency import Seat, decide
 from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.events import Event
 from tandem.protocol.supervisor import LoadModel, ModelInfo, ReplicaList, UnloadModel
 from tandem.server.engines.merged import merged_metrics, merged_status
 from tandem.server.engines.protocol import ReplicaState
@@ -68,6 +70,8 @@ class Residents:
         """`models` in the order of the configuration, the default one first."""
         self._places = {served.name: _Place(served, Seat(served.name, {})) for served in models}
         self._link = link
+        for served in models:
+            served.client.tell = link.tell
         self._max_loaded = max_loaded
         self._budget: dict[str, int] = {}
         self._heard = False
@@ -211,6 +215,20 @@ class Residents:
         return "loaded" if status.state == "ready" else status.state, status.detail
 
     @property
+    def budget(self) -> dict[str, int]:
+        """Bytes that models may take together on each machine."""
+        return self._budget
+
+    def facts(self, served: Served) -> dict[str, Any]:
+        """Bytes that a model takes on each machine, whether it stays, seconds of idleness after which it goes, and who
+        waits for it."""
+        place = self._places[served.name]
+        info = place.info
+        return {"needs": info.needs if info else {}, "keep": bool(info and info.keep),
+                "unload_after": info.unload_after if info else None, "waiting": len(place.waiting),
+                "running": place.seat.users}
+
+    @property
     def health(self) -> str:
         """The state of the whole: healthy as long as a request can be answered, if need be by loading its model."""
         if not self._heard:
@@ -338,6 +356,10 @@ class Residents:
     def replicas(self) -> list[ReplicaState]:
         """Each engine of each loaded model."""
         return [one for place in self._places.values() for one in place.served.client.replicas()]
+
+    def events(self) -> list[Event]:
+        """What happened lately, as the supervisor tells it."""
+        return list(self._link.events)
 
     async def refresh(self) -> None:
         """Ask the engines of all models how they are."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections import deque
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -16,10 +17,12 @@ from tandem.borders import start_task
 from tandem.errors import TransportError
 from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
+from tandem.protocol.events import KEPT, Event
 from tandem.protocol.supervisor import (
     ControlRefused,
     ListReplicas,
     LoadModel,
+    NoteEvent,
     ReplicaList,
     SupervisorReply,
     SupervisorRequest,
@@ -46,6 +49,8 @@ class SupervisorLink:
         self._path = path
         self._task: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
+        self.events: deque[Event] = deque(maxlen=KEPT)
+        """What the supervisor has told of its history."""
 
     async def start(self, on_replicas: OnReplicas, reached: Reached = lambda: 0) -> None:
         """Call `on_replicas` with the list, now and whenever it was asked for; tell the supervisor what `reached` says.
@@ -70,7 +75,7 @@ class SupervisorLink:
         self._context.term()
         self._task = None
 
-    def tell(self, request: LoadModel | UnloadModel) -> None:
+    def tell(self, request: LoadModel | UnloadModel | NoteEvent) -> None:
         """Send a command; the next list shows what came of it."""
         self._send(request)
         self._awake.set()
@@ -79,7 +84,7 @@ class SupervisorLink:
         known: int | None = None
         while True:
             self._awake.clear()
-            self._send(ListReplicas(os.getpid(), reached()))
+            self._send(ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0))
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
@@ -113,5 +118,7 @@ class SupervisorLink:
                 continue
             if isinstance(message, ReplicaList):
                 latest = message
+                known = self.events[-1].number if self.events else 0  # an answer may come after it was asked again
+                self.events.extend(one for one in message.events if one.number > known)
             elif isinstance(message, ControlRefused):
                 seldom.error("the supervisor refuses: %s; it is asked again", message.message)

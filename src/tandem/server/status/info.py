@@ -11,6 +11,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.context import Api, LiveRequest, get_api, get_group
+from tandem.server.engines.served_model import Served
 from tandem.server.openai.models import model_object
 from tandem.server.sse import encode_json
 from tandem.server.status.page import prefers_page
@@ -31,6 +32,7 @@ ENDPOINTS = {
     "health": "/health",
     "model_info": "/model/info",
     "status": "/v1/status",
+    "events": "/v1/events",
     "metrics": "/metrics",
     "plan": "/v1/plan",
     "page": "/ui",
@@ -161,18 +163,28 @@ async def status_route(http: Request) -> Response:
         engine.pop("query_id", None)
         engine.pop("source", None)
         engine.pop("type", None)
+        engine.pop("events", None)  # /v1/events has them all
     body = {
         "status": _health(api),
         "model": _model_name(api),
         "uptime_seconds": round(time.time() - api.started, 1),
         "num_running": status.running if engine and status else 0,
         "num_waiting": (status.queued if engine and status else 0) + (api.residents.waiting if api.residents else 0),
-        "models": [model_object(api, one) for one in api.served],
+        "models": [_model(api, one) for one in api.served],
+        "budget": api.residents.budget if api.residents is not None else {},
         "engine": engine,
         "replicas": msgspec.to_builtins(api.client.replicas()),
         "requests": [_live(request) for request in mine],
     }
     return _json(body)
+
+
+def _model(api: Api, served: Served) -> dict[str, Any]:
+    """What /v1/models says of a model, and of its memory and loading."""
+    status = served.client.status
+    loading = status.loading if status is not None and status.state == "starting" else []
+    facts = api.residents.facts(served) if api.residents is not None else {}
+    return {**model_object(api, served), **facts, "loading": msgspec.to_builtins(loading)}
 
 
 def _live(request: LiveRequest) -> dict[str, Any]:

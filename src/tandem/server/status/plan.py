@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, get_args
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from tandem.config.options import nearest
 from tandem.errors import RequestError
+from tandem.planner.hardware import CHIPS, LINKS
 from tandem.planner.types import Goal
+from tandem.server.body import require_known
 from tandem.server.context import get_api, get_group, unless_gone
+from tandem.server.sse import encode_json
 from tandem.server.workers.tasks import Compare
 
 router = APIRouter()
 
 MAX_HOSTS = 8
 """The planner compares arrangements of all subsets of them."""
+
+
+@router.get("/v1/plan/choices")
+async def choices(http: Request) -> Response:
+    """The chips, links and goals that /v1/plan knows by name."""
+    require_known(http.query_params, ())
+    chips = [{"name": name, "bandwidth": chip.bandwidth, "apple": chip.apple} for name, chip in CHIPS.items()]
+    links = [{"name": name, "bandwidth": link.bandwidth, "latency": link.latency} for name, link in LINKS.items()]
+    body = {"chips": chips, "links": links, "goals": list(get_args(Goal)), "max_hosts": MAX_HOSTS}
+    return Response(encode_json(body), media_type="application/json")
 
 
 @router.get("/v1/plan")
@@ -34,7 +45,7 @@ async def plan_route(
     """Compare the ways to spread a served model over machines."""
     api = get_api(http)
     api.admit(http)
-    _require_known(http.query_params)
+    require_known(http.query_params, [name for name in inspect.signature(plan_route).parameters if name != "http"])
     served = await api.engage(http, model)
     status = served.status()
     if len(hosts) > MAX_HOSTS:
@@ -47,12 +58,3 @@ async def plan_route(
                    context or min(8192, status.max_context), streams, goal)
     body = await unless_gone(http, api.workers.ask(get_group(http), task, bytes))
     return Response(body, media_type="application/json")
-
-
-def _require_known(names: Iterable[str]) -> None:
-    """Raises RequestError for a query parameter that there is not: a layout for other wishes would mislead."""
-    known = [name for name in inspect.signature(plan_route).parameters if name != "http"]
-    for name in names:
-        if name not in known:
-            raise RequestError(f"There is no query parameter {name[:100]!r}{nearest(name[:100], known)}; there are: "
-                               f"{', '.join(known)}.", param=name[:100])
