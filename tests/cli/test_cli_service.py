@@ -26,7 +26,7 @@ echo "$*" >> "$FAKE/systemctl.log"
 case "$*" in
 *daemon-reload*) if [ -e "$FAKE/nobody" ]; then echo "Failed to connect to bus" >&2; exit 1; fi;;
 *restart*) if [ -e "$FAKE/broken" ]; then echo "no" >&2; exit 1; fi;;
-*disable*) rm -f "$FAKE/enabled";;
+*disable*) if [ -e "$FAKE/nobody" ]; then echo "Failed to connect to bus" >&2; exit 1; fi; rm -f "$FAKE/enabled";;
 *enable*) touch "$FAKE/enabled";;
 *show*) if [ -e "$FAKE/enabled" ]; then echo 4711; else echo 0; fi;;
 esac
@@ -141,6 +141,39 @@ def test_what_cannot_be_started_is_not_left_behind(environment: dict[str, str], 
         done = tandem(environment, "service", "install", "org/model")
         (tmp_path / trouble).unlink()
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    assert not list(Path(environment["HOME"]).rglob("*.service"))
+
+
+def test_variables_that_mean_nothing_here_or_hold_passwords_stay_out(environment: dict[str, str]) -> None:
+    del environment["TANDEM_API_KEY"]
+    environment |= {"TANDEM_OTHER_TOKEN": "sesame", "HF_TOKEN": "sesame", "TANDEM_KV_TOKENS": "9000",
+                    "HF_ENDPOINT": "https://me:sesame@hub.example"}
+    refused = tandem(environment, "service", "install", "org/model")
+    assert (refused.returncode, "HF_ENDPOINT: has a password in it" in refused.stderr) == (2, True), refused.stderr
+    assert "sesame" not in refused.stderr
+    environment["HF_ENDPOINT"] = "https://hub.example:8443/a@b"
+    done = tandem(environment, "service", "install", "org/model")
+    assert done.returncode == 0, done.stderr
+    assert "HF_TOKEN does not go along" in done.stdout
+    _, variables, _ = described(environment)
+    assert "sesame" not in json.dumps(variables)
+    assert (variables["TANDEM_KV_TOKENS"], variables["HF_ENDPOINT"]) == ("9000", "https://hub.example:8443/a@b")
+
+
+def test_what_cannot_be_written_or_stopped_is_said(environment: dict[str, str], tmp_path: Path) -> None:
+    del environment["TANDEM_API_KEY"]
+    (tmp_path / "file").touch()
+    done = tandem({**environment, "TANDEM_STATE_DIR": str(tmp_path / "file")}, "service", "install", "org/model")
+    words = f"{tmp_path}/file/services: cannot be written: Not a directory; default is not installed"
+    assert (done.returncode, words in done.stderr) == (2, True), done.stderr
+    if "FAKE_MAC" in environment:
+        return  # the stand-in for launchctl stops everything
+    assert tandem(environment, "service", "install", "org/model").returncode == 0
+    (tmp_path / "nobody").touch()
+    kept = tandem(environment, "service", "uninstall")
+    assert (kept.returncode, "bus; default is still installed, and may run" in kept.stderr) == (2, True), kept.stderr
+    (tmp_path / "nobody").unlink()
+    assert tandem(environment, "service", "uninstall").returncode == 0
     assert not list(Path(environment["HOME"]).rglob("*.service"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,13 +13,16 @@ from tandem.cli.processes import prepared
 from tandem.cli.serve import checked
 from tandem.cli.service.managers import Manager, manager
 from tandem.cli.service.units import Service
-from tandem.env import SECRET_VARIABLES, state_dir, variable, variables
+from tandem.config.options import options
+from tandem.env import EXTRA_VARIABLES, SECRET_VARIABLES, state_dir, variable, variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
 from tandem.supervision.record import Background
 
 _KEPT = ("PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
-"""Variables that a service gets from whoever installs it, beside TANDEM_*."""
+"""Variables that a service gets from whoever installs it, beside Tandem's own."""
+_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+"""In an address, before the name of the machine."""
 END_S = 30.0
 """Seconds beyond `drain_timeout` that a service gets to end."""
 
@@ -44,21 +48,37 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
                          "in; give --api-key-file, or unset it", param="api_key")
     if settings.model.model:
         expect(settings.model.model)
-    environment = {key: value for key, value in variables().items()
-                   if (key in _KEPT or key.startswith("TANDEM_")) and key not in SECRET_VARIABLES}
+    environment = _environment()
     log = _log(name)
-    log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     command = module_command("tandem", "serve", *serve_words(arguments.words))
     stop_s = math.ceil(settings.process.drain_timeout + END_S)
     for text in (*command, str(Path.cwd()), str(log), *environment.values()):
         if not text.isprintable():  # no unit and no property list can hold it; bytes that are not UTF-8 are among these
             raise UsageError(f"{text!r}: a service's options, directories and variables must be printable text")
-    holder.install(Service(name, tuple(command), Path.cwd(), log, environment, stop_s))
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        holder.install(Service(name, tuple(command), Path.cwd(), log, environment, stop_s))
+    except OSError as error:
+        raise UsageError(f"{error.filename}: cannot be written: {error.strerror or error}; {name} is not installed"
+                         ) from None
     print(f"{name} is installed ({holder.file(name)}) and starting; its log is {log}")
     print(f"`tandem service status` shows whether it runs, `tandem status --port {settings.server.port}` how it is")
     if holder.hint:
         print(holder.hint)
+    if variable("HF_TOKEN"):
+        print("HF_TOKEN does not go along: `hf auth login` keeps it where the service finds it, if the model needs it")
     return 0
+
+
+def _environment() -> dict[str, str]:
+    """Variables that go along, for everybody to read who may read the service's file. Raises UsageError."""
+    known = {*_KEPT, *EXTRA_VARIABLES, *(option.variable for option in options())} - {*SECRET_VARIABLES}
+    kept = {key: value for key, value in variables().items() if key in known}
+    for key, value in kept.items():
+        if _PASSWORD.search(value):
+            raise UsageError(f"{key}: has a password in it, which would stand in the service's file; unset it, or take "
+                             "the password out")
+    return kept
 
 
 def serve_words(words: Sequence[str]) -> list[str]:

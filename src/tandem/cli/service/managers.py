@@ -8,7 +8,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tandem.cli.service.units import Service, launchd_agent, launchd_label, systemd_unit
@@ -52,7 +52,9 @@ class Manager(ABC):
         try:
             yield
         except UsageError as error:
-            self.uninstall(name)
+            with suppress(UsageError):
+                self.uninstall(name)
+            self.file(name).unlink(missing_ok=True)
             raise UsageError(f"{error.message}; {name} is not installed. {NOBODY}") from error
 
 
@@ -148,7 +150,10 @@ class Systemd(Manager):
     def uninstall(self, name: str) -> None:
         """As in the base class."""
         unit = self.file(name)
-        _ran(self.tool, "--user", "disable", "--now", unit.name)
+        try:
+            _must(self.tool, "--user", "disable", "--now", unit.name)
+        except UsageError as error:
+            raise UsageError(f"{error.message}; {name} is still installed, and may run. {NOBODY}") from error
         unit.unlink(missing_ok=True)
         _ran(self.tool, "--user", "daemon-reload")
 
