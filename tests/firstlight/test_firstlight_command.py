@@ -7,6 +7,7 @@ import fcntl
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tandem.cli.firstlight import command
@@ -14,6 +15,8 @@ from tandem.cli.main import main
 from tandem.errors import BrokenModel
 from tandem.firstlight.check import Check, Outcome, Task
 from tandem.firstlight.checks.machine import model as model_check
+from tandem.firstlight.director import Director
+from tandem.firstlight.journal import MOST_ATTEMPTS, End
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +56,48 @@ def test_a_report_that_cannot_be_written_is_refused_at_once(output: str, words: 
     said = capsys.readouterr().err
     assert f"--output {output}: " in said and words in said
     assert made == []
+
+
+def test_an_empty_name_of_a_hosts_file_is_refused(made: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["firstlight"], ["doctor"], ["plan", "demo"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*words, "--hostfile", ""])
+        assert ended.value.code == 2
+        assert "argument --hostfile: must not be empty" in capsys.readouterr().err
+    assert made == []
+
+
+def test_a_check_that_is_no_more_is_not_waited_for(made: list[str], tmp_path: Path) -> None:
+    words = ["firstlight", "--model", str(model_at(tmp_path / "m")), "--only", "digests"]
+    assert main(words) == 0
+    with (tmp_path / "state" / "firstlight" / "run.jsonl").open("ab") as file:
+        file.write(msgspec.json.encode(End(outcome=Outcome(name="of-old", verdict="failed", seconds=1.0))) + b"\n")
+    assert main(words) == 0
+    report = json.loads((tmp_path / "firstlight.json").read_text())
+    assert ([one["name"] for one in report["checks"]], report["wanted"]) == (["digests"], 1)
+
+
+def test_a_check_in_which_somebody_presses_ctrl_c_was_not_begun(made: list[str], monkeypatch: pytest.MonkeyPatch,
+                                                                tmp_path: Path, capsys: pytest.CaptureFixture[str]
+                                                                ) -> None:
+    end_well = Director._made
+
+    def pressed(self: object, check: Check, attempt: int) -> Outcome:
+        if check.name == "fence":
+            raise KeyboardInterrupt
+        return end_well(self, check, attempt)  # type: ignore[arg-type]
+
+    words = ["firstlight", "--model", str(model_at(tmp_path / "m")), "--only", "digests,fence"]
+    monkeypatch.setattr("tandem.firstlight.director.Director._made", pressed)
+    for _ in range(MOST_ATTEMPTS + 1):
+        assert main(words) == 130
+        assert "interrupted: the same command goes on" in capsys.readouterr().err
+    monkeypatch.setattr("tandem.firstlight.director.Director._made", end_well)
+    assert main(words) == 0
+    assert made == ["digests", "fence"]
+    report = json.loads((tmp_path / "firstlight.json").read_text())
+    assert [(one["name"], one["verdict"], one["attempts"]) for one in report["checks"]] == [
+        ("digests", "ok", 1), ("fence", "ok", 1)]
 
 
 def test_two_at_once_are_refused(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

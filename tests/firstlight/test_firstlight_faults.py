@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import errno
+import json
 import socket
+import subprocess
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import pytest
 
 from tandem.descriptors import raise_limit
+from tandem.doctor.examine import Question, examine
 from tandem.errors import ModelNotFound
 from tandem.firstlight.catalogue import CHECKS
 from tandem.firstlight.check import Differs, Figures, NotApplicable, Task, resolve
-from tandem.firstlight.checks import arena, device, faults, fences, machine, risky, sampling, wiring
+from tandem.firstlight.checks import arena, device, faults, fences, hosts, machine, risky, sampling, wiring
 from tandem.firstlight.ranks import Found
 from tandem.loading import trial
 from tandem.runner import digest, penalties, sampler
@@ -52,7 +57,10 @@ def differs(check: Callable[[Task], Figures], task: Task, words: str) -> None:
 def test_machine(task: Task, tmp_path: Path, monkeypatch: Patch) -> None:
     raise_limit()
     task = Task(entry="", result="", directory="", model=str(tiny_model(tmp_path / "m")))
+    asked: list[Question] = []
+    monkeypatch.setattr(machine, "examine", lambda question: asked.append(question) or examine(question))
     assert machine.machine(task)["system"]
+    assert asked[0].port == 0  # a server that runs here on the usual port is nothing wrong
     monkeypatch.setattr(machine, "runtime_dir", lambda: Path("/" + 95 * "x"))
     with pytest.raises(Differs, match="macOS takes 103"):
         machine.machine(task)
@@ -294,6 +302,100 @@ def test_awake(task: Task, monkeypatch: Patch) -> None:
     held = iter([set()] + [{"caffeinate, pid 1"}] * 99)
     monkeypatch.setattr(faults, "holders", lambda: next(held))
     differs(faults.awake, task, "it is still held")
+
+
+# ---- several machines
+
+
+@pytest.fixture
+def cluster(task: Task, tmp_path: Path) -> Task:
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps([{"ssh": "localhost", "ips": ["10.0.0.1"], "rdma": [None, "rdma_en2"]},
+                                {"ssh": "mac-b", "ips": ["10.0.0.2"], "rdma": ["rdma_en2", None]}]))
+    return msgspec.structs.replace(task, hostfile=str(file))
+
+
+def doctor_says(monkeypatch: Patch, **said: Any) -> None:
+    text = json.dumps({"links": [], "findings": [], "all_sum": {}, **said})
+    monkeypatch.setattr(hosts, "tandem", lambda *words, **_: subprocess.CompletedProcess(words, 0, text, ""))
+
+
+def test_doctor(cluster: Task, monkeypatch: Patch) -> None:
+    doctor_says(monkeypatch, links=[{"bytes_per_s": 2e9, "latency_s": 3e-5}])
+    assert hosts.doctor(cluster) == {"way 1, MB/s": 2000, "way 1, latency, us": 30}
+    doctor_says(monkeypatch, findings=[{"verdict": "fail", "check": "speed", "detail": "slow"}])
+    differs(hosts.doctor, cluster, "speed: slow, seen")
+
+
+def test_links(cluster: Task, monkeypatch: Patch) -> None:
+    doctor_says(monkeypatch, all_sum={"a": {"error": None, "latency_s": {"4096": 2e-5}}})
+    assert hosts.links(cluster) == {"ring, all_sum of 4 KiB, us": 20, "jaccl, all_sum of 4 KiB, us": 20}
+    doctor_says(monkeypatch, all_sum={"a": {"error": None, "latency_s": {}}, "b": {"error": "a wrong sum"}})
+    differs(hosts.links, cluster, "sums over jaccl, expected; a wrong sum, seen")
+    doctor_says(monkeypatch)
+    differs(hosts.links, cluster, "the doctor left it out")
+
+
+class Struck:
+    """In place of a server over machines: a rank is a process of this one, or has gone and does not come back."""
+
+    def __init__(self, rank: subprocess.Popen[bytes]) -> None:
+        self.process = rank
+        self.healthy = True
+
+    def ranks(self) -> list[int]:
+        return [self.process.pid] if self.process.poll() is None else []
+
+    def health(self) -> dict[str, str]:
+        return {"status": "healthy" if self.healthy else "recovering"}
+
+    def under_way(self) -> bool:
+        return True
+
+    def done(self) -> Any:
+        return SimpleNamespace(text="other words")
+
+
+def test_layouts_of_hosts(cluster: Task, monkeypatch: Patch) -> None:
+    @contextmanager
+    def serving(model: str, *options: str, **_: object) -> Any:
+        yield "-pp" in options
+
+    monkeypatch.setattr(hosts, "serving", serving)
+    monkeypatch.setattr(hosts, "ask", lambda *_: SimpleNamespace(text="words", decode_rate=5.0))
+    assert hosts.layouts(cluster)["stages over 2 hosts, tokens a second"] == 5.0
+    monkeypatch.setattr(hosts, "ask", lambda stages, *_: SimpleNamespace(text=str(stages), decode_rate=5.0))
+    differs(hosts.layouts, cluster, "the answer of one rank from stages")
+
+
+def test_deaths(cluster: Task, monkeypatch: Patch) -> None:
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        try:
+            server = Struck(rank)
+
+            @contextmanager
+            def serving(*_: object, **__: object) -> Any:
+                yield server
+
+            monkeypatch.setattr(hosts, "serving", serving)
+            monkeypatch.setattr(hosts, "ask", lambda *_: SimpleNamespace(text="words"))
+            monkeypatch.setattr(hosts, "ask_in_background", lambda *_: server)
+            monkeypatch.setattr(hosts, "descendants", lambda _: set[int]())
+            with pytest.raises(NotApplicable, match="no rank is on this machine"):
+                hosts.deaths(cluster)
+            monkeypatch.setattr(hosts, "descendants", lambda pid: {pid})
+            monkeypatch.setattr(hosts, "BACK_S", 0.1)
+            server.healthy = False
+            differs(hosts.deaths, cluster, "ranks again within 0.1 s of death 1, expected; none")
+        finally:
+            rank.kill()
+    with subprocess.Popen(["sleep", "600"]) as rank:
+        try:
+            server = Struck(rank)
+            monkeypatch.setattr(hosts, "BACK_S", 60.0)
+            differs(hosts.deaths, cluster, "the same answer after death 1, expected; another")
+        finally:
+            rank.kill()
 
 
 # ---- what is risky

@@ -81,8 +81,8 @@ def test_a_planted_fault_is_seen(entry: str, fault: str, words: str, looked: Cal
 
 @pytest.mark.parametrize(("entry", "variable", "value", "words"), [
     ("single:chunks", "TANDEM_MAX_CONTEXT", "100", "a request failed"),
-    ("faults:killed", "TANDEM_MAX_RESTARTS", "0", ""),
-    ("faults:stopped", "TANDEM_MAX_RESTARTS", "0", ""),
+    ("faults:killed", "TANDEM_MAX_RESTARTS", "0", "a request failed: The server ends: gave up"),
+    ("faults:stopped", "TANDEM_MAX_RESTARTS", "0", "a request failed: The server ends: gave up"),
 ])
 def test_a_setting_that_breaks_it_is_seen(entry: str, variable: str, value: str, words: str,
                                           looked: Callable[..., Finding], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,13 @@ def _first_sentence(text: str | None) -> str | None:
     return first + (default[0] if default else "")
 
 
+def filled(text: str) -> str:
+    """The type of an option that is not to be empty, as `"$FILE"` may be in a shell. Raises ArgumentTypeError."""
+    if not text:
+        raise argparse.ArgumentTypeError("must not be empty")
+    return text
+
+
 class _HelpAll(argparse.Action):
     """Prints all options, and ends."""
 

@@ -43,7 +43,12 @@ class Director:
                 if time.monotonic() >= end:
                     continue
                 listener(check, None)
-                outcome = self._made(check, self._journal.begin(check.name))
+                attempt = self._journal.begin(check.name)
+                try:
+                    outcome = self._made(check, attempt)
+                except KeyboardInterrupt:
+                    self._journal.again([check.name])  # it was not the check that ended the run
+                    raise
             self._journal.end(outcome)
             listener(check, outcome)
         return [self._journal.outcomes[one.name] for one in checks if one.name in self._journal.outcomes]

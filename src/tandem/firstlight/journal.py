@@ -80,8 +80,13 @@ class Journal:
     def reopen(self, names: Collection[str]) -> None:
         """If all of these have ended, they are made again; else a run that was interrupted goes on."""
         if self.outcomes.keys() >= set(names):
-            self._forget(names)
-            self._append(Again(names=list(names)))
+            self.again(names)
+
+    def again(self, names: Iterable[str]) -> None:
+        """Forget what was found of these, and that they were begun."""
+        event = Again(names=list(names))
+        self._forget(event.names)
+        self._append(event)
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:

@@ -73,9 +73,13 @@ def _run(arguments: argparse.Namespace, only: list[str] | None, output: Path, fi
     journal = Journal(Path(task.directory) / "run.jsonl", question, boot=boot_id(), fresh=arguments.fresh)
     journal.reopen([one.name for one in checks])
     _note(_beginning(journal, checks, name))
-    Director(journal, task).run(checks, seconds=60 * arguments.minutes, listener=_tell)
+    try:
+        Director(journal, task).run(checks, seconds=60 * arguments.minutes, listener=_tell)
+    except KeyboardInterrupt:
+        _note("interrupted: the same command goes on")
+        raise
     found = [journal.outcomes[one.name] for one in CHECKS if one.name in journal.outcomes]  # of earlier runs too
-    wanted = {one.name for one in checks} | journal.outcomes.keys()
+    wanted = {one.name for one in checks} | {one.name for one in found}  # a journal may have others, of old
     report = make_report(found, wanted=len(wanted), date=datetime.date.today().isoformat(), facts=here, model=name,
                          hosts=len(file.hosts) if file else 0, names=_names(file))
     return _write(report, output)

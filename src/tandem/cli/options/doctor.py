@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tandem.cli.arguments import Parser, add_command
+from tandem.cli.arguments import Parser, add_command, filled
 
 SUMMARY = "Look at the machines of a cluster, side by side, and say what is wrong and how to mend it."
 
@@ -13,8 +13,8 @@ SUMMARY = "Look at the machines of a cluster, side by side, and say what is wron
 def add_parser(commands: Any) -> Parser:
     """Add the command to the parser's subcommands; the caller sets `run`."""
     parser = add_command(commands, "doctor", SUMMARY)
-    parser.add_argument("--hostfile", metavar="FILE", help="MLX's JSON hosts file; without it this machine is looked "
-                        "at.")
+    parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file; without it this "
+                        "machine is looked at.")
     parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="the nodes of a Ray cluster: that of "
                         "its head's ADDRESS, by default RAY_ADDRESS, else the one that this machine is a node of.")
     parser.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tandem.cli.arguments import Parser, add_command
+from tandem.cli.arguments import Parser, add_command, filled
 
 SUMMARY = "Try on this machine all that may go another way on another one, and write a report of one page."
 
@@ -12,7 +12,8 @@ SUMMARY = "Try on this machine all that may go another way on another one, and w
 def add_parser(commands: Any) -> Parser:
     """Add the command to the parser's subcommands; the caller sets `run`."""
     parser = add_command(commands, "firstlight", SUMMARY)
-    parser.add_argument("--hostfile", metavar="FILE", help="MLX's JSON hosts file: also try those machines together.")
+    parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those "
+                        "machines together.")
     parser.add_argument("--model", metavar="MODEL", default="demo", help="directory, GGUF file, hub id, or demo; "
                         "where the demo model is not here, a tiny random one is made [demo]")
     parser.add_argument("--minutes", type=float, default=5.0, metavar="X", help="begin no check after so many; what is "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from tandem.cli.arguments import Parser, add_command
+from tandem.cli.arguments import Parser, add_command, filled
 from tandem.planner.hardware import CHIPS, LINKS
 from tandem.planner.types import GOALS
 
@@ -50,6 +50,7 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--hostfile",
         metavar="FILE",
+        type=filled,
         help='MLX\'s JSON hosts file; each host may have "memory", "chip", "gpu", "bandwidth", "tflops" and "fence".',
     )
     group.add_argument(

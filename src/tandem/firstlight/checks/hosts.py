@@ -35,7 +35,7 @@ def doctor(task: Task) -> Figures:
 
 
 def _examined(task: Task, backend: str | None) -> dict[str, Any]:
-    words = ["doctor", "--hostfile", task.hostfile, "--json"]
+    words = ["doctor", "--hostfile", task.hostfile, "--json", "--port", "0"]
     done = tandem(*words, *(["--backend", backend] if backend else []), timeout_s=DOCTOR_S)
     try:
         found: dict[str, Any] = json.loads(done.stdout)

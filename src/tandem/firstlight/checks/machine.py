@@ -45,7 +45,7 @@ def machine(task: Task) -> Figures:
         figures |= _mac()
         if (installed := sysctl("hw.memsize")).isdigit() and int(installed) != machine_memory():
             problems.append(f"hw.memsize is {installed}, sysconf says {machine_memory()}")
-    evidence = examine(Question(hosts=[], model=task.model))
+    evidence = examine(Question(hosts=[], model=task.model, port=0))
     found = findings(evidence)
     figures |= {f"doctor: {one.check}": one.detail for one in found if one.verdict == "warn"}
     problems += [f"doctor, {one.check}: {one.detail}" for one in found if one.verdict == "fail"]
