@@ -15,7 +15,17 @@ RESERVE = 0.25
 """What a full queue still takes, as a share of its limits, from groups that have less than their share of it."""
 
 
-def check_queue(request: EngineRequest, limits: Limits, waiting: Collection[Sequence], queued: int) -> None:
+def check_admission(request: EngineRequest, limits: Limits, live: Collection[str], waiting: Collection[Sequence],
+                    queued: int) -> None:
+    """May a request wait for its turn? `live` are the ids in use, `waiting` is the queue, of `queued` tokens in all.
+
+    Raises RequestError if it can never run, OverloadedError if the queue is full.
+    """
+    _check_fits(request, limits, live)
+    _check_queue(request, limits, waiting, queued)
+
+
+def _check_queue(request: EngineRequest, limits: Limits, waiting: Collection[Sequence], queued: int) -> None:
     """Raises OverloadedError when the queue of `waiting` sequences, `queued` tokens in all, is full.
 
     One group cannot fill it for the others: those that have less than their share of its places find some in reserve.
@@ -29,7 +39,7 @@ def check_queue(request: EngineRequest, limits: Limits, waiting: Collection[Sequ
         raise OverloadedError(f"{queued} prompt tokens are waiting already (max_queue_tokens); try again later")
 
 
-def check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -> None:
+def _check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -> None:
     """Raises RequestError if the request can never run, or has the id of one that is `live`."""
     params = request.params
     if request.request_id in live:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tandem.cache.budget import batch_positions
-from tandem.protocol.step import PrefillOp
+from tandem.protocol.step import PrefillOp, StepPlan
 from tandem.scheduler.sequence import Sequence
 
 PATIENCE = 4
@@ -22,6 +22,8 @@ class Lane:
     removes: list[str] = field(default_factory=list)
     outstanding: int = 0
     """Plans sent whose results are not back."""
+    _ahead: set[int] = field(default_factory=set)
+    """Numbers of those of them that were sent before the result of the one before was back."""
     last_step: int = -1
     names_tokens: bool = False
     """The ranks do not hold the last tokens of its sequences: the next plan names them, so it waits for results."""
@@ -33,6 +35,22 @@ class Lane:
         del self.members[sequence.request_id]
         self.removes.append(sequence.request_id)
         sequence.leave()
+
+    def sent(self, plan: StepPlan) -> None:
+        """A plan for it goes out."""
+        if self.outstanding:
+            self._ahead.add(plan.step_id)
+        self.names_tokens = not plan.hands_out
+        self.removes = []
+        self.outstanding += 1
+        self.last_step = plan.step_id
+
+    def returned(self, plan: StepPlan) -> bool:
+        """The plan's result is back. True if the plan was sent before the result of the one before it."""
+        self.outstanding -= 1
+        ahead = plan.step_id in self._ahead
+        self._ahead.discard(plan.step_id)
+        return ahead
 
     def decoding(self) -> list[Sequence]:
         """Members whose prompt is done, in joining order."""

@@ -25,7 +25,7 @@ from tandem.protocol.step import (
     StepResult,
     batch_fingerprint,
 )
-from tandem.scheduler.admission import check_fits, check_queue
+from tandem.scheduler.admission import check_admission
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.placement import choose_lane
@@ -65,8 +65,7 @@ class Scheduler:
 
     def submit(self, request: EngineRequest, seed: int) -> None:
         """Queue a request. Raises RequestError if it can never run, OverloadedError if the queue is full."""
-        check_fits(request, self.limits, self.sequences)
-        check_queue(request, self.limits, self.waiting, self.queued_tokens)
+        check_admission(request, self.limits, self.sequences, self.waiting, self.queued_tokens)
         sequence = Sequence(request, seed, proposer=self.speculation.proposer(request))
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
@@ -193,11 +192,7 @@ class Scheduler:
             lane.members[request_id].inflight += 1
         for sequence in decode:
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
-        self.speculation.sent(plan, ahead=lane.outstanding > 0)
-        lane.names_tokens = not plan.hands_out
-        lane.removes = []
-        lane.outstanding += 1
-        lane.last_step = plan.step_id
+        lane.sent(plan)
         self._under_way[plan.step_id] = plan
         self.next_step += 1
 
@@ -313,7 +308,7 @@ class Scheduler:
         """
         plan = self._under_way.pop(result.step_id)
         lane = self.lanes[plan.lane]
-        lane.outstanding -= 1
+        ahead = lane.returned(plan)
         outputs = [message for request_id in plan.pooled() if (message := self._take_vector(request_id, result))]
         for op in plan.prefill:
             if (prompted := self.sequences.get(op.request_id)) is not None:
@@ -331,13 +326,13 @@ class Scheduler:
                 sequence.hear(result)
             elif not sequence.inflight:
                 del self.sequences[request_id]
-        self._measure(lane, plan, now)
+        self._measure(lane, plan, now, ahead=ahead)
         return outputs
 
-    def _measure(self, lane: Lane, plan: StepPlan, now: float | None) -> None:
+    def _measure(self, lane: Lane, plan: StepPlan, now: float | None, *, ahead: bool) -> None:
         """How long the step took, if the lane went from the step before straight on to this one."""
         since, lane.result_at = lane.result_at, now if lane.decoding() else None
-        self.speculation.took(plan, None if now is None or since is None else now - since)
+        self.speculation.took(plan, None if now is None or since is None else now - since, ahead=ahead)
 
     def _take(self, sequence: Sequence, tokens: list[int], result: StepResult) -> EngineMessage:
         """Tokens that were produced, until one of them ends the sequence."""

@@ -61,7 +61,7 @@ async def understood(request: Request, raw: bytes, model: type[Model], ignored: 
     request.scope["tandem.body_size"] = len(raw)
     if len(raw) > LARGE_BODY:
         await unless_gone(request, api.workers.ask(get_group(request), Judge(model.__name__, raw), type(None)))
-    return await off_loop(len(raw) > LARGE, lambda: parse_bytes(raw, model, ignored))
+    return await off_loop(len(raw) > LARGE, parse_bytes, raw, model, ignored)
 
 
 async def translated(request: Request, work: Callable[[], Result]) -> Result:

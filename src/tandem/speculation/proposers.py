@@ -221,7 +221,6 @@ class Speculation:
     def __init__(self, limits: SpeculationLimits | None) -> None:
         self._limits = limits
         self._costs = StepCosts()
-        self._ahead: set[int] = set()
         self.counts = SpeculationCounts()
 
     @property
@@ -259,18 +258,12 @@ class Speculation:
         best = best_drafts(rows, self._costs) if any(drafts for drafts, _ in rows) else None
         return max(map(len, best)) if best else 0
 
-    def sent(self, plan: StepPlan, *, ahead: bool) -> None:
-        """A plan goes out; `ahead` of the result of the one before it in its lane."""
-        if ahead:
-            self._ahead.add(plan.step_id)
-
-    def took(self, plan: StepPlan, seconds: float | None) -> None:
+    def took(self, plan: StepPlan, seconds: float | None, *, ahead: bool) -> None:
         """Its result came so many seconds after the one before it in its lane; None where that says nothing.
 
-        Plain steps count when they were sent ahead: that is what drafts have to beat, since they cannot be.
+        Plain steps count when they were sent `ahead` of the result of the one before: that is what drafts have to beat,
+        since they cannot be.
         """
-        ahead = plan.step_id in self._ahead
-        self._ahead.discard(plan.step_id)
         if self._limits is None or seconds is None or not plan.decode or plan.prefill:
             return
         drafts = plan.spec_decode_plan is not None and plan.spec_decode_plan.drafts > 0
@@ -293,4 +286,3 @@ class Speculation:
     def forget(self) -> None:
         """The ranks, or their layout, are others from now on."""
         self._costs = StepCosts()
-        self._ahead.clear()

@@ -76,7 +76,7 @@ def test_the_killer_is_refused_and_the_innocent_are_served(engine):
     assert engine.names == ["a", "killer", "b"], "once more together"
     engine.die()
     assert engine.names == ["a"], "then alone"
-    assert a.wire_request().suspicion.company == 2
+    assert a.depart().suspicion.company == 2
     tried(a)
     tokens(a, CLEAR + 1)
     assert engine.names == ["a", "killer"], "it is past the point; the next one's turn"

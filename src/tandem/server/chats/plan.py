@@ -88,9 +88,8 @@ def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
 
 
 async def _prompt(texts: RequestTexts, fields: ChatRequest, with_tools: bool, variables: dict[str, Any]) -> list[int]:
-    messages = [message.as_template_input() for message in fields.messages]
     tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
-    return await texts.render(messages, variables, tools=tools)
+    return await texts.render(fields.messages, variables, tools=tools)
 
 
 async def _form(
@@ -101,7 +100,7 @@ async def _form(
     answer = None if asked is None else await described(texts, *asked)
     literal = literal_of(texts.grammars.special)
     try:
-        grammar = await off_loop(texts.body_size > LARGE, lambda: answer_grammar(writing, literal, answer))
+        grammar = await off_loop(texts.body_size > LARGE, answer_grammar, writing, literal, answer)
         return await accepted(texts, param, await described(texts, param, StructuredOutputs(grammar=grammar)))
     except ValueError as error:
         raise RequestError(f"Invalid '{param}': {error}.", param=param, code="invalid_value") from error

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tandem.server.openai.messages import Message
 from tandem.server.tools.prompt import knows_tools, plain_messages
 from tandem.text.tokenizer import Tokenizer
 
@@ -23,6 +24,19 @@ def prompt_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, 
         messages, tools = plain_messages(messages, tools), []
     render = tokenizer.quick_chat_text if quick else tokenizer.chat_text
     return render(messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **variables)
+
+
+def template_input(message: Message) -> dict[str, Any]:
+    """As chat templates expect it, but with the arguments of calls as texts. OpenAI's `developer` is what everyone else
+    calls `system`."""
+    role = "system" if message.role == "developer" else message.role
+    extras = {name: getattr(message, name) for name in ("name", "reasoning_content", "tool_call_id")}
+    given: dict[str, Any] = {"role": role, "content": message.content or ""}
+    given |= {name: value for name, value in extras.items() if value is not None}
+    if message.tool_calls:
+        given["tool_calls"] = [{"id": call.id, "type": "function", "function": {"name": call.function.name,
+                                "arguments": call.function.arguments}} for call in message.tool_calls]
+    return given
 
 
 def _with_objects(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,10 +11,11 @@ from pydantic_core import to_json
 
 from tandem.protocol.control import EngineStatus
 from tandem.server.chats.fitting import check_bytes, encode_fitting
-from tandem.server.chats.prompt import prompt_text
+from tandem.server.chats.prompt import prompt_text, template_input
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
+from tandem.server.openai.messages import Message
 from tandem.server.validation import LARGE_BODY
 from tandem.server.workers.tasks import Encode, Render, Task
 from tandem.text.template_sandbox import TooExpensive
@@ -67,15 +68,15 @@ class RequestTexts:
             len(tokens), lambda: self.tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens)
         )
 
-    async def render(self, messages: list[dict[str, Any]], variables: dict[str, Any], *,
+    async def render(self, messages: Sequence[Message], variables: dict[str, Any], *,
                      tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = True) -> list[int]:
         """Token ids of a conversation in the model's chat template, which is told of the `tools`.
 
         Raises RequestError when there is no template, or the template rejects the conversation.
         """
         context = self.status.max_context
-        given: dict[str, Any] = {"messages": messages, "tools": tools, "variables": variables,
-                                 "add_generation_prompt": add_generation_prompt}
+        given: dict[str, Any] = {"messages": [template_input(message) for message in messages], "tools": tools,
+                                 "variables": variables, "add_generation_prompt": add_generation_prompt}
 
         def render() -> list[int]:
             text = prompt_text(self.tokenizer, **given, quick=True)

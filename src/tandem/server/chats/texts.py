@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, TypeVarTuple
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import ModelSettings
@@ -25,6 +25,7 @@ LARGE = 8192
 """Characters (or tokens) from which on text work is done in a thread: about a millisecond of tokenising."""
 
 Result = TypeVar("Result")
+Given = TypeVarTuple("Given")
 
 
 def tokenizer_of(model: TextsOf) -> Tokenizer:
@@ -82,6 +83,6 @@ THREADS = 3
 _threads = ThreadPoolExecutor(THREADS, "texts")
 
 
-async def off_loop(large: bool, work: Callable[[], Result]) -> Result:
-    """Run `work` here when it is small, in a thread when it is `large`."""
-    return await asyncio.get_running_loop().run_in_executor(_threads, work) if large else work()
+async def off_loop(large: bool, work: Callable[[*Given], Result], *given: *Given) -> Result:
+    """What `work` makes of what is `given`: here when it is small, in a thread when it is `large`."""
+    return await asyncio.get_running_loop().run_in_executor(_threads, work, *given) if large else work(*given)

@@ -95,14 +95,10 @@ class Flight:
         """Its replica died while it worked on it."""
         self.suspicion.died(self.computed, len(self._request.prompt) + len(self.produced), alone=alone)
 
-    def depart(self) -> str:
-        """It is about to be sent (again): the id to use."""
+    def depart(self) -> EngineRequest:
+        """It is about to be sent (again): what to send."""
         self._sendings += 1
         self.trial, self._heard = None, False
-        return self.wire_id
-
-    def wire_request(self) -> EngineRequest:
-        """What to send."""
         return msgspec.structs.replace(self._request, request_id=self.wire_id, produced=list(self.produced),
                                        suspicion=msgspec.structs.replace(self.suspicion))
 

@@ -285,15 +285,15 @@ class Replicas:
             return True
         while True:
             flight.replica = None
-            wire_id = flight.depart()
-            index = self._router.place(wire_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
+            request = flight.depart()
+            index = self._router.place(request.request_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
                                        avoid=flight.refused_by)
             if index is None:
                 return False
             flight.replica = index
-            if self._members[index].client.send(flight.wire_request(), flight):
+            if self._members[index].client.send(request, flight):
                 return True
-            self._router.end(wire_id)
+            self._router.end(request.request_id)
             flight.refused_by.add(index)
 
     def arrived(self, flight: Flight, output: Output) -> None:

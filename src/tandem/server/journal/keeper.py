@@ -45,7 +45,7 @@ class Keeper:
             await self._app(scope, receive, send)
             return
         body = await read_body(Request(scope, receive), self._api.max_body)
-        if await off_loop(len(body) > LARGE, lambda: _streams(body)):
+        if await off_loop(len(body) > LARGE, _streams, body):
             # A stream cannot be told twice; what is no JSON object is for the route to refuse.
             await self._app(scope, _again(body, receive), send)
             return

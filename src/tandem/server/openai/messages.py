@@ -70,11 +70,6 @@ class ToolCall(Strict):
     function: CalledFunction
     index: int | None = None
 
-    def as_template_input(self) -> dict[str, Any]:
-        """As chat templates expect it, but with the arguments as a text."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id, "type": "function", "function": function}
-
 
 class Message(Strict):
     """One message of a conversation."""
@@ -118,16 +113,6 @@ class Message(Strict):
         if self.role == "tool" and self.tool_call_id is None:
             raise PydanticCustomError("missing_id", "a tool message needs the 'tool_call_id' that it answers")
         return self
-
-    def as_template_input(self) -> dict[str, Any]:
-        """The message as chat templates expect it. OpenAI's `developer` is what everyone else calls `system`."""
-        role = "system" if self.role == "developer" else self.role
-        extras = {"name": self.name, "reasoning_content": self.reasoning_content, "tool_call_id": self.tool_call_id}
-        message: dict[str, Any] = {"role": role, "content": self.content or ""}
-        message |= {name: value for name, value in extras.items() if value is not None}
-        if self.tool_calls:
-            message["tool_calls"] = [call.as_template_input() for call in self.tool_calls]
-        return message
 
 
 def _part_text(index: int, part: Any) -> str:

@@ -25,9 +25,8 @@ async def tokenize(http: Request) -> Response:
     fields = await parse(http, TokenizeRequest)
     texts = await RequestTexts.of(http, await api.engage(http, fields.model))
     if fields.messages is not None:
-        messages = [message.as_template_input() for message in fields.messages]
         kwargs = checked_template_kwargs(fields.chat_template_kwargs)
-        tokens = await texts.render(messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
+        tokens = await texts.render(fields.messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
     else:
         special = fields.add_special_tokens is not False
         [tokens] = await texts.encode([fields.prompt or ""], "prompt", special=special)
