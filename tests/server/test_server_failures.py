@@ -47,6 +47,14 @@ def test_disconnect_aborts_all_choices(server, engine, wait_until, stream, hold)
     assert server.chat().status_code == 200
 
 
+def test_a_client_that_leaves_after_a_further_request_is_noticed(server, engine, wait_until):
+    engine.hold = True
+    with server.raw(request_bytes()) as client:
+        wait_until(lambda: len(engine.submitted) == 1)
+        client.sendall(b"GET /health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+    wait_until(lambda: engine.aborted == set(engine.submitted))
+
+
 def test_heartbeats_while_nothing_comes(serve, engine):
     server = serve(heartbeat_s=0.2)
     engine.hold = True

@@ -20,6 +20,7 @@ from tandem.errors import UnavailableError
 from tandem.server.app import create_app
 from tandem.server.connections.acceptor import Acceptor, most_connections
 from tandem.server.connections.connection import Connection
+from tandem.server.connections.slices import Slices
 from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
 from tandem.server.engines.protocol import Engines
@@ -46,6 +47,7 @@ class ApiServer(uvicorn.Server):
         server = api.settings.server
         self._certificate = Certificate(server.tls_cert, server.tls_key) if server.tls_cert is not None else None
         self._acceptors: list[Acceptor] = []
+        self._slices = Slices()
         self._drain_timeout = drain_timeout
         self._drain_until: float | None = None
         self.announces = True
@@ -86,7 +88,9 @@ class ApiServer(uvicorn.Server):
         self._addresses.clear()
 
     def _connection(self) -> Connection:
-        return Connection(self.config, self.server_state, self.lifespan.state)
+        made = Connection(self.config, self.server_state, self.lifespan.state)
+        made.slices = self._slices
+        return made
 
     def _clients(self) -> list[Connection]:
         return [one for one in self.server_state.connections if isinstance(one, Connection)]

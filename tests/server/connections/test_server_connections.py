@@ -9,10 +9,11 @@ import os
 import socket
 import time
 
+import h11
 import httpx
 import pytest
 
-from tandem.server.connections import acceptor, connection
+from tandem.server.connections import acceptor, connection, slices
 from tandem.server.connections.acceptor import SHARE, Acceptor, group_of, most_connections
 
 PATIENCE_S = 120.0
@@ -131,6 +132,7 @@ def test_a_client_that_reads_nothing_is_given_up(shared):
     b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: x\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost: x\r\n" + b"A: " + b"a" * 300_000 + b"\r\n\r\n",
+    b"GET / HTTP/1.1\r\nHost: x\r\n" + b"a:\r\n" * 15_000 + b"\r\n",
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
     b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
     b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\nzz\r\n",
@@ -141,6 +143,19 @@ def test_what_is_not_http_is_told_so_in_the_shape_of_all_errors_and_logged_nowhe
     assert error["code"] == "invalid_http"
     assert error["message"].startswith("Invalid HTTP request received: ")
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+def test_a_body_in_chunks_of_a_byte_is_read_in_slices(shared, monkeypatch):
+    """Bytes of which each costs a lot are not all read before the event loop does anything else."""
+    read, lines = h11.Connection.receive_data, []
+    monkeypatch.setattr(h11.Connection, "receive_data",
+                        lambda self, data: (lines.append(data.count(b"\n")), read(self, data))[1])
+    head = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b'{"prompt": "a"' + b" " * 20_000 + b"}"
+    with shared.raw(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n") as client:
+        assert b'"count":' in answer(client, b"}")
+    assert sum(lines) >= 2 * len(body)
+    assert max(lines) <= slices.MOST_LINES
 
 
 def test_a_chunk_that_is_broken_after_the_answer_ends_the_connection_without_a_word(shared, caplog):

@@ -13,9 +13,11 @@ from collections.abc import Callable
 from typing import Any
 
 import h11
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from tandem.errors import RequestError
+from tandem.server.connections.slices import MOST_LINES, Slices, slice_end
 from tandem.server.failures import error_response
 
 HEAD_S = 20.0
@@ -25,6 +27,9 @@ LINGER_S = 5.0
 STALL_S = 120.0
 """Seconds after which a client that reads nothing of its answer is given up."""
 
+MOST_AHEAD = 4096
+"""Bytes of further requests that are taken from a client while one is worked on."""
+
 
 def too_slow() -> RequestError:
     """What a client is told whose header does not come."""
@@ -33,9 +38,31 @@ def too_slow() -> RequestError:
     return error
 
 
+def too_many_lines() -> RequestError:
+    """What a client is told whose header takes long to read."""
+    error = RequestError(f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
+                         code="invalid_http")
+    error.status = 431
+    return error
+
+
+class _Flow(FlowControl):
+    """uvicorn's, whose reading can be held."""
+
+    held = False
+
+    def resume_reading(self) -> None:
+        """Go on reading, unless that is held."""
+        if not self.held:
+            super().resume_reading()
+
+
 class Connection(H11Protocol):
     """uvicorn's protocol. `look` is to be called now and then; `on_lost` is called once, at the end."""
 
+    slices: Slices
+    """Those of all connections of the event loop."""
+    flow: _Flow
     on_lost: Callable[[], None] = staticmethod(lambda: None)
     group = ""
     """Whose connections it counts among."""
@@ -43,6 +70,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """The clock for the first header runs."""
         super().connection_made(transport)
+        self.flow = _Flow(transport)
+        self._left = b""
+        """Of what has come, what is still to be read."""
         self.since = self.loop.time()
         """When it was opened, or when its last answer was out."""
         self._due = self.since + HEAD_S
@@ -51,6 +81,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is over."""
+        self._left = b""
         super().connection_lost(exc)
         self.on_lost()
 
@@ -60,8 +91,40 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request."""
+        """Bytes of a request: read at once, or in slices when they would hold up other connections."""
+        if not self._left and slice_end(data) == len(data):
+            self._read(data)
+            return
+        if not self._left:
+            self.slices.add(self._read_slice)
+        self._left += data
+        self.flow.held = self.flow.read_paused = True
+        self.transport.pause_reading()
+
+    def _read_slice(self) -> bool:
+        """Read a part of what has come; False when nothing is left of it."""
+        end = slice_end(self._left)
+        part, self._left = self._left[:end], self._left[end:]
+        try:
+            if part:
+                self._read(part)
+        except BaseException:  # as asyncio has it for what is read at once
+            self.transport.abort()
+            raise
+        if self.transport.is_closing():
+            self._left = b""
+        elif not self._left:
+            self.flow.held = False
+            self.flow.resume_reading()
+        return bool(self._left)
+
+    def _read(self, data: bytes) -> None:
         super().data_received(data)
+        unread = self.conn.trailing_data[0]
+        if self.conn.their_state is h11.DONE and len(unread) < MOST_AHEAD:
+            self.flow.resume_reading()  # of requests that wait for their turn: else nobody hears that the client leaves
+        elif self.conn.their_state is h11.IDLE and unread.count(b"\n") >= MOST_LINES:
+            self._refuse(too_many_lines())
         if self.conn.their_state is h11.IDLE:
             self._due = min(self._due, self.loop.time() + HEAD_S)
         elif self.conn.their_state is h11.SEND_BODY and self.idle:
