@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -18,6 +19,9 @@ CASES = [
     (["serve", "--device", ""], {"auto", "cpu", "gpu"}),
     (["serve", "--device", "c"], {"cpu"}),
     (["serve", "model", "--launcher", "m"], {"manual"}),
+    (["serve", "--device=c"], {"cpu"}),
+    (["serve", "--device="], {"auto", "cpu", "gpu"}),
+    (["service", "install", "--launcher=man"], {"manual"}),
     (["model", "g"], {"get"}),
     (["service", "install", "--wir"], {"--wired"}),
     (["completions", ""], {"bash", "zsh", "fish"}),
@@ -32,6 +36,7 @@ compdef() { }
 _files() { }
 _describe() { for one in "${(@P)2}"; do printf '%s\\n' "${one%%:*}"; done }
 compadd() { shift; printf '%s\\n' "$@" }
+compset() { }
 source "$1"; shift
 words=("$@"); CURRENT=$#; _tandem
 """
@@ -46,11 +51,14 @@ def completed(shell: str, words: list[str], directory: Path) -> set[str]:
         line = " ".join(["tandem", *words])
         command = [shell, "-N", "-c", 'source $argv[1]; complete -C "$argv[2]"', str(file), line]
     else:
+        if shell == "bash":  # readline's words
+            words = [part for word in words for part in (re.split("(=)", word) if "=" in word else [word])]
+            words = words[:-1] if words[-2:] == ["=", ""] else words
         command = [shell, "-c", BASH if shell == "bash" else ZSH, shell, str(file), "tandem", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stderr == ""
-    offered = {line.partition("\t")[0] for line in done.stdout.splitlines() if line}
-    return {one for one in offered if one.startswith(words[-1])}
+    offered = {line.partition("\t")[0].rpartition("=")[2] for line in done.stdout.splitlines() if line}
+    return {one for one in offered if one.startswith(words[-1].rpartition("=")[2])}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

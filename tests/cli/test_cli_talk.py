@@ -94,6 +94,14 @@ def url(tmp_path_factory):
         yield address
 
 
+def test_a_picture_for_a_model_that_reads_text_alone_is_refused_in_a_line(url, tmp_path):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    talk = Conversation(Served(url, "", None, {}), {}, lambda name: None)
+    with pytest.raises(UsageError, match=r"^tiny reads text alone and sees no pictures; .*--url URL"):
+        talk.command(f"/image {tmp_path / 'a.png'}")
+    assert talk.images == []
+
+
 @pytest.mark.slow
 def test_a_chat_on_a_terminal(url, tmp_path):
     state = {"TANDEM_STATE_DIR": str(tmp_path)}

@@ -76,6 +76,18 @@ def test_help_is_short_and_help_all_has_everything(capsys, command):
         assert shown["--help"].index("--system") < shown["--help"].index("--pipeline-parallel-size")
 
 
+def test_the_commands_are_listed_in_groups_a_line_each(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    shown = capsys.readouterr().out
+    (commands,) = [one for one in build_parser()._actions if isinstance(one, argparse._SubParsersAction)]
+    listed = [one.dest for one in commands._choices_actions]
+    rows = [line.split()[0] for line in shown.splitlines() if line.startswith("  ")]
+    assert sorted(rows) == sorted(listed)
+    assert [line for line in shown.splitlines() if line.endswith(":")][0] == "a model:"
+    assert max(map(len, shown.splitlines())) <= 110
+
+
 def test_other_names_are_the_same_commands():
     for short, action in (("pull", "get"), ("rm", "rm"), ("show", "show")):
         arguments = build_parser().parse_args([short, "demo"])
@@ -133,6 +145,14 @@ def test_every_command_finds_the_server_in_the_same_way(monkeypatch):
     for words in (["replica", "list"], ["batch", "a", "b"], ["model", "ps"], ["chat"], ["generate"],
                   ["bench", "latency"]):
         assert isinstance(build_parser().parse_args([*words, "--url", "http://a:1"]), argparse.Namespace)
+
+
+def test_a_model_that_quant_is_not_for_is_answered_in_a_short_line(capsys, tmp_path):
+    model = tiny_model(tmp_path / "Qwen3-8B-4bit")
+    assert main(["plan", str(model), "--quant", "4bit", "--hosts", "a=8GB"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "leave --quant out" in line and "did you mean Qwen/Qwen3-8B?" in line
+    assert len(line) < 300 + len(str(model))
 
 
 def test_the_planned_command_keeps_the_machines(capsys, tmp_path):

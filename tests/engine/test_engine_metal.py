@@ -10,7 +10,7 @@ import pytest
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine import recovery
 from tandem.engine.engine import Engine
-from tandem.engine.layout import plan_layout
+from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.errors import ConfigError, GpuSilent, RankFailure
 from tandem.executors import gpu_probe
 from tandem.executors.cluster import ClusterExecutor
@@ -186,9 +186,20 @@ def test_fast_fences_are_refused_where_no_rank_can_have_them(model: Path, parall
     with pytest.raises(ConfigError, match="--wired 1GB: is about the GPUs of Macs, and --device cpu"):
         plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(device="cpu"),
                              scheduler=SchedulerSettings(wired="1GB")))
+    with pytest.raises(ConfigError, match="--wired 1GB: is about the GPUs of Macs, and all ranks run on this machine"):
+        plan_layout(Settings(model=ModelSettings(model=str(model)), scheduler=SchedulerSettings(wired="1GB")))
     ranks = plan_layout(Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(
         fast_sync="auto", parallel=(2, 1)))).ranks
     assert [rank.fast_fences for rank in ranks] == [True, True, False]
+
+
+def test_an_option_that_has_no_effect_is_said_once_in_a_line(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for parallel, lines in ((ParallelSettings(backend="jaccl", pipeline_parallel_size=2), 1),
+                            (ParallelSettings(backend="ring", tensor_parallel_size=2), 0), (ParallelSettings(), 0)):
+        settings = Settings(model=ModelSettings(model=str(model)), parallel=parallel)
+        caplog.clear()
+        say_what_is_idle(settings, plan_layout(settings))
+        assert caplog.text.count("--backend jaccl does nothing here") == len(caplog.messages) == lines
 
 
 def test_the_probe_costs_nothing_on_a_cpu_and_names_a_gpu_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

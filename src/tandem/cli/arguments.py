@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,6 +32,8 @@ class Parser(argparse.ArgumentParser):
         """Options that only `--help-all` shows."""
         self.translate: Callable[[Sequence[str]], list[str]] | None = None
         """What makes words of this command of those of another system's."""
+        self.groups: Mapping[str, Sequence[str]] = {}
+        """Names of commands, by the headings that they are listed under."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit."""
@@ -60,6 +62,8 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """What most people need, of each option the first sentence."""
+        if self.groups:
+            return self._format_groups()
         if not self.seldom:
             return super().format_help()
         texts, usage = {action: action.help for action in self._actions}, self.usage
@@ -72,6 +76,18 @@ class Parser(argparse.ArgumentParser):
             self.usage = usage
             for action, text in texts.items():
                 action.help = text
+
+    def _format_groups(self) -> str:
+        """The commands under their headings, a line for each."""
+        (commands,) = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
+        texts = {one.dest: one.help for one in commands._choices_actions}
+        parts = [self.format_usage().rstrip(), self.description or ""]
+        groups = {title: list(names) for title, names in self.groups.items()}
+        groups[list(groups)[-1]] += [name for name in texts if not any(name in one for one in groups.values())]
+        for title, names in groups.items():
+            lines = [f"  {name:13}{_first_sentence(texts[name])}" for name in names]
+            parts.append("\n".join([f"{title}:", *lines]))
+        return "\n\n".join([*parts, self.epilog or ""]) + "\n"
 
     def format_help_all(self) -> str:
         """Everything."""

@@ -104,6 +104,10 @@ def _bash(commands: list[Command]) -> str:
         f"options={listed(name for word in one.options for name in word.names)};;" for one in commands)
     return f"""_tandem() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" place="" words="" options="" i
+  case "$previous$current" in  # --option=value: readline makes three words of it
+    --*=) current="";;
+    =*) previous="${{COMP_WORDS[COMP_CWORD-2]}}";;
+  esac
   COMPREPLY=()
   for ((i = 1; i < COMP_CWORD; i++)); do
     case "$place ${{COMP_WORDS[i]}}" in
@@ -141,7 +145,12 @@ _tandem() {{
     {_walk(commands)}) place="${{place:+$place }}$word";;
     esac
   done
-  case "$place:${{words[CURRENT-1]}}" in
+  local previous="${{words[CURRENT-1]}}"
+  if [[ "${{words[CURRENT]}}" == --*=* ]]; then
+    previous="${{words[CURRENT]%%=*}}"
+    compset -P '*='
+  fi
+  case "$place:$previous" in
 {_values(commands, "compadd -- %s")}
     {_files(commands)}) _files; return;;
   esac

@@ -24,6 +24,13 @@ EXIT_UNREAD = 141
 EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
 To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 `tandem COMMAND --help` tells more of a command."""
+GROUPS = {
+    "a model": ("serve", "chat", "generate", "model"),
+    "a server in the background": ("up", "status", "logs", "restart", "down", "service"),
+    "several machines": ("plan", "hosts", "agent", "rank", "doctor", "firstlight", "parity"),
+    "a running server": ("top", "replica", "batch", "bench"),
+    "parts of a server, and of this command": ("api", "engine", "completions", "version"),
+}
 Run = Callable[[argparse.Namespace], int]
 
 
@@ -32,7 +39,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="tandem", description="Serve one large language model over several machines.")
     parser.add_argument("--version", action="version", version=f"tandem {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    parser.epilog = EPILOG
+    parser.epilog, parser.groups = EPILOG, GROUPS
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     serve = add_command(commands, "serve", "Load a model and serve it over HTTP.")
     add_settings(serve, SERVE_SECTIONS)

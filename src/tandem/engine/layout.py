@@ -115,6 +115,14 @@ def plan_layout(settings: Settings) -> GangLayout:
     return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling), defaults)
 
 
+def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
+    """Log one line for an option that has no effect in this layout."""
+    backend = settings.parallel.backend
+    if backend not in ("auto", "any") and max(layout.ranks[0].stage_sizes) == 1:
+        log.warning("--backend %s does nothing here: it joins the ranks of a stage, and each stage has one rank "
+                    "(--tensor-parallel-size gives it more)", backend)
+
+
 def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
     """Raises UsageError for a LoRA adapter that is none, or not one for this model."""
     if model.adapter_path is None:
@@ -130,12 +138,16 @@ def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:
     if parallel.device == "cpu" and wired_bytes(wired):
         raise ConfigError(f"--wired {wired}: is about the GPUs of Macs, and --device cpu leaves them idle; leave one "
                           "out", param="wired")
+    no_mac = sys.platform != "darwin" and launcher_kind(parallel).here
+    if no_mac and wired_bytes(wired):
+        raise ConfigError(f"--wired {wired}: is about the GPUs of Macs, and all ranks run on this machine, which is "
+                          "none; leave it out", param="wired")
     if parallel.fast_sync != "on":
         return
     if parallel.device == "cpu":
         raise ConfigError("--fast-sync on: is about the GPUs of Macs, and --device cpu leaves them idle; leave one out",
                           param="fast_sync")
-    if sys.platform != "darwin" and launcher_kind(parallel).here:
+    if no_mac:
         raise ConfigError("--fast-sync on: is about the GPUs of Macs, and all ranks run on this machine, which is "
                           "none; leave it out", param="fast_sync")
 

@@ -17,7 +17,7 @@ import zmq
 from tandem.config.settings import Settings
 from tandem.engine.engine import Engine
 from tandem.engine.gateway import Client, Gateway
-from tandem.engine.layout import plan_layout
+from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline
@@ -56,6 +56,7 @@ class EngineService:
         """Check model and layout, and open the socket. Raises UsageError."""
         self._settings = settings
         layout = plan_layout(settings)
+        say_what_is_idle(settings, layout)
         self._engine = Engine(settings, layout)
         self._engine.gang.on_wait = self._meanwhile
         path = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))

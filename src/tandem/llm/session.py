@@ -15,7 +15,7 @@ import msgspec
 from tandem.config.options import by_name, section_names
 from tandem.config.settings import Settings
 from tandem.config.validation import validate
-from tandem.engine.layout import plan_layout
+from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.engine.thread import EngineThread, Event, Sink
 from tandem.errors import ConfigError, RequestError
 from tandem.guided.check import GrammarCheck
@@ -85,6 +85,7 @@ class Session:
         """Check the options and the layout; nothing is loaded but the tokenizer. Raises UsageError."""
         settings = _settings({"model": model, **options})
         self.layout = plan_layout(settings)
+        say_what_is_idle(settings, self.layout)
         self.tokenizer: Tokenizer = load_tokenizer(self.layout.files, chat_template_file=settings.model.chat_template,
                                                    trust_remote_code=settings.model.trust_remote_code)
         self._default = SamplingParams(**self.layout.defaults.given())

@@ -10,7 +10,7 @@ from tandem.cli.arguments import Parser, add_command
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SUMMARY = "Measure a server, or what joins the ranks of this machine."
-TOP = "Watch a running server: replicas, ranks, memory, tokens a second, time to first token, queue, restarts."
+TOP = "Watch a running server: replicas, ranks, memory, tokens/s, first token, queue, restarts."
 
 
 def add_parser(commands: Any) -> Parser:

@@ -20,8 +20,8 @@ def add_completions(commands: Any, run: Any) -> None:
 
 def add_service(commands: Any, sections: Sequence[str], run: Any) -> None:
     """Add `service`; `run` takes the parsed arguments, whose `action` says what to do."""
-    service = add_command(commands, "service", "Have the system start a server and keep it running: a launchd agent on "
-                          "macOS, a systemd user unit on Linux.")
+    service = add_command(commands, "service", "Have the system keep a server running: by launchd on macOS, by systemd "
+                          "on Linux.")
     actions = service.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
     install = add_command(actions, "install", "Install it with the options of `tandem serve`, and start it.")
     add_settings(install, sections)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import json
 import sys
 from pathlib import Path
@@ -49,13 +50,20 @@ def _model(arguments: argparse.Namespace) -> Planned:
         return planned(*preset, arguments.quant or "native")
     if arguments.quant is not None:
         raise ConfigError(
-            f"--quant {arguments.quant}: {arguments.model} is planned for as its files are; --quant is for "
-            f"{', '.join(presets())}",
+            f"--quant {arguments.quant}: {arguments.model} is planned for as its files are; leave --quant out, or name "
+            f"one of the models of docs/planning.md{_meant(arguments.model)}",
             param="quant",
         )
     files = resolve(arguments.model, revision=arguments.revision, weights=False)
     description = describe(files)
     return Planned(description, read_experts(files, description), "")
+
+
+def _meant(model: str) -> str:
+    """The preset that a name may mean."""
+    names = {name.rpartition("/")[2].lower(): name for name in presets()}
+    near = difflib.get_close_matches(model.rpartition("/")[2].lower(), list(names), 1)
+    return f" (did you mean {names[near[0]]}?)" if near else ""
 
 
 def _cluster(arguments: argparse.Namespace) -> tuple[list[Machine], list[Link], list[str]]:

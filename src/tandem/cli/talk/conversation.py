@@ -149,7 +149,8 @@ class Conversation:
 
     def _image(self, name: str) -> str:
         if not self.model.can_see:
-            raise UsageError("pictures need a server whose model sees: `tandem chat --url URL`")
+            raise UsageError(f"{self.model.name} reads text alone and sees no pictures; talk to a server whose model "
+                             "does (`tandem chat --url URL`)")
         kind = mimetypes.guess_type(name)[0] or ""
         if not kind.startswith("image/"):
             raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")

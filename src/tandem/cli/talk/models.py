@@ -105,7 +105,7 @@ class Loaded:
 class Served:
     """A model of a running server."""
 
-    can_chat = can_see = True
+    can_chat = True
 
     def __init__(self, url: str, key: str, name: str | None, defaults: Mapping[str, Any]) -> None:
         """The model of that name, by default the server's first. Raises UsageError."""
@@ -115,7 +115,9 @@ class Served:
         if name is not None and name not in (*names, "default"):
             raise UsageError(f"{url} has no model {name!r}; there is: {', '.join(names)}", param="model")
         self.name = name or names[0]
-        own = self._get("/model/info", quiet=True).get("default_sampling_params", {})
+        info = self._get("/model/info", quiet=True)
+        self.can_see = not info  # Tandem's own servers, which tell it, read text alone; of others one cannot know
+        own = info.get("default_sampling_params", {})
         known = SamplingDefaults.__struct_fields__
         self._defaults = {key: value for key, value in defaults.items() if key in known and key not in own}
 

@@ -28,10 +28,19 @@ def doctor(task: Task) -> Figures:
         if link["bytes_per_s"]:
             figures[f"way {number}, MB/s"] = round(link["bytes_per_s"] / 1e6)
             figures[f"way {number}, latency, us"] = round(1e6 * link["latency_s"])
-    figures |= {f"warning: {one['check']}": one["detail"] for one in found["findings"] if one["verdict"] == "warn"}
-    if wrong := [f"{one['check']}: {one['detail']}" for one in found["findings"] if one["verdict"] == "fail"]:
+    for one in found["findings"]:
+        if one["verdict"] == "warn":
+            name = f"warning: {one['check']}"
+            figures[name] = "; ".join([*([str(figures[name])] if name in figures else []), _of_whom(one)])
+    if wrong := [f"{one['check']}: {_of_whom(one)}" for one in found["findings"] if one["verdict"] == "fail"]:
         raise Differs(f"nothing wrong, expected; {'; '.join(wrong)}, seen", figures)
     return figures
+
+
+def _of_whom(finding: dict[str, Any]) -> str:
+    """What the doctor found, with the machine before it."""
+    where, detail = finding["where"], str(finding["detail"])
+    return f"{where}: {detail}" if where and where not in detail else detail
 
 
 def _examined(task: Task, backend: str | None) -> dict[str, Any]:
@@ -49,10 +58,13 @@ def links(task: Task) -> Figures:
     figures: Figures = {}
     problems = []
     for backend in ("ring", *(["jaccl"] if _has_rdma(read_hostfile(task.hostfile)) else [])):
-        found = _examined(task, backend)["all_sum"]
+        examined = _examined(task, backend)
+        found = examined["all_sum"]
         first = next(iter(found.values()), None)
         if first is None or any(one["error"] for one in found.values()):
-            errors = [one["error"] for one in found.values() if one["error"]] or ["the doctor left it out"]
+            errors = [f"{name}: {one['error']}" for name, one in found.items() if one["error"]]
+            errors += [_of_whom(one) for one in examined["findings"] if one["verdict"] == "fail"]
+            errors += ["the doctor left it out"]
             problems.append(f"sums over {backend}, expected; {errors[0]}, seen")
             continue
         for size, latency in first["latency_s"].items():
