@@ -30,7 +30,7 @@ TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "
 
 def render(source, messages=MESSAGES, tools=TOOLS, **variables):
     template = ChatTemplate(source, {"bos_token": "<s>"}, origin="model")
-    return template.render(messages, tools=tools, add_generation_prompt=True, **variables)
+    return template.render(messages, tools=tools, add_generation_prompt=True, variables=variables)
 
 
 BOMBS = {
@@ -171,13 +171,13 @@ def test_where_others_wait_only_a_moment_is_given(monkeypatch):
     monkeypatch.setattr(template_sandbox, "QUICK_SECONDS", 60.0)  # steps are counted here; a busy machine is no fault
     source = "{% for a in range(40000) %}{% endfor %}{{ messages[0].content }}{{ quick }}"
     costly = ChatTemplate(source, {}, origin="model")
-    given = {"tools": None, "add_generation_prompt": True, "quick": "!"}
+    given = {"variables": {"quick": "!"}}
     assert costly.render([{"content": "x"}], **given) == "x!"
     with pytest.raises(template_sandbox.TooExpensive):
-        costly.render_quickly([{"content": "x"}], **given)
+        costly.render([{"content": "x"}], **given, quick=True)
     cheap = ChatTemplate(CHAT_TEMPLATE, {}, origin="model")
     messages = [{"role": "user", "content": "word " * 20}] * 300
-    assert cheap.render_quickly(messages, **given) == cheap.render(messages, **given)
+    assert cheap.render(messages, **given, quick=True) == cheap.render(messages, **given)
 
 
 PIECES = ["{{", "}}", "{%", "%}", "{% for a in messages %}", "{% endfor %}", "a", "messages", "|tojson", "|join", "|list", " ~ ", "*",

@@ -175,10 +175,10 @@ def test_beginning_of_text_token(tmp_path):
 
 
 def test_chat(tokenizer):
-    text = tokenizer.chat_text(MESSAGES)
+    text = tokenizer.template.render(MESSAGES)
     assert text == "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
     assert tokenizer.render_chat(MESSAGES) == tokenizer.encode(text, False)
-    assert not tokenizer.chat_text(MESSAGES, add_generation_prompt=False).endswith("assistant\n")
+    assert not tokenizer.template.render(MESSAGES, add_generation_prompt=False).endswith("assistant\n")
 
 
 def test_templates_see_what_transformers_gives_them(directory, tmp_path):
@@ -191,7 +191,7 @@ def test_templates_see_what_transformers_gives_them(directory, tmp_path):
     file.write_text(source)
     tokenizer = load_tokenizer(ModelFiles(directory, "tiny"), chat_template_file=file)
     messages = [{"role": "user", "content": "<é>"}, {"role": "user", "content": None}]
-    got = tokenizer.chat_text(messages, tools=[{"a": 1}], flavour="sweet")
+    got = tokenizer.template.render(messages, tools=[{"a": 1}], variables={"flavour": "sweet"})
     assert got == '<|endoftext|>"<é>"[\n {\n  "a": 1\n }\n]sweet4'
     with pytest.raises(RequestError, match="refuses these messages: no bad") as caught:
         tokenizer.render_chat([{"role": "bad", "content": ""}])
@@ -210,12 +210,12 @@ def test_template_files(directory, tmp_path):
         load_tokenizer(ModelFiles(directory, "tiny"), chat_template_file=tmp_path / "none.jinja")
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("file")
-    assert load_tokenizer(ModelFiles(tmp_path, "t")).chat_text([]) == "file"
+    assert load_tokenizer(ModelFiles(tmp_path, "t")).template.render([]) == "file"
     (tmp_path / "chat_template.jinja").unlink()
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "named"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
-    assert load_tokenizer(ModelFiles(tmp_path, "t")).chat_text([]) == "named"
+    assert load_tokenizer(ModelFiles(tmp_path, "t")).template.render([]) == "named"
     del config["chat_template"]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     bare = load_tokenizer(ModelFiles(tmp_path, "t"))

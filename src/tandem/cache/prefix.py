@@ -52,7 +52,7 @@ class PrefixIndex:
         self._next_key = 0
         self.positions = 0
         """KV positions held by all snapshots, or that their states take as much memory as."""
-        self.queries = self.hits = self.hit_tokens = 0
+        self.queries = self.hits = 0
 
     @property
     def enabled(self) -> bool:
@@ -89,7 +89,6 @@ class PrefixIndex:
         if best is not None:
             self._snapshots.move_to_end(best.key)
             self.hits += 1
-            self.hit_tokens += best.length
         return best
 
     def save_point(self, prompt_len: int) -> int:

@@ -40,32 +40,20 @@ class ChatTemplate:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        **variables: Any,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+        quick: bool = False,
     ) -> str:
-        """The prompt's text. Raises `RequestError` with the template's own words when it refuses the messages, and when
-        it takes more time or memory than `template_sandbox` allows.
+        """The prompt's text; `variables` are the template's own. Raises `RequestError` with the template's own words
+        when it refuses the messages, and when it takes more time or memory than `template_sandbox` allows.
+
+        With `quick`, where others wait meanwhile, raises TooExpensive when it takes more than a moment.
         """
-        return self._render(messages, tools, add_generation_prompt, variables, quick=False)
-
-    def render_quickly(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        **variables: Any,
-    ) -> str:
-        """As `render`, where others wait meanwhile. Raises TooExpensive when it takes more than a moment."""
-        return self._render(messages, tools, add_generation_prompt, variables, quick=True)
-
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None,
-                add_generation_prompt: bool, variables: Mapping[str, Any], *, quick: bool) -> str:
         given = {
             **self._variables,
             "documents": None,
-            **variables,
+            **(variables or {}),
             "messages": [_with_reasoning(message) for message in messages],
             "tools": list(tools) if tools else None,
             "add_generation_prompt": add_generation_prompt,

@@ -117,45 +117,13 @@ class Tokenizer:
         text = b"".join(self.token_bytes(i) for i in ids if i not in special).decode("utf-8", errors="replace")
         return text.removeprefix(" ") if self.scheme.strips_first_space else text
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
-    ) -> list[int]:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         """Token ids of a conversation. Raises `RequestError` when there is no template or it refuses the messages."""
-        text = self.chat_text(messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs)
-        return self._backend.encode(text, False)
+        return self._backend.encode(self.template.render(messages), False)
 
-    def chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
-    ) -> str:
-        """The conversation as the template renders it."""
-        return self._own_template().render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
-
-    def quick_chat_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **template_kwargs: Any,
-    ) -> str:
-        """As `chat_text`, where others wait meanwhile. Raises TooExpensive when it takes more than a moment."""
-        return self._own_template().render_quickly(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt, **template_kwargs
-        )
-
-    def _own_template(self) -> ChatTemplate:
+    @property
+    def template(self) -> ChatTemplate:
+        """The chat template. Raises RequestError when there is none."""
         if self._template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",

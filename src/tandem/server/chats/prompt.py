@@ -22,8 +22,8 @@ def prompt_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, 
     calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
     if (tools or calls) and not knows_tools(tokenizer.chat_template):
         messages, tools = plain_messages(messages, tools), []
-    render = tokenizer.quick_chat_text if quick else tokenizer.chat_text
-    return render(messages, tools=tools or None, add_generation_prompt=add_generation_prompt, **variables)
+    return tokenizer.template.render(messages, tools=tools or None, add_generation_prompt=add_generation_prompt,
+                                     variables=variables, quick=quick)
 
 
 def template_input(message: Message) -> dict[str, Any]:
