@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -35,3 +36,9 @@ def test_names_say_what_is_inside():
 def test_no_folder_is_a_heap(folder):
     if folder.name not in ("families", "tools"):
         assert len([file for file in folder.glob("*.py") if file.name != "__init__.py"]) <= 20
+
+
+def test_no_class_name_stands_three_times():
+    names = Counter(node.name.lstrip("_") for file in FILES for node in ast.walk(ast.parse(file.read_text("utf-8")))
+                    if isinstance(node, ast.ClassDef))
+    assert not [name for name, times in names.items() if times > 2]

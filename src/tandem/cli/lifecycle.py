@@ -47,7 +47,7 @@ def run_restart(arguments: argparse.Namespace) -> int:
     kept = place.kept()
     if kept is None:
         raise UsageError(f"{place.name} was never started: `tandem up MODEL` starts a server")
-    had: _Kept = msgspec.json.decode(kept, type=_Kept)
+    had: _StartedWith = msgspec.json.decode(kept, type=_StartedWith)
     settings = had.settings
     if had.keys:
         keys = tuple(filter(None, (variables().get("TANDEM_API_KEY") or "").split(",")))
@@ -59,7 +59,7 @@ def run_restart(arguments: argparse.Namespace) -> int:
     return _start(place, settings, wait=not arguments.no_wait)
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _StartedWith(msgspec.Struct, frozen=True):
     """What is kept of a server for its restart."""
 
     settings: Settings
@@ -85,7 +85,7 @@ def _start(place: Background, settings: Settings, *, wait: bool) -> int:
     """Start a server. Raises UsageError."""
     lock = place.lock()
     bare = replace(settings, server=replace(settings.server, api_key=()))
-    place.keep(msgspec.json.encode(_Kept(bare, len(settings.server.api_key))))
+    place.keep(msgspec.json.encode(_StartedWith(bare, len(settings.server.api_key))))
     place.forget()
     with place.fresh_log() as log:
         # It runs in a session of its own, so that neither ctrl-C nor the terminal's end reaches it.

@@ -18,7 +18,7 @@ WAIT_S = 120.0
 
 
 @dataclass
-class Answer:
+class BackgroundAnswer:
     """One that comes in a thread of its own."""
 
     thread: threading.Thread
@@ -41,7 +41,7 @@ def ask(server: Server, prompt: list[int], tokens: int, **body: object) -> Timed
     return whole(asyncio.run(send(_target(server, prompt, body), Job("", tokens))))
 
 
-def ask_in_background(server: Server, prompt: list[int], tokens: int, **body: object) -> Answer:
+def ask_in_background(server: Server, prompt: list[int], tokens: int, **body: object) -> BackgroundAnswer:
     """The same, in a thread."""
     job = Job("", tokens)
     found = Timed(job, time.perf_counter())
@@ -49,7 +49,7 @@ def ask_in_background(server: Server, prompt: list[int], tokens: int, **body: ob
     def run() -> None:
         asyncio.run(send(_target(server, prompt, body), job, found))
 
-    return Answer(start_thread(run, name="asking", on_failure=lambda _: None), found)
+    return BackgroundAnswer(start_thread(run, name="asking", on_failure=lambda _: None), found)
 
 
 def whole(answer: Timed) -> Timed:

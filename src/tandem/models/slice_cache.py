@@ -194,7 +194,7 @@ def _fetch_part(source: Source, plan: PartPlan, directory: Path, add: Callable[[
             partial.unlink()
             add(plan.size)
             return True
-        with _Journal(directory / f"{plan.name}.journal", plan, file, limit) as journal:
+        with _ChunksOnDisk(directory / f"{plan.name}.journal", plan, file, limit) as journal:
             os.pwrite(file.fileno(), plan.header, 0)
             add(len(plan.header) + journal.done)
             missing = journal.missing
@@ -232,7 +232,7 @@ def _write_at(file: BinaryIO, data: memoryview, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-class _Journal:
+class _ChunksOnDisk:
     """Which chunks of a part are on disk. What a former run has noted counts only if the bytes still fit."""
 
     def __init__(self, path: Path, plan: PartPlan, file: BinaryIO, limit: int) -> None:
@@ -268,7 +268,7 @@ class _Journal:
         """The part is complete."""
         self._path.unlink()
 
-    def __enter__(self) -> _Journal:
+    def __enter__(self) -> _ChunksOnDisk:
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -23,7 +23,7 @@ first time refuses them, for it may never serve; what was accepted elsewhere wai
 
 
 @dataclass
-class _Job:
+class _AtReplica:
     """One request at a replica."""
 
     replica: int
@@ -57,7 +57,7 @@ class Router:
         """`affinity`: the engines have prefix caches, so where a prompt's beginning was sent before matters."""
         self._affinity = affinity
         self._replicas: dict[int, _Replica] = {}
-        self._jobs: dict[str, _Job] = {}
+        self._jobs: dict[str, _AtReplica] = {}
         self._choices = 0
 
     # --- replicas ---
@@ -102,7 +102,7 @@ class Router:
         hashes = prompt_hashes(tokens) if several else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         best = min(candidates, key=lambda i: (self._replicas[i].load - saved[i], self._replicas[i].last))
-        self._count(request_id, _Job(best, max_tokens, len(tokens) - saved[best], done))
+        self._count(request_id, _AtReplica(best, max_tokens, len(tokens) - saved[best], done))
         self._replicas[best].sent.note(hashes)
         self._choices += 1
         self._replicas[best].last = self._choices
@@ -114,7 +114,7 @@ class Router:
         best = min(ranks.values(), default=0)
         return [index for index, rank in ranks.items() if rank == best]
 
-    def _count(self, request_id: str, job: _Job) -> None:
+    def _count(self, request_id: str, job: _AtReplica) -> None:
         self.end(request_id)
         self._jobs[request_id] = job
         self._replicas[job.replica].load += job.left

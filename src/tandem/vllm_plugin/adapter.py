@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Sequence:
+class _HeldRequest:
     """One request as the ranks hold it."""
 
     prompt_len: int
@@ -84,7 +84,7 @@ class Adapter:
         self._drafts = drafts
         self._prefixes = PrefixIndex(prefix_tokens, trimmable=trimmable, extra=prefix_extra)
         self._members: list[dict[str, None]] = [{} for _ in range(self.lanes)]
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, _HeldRequest] = {}
         self._step = 0
         self._last_lane = -1
         self.recomputed = 0
@@ -169,7 +169,7 @@ class Adapter:
             if known is None:
                 params = translate(new.sampling_params)
                 seed = params.seed if params.seed is not None else secrets.randbits(63)
-                known = self._sequences[new.req_id] = _Sequence(len(prompt), params, seed)
+                known = self._sequences[new.req_id] = _HeldRequest(len(prompt), params, seed)
             known.tokens = list(new.prefill_token_ids or prompt)
             fresh[new.req_id] = new.num_computed_tokens
         cached = output.scheduled_cached_reqs

@@ -163,19 +163,19 @@ class Acceptor:
                 or self._open[group] - self._leaving[group] >= self._most_each + REFUSED):
             client.close()
             return
-        place = _Place(self._open, group, self._gone)
+        place = _Counted(self._open, group, self._gone)
         connecting = start_task(self._connect(client, place, refusal), name="connection", on_failure=lambda _: None)
         self._shaking[connecting] = (group, self._loop.time())
         connecting.add_done_callback(lambda task: self._connected(task, client, place))
 
-    def _connected(self, task: asyncio.Task[bool], client: socket.socket, place: _Place) -> None:
+    def _connected(self, task: asyncio.Task[bool], client: socket.socket, place: _Counted) -> None:
         """The handshake is over, or was ended, perhaps before it had begun."""
         self._shaking.pop(task, None)
         if task.cancelled() or task.exception() is not None or not task.result():
             client.close()
             place.give_back()
 
-    async def _connect(self, client: socket.socket, place: _Place, refusal: RequestError | None) -> bool:
+    async def _connect(self, client: socket.socket, place: _Counted, refusal: RequestError | None) -> bool:
         """Hand the socket to a protocol, after the TLS handshake if there is one; False when that fails."""
         def make() -> Connection:
             made = self._make()
@@ -195,7 +195,7 @@ class Acceptor:
         return True
 
 
-class _Place:
+class _Counted:
     """One connection among those of its group, counted until it is given back."""
 
     def __init__(self, taken: Counter[str], group: str, gone: Callable[[str], None]) -> None:
