@@ -75,7 +75,7 @@ def test_an_engine_that_dies_while_the_server_drains_is_replaced(running: Any, m
     with running(str(model), "-pp", "2", *FLAGS, "--drain-timeout", "600") as server:
         undisturbed = server.call(BODY).join().result
         calls = [server.call(BODY) for _ in range(2)]
-        server.wait(lambda: calls[0].chunks > 5, "tokens")
+        server.wait(lambda: all(call.chunks > 5 for call in calls), "tokens")
         server.process.send_signal(signal.SIGTERM)
         server.wait(lambda: drains(server), "draining")
         os.kill(server.engines()[0].pid, signal.SIGKILL)
