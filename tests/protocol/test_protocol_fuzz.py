@@ -11,7 +11,8 @@ from statuses import STATUS
 from tandem.errors import TransportError
 from tandem.protocol import control, hosts, supervisor
 from tandem.protocol.codec import Decoder
-from tandem.protocol.request import EngineRequest, SamplingParams, TokenLogprob
+from tandem.protocol.logprobs import TokenLogprob
+from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SnapshotOp, StepPlan, StepResult
 from tandem.transport import blobs
 from tandem.transport.channel import FrameHeader

@@ -14,7 +14,8 @@ from tandem.checkpoints.resolve import resolve
 from tandem.errors import BatchDesync
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import describe
-from tandem.protocol.request import SamplingParams, TokenLogprob
+from tandem.protocol.logprobs import TokenLogprob
+from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import (
     InsertOp,
     PrefillOp,

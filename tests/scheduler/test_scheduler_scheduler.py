@@ -83,7 +83,7 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
         elif plans:
             plan = plans.popleft()
             tokens = [rng.choice([EOS] + [5] * 30) for _ in plan.sampled()]
-            vectors = dict.fromkeys(plan.pooled(), b"1234")
+            vectors = dict.fromkeys(plan.ended(), b"1234")
             for message in scheduler.update(StepResult(plan.step_id, plan.lane, tokens, vectors=vectors)):
                 assert isinstance(message, Output) and message.request_id in live
                 if message.finish_reason:
@@ -277,7 +277,7 @@ def test_a_pooled_prompt_takes_no_token_and_is_gone_after_its_last_chunk() -> No
             counts += [op.count for op in plan.prefill]
             plans.append(plan)
         plan = plans.popleft()
-        vectors = dict.fromkeys(plan.pooled(), b"")
+        vectors = dict.fromkeys(plan.ended(), b"")
         messages += scheduler.update(StepResult(plan.step_id, 0, vectors=vectors))
         scheduler.check()
     assert counts == [5, 5, 5, 5]

@@ -34,7 +34,8 @@ from tandem.protocol.control import (
     Submit,
     Trial,
 )
-from tandem.protocol.request import EngineRequest, TokenLogprob
+from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.request import EngineRequest
 from tandem.router.router import Router
 from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
@@ -60,6 +61,15 @@ def vector_of(tokens):
     return struct.pack("<8f", *(sum(tokens) % (5 + i) + 1 for i in range(8)))
 
 
+def prompt_logprobs_of(tokens, k):
+    """What it says of a prompt: each token has minus its id / 128, is the third, and the others are ids from 5 on."""
+    n = len(tokens) - 1
+    return PromptLogprobs(
+        k, struct.pack(f"<{n}f", *(-token / 128 for token in tokens[1:])), struct.pack(f"<{n}i", *[3] * n),
+        struct.pack(f"<{n * k}f", *[-0.25 * i for _ in range(n) for i in range(k)]),
+        struct.pack(f"<{n * k}i", *[5 + i for _ in range(n) for i in range(k)]))
+
+
 class Sequence:
     """Outputs still to be sent for one request."""
 
@@ -72,6 +82,8 @@ class Sequence:
         reply = list(itertools.islice(itertools.cycle(engine.reply), limit)) if params.ignore_eos else engine.reply
         tokens = reply[:limit] if len(reply) >= limit else [*reply, EOS]
         ended = len(reply) < limit
+        if not limit:
+            tokens, ended = [], False
         size = engine.tokens_per_output
         self.outputs = deque(
             Output(
@@ -81,8 +93,12 @@ class Sequence:
                 finish_reason=("stop" if ended else "length") if start + size >= len(tokens) else None,
                 stop_token=ended and start + size >= len(tokens),
             )
-            for start in range(0, len(tokens), size)
+            for start in range(0, max(len(tokens), 1), size)
         )
+        if params.prompt_logprobs is not None:
+            first = self.outputs.popleft()
+            found = prompt_logprobs_of(request.prompt, params.prompt_logprobs)
+            self.outputs.appendleft(msgspec.structs.replace(first, prompt_logprobs=found))
 
     def logprob(self, token: int) -> TokenLogprob:
         """Deterministic values; the chosen token is the most likely, the next id has no probability at all."""

@@ -237,6 +237,8 @@ class ServerSettings:
     """Largest `n`, and most prompts in one completion request."""
     enable_metrics: bool = True
     """Serve Prometheus metrics at /metrics."""
+    enable_tokenizer_info_endpoint: bool = False
+    """Serve what the model's tokenizer_config.json says, chat template included, at /tokenizer_info."""
     journal: str | None = None
     """Directory of a journal of requests that carry an Idempotency-Key or `Prefer: respond-async`: they are answered
     even after a crash of the whole server, and each once (docs/journal.md). By default there is none."""

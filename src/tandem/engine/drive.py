@@ -10,7 +10,8 @@ from msgspec.structs import replace
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor
 from tandem.protocol.control import Output, Refused
-from tandem.protocol.request import EngineRequest, TokenLogprob
+from tandem.protocol.logprobs import TokenLogprob
+from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import RankStep
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler

@@ -148,7 +148,8 @@ class Engine:
         self._out.clear()  # the same list: `recover`, which calls who takes these, goes on filling it
         for message in messages:
             if isinstance(message, Output):
-                self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason)
+                self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason,
+                                      embedded=bool(message.vector))
             elif isinstance(message, Refused):
                 self.metrics.refused.labels(str(message.status)).inc()
                 self.metrics.forget(message.request_id)

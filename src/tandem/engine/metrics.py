@@ -78,14 +78,14 @@ class EngineMetrics:
         self._arrived[request_id] = time.monotonic()
         self._prompts[request_id] = prompt_tokens
 
-    def produced(self, request_id: str, count: int, finish_reason: str | None) -> None:
-        """`count` tokens went out, or a vector in their place when it is 0."""
+    def produced(self, request_id: str, count: int, finish_reason: str | None, *, embedded: bool = False) -> None:
+        """`count` tokens went out; when it is 0, what the prompt alone brings: a vector if it was `embedded`."""
         now = time.monotonic()
         self.generation_tokens.inc(count)
         self.generated += count
         last = self._last_token.get(request_id)
         if not count:
-            self.embeddings.inc()
+            self.embeddings.inc(embedded)
             self.prompt_tokens.inc(self._prompts.get(request_id, 0))
         elif last is not None:
             for _ in range(count):  # several come at once where tokens were guessed

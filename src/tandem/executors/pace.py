@@ -40,7 +40,8 @@ class Workload:
                 lengths.update((row.request_id, row.length + 1) for row in plan.spec_decode_plan.rows)
             work += PASS + len(plan.decode) * plan.width + sum(lengths[one] for one in plan.decode) / CONTEXT
         for op in plan.prefill:
-            work += PASS + op.count * (1 + (op.start + op.count / 2) / CONTEXT)
+            # The logits of a position, which few need, may cost as much as its way through a stage's layers.
+            work += PASS + op.count * (1 + (op.start + op.count / 2) / CONTEXT + (op.prompt_logprobs is not None))
         if plan.spec_decode_plan is not None and plan.spec_decode_plan.ask:
             work += self._guesses(plan, plan.spec_decode_plan.ask)
         return work

@@ -11,10 +11,13 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     """Raise RequestError, naming field, value and range, for the first parameter that is out of its range."""
     for name, allowed in RANGES.items():
         value = getattr(params, name)
-        if value not in allowed:
-            raise RequestError(f"{name} is {value}; it must be {allowed}", param=name)
-    if params.logprobs is not None and not 0 <= params.logprobs <= MAX_LOGPROBS:
-        raise RequestError(f"logprobs is {params.logprobs}; it must be between 0 and {MAX_LOGPROBS}", param="logprobs")
+        if value in allowed or (name == "max_tokens" and value == 0 and params.prompt_logprobs is not None):
+            continue
+        raise RequestError(f"{name} is {value}; it must be {allowed}", param=name)
+    for name in ("logprobs", "prompt_logprobs"):
+        count = getattr(params, name)
+        if count is not None and not 0 <= count <= MAX_LOGPROBS:
+            raise RequestError(f"{name} is {count}; it must be between 0 and {MAX_LOGPROBS}", param=name)
     if len(params.stop) > MAX_STOPS or any(not text for text in params.stop):
         raise RequestError(f"stop has {len(params.stop)} strings; give at most {MAX_STOPS}, none of them empty",
                            param="stop")

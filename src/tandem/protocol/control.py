@@ -8,7 +8,8 @@ from __future__ import annotations
 from msgspec import Struct
 
 from tandem.protocol.events import Event
-from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, TokenLogprob
+from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
 from tandem.protocol.step import RankStep, StepPlan, StepResult
 
 # --- api -> engine ---------------------------------------------------------------------------------------------
@@ -72,6 +73,8 @@ class Output(Struct, frozen=True, tag=True):
     """Prompt tokens whose KV came from the prefix cache; with the first tokens, or the vector, only."""
     vector: bytes = b""
     """The pooled hidden state that a request with `pooling` asked for: float32, little-endian."""
+    prompt_logprobs: PromptLogprobs | None = None
+    """Of the prompt's tokens but its first, if the request asked: with the first token, or the end if there is none."""
 
 
 class Refused(Struct, frozen=True, tag=True):

@@ -31,7 +31,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose tokens. Plain data; the api validates it, the sampler trusts it."""
 
     max_tokens: int = 16
-    """Most tokens to produce; 0 for a request with `pooling` alone."""
+    """Most tokens to produce; 0 for a request with `pooling` or `prompt_logprobs` alone."""
     min_tokens: int = 0
     """End-of-sequence and stop tokens are ignored until so many tokens are out."""
     temperature: float = 1.0
@@ -62,6 +62,9 @@ class SamplingParams(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None: no log probabilities; k >= 0: the chosen token's and those of the k most likely ones."""
     structured_outputs: StructuredOutputs | None = None
     """A form that the output must have; tokens that lead out of it cannot be chosen."""
+    prompt_logprobs: int | None = None
+    """None: nothing of the prompt; k >= 0: log probabilities of its tokens, and of the k most likely ones in their
+    places."""
 
     @property
     def greedy(self) -> bool:
@@ -109,12 +112,3 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """What speaks against it, if engines were lost while they worked on it; its api hears when it runs alone."""
     pooling: Pooling | None = None
     """It ends with its prompt, and asks for the pooled hidden state of that in place of tokens."""
-
-
-class TokenLogprob(Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position, taken after penalties and before temperature and filters."""
-
-    token: int
-    logprob: float
-    top: list[tuple[int, float]]
-    """The most likely tokens, best first; empty when only the chosen token was asked for."""

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 from msgspec import Struct
 
-from tandem.protocol.request import Pooling, SamplingParams, TokenLogprob
+from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.request import Pooling, SamplingParams
 
 NOT_FINITE = -1
 """In place of a token: the model's logits are not finite numbers."""
@@ -40,7 +41,12 @@ class PrefillOp(Struct, frozen=True, array_like=True):
     last: bool
     """The chunk ends the prompt: a token is sampled from its last position, and the sequence decodes from then on."""
     pooling: Pooling | None = None
-    """The sequence ends with its prompt: the last chunk yields a pooled hidden state instead."""
+    """The last chunk yields a pooled hidden state in place of a token."""
+    samples: bool = True
+    """False: the sequence ends with its prompt, and its last chunk brings no token."""
+    prompt_logprobs: int | None = None
+    """k >= 0: the log probabilities of the prompt's tokens that come after the chunk's positions are wanted, and those
+    of the k most likely ones in their places. Nothing for the position after the prompt."""
 
 
 class SnapshotOp(Struct, frozen=True, array_like=True):
@@ -131,11 +137,11 @@ class StepPlan(Struct, frozen=True, array_like=True):
         if self.spec_decode_plan is not None:
             positions = self.spec_decode_plan.positions()
             decode = [one for one in decode for _ in range(positions[one])]
-        return [*decode, *(op.request_id for op in self.prefill if op.last and op.pooling is None)]
+        return [*decode, *(op.request_id for op in self.prefill if op.last and op.samples)]
 
-    def pooled(self) -> list[str]:
-        """Ids whose prompts end in this step with a pooled hidden state."""
-        return [op.request_id for op in self.prefill if op.last and op.pooling is not None]
+    def ended(self) -> list[str]:
+        """Ids that end in this step with their prompts, without a token."""
+        return [op.request_id for op in self.prefill if op.last and not op.samples]
 
     @property
     def width(self) -> int:
@@ -172,9 +178,12 @@ class StepResult(Struct, frozen=True, array_like=True):
     logprobs: dict[str, list[TokenLogprob]] = {}
     """Only for sequences that asked: one for each of their tokens."""
     vectors: dict[str, bytes] = {}
-    """Pooled hidden states of `StepPlan.pooled()`, float32 in little-endian order; empty for one that is not finite."""
+    """Pooled hidden states of those of `StepPlan.ended()` that asked, float32 in little-endian order; empty for one
+    that is not finite."""
     drafts: dict[str, list[int]] = {}
     """What the draft model guesses after the tokens that count, where the plan asked."""
+    prompt_logprobs: dict[str, PromptLogprobs] = {}
+    """Of this step's chunks, where the plan asked."""
 
 
 class RankStep(Struct, frozen=True, array_like=True):

@@ -94,6 +94,11 @@ class LaneBatch:
         held.length += op.count
         return held.insert.tokens[op.start:op.start + op.count], held.caches
 
+    def following(self, op: PrefillOp) -> list[int]:
+        """The prompt's tokens that come after each of the chunk's positions; of the last position of all none does."""
+        insert = self.held[op.request_id].insert
+        return insert.tokens[op.start + 1:min(op.start + op.count + 1, insert.prompt_len)]
+
     def save(self, op: SnapshotOp) -> None:
         """Keep a prompt's KV for prompts to come."""
         held = self.held[op.request_id]

@@ -13,7 +13,7 @@ import mlx.core as mx
 from tandem.comm.group import StageGroup
 from tandem.guided.vocabulary import Vocabulary
 from tandem.loading.stage import StageModel
-from tandem.protocol.request import TokenLogprob
+from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
@@ -22,6 +22,7 @@ from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.pooler import Pooler, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
+from tandem.runner.prompt_scorer import Scores, score
 from tandem.runner.sampler import Allowed, Sampled, Sampler
 
 
@@ -49,6 +50,8 @@ class PendingStep:
     allowed: Allowed = field(default_factory=dict)
     vectors: list[tuple[str, mx.array]] = field(default_factory=list)
     """Pooled hidden states, float32 [H], on the last stage."""
+    scores: dict[str, Scores] = field(default_factory=dict)
+    """What is found out of prompts' tokens, on the rank that samples."""
     drafted: Drafted | None = None
     digests: list[tuple[mx.array, mx.array]] = field(default_factory=list)
     """uint32 digests of each forward pass's input and output, where the plan asked for them."""
@@ -56,7 +59,8 @@ class PendingStep:
     def finish(self) -> StepResult:
         """Wait for the step; tokens come in the plan's order, and like vectors only from the last stage."""
         vectors = {request_id: vector_bytes(vector) for request_id, vector in self.vectors}
-        result = StepResult(self.plan.step_id, self.plan.lane, vectors=vectors)
+        scores = {request_id: one.values() for request_id, one in self.scores.items()}
+        result = StepResult(self.plan.step_id, self.plan.lane, vectors=vectors, prompt_logprobs=scores)
         if self.outcome is None:
             return result
         values: Any = self.outcome.tolist()
@@ -70,7 +74,7 @@ class PendingStep:
             logprobs.update(part.logprobs())
         order = [token for request_id in dict.fromkeys(self.plan.sampled()) for token in chosen[request_id]]
         drafts = self.drafted.values() if self.drafted is not None else {}
-        return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors, drafts)
+        return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors, drafts, scores)
 
     def digest(self) -> tuple[int, int] | None:
         """Of all that went through the stage's layers in this step; waits for it. None if the plan did not ask."""
@@ -134,7 +138,7 @@ class Runner:
             self._prefill(plan, lane, op, pending)
             if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
                 lane.save(saves.pop(op.request_id))
-            if op.last and op.pooling is None:
+            if op.last and op.samples:
                 lane.join(op.request_id)
         for key in plan.evicts:
             self._prefixes.evict(key)
@@ -204,7 +208,11 @@ class Runner:
         hidden = self._forward(pending, (1, op.count), tokens, caches)
         if op.pooling is not None:
             self._pool(pending, hidden, op)
-        elif op.last:
+        if op.prompt_logprobs is not None and self.stage.is_last:
+            found = score(self.stage, hidden, lane.following(op), op.prompt_logprobs, samples=self._sampler is not None)
+            if self._sampler is not None:
+                pending.scores[op.request_id] = found
+        if op.last and op.samples:
             self._sample(pending, hidden[:, -1:], [op.request_id])
         # A chunk that samples nothing is computed for its KV alone.
         mx.async_eval([cache.state for cache in caches])

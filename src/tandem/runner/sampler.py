@@ -20,7 +20,8 @@ import numpy.typing as npt
 
 from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
-from tandem.protocol.request import SamplingParams, TokenLogprob
+from tandem.protocol.logprobs import TokenLogprob
+from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import NO_CONTINUATION, NOT_FINITE
 from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, largest
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory

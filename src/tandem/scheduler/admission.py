@@ -51,7 +51,7 @@ def _check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -
     if not 0 < request.weight < math.inf:
         raise RequestError(f"the weight {request.weight} is not a number above 0", param="weight")
     check_request(request, limits.vocab_size)
-    if request.pooling is None and len(request.produced) >= params.max_tokens:
+    if request.pooling is None and len(request.produced) >= max(params.max_tokens, 1):
         raise RequestError(f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already",
                            param="max_tokens")
     need = len(request.prompt) + params.max_tokens

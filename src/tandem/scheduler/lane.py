@@ -76,7 +76,9 @@ class Lane:
                 count = min(count, sequence.save_point - sequence.computed)
             budget -= count
             last = sequence.computed + count == sequence.target
-            chunks.append(PrefillOp(sequence.request_id, sequence.computed, count, last,
-                                    sequence.request.pooling))
+            request = sequence.request
+            chunks.append(PrefillOp(
+                sequence.request_id, sequence.computed, count, last, request.pooling, request.params.max_tokens > 0,
+                request.params.prompt_logprobs if sequence.lacks_logprobs(sequence.computed + count) else None))
             sequence.skipped = 0
         return chunks

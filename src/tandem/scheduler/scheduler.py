@@ -188,7 +188,7 @@ class Scheduler:
         for op in prefill:
             lane.members[op.request_id].computed += op.count
             lane.members[op.request_id].read()
-        for request_id in (*plan.sampled(), *plan.pooled()):
+        for request_id in (*plan.sampled(), *plan.ended()):
             lane.members[request_id].inflight += 1
         for sequence in decode:
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
@@ -211,8 +211,10 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
             lane.members[sequence.request_id] = sequence
-            # A mean needs the hidden states of all positions, of which the cache keeps the KV alone.
-            hit = None if sequence.request.pooling == "mean" else self.prefixes.lookup(sequence.tokens)
+            # A mean, and what is said of the prompt's tokens, need the hidden states of all positions, of which the
+            # cache keeps the KV alone.
+            whole = sequence.request.pooling == "mean" or sequence.scores
+            hit = None if whole else self.prefixes.lookup(sequence.tokens)
             if hit is not None:
                 restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
@@ -309,10 +311,12 @@ class Scheduler:
         plan = self._under_way.pop(result.step_id)
         lane = self.lanes[plan.lane]
         ahead = lane.returned(plan)
-        outputs = [message for request_id in plan.pooled() if (message := self._take_vector(request_id, result))]
         for op in plan.prefill:
             if (prompted := self.sequences.get(op.request_id)) is not None:
                 self._got(prompted, op.start + op.count)
+                if op.request_id in result.prompt_logprobs:
+                    prompted.score(op.start, result.prompt_logprobs[op.request_id])
+        outputs = [message for request_id in plan.ended() if (message := self._take_end(request_id, result))]
         sampled: dict[str, list[int]] = {}
         for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
             sampled.setdefault(request_id, []).append(token)
@@ -339,7 +343,10 @@ class Scheduler:
         if tokens[0] < 0:
             self._finish(sequence)
             return no_token(sequence.request_id, tokens[0])
-        first = not sequence.produced
+        first, prompt_logprobs = not sequence.produced, sequence.take_logprobs()
+        if prompt_logprobs is not None and not prompt_logprobs.finite:
+            self._finish(sequence)
+            return no_token(sequence.request_id, NOT_FINITE)
         reason, taken = None, 0
         while reason is None and taken < len(tokens):
             sequence.tokens.append(tokens[taken])
@@ -357,7 +364,7 @@ class Scheduler:
             self.waiting.appendleft(sequence)
         logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
         return Output(sequence.request_id, tokens[:taken], logprobs, reason, reason == "stop",
-                      sequence.cached if first else 0)
+                      sequence.cached if first else 0, prompt_logprobs=prompt_logprobs)
 
     @staticmethod
     def _got(sequence: Sequence, positions: int) -> None:
@@ -373,17 +380,19 @@ class Scheduler:
             return "stop"
         return "length" if sequence.produced >= params.max_tokens else None
 
-    def _take_vector(self, request_id: str, result: StepResult) -> EngineMessage | None:
-        """None for a sequence that was aborted."""
-        sequence, vector = self.sequences[request_id], result.vectors[request_id]
+    def _take_end(self, request_id: str, result: StepResult) -> EngineMessage | None:
+        """Of a sequence that ends with its prompt; None for one that was aborted."""
+        sequence, vector = self.sequences[request_id], result.vectors.get(request_id, b"")
         sequence.inflight -= 1
         if sequence.finished:
             del self.sequences[request_id]
             return None
+        found = sequence.take_logprobs()
         self._finish(sequence)
-        if not vector:
+        if not (found.finite if found is not None else vector):
             return no_token(request_id, NOT_FINITE)
-        return Output(request_id, finish_reason="stop", cached_tokens=sequence.cached, vector=vector)
+        return Output(request_id, finish_reason="length" if found is not None else "stop",
+                      cached_tokens=sequence.cached, vector=vector, prompt_logprobs=found)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True
@@ -468,12 +477,11 @@ class Scheduler:
                 sequence.request_id in lane.members for lane in self.lanes)
             parked = sequence.finished or sequence.complete
             assert places == 1 or (parked and places == 0 and sequence.inflight > 0), sequence
-            assert sequence.inflight == sum([*p.sampled(), *p.pooled()].count(sequence.request_id)
+            assert sequence.inflight == sum([*p.sampled(), *p.ended()].count(sequence.request_id)
                                             for p in self._under_way.values())
             if sequence.lane is not None and sequence.decoding:
                 assert sequence.computed == len(sequence.tokens) + sequence.inflight - 1, sequence
-            assert sequence.finished or sequence.request.pooling or (
-                sequence.produced < sequence.request.params.max_tokens)
+            assert sequence.finished or sequence.produced < max(sequence.request.params.max_tokens, 1)
         for lane in self.lanes:
             assert lane.outstanding == sum(p.lane == lane.index for p in self._under_way.values())
             assert set(lane.members) <= set(self.sequences)

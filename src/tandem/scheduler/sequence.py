@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from msgspec.structs import replace
 
 from tandem.protocol.control import Refused
+from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_CONTINUATION, InsertOp, StepResult
 from tandem.protocol.suspicion import Suspicion
@@ -56,6 +57,8 @@ class Sequence:
     """Where its drafts come from; None if it gets none."""
     told: int = 0
     """Tokens that a draft model knows, from its insertion and from plans that name tokens."""
+    _prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+    """Of the prompt's tokens, as far as they have come."""
 
     def __post_init__(self) -> None:
         self.tokens = [*self.request.prompt, *self.request.produced]
@@ -104,6 +107,29 @@ class Sequence:
         self.cached = cached
         self.told = len(self.tokens)
         return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params)
+
+    @property
+    def scores(self) -> bool:
+        """Its client waits for the log probabilities of its prompt, which come with the first token."""
+        return self.request.params.prompt_logprobs is not None and not self.produced
+
+    def lacks_logprobs(self, stop: int) -> bool:
+        """It waits for log probabilities, and positions before `stop` bring some that have not come yet: it may be
+        computed again, from the start."""
+        return self.scores and stop > sum(map(len, self._prompt_logprobs))
+
+    def score(self, start: int, found: PromptLogprobs) -> None:
+        """Log probabilities of the tokens after the positions from `start` on have come, some maybe once more."""
+        fresh = found.after(sum(map(len, self._prompt_logprobs)) - start)
+        if len(fresh):
+            self._prompt_logprobs.append(fresh)
+
+    def take_logprobs(self) -> PromptLogprobs | None:
+        """Those of the whole prompt, which is computed now; None if nobody waits for them."""
+        if not self.scores:
+            return None
+        found, self._prompt_logprobs = joined(self._prompt_logprobs), []
+        return found
 
     def drafts(self, most: int) -> list[int]:
         """Up to `most` tokens that may come next, if all of its tokens are known; never beyond its limit."""

@@ -53,8 +53,10 @@ class Tokenizer:
         bos: int | None,
         add_bos: bool | None,
         closing: int | None = None,
+        config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`closing`: the token that ends a text which is to be embedded, where the tokenizer does not add it itself."""
+        """`closing`: the token that ends a text which is to be embedded, where the tokenizer does not add it itself.
+        `config`: what tokenizer_config.json says."""
         self._backend = backend
         self._template = template
         self.eos_token_ids = eos
@@ -65,6 +67,7 @@ class Tokenizer:
         self.longest_token = backend.longest_token
         """Most bytes of a text that one token can stand for; None where that has no bound."""
         self._bos, self._add_bos, self._closing = bos, add_bos, closing
+        self._config = dict(config or {})
         # Bytes of a token are asked for at every step of every stream.
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
 
@@ -77,6 +80,13 @@ class Tokenizer:
     def chat_template(self) -> str:
         """Source of the chat template; empty if there is none."""
         return self._template.source if self._template is not None else ""
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What tokenizer_config.json says, special tokens as plain texts (None for one that is not there), with the
+        chat template that is in use."""
+        names = {name: _token_string(self._config.get(name)) for name in _NAMES}
+        return {**self._config, **names, "chat_template": self.chat_template or None}
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -178,6 +188,7 @@ def load_tokenizer(
         bos=ids.get("bos_token"),
         add_bos=add_bos if isinstance(add_bos, bool) else None,
         closing=own_eos if config.get("add_eos_token") is True else None,
+        config=config,
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
 
 from tandem.errors import RankFailure
-from tandem.protocol.request import TokenLogprob
+from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import StepPlan, StepResult, accepted
 
 

@@ -100,7 +100,6 @@ def test_official_client(server, engine):
         ({"best_of": 3, "n": 2}, "best_of"),
         ({"logprobs": 21}, "logprobs"),
         ({"logprobs": True}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
         ({"messages": []}, "messages"),
         ({"prompt": [5] * 256}, "prompt"),
         ({"prompt": [5] * 200, "max_tokens": 57}, "prompt"),

@@ -18,7 +18,8 @@ CHAT_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "max_tokens": 2048}
 OFTEN = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """What `--help` shows; the others are in `--help-all`."""
 _KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
-_LEFT_OUT = ("logprobs",)  # a terminal shows text
+LEFT_OUT = ("logprobs", "prompt_logprobs")
+"""A terminal shows text."""
 
 
 def add_sampling(parser: Parser, defaults: Mapping[str, Any] = DEFAULTS) -> None:
@@ -56,4 +57,4 @@ def _fields() -> dict[str, Any]:
     plain = (*_KINDS, bool, tuple[str, ...])
     hints, standard = get_type_hints(SamplingParams), SamplingParams()
     return {name: getattr(standard, name) for name in SamplingParams.__struct_fields__
-            if hints[name] in plain and name not in _LEFT_OUT}
+            if hints[name] in plain and name not in LEFT_OUT}

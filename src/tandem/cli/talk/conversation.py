@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from tandem.cli.options.sampling import LEFT_OUT
 from tandem.cli.talk.models import Message, Model, Served
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
@@ -126,7 +127,7 @@ class Conversation:
 
     def _set(self, text: str) -> str:
         hints = get_type_hints(SamplingParams)
-        names = [name for name in SamplingParams.__struct_fields__ if hints[name] in _KINDS and name != "logprobs"]
+        names = [name for name in SamplingParams.__struct_fields__ if hints[name] in _KINDS and name not in LEFT_OUT]
         if not text:
             shown = "\n".join(f"  {name} {value}" for name, value in self.params.items())
             return shown or f"nothing is set; there is {', '.join(names)}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.protocol.request import EngineRequest, SamplingParams, TokenLogprob
+from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.generation.generate import Generation
 
 
@@ -18,6 +19,8 @@ class Answer:
     finish_reason: str = "stop"
     stop: str | None = None
     """The stop string that ended it."""
+    prompt: PromptLogprobs | None = None
+    """Of its prompt, if they were asked for."""
 
 
 async def collect(generation: Generation, choices: int) -> list[Answer]:
@@ -31,6 +34,7 @@ async def collect(generation: Generation, choices: int) -> list[Answer]:
                 answers[delta.index].logprobs += delta.logprobs
                 answers[delta.index].finish_reason = delta.finish_reason or "stop"
                 answers[delta.index].stop = delta.stop
+                answers[delta.index].prompt = answers[delta.index].prompt if delta.prompt is None else delta.prompt
     finally:
         generation.close()
     for answer, texts in zip(answers, parts, strict=True):

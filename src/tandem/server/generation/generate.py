@@ -11,7 +11,8 @@ from fastapi import Request
 from msgspec.structs import replace
 
 from tandem.protocol.control import Output
-from tandem.protocol.request import EngineRequest, TokenLogprob
+from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.request import EngineRequest
 from tandem.server.context import Api
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
@@ -29,26 +30,34 @@ class Delta:
     finish_reason: str | None
     stop: str | None = None
     """The stop string that ended it."""
+    prompt: PromptLogprobs | None = None
+    """Of its prompt, with the first delta, if they were asked for."""
 
 
 class Choice:
     """One sequence: counts its tokens and turns them into text that is safe to show."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool, shown: frozenset[int]
+        self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool, shown: frozenset[int],
+        logs_end: bool = False,
     ) -> None:
+        """`logs_end`: the log probability of the token that ends the text is handed on, although it has no text."""
         self.tokens = 0
         self.finish_reason: str | None = None
         self._index = index
         self._text = TextStream(tokenizer, stop, continues=continues, shown=shown)
         self._one_by_one = bool(stop)
+        self._logs_end = logs_end
         self._pending: list[TokenLogprob] = []
+        self._prompt: PromptLogprobs | None = None
 
     def take(self, output: Output) -> Delta | None:
         """What an output adds; None while its text is held back. Log probabilities wait for their text."""
         visible = output.tokens[:-1] if output.stop_token else output.tokens
         text, used = self._push(visible)
-        self._pending += output.logprobs[:used]
+        self._pending += output.logprobs[:None if self._logs_end and not self._text.stopped else used]
+        if output.prompt_logprobs is not None:
+            self._prompt = output.prompt_logprobs
         if self._text.stopped:
             self.tokens += used
             self.finish_reason = "stop"
@@ -60,7 +69,8 @@ class Choice:
         if not text and self.finish_reason is None:
             return None
         logprobs, self._pending = self._pending, []
-        return Delta(self._index, text, logprobs, self.finish_reason, self._text.matched)
+        prompt, self._prompt = self._prompt, None
+        return Delta(self._index, text, logprobs, self.finish_reason, self._text.matched, prompt)
 
     def _push(self, tokens: list[int]) -> tuple[str, int]:
         """New text, and how many of `tokens` it took: where a stop string ends must not depend on batching."""
@@ -100,14 +110,15 @@ class Generation(Running):
         timeout: float | None,
         continues: bool = False,
         shown: frozenset[int] = frozenset(),
+        logs_end: bool = False,
     ) -> None:
         """Submit `requests`; the position of each is the index of its choice. Raises UnavailableError, OverloadedError.
 
         `continues`: the text goes on from the prompt, rather than being a message of its own.
-        `shown`: special tokens that are part of the text.
+        `shown`: special tokens that are part of the text. `logs_end`: as for `Choice`.
         """
         self.params = requests[0].params
-        """Those of the first sequence; others differ in their seed alone."""
+        """Those of the first sequence; others differ in their seed, and in what they say of their prompt."""
         super().__init__(
             api,
             http,
@@ -121,7 +132,8 @@ class Generation(Running):
         )
         self.tokenizer = tokenizer
         self._choices = {
-            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown)
+            request.request_id: Choice(
+                index, tokenizer, request.params.stop, continues=continues, shown=shown, logs_end=logs_end)
             for index, request in enumerate(requests)
         }
         self._left = len(requests)

@@ -11,19 +11,20 @@ from starlette.responses import Response
 
 from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
-from tandem.protocol.request import TokenLogprob
+from tandem.protocol.logprobs import TokenLogprob
 from tandem.server.body import parse
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.plan import ChatPlan, plan_chat
 from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import Answer, collect, engine_requests
 from tandem.server.generation.generate import Delta, Generation
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import new_id
-from tandem.server.openai.logprobs import chat_logprobs
-from tandem.server.openai.sampling import check_choices, room, sampling_params
+from tandem.server.openai.logprobs import chat_logprobs, prompt_places
+from tandem.server.openai.sampling import check_choices, check_prompt_fields, room, sampling_params
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.openapi import documented
 from tandem.server.sse import ChunkWriter, Envelope, encode_json, open_stream
@@ -55,7 +56,8 @@ async def _answer(http: Request, served: Served, fields: ChatRequest) -> Respons
         writer = ChatWriter(generation, model, conversation_id, replies, fields)
         return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
     answers = await collect(generation, n)
-    return _whole(plan, generation, answers, conversation_id, bool(fields.logprobs), model)
+    size = len(plan.prompt) * ((fields.prompt_logprobs or 0) + 1) if fields.prompt_logprobs is not None else 0
+    return await off_loop(size > LARGE, lambda: _whole(plan, generation, answers, conversation_id, fields, model))
 
 
 async def prepare_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, Tokenizer, EngineStatus]:
@@ -72,11 +74,14 @@ async def start_chat(
 
     With `clip` an output limit beyond the context is no error. Raises RequestError.
     """
+    check_prompt_fields(fields)
     plan, tokenizer, status = await prepare_chat(http, served, fields)
     max_tokens = room(plan.prompt, asked_tokens(fields), served, status, param="messages", clip=clip)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     params = [
-        sampling_params(fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=plan.form)
+        sampling_params(
+            fields, status, max_tokens=max_tokens, logprobs=logprobs, choice=choice, form=plan.form,
+            prompt_logprobs=None if choice and max_tokens else fields.prompt_logprobs)  # one says it for all
         for choice in range(fields.n or 1)
     ]
     work = [(plan.prompt, one) for one in params]
@@ -126,10 +131,12 @@ def checked_template_kwargs(given: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _whole(
-    plan: ChatPlan, generation: Generation, answers: list[Answer], conversation_id: str, logprobs: bool, model: str
+    plan: ChatPlan, generation: Generation, answers: list[Answer], conversation_id: str, fields: ChatRequest, model: str
 ) -> Response:
-    tokenizer = generation.tokenizer
+    tokenizer, asked, of_prompt = generation.tokenizer, fields.prompt_logprobs, answers[0].prompt
     replies = [Reply(plan) for _ in answers]
+    places = {} if asked is None or of_prompt is None else {
+        "prompt_logprobs": prompt_places(tokenizer, plan.prompt, of_prompt, asked)}
     body = {
         "id": generation.request_id,
         "object": "chat.completion",
@@ -140,11 +147,12 @@ def _whole(
             {
                 "index": index,
                 "message": reply.message(answer.text),
-                "logprobs": chat_logprobs(tokenizer, answer.logprobs) if logprobs else None,
+                "logprobs": chat_logprobs(tokenizer, answer.logprobs) if fields.logprobs else None,
                 "finish_reason": reply.finish_reason(answer.finish_reason),
             }
             for index, (reply, answer) in enumerate(zip(replies, answers, strict=True))
         ],
+        **places,
         "conversation_id": conversation_id,
         "usage": generation.usage(),
         "performance": generation.performance(),

@@ -9,25 +9,33 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
+from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import SamplingParams, StructuredOutputs
 from tandem.server.body import parse
 from tandem.server.chats.fitting import too_long
 from tandem.server.chats.forms import form_of
 from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.answer import collect, engine_requests
+from tandem.server.generation.answer import Answer, collect, engine_requests
 from tandem.server.generation.generate import Delta, Generation
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import new_id
 from tandem.server.openai.chat import FINGERPRINT
-from tandem.server.openai.logprobs import CompletionLogprobs
-from tandem.server.openai.sampling import check_choices, check_token_ids, room, sampling_params
+from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
+from tandem.server.openai.sampling import (
+    check_choices,
+    check_prompt_fields,
+    check_token_ids,
+    room,
+    sampling_params,
+)
 from tandem.server.openai.schemas import CompletionRequest
 from tandem.server.openapi import documented
 from tandem.server.sse import ChunkWriter, Envelope, encode_json, open_stream
+from tandem.text.tokenizer import Tokenizer
 
 router = APIRouter()
 
@@ -42,8 +50,7 @@ async def completions(http: Request) -> Response:
 async def _answer(http: Request, served: Served, fields: CompletionRequest) -> Response:
     api, n = get_api(http), fields.n or 1
     check_choices(served, n, len(fields.prompt))
-    if fields.echo and fields.logprobs is not None:
-        raise RequestError("'echo' together with 'logprobs' is not supported.", param="echo", code="unsupported_value")
+    check_prompt_fields(fields, echo=bool(fields.echo))
     texts = await RequestTexts.of(http, served)
     tokenizer, status = texts.tokenizer, texts.status
     prompts = await encode_prompts(texts, fields.prompt, "prompt")
@@ -63,30 +70,72 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
         stream=bool(fields.stream),
         timeout=fields.timeout,
         continues=True,
+        logs_end=_echoes_logprobs(fields),
     )
     head = _head(request_id, status.model)
-    logprobs = [CompletionLogprobs(tokenizer) if fields.logprobs is not None else None for _ in requests]
-    if fields.stream:
-        writer = CompletionWriter(head, echoes, logprobs, include_usage=fields.include_usage)
-        return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
-    return await _whole(generation, head, echoes, logprobs)
-
-
-async def _whole(
-    generation: Generation, head: dict[str, Any], echoes: list[str], logprobs: list[CompletionLogprobs | None]
-) -> Response:
-    answers = await collect(generation, len(echoes))
     choices = [
-        {
-            "text": echo + answer.text,
-            "index": index,
-            "logprobs": formatter.format(answer.logprobs) if formatter else None,
+        _Choice(fields, echo, request.prompt, tokenizer) for echo, request in zip(echoes, requests, strict=True)]
+    if fields.stream:
+        writer = CompletionWriter(head, choices, include_usage=fields.include_usage)
+        return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
+    answers = await collect(generation, len(requests))
+    for index, answer in enumerate(answers):
+        answer.prompt = answers[index - index % n].prompt  # the first says it for all of its prompt
+
+    def body() -> bytes:
+        whole = [
+            {"index": index, **choice.whole(answer)}
+            for index, (choice, answer) in enumerate(zip(choices, answers, strict=True))
+        ]
+        ending = {"usage": generation.usage(), "performance": generation.performance()}
+        return encode_json({**head, "choices": whole, **ending})
+
+    size = sum(map(len, prompts)) * n * ((_asked_of_prompt(fields) or 0) + 1) if _asked_of_prompt(fields) else 0
+    return Response(await off_loop(size > LARGE, body), media_type="application/json")
+
+
+def _echoes_logprobs(fields: CompletionRequest) -> bool:
+    return bool(fields.echo) and fields.logprobs is not None
+
+
+def _asked_of_prompt(fields: CompletionRequest) -> int | None:
+    """How many of the most likely tokens are wanted for each place of the prompt; None for nothing at all of it."""
+    wanted = [fields.prompt_logprobs, fields.logprobs if fields.echo else None, 0 if fields.max_tokens == 0 else None]
+    return max((count for count in wanted if count is not None), default=None)
+
+
+class _Choice:
+    """How one choice is written."""
+
+    def __init__(self, fields: CompletionRequest, echo: str, prompt: list[int], tokenizer: Tokenizer) -> None:
+        self.echo = echo
+        self.echoes_logprobs = _echoes_logprobs(fields)
+        self._fields, self._prompt, self._tokenizer = fields, prompt, tokenizer
+        self._logprobs = CompletionLogprobs(tokenizer) if fields.logprobs is not None else None
+
+    def of_prompt(self, found: PromptLogprobs) -> dict[str, Any] | None:
+        """`logprobs` of the prompt that is echoed."""
+        assert self._logprobs is not None
+        return self._logprobs.echoed(self.echo, self._prompt, found, self._fields.logprobs or 0)
+
+    def of_output(self, entries: list[TokenLogprob]) -> dict[str, Any] | None:
+        """`logprobs` of what comes after it."""
+        return self._logprobs.format(entries) if self._logprobs is not None else None
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """All of the choice, but its index."""
+        parts = [self.of_prompt(answer.prompt)] if self.echoes_logprobs and answer.prompt is not None else []
+        parts.append(self.of_output(answer.logprobs))
+        logprobs = {name: [one for part in parts if part is not None for one in part[name]] for name in parts[0] or ()}
+        choice: dict[str, Any] = {
+            "text": self.echo + answer.text,
+            "logprobs": logprobs or None,
             "finish_reason": answer.finish_reason,
         }
-        for index, (echo, formatter, answer) in enumerate(zip(echoes, logprobs, answers, strict=True))
-    ]
-    body = {**head, "choices": choices, "usage": generation.usage(), "performance": generation.performance()}
-    return Response(encode_json(body), media_type="application/json")
+        if self._fields.prompt_logprobs is not None and answer.prompt is not None:
+            count = self._fields.prompt_logprobs
+            choice["prompt_logprobs"] = prompt_places(self._tokenizer, self._prompt, answer.prompt, count)
+        return choice
 
 
 def _head(request_id: str, model: str) -> dict[str, Any]:
@@ -125,8 +174,10 @@ def _work(
     for prompt in prompts:
         max_tokens = room(prompt, fields.max_tokens, served, status, param="prompt")
         for choice in range(n):
+            alone = choice and max_tokens and not fields.stream  # the first choice says it for all of its prompt
             params = sampling_params(
-                fields, status, max_tokens=max_tokens, logprobs=fields.logprobs, choice=choice, form=form
+                fields, status, max_tokens=max_tokens, logprobs=fields.logprobs, choice=choice, form=form,
+                prompt_logprobs=None if alone else _asked_of_prompt(fields),
             )
             work.append((prompt, params))
     return work
@@ -149,33 +200,35 @@ class CompletionWriter(ChunkWriter):
     def __init__(
         self,
         head: dict[str, Any],
-        echoes: list[str],
-        logprobs: list[CompletionLogprobs | None],
+        choices: list[_Choice],
         *,
         include_usage: bool,
     ) -> None:
-        self._echoes = echoes
-        self._logprobs = logprobs
+        self._choices = choices
         self._envelope = Envelope(head, include_usage=include_usage)
 
     def head(self) -> bytes:
-        """The prompts, when they are to be echoed."""
+        """The prompts, when they are to be echoed; with log probabilities each waits for those."""
         return b"".join(
-            self._envelope.chunk({"text": echo, "index": index, "logprobs": None, "finish_reason": None})
-            for index, echo in enumerate(self._echoes)
-            if echo
+            self._envelope.chunk({"text": one.echo, "index": index, "logprobs": None, "finish_reason": None})
+            for index, one in enumerate(self._choices)
+            if one.echo and not one.echoes_logprobs
         )
 
     def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
         """One chunk; the last one of a choice carries its finish_reason."""
-        formatter = self._logprobs[delta.index]
+        mine, head = self._choices[delta.index], b""
+        if mine.echoes_logprobs and delta.prompt is not None:
+            logprobs = mine.of_prompt(delta.prompt)
+            head = self._envelope.chunk(
+                {"text": mine.echo, "index": delta.index, "logprobs": logprobs, "finish_reason": None})
         choice = {
             "text": delta.text,
             "index": delta.index,
-            "logprobs": formatter.format(delta.logprobs) if formatter else None,
+            "logprobs": mine.of_output(delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
-        return self._envelope.chunk(choice, extras)
+        return head + self._envelope.chunk(choice, extras)
 
     def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The last chunk, without choices."""

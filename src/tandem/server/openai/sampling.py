@@ -34,6 +34,17 @@ def check_token_ids(tokens: Collection[int], vocab_size: int, param: str) -> Non
             raise RequestError(message, param=param, code="invalid_value")
 
 
+def check_prompt_fields(fields: SamplingFields, *, echo: bool = False) -> None:
+    """Raises RequestError when nothing would come of a request, or log probabilities of its prompt in a stream."""
+    if fields.max_tokens == 0 and fields.prompt_logprobs is None and not echo:
+        message = ("'max_tokens' is 0; it must be at least 1, but where the prompt itself is asked for, with "
+                   "'prompt_logprobs' (or, of /v1/completions, with 'echo').")
+        raise RequestError(message, param="max_tokens", code="invalid_value")
+    if fields.stream and fields.prompt_logprobs is not None:
+        message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
+        raise RequestError(message, param="prompt_logprobs", code="invalid_value")
+
+
 def room(
     prompt: Sequence[int], asked: int | None, served: Served, status: EngineStatus, *, param: str, clip: bool = False
 ) -> int:
@@ -47,7 +58,7 @@ def room(
         raise RequestError(f"'{param}' holds no tokens; give at least one.", param=param, code="invalid_value")
     left = context - len(prompt)
     limit = f"This model's maximum context length is {context} tokens. However, "
-    if left < 1:
+    if left < (asked != 0):
         message = f"{limit}your {param} resulted in {len(prompt)} tokens. Please reduce the length of the {param}."
         raise RequestError(message, param=param, code="context_length_exceeded")
     if asked is not None and asked > left and not clip:
@@ -56,7 +67,7 @@ def room(
             f"completion). Please reduce the length of the {param} or completion."
         )
         raise RequestError(message, param=param, code="context_length_exceeded")
-    return min(asked or default or left, left)
+    return min(default or left if asked is None else asked, left)
 
 
 def sampling_params(
@@ -67,6 +78,7 @@ def sampling_params(
     logprobs: int | None,
     choice: int,
     form: StructuredOutputs | None = None,
+    prompt_logprobs: int | None = None,
 ) -> SamplingParams:
     """Parameters of the `choice`-th of `n` sequences of one prompt; a given seed makes each of them repeatable.
 
@@ -99,6 +111,7 @@ def sampling_params(
         ignore_eos=bool(fields.ignore_eos),
         logprobs=logprobs,
         structured_outputs=form,
+        prompt_logprobs=prompt_logprobs,
     )
 
 

@@ -81,7 +81,8 @@ class SamplingFields(Strict):
     """How to choose tokens; the same for chat and completions."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(**RANGES["max_tokens"].bounds)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """0 is for requests about the prompt alone (`check_prompt_fields`)."""
     min_tokens: Annotated[int, Field(**RANGES["min_tokens"].bounds)] | None = None
     temperature: Annotated[float, Field(**RANGES["temperature"].bounds)] | None = None
     top_p: Annotated[float, Field(**RANGES["top_p"].bounds)] | None = None
@@ -96,6 +97,7 @@ class SamplingFields(Strict):
     stop: Stops | None = None
     stop_token_ids: StopTokens | None = None
     ignore_eos: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     n: Annotated[int, Field(ge=1)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

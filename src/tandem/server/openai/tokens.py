@@ -1,10 +1,11 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, and GET /tokenizer_info where it is asked for, in vLLM's shapes."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from tandem.errors import NotFoundError
 from tandem.server.body import parse
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
@@ -47,3 +48,15 @@ async def detokenize(http: Request) -> Response:
     texts = await RequestTexts.of(http, await api.engage(http, fields.model))
     check_token_ids(fields.tokens, texts.status.vocab_size, "tokens")
     return Response(encode_json({"prompt": await texts.decode(fields.tokens)}), media_type="application/json")
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(http: Request, model: str | None = None) -> Response:
+    """What the model's tokenizer_config.json says, and its chat template."""
+    api = get_api(http)
+    if not api.settings.server.enable_tokenizer_info_endpoint:
+        message = "/tokenizer_info is switched off (--enable-tokenizer-info-endpoint turns it on)."
+        raise NotFoundError(message, code="unknown_url")
+    texts = await RequestTexts.of(http, await api.engage(http, model))
+    info = {**texts.tokenizer.info, "max_model_len": texts.status.max_context}
+    return Response(encode_json(info), media_type="application/json")

@@ -1,0 +1,77 @@
+"""Log probabilities of prompts: the logits of a chunk's positions, a few at a time, so that memory is bounded (mlx)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+
+from tandem.loading.stage import StageModel
+from tandem.protocol.logprobs import PromptLogprobs
+from tandem.runner.filters import largest
+
+LOGITS_BYTES = 32 * 2**20
+"""Of float32 logits that are computed at once; about three times as much is in memory at the most."""
+
+
+@dataclass
+class Scores:
+    """What one chunk brings. `values` may be called from any thread."""
+
+    k: int
+    parts: list[tuple[mx.array, ...]] = field(default_factory=list)
+    """Log probabilities float32 [r], ranks int32 [r], and the most likely ones float32 [r, k] with their ids int32."""
+
+    def values(self) -> PromptLogprobs:
+        """Waits for the device."""
+        if not self.parts:
+            return PromptLogprobs(self.k)
+        own, ranks, *best = (np.concatenate([np.array(array) for array in column])
+                             for column in zip(*self.parts, strict=True))
+        packed = PromptLogprobs(self.k, _packed(own, "<f4"), _packed(ranks, "<i4"))
+        if not best:
+            return packed
+        values, tokens = best
+        order = np.lexsort((tokens, -values))
+        return PromptLogprobs(
+            self.k, packed.logprobs, packed.ranks, _packed(np.take_along_axis(values, order, axis=1), "<f4"),
+            _packed(np.take_along_axis(tokens, order, axis=1), "<i4"))
+
+
+def score(stage: StageModel, hidden: mx.array, tokens: Sequence[int], k: int, *, samples: bool) -> Scores:
+    """Of `tokens`, each of which comes after the position of its hidden state [1, L, H]; there may be fewer of them.
+
+    All ranks of the last stage take part, as the head's rows are spread over them; the one that `samples` keeps what is
+    found, and what others return is of no use. Dispatched at once, and waited for but for the last pieces.
+    """
+    rows = max(LOGITS_BYTES // (4 * stage.vocab_size), 1)
+    scores = Scores(min(k, stage.vocab_size))
+    for start in range(0, len(tokens), rows):
+        stop = min(start + rows, len(tokens))
+        logits = stage.head(hidden[:, start:stop])[0]
+        found = _columns(logits, tokens[start:stop], scores.k) if samples else (mx.depends(mx.zeros(1), logits),)
+        mx.async_eval(found)
+        if scores.parts:
+            mx.eval(scores.parts[-1])
+        scores.parts.append(found)
+    return scores
+
+
+def _columns(logits: mx.array, tokens: Sequence[int], k: int) -> tuple[mx.array, ...]:
+    """As `Scores.parts`, of logits [r, V]."""
+    logits = logits.astype(mx.float32)
+    norm = mx.logsumexp(logits, axis=-1, keepdims=True)
+    norm = mx.where(mx.isfinite(norm), norm, mx.nan)
+    own = mx.take_along_axis(logits, mx.array(list(tokens), dtype=mx.int32)[:, None], axis=-1)
+    ranks = (logits > own).sum(axis=-1).astype(mx.int32) + 1
+    if not k:
+        return (own - norm)[:, 0], ranks
+    best, places = largest(logits, k)
+    return (own - norm)[:, 0], ranks, best - norm, places
+
+
+def _packed(values: npt.NDArray[np.generic], kind: str) -> bytes:
+    return np.ascontiguousarray(values).astype(kind).tobytes()
