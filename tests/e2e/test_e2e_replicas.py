@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,28 @@ def test_embeddings_spread(two: Replicas) -> None:
     again = two.client.embeddings.create(model="default", input=texts[7]).data[0].embedding
     assert again == pytest.approx(data[7].embedding, abs=1e-5)
     assert all(count > 0 for count in two.counted("tandem_embeddings_total").values())
+
+
+def test_log_probabilities_of_a_prompt_are_the_same_from_either_and_again_when_one_is_killed(two: Replicas) -> None:
+    prompt = [3 + i * 7 % 400 for i in range(250)]
+
+    def asked(_: int = 0) -> list[Any]:
+        answer = two.client.completions.create(model="default", prompt=prompt, echo=True, logprobs=1, max_tokens=0)
+        return answer.choices[0].logprobs.token_logprobs
+
+    expected = asked()
+    assert expected[0] is None and len(expected) == 250 and all(value < 0 for value in expected[1:])
+    with ThreadPoolExecutor(8) as pool:
+        answers = [pool.submit(asked, i) for i in range(40)]
+        wait_until(lambda: any(one["outstanding_tokens"] for one in two.replicas().values()))
+        [victim, *_] = [index for index, one in two.replicas().items() if one["outstanding_tokens"]] or [0]
+        two.engine(victim).kill()
+        assert all(one.result() == [None, *map(near, expected[1:])] for one in answers)
+    wait_until(lambda: two.replicas()[victim]["state"] == "ready")
+
+
+def near(value: float) -> Any:
+    return pytest.approx(value, abs=1e-4)
 
 
 def test_load_spreads(two: Replicas) -> None:

@@ -149,11 +149,13 @@ async def test_a_lost_engine_hands_its_requests_on(engines):
 
 
 @in_loop
-async def test_an_embedding_is_begun_again_where_another_engine_is(engines):
+@pytest.mark.parametrize("kind", [{"pooling": "last"}, {}])
+async def test_what_has_no_tokens_is_begun_again_where_another_engine_is(engines, kind):
     async with connected(engines) as replicas:
         for one in engines:
             one.hold = True
-        asked = EngineRequest(request_id="v", prompt=[5, 6], params=SamplingParams(max_tokens=0), pooling="last")
+        params = SamplingParams(max_tokens=0, prompt_logprobs=None if kind else 1)
+        asked = EngineRequest(request_id="v", prompt=[5, 6], params=params, **kind)
 
         async def collect():
             return [output async for output in outputs_of(replicas, asked)]
@@ -165,7 +167,8 @@ async def test_an_embedding_is_begun_again_where_another_engine_is(engines):
             one.hold = one is engines[home]
         engines[home].stop()
         [output] = await asyncio.wait_for(task, 240)
-        assert output.vector and output.finish_reason == "stop" and output.request_id == "v"
+        assert output.request_id == "v" and output.finish_reason == ("stop" if kind else "length")
+        assert bool(output.vector) == bool(kind) and (output.prompt_logprobs is None) == bool(kind)
         assert replicas._flights == {}
 
 
