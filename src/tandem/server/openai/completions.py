@@ -74,7 +74,7 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
     )
     head = _head(request_id, status.model)
     choices = [
-        _Choice(fields, echo, request.prompt, tokenizer) for echo, request in zip(echoes, requests, strict=True)]
+        _Writing(fields, echo, request.prompt, tokenizer) for echo, request in zip(echoes, requests, strict=True)]
     if fields.stream:
         writer = CompletionWriter(head, choices, include_usage=fields.include_usage)
         return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
@@ -104,7 +104,7 @@ def _asked_of_prompt(fields: CompletionRequest) -> int | None:
     return max((count for count in wanted if count is not None), default=None)
 
 
-class _Choice:
+class _Writing:
     """How one choice is written."""
 
     def __init__(self, fields: CompletionRequest, echo: str, prompt: list[int], tokenizer: Tokenizer) -> None:
@@ -200,7 +200,7 @@ class CompletionWriter(ChunkWriter):
     def __init__(
         self,
         head: dict[str, Any],
-        choices: list[_Choice],
+        choices: list[_Writing],
         *,
         include_usage: bool,
     ) -> None:
