@@ -115,9 +115,9 @@ def test_one_token_and_odd_starts(server, engine):
     assert len(offsets) == 4 and offsets[-1] == len(choice["text"]) - 1
 
 
-def test_large_ones_leave_the_event_loop(server, engine):
+def test_large_ones_leave_the_event_loop(server, engine, wait_until):
     engine.set_status(max_context=4096)
-    server.wait_ready()
+    wait_until(lambda: server.api.client.status.max_context == 4096)
     ids = [5 + i % 400 for i in range(2000)]
     body = complete(server, prompt=ids, max_tokens=0, prompt_logprobs=20, echo=True, logprobs=20).json()
     [choice] = body["choices"]
