@@ -118,7 +118,8 @@ class _Reader:
         pairs = []
         for index, text in enumerate(envs):
             name, equals, value = text.partition("=") if isinstance(text, str) else ("", "", "")
-            if not equals or not name.replace("_", "a").isalnum() or not name.isascii() or name[0].isdigit():
+            if (not equals or not name.replace("_", "a").isalnum() or not name.isascii() or name[0].isdigit()
+                    or not value.isprintable()):
                 self._fail(f'envs[{index}] is {text!r}; must be a text such as "NAME=value"')
             pairs.append((name, value))
         return tuple(pairs)
@@ -128,12 +129,12 @@ class _Reader:
             self._fail(f'{where} is {entry!r}; must be an object such as {{"ssh": "mac1", "ips": ["10.0.0.1"]}}')
         self._known(entry, HOST_FIELDS, f"{where}: ")
         ssh = entry.get("ssh")
-        if not isinstance(ssh, str) or not ssh or ssh.startswith("-") or any(c.isspace() for c in ssh):
+        if not isinstance(ssh, str) or not ssh or ssh.startswith("-") or " " in ssh or not ssh.isprintable():
             self._fail(f'{where}: ssh is {ssh!r}; must be what `ssh` is given to reach the host, such as "mac1.local" '
                        'or "user@10.0.0.1"')
         where = f"{where} ({ssh})"
         python = entry.get("python")
-        if python is not None and (not isinstance(python, str) or not python):
+        if python is not None and (not isinstance(python, str) or not python or not python.isprintable()):
             self._fail(f"{where}: python is {python!r}; must be the path of that host's Python")
         facts = tuple((name, self._fact(entry, name, where)) for name in PLAN_FIELDS if entry.get(name) is not None)
         return HostEntry(ssh=ssh, ips=self._ips(entry, where), rdma=self._rdma(entry, where, count), python=python,
