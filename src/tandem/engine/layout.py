@@ -93,7 +93,7 @@ def plan_layout(settings: Settings) -> GangLayout:
         context = model.max_context
     speculation = with_speculative_config(settings.speculation)
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
-    if drafts and description.state_elements:
+    if drafts and not description.can_be_cut:
         raise ConfigError(f"{description.family} keeps recurrent states, which cannot take back drafts that were not "
                           "accepted; serve it without speculative decoding", param="speculative_method")
     draft = find_draft_model(settings, files, description)

@@ -22,7 +22,7 @@ def _speculation(layout: GangLayout) -> str:
     """In words of `/model/info`."""
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
-    if layout.description.state_elements:
+    if not layout.description.can_be_cut:
         return "off: the model's recurrent states cannot take back drafts"
     return f"off: {reason}" if (reason := family_of(layout.description.family).one_by_one) else "off"
 

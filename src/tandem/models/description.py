@@ -103,6 +103,8 @@ class ModelDescription:
     """Elements of recurrent state of one sequence in one layer, on average, whatever its length."""
     float32_elements: float = 0.0
     """Those of them that are float32, whatever the model computes in."""
+    can_be_cut: bool = True
+    """The last positions of every cache can be taken back."""
     replicated_cache: bool = False
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
     uncut: frozenset[int] = frozenset()
@@ -156,6 +158,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         token_elements=sum(cache.position for cache in caches) / len(caches),
         state_elements=sum(cache.state for cache in caches) / len(caches),
         float32_elements=sum(cache.float32 for cache in caches) / len(caches),
+        can_be_cut=all(cache.can_be_cut for cache in caches),
         replicated_cache=any(cache.replicated for cache in caches),
         max_context=facts.max_context(),
         dtype=_stored_dtype(tensors),
