@@ -18,12 +18,13 @@ LINUX: Figures = {"system": "Linux 6.1", "gpu": False, "device": "CPU", "cores":
     ("10.0.0.17 and fe80::1c2f:33ff:fe01:2%en0 and 3c:06:30:11:22:33", "<address> and <address> and <address>"),
     ("127.0.0.1:8000 took 13:45:12 for 5 tok/s", "127.0.0.1:8000 took 13:45:12 for 5 tok/s"),
     ("no /Users/ann/models/a/config.json there, nor ~/x/y", "no <path> there, nor <path>"),
+    ("/Users/Änn O. Lee/models/a is gone, /Volumes/x/y too", "<path> is gone, <path> too"),
     ("ask /v1/completions, /health", "ask /v1/completions, /health"),
     ("serial 564D1A2B-0011-2233-4455-66778899AABB", "serial <id>"),
     ("Tandem 0.1.0, mlx 0.32.4", "Tandem 0.1.0, mlx 0.32.4"),
 ])
 def test_names_addresses_and_paths_are_taken_out(text: str, expected: str) -> None:
-    assert redacted(text, ["mac-of-ann", "ann"]) == expected
+    assert redacted(text, ["mac-of-ann", "/Users/Änn O. Lee", "ann", "/"]) == expected
 
 
 def report(*checks: Outcome, wanted: int | None = None, facts: Figures = LINUX) -> Report:

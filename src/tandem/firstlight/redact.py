@@ -19,9 +19,15 @@ SHORTEST = 2
 
 
 def redacted(text: str, names: Iterable[str]) -> str:
-    """`text` without addresses, paths and ids; the machines' and users' `names` become a, b, c, ..."""
+    """`text` without addresses, paths and ids; the machines' and users' `names` become a, b, c, ...
+
+    Folders among the names are paths whatever letters they have, such as a home with a space in it.
+    """
+    known = dict.fromkeys(names)
+    for place in sorted((one for one in known if one.startswith("/") and len(one) > SHORTEST), key=len, reverse=True):
+        text = re.sub(rf"{re.escape(place)}(?:/[\w.@+-]+)*/?", "<path>", text)
     text = _PATH.sub("<path>", text)
-    for number, name in enumerate(dict.fromkeys(names)):
+    for number, name in enumerate(one for one in known if not one.startswith("/")):
         if len(name) >= SHORTEST:
             text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", f"<{chr(ord('a') + number % 26)}>", text)
     for pattern, replacement in _PATTERNS:

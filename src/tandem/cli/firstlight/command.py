@@ -8,6 +8,7 @@ import fcntl
 import getpass
 import hashlib
 import math
+import os
 import socket
 import sys
 from collections.abc import Iterator
@@ -168,10 +169,10 @@ def _tell(check: Check, outcome: Outcome | None) -> None:
 
 
 def _names(file: Hostfile | None) -> list[str]:
-    """What people and machines are called here."""
+    """What people, machines and the folders that checks work in are called here."""
     own = socket.gethostname()
     hosts = [part for one in (file.hosts if file else ()) for part in one.ssh.split("@")]
-    return [own, own.partition(".")[0], *_user(), *hosts]
+    return [own, own.partition(".")[0], *_user(), *hosts, os.path.expanduser("~"), str(state_dir())]
 
 
 def _user() -> list[str]:
