@@ -8,8 +8,11 @@ from __future__ import annotations
 import platform
 import sys
 from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
 
 from tandem.env import set_default, variable
+from tandem.errors import UsageError
 
 PLATFORM = "tandem.vllm_plugin.platform.TandemPlatform"
 
@@ -42,6 +45,20 @@ def register() -> str | None:
     return PLATFORM
 
 
+def say_shortly() -> None:
+    """`vllm serve` ends with one line, as `tandem serve` does, where what was asked for cannot be."""
+    if Path(sys.argv[0]).name != "vllm" or sys.excepthook is _one_line:
+        return
+    sys.excepthook = _one_line
+
+
+def _one_line(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if isinstance(error, UsageError):
+        sys.stderr.write(f"vllm: {error.message}\n")
+    else:
+        sys.__excepthook__(kind, error, trace)
+
+
 def require_platform() -> None:
     """`vllm.general_plugins`, which every vLLM process calls: vLLM only logs, at DEBUG, why it passed a platform over.
 
@@ -55,6 +72,7 @@ def require_platform() -> None:
 
     if f"{type(current_platform).__module__}.{type(current_platform).__name__}" == PLATFORM:
         apply()
+        say_shortly()
         return
     why = "VLLM_TARGET_DEVICE=cpu makes vLLM ignore platform plugins; unset it"
     if variable("VLLM_TARGET_DEVICE") != "cpu":

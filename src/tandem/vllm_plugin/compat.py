@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
+
+from tandem.vllm_plugin.limits import refuse_model
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,35 @@ def _replace_validation() -> None:
     VllmConfig._validate_v2_model_runner = _validate_v2_model_runner
 
 
+def _is_multimodal(architecture: str) -> bool:
+    from vllm.model_executor.models.registry import _MULTIMODAL_MODELS
+
+    return architecture in _MULTIMODAL_MODELS
+
+
+def _look_at_models_first() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    stock = EngineArgs.create_model_config
+    if hasattr(stock, "__wrapped__"):
+        return  # this is
+
+    @wraps(stock)
+    def create_model_config(args: Any) -> Any:
+        refuse_model(args.model, args.revision, _is_multimodal)
+        return stock(args)
+
+    EngineArgs.create_model_config = create_model_config
+
+
 OVERRIDES = (
+    Override(
+        target="vllm.engine.arg_utils.EngineArgs.create_model_config",
+        reason="vLLM imports a model's classes, which may need packages that are not here, before it asks a platform "
+        "anything; an architecture that Tandem lacks would be found by the workers, minutes later",
+        versions="vllm 0.32",
+        apply=_look_at_models_first,
+    ),
     Override(
         target="vllm.config.VllmConfig._validate_v2_model_runner",
         reason="only the contract of vLLM's second model runner schedules ahead under pipeline parallelism; it demands "

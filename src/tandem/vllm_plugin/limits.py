@@ -1,9 +1,16 @@
-"""What the plugin's platform cannot do, checked when vLLM's configuration is complete. One sentence each."""
+"""What the plugin's platform cannot do, checked before anything is started. One sentence each."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
+
+from tandem.checkpoints.config import read_config
+from tandem.checkpoints.resolve import resolve
+from tandem.errors import ConfigError, ModelNotFound, UnsupportedModel
+from tandem.models.description import describe
+from tandem.models.trial import require_trial
 
 Check = tuple[Callable[[Any], bool], str]
 
@@ -26,6 +33,20 @@ _CHECKS: tuple[Check, ...] = (
     (lambda c: c.parallel_config.data_parallel_size > 1 and c.model_config is not None and c.model_config.is_moe,
      "data parallelism of a mixture of experts is not supported: vLLM runs its replicas in step; run one server per "
      "replica"),
+    (lambda c: _replicas_by_ray(c) and c.parallel_config.world_size > 1,
+     "with --data-parallel-backend ray a replica is one rank; leave out --tensor-parallel-size and "
+     "--pipeline-parallel-size, or use `tandem serve --launcher ray --data-parallel-size N`, which has both"),
+    (lambda c: _replicas_by_ray(c) and c.speculative_config is not None,
+     "speculative decoding is not served with --data-parallel-backend ray; leave out --speculative-config, or use "
+     "`tandem serve --launcher ray --data-parallel-size N --speculative-method ngram`"),
+    (lambda c: c.parallel_config.data_parallel_hybrid_lb or c.parallel_config.data_parallel_external_lb,
+     "--data-parallel-hybrid-lb and --data-parallel-external-lb are not supported; leave them out, or run a server on "
+     "each machine and a balancer before them"),
+    (lambda c: c.parallel_config.data_parallel_size_local == 0, "--data-parallel-size-local 0 is not supported: the "
+     "machine of the server has a replica; leave it out"),
+    (lambda c: c.parallel_config.data_parallel_backend == "mp" and
+     0 < c.parallel_config.data_parallel_size_local < c.parallel_config.data_parallel_size,
+     "--data-parallel-size-local: replicas on other machines need --data-parallel-backend ray"),
     (lambda c: c.parallel_config.distributed_executor_backend == "uni" and c.parallel_config.world_size > 1,
      "--distributed-executor-backend uni runs one rank; use mp or ray for more"),
     (lambda c: c.parallel_config.nnodes > 1, "--nnodes is not supported; use the Ray executor for several machines"),
@@ -35,8 +56,31 @@ _CHECKS: tuple[Check, ...] = (
 )
 
 
+def _replicas_by_ray(config: Any) -> bool:
+    parallel = config.parallel_config
+    return bool(parallel.data_parallel_size > 1 and parallel.data_parallel_backend == "ray")
+
+
 def refuse_unsupported(vllm_config: Any) -> None:
-    """Raise ValueError with every reason for which this configuration cannot run."""
+    """Raise ConfigError with every reason for which this configuration cannot run. (A ValueError would come out as
+    pydantic's, in four lines that end with an address.)"""
     reasons = [reason for applies, reason in _CHECKS if applies(vllm_config)]
     if reasons:
-        raise ValueError("Tandem's vLLM platform: " + "; ".join(reasons))
+        raise ConfigError("Tandem's vLLM platform: " + "; ".join(reasons))
+
+
+def refuse_model(model: str, revision: str | None, multimodal: Callable[[str], bool]) -> None:
+    """Raise UnsupportedModel for a model that workers could not load, before vLLM looks at it: minutes earlier, and
+    without the packages that vLLM wants for looking. `multimodal` says it of an architecture.
+
+    A model that is not found is left to vLLM, which has more ways of finding one. Raises BrokenModel.
+    """
+    try:
+        files = resolve(model, revision=revision if "/" in model and not os.path.isdir(model) else None, weights=False)
+    except ModelNotFound:
+        return
+    require_trial(files.path, describe(files))
+    for name in read_config(files.path).get("architectures") or ():
+        if multimodal(str(name)):
+            raise UnsupportedModel(f"{files.name}: {name} takes images, video or sound, which is not supported under "
+                                   f"vLLM; `tandem serve {model}` serves its text part", param="model")

@@ -9,6 +9,10 @@ from tandem.errors import ConfigError
 
 DEVICES = "VLLM_METAL_VISIBLE_DEVICES"
 """vLLM-metal's variable for the devices that a server may use."""
+WITHOUT_EFFECT = {"VLLM_METAL_USE_PAGED_ATTENTION": "the KV cache is Tandem's own, in rows; leave it out"}
+"""Variable of vllm-metal's -> what to do in its place."""
+FROM_VLLM_METAL = ("VLLM_METAL_MEMORY_FRACTION", "VLLM_METAL_RING_BASE_PORT", DEVICES, *WITHOUT_EFFECT)
+"""Its variables that vLLM itself does not know."""
 RESOURCE = "mlx"
 """Ray's name for a device, which `ray start --resources` gives to a node."""
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from vllm.exceptions import VLLMValidationError
 from vllm.logger import init_logger
 from vllm.platforms.interface import Platform, PlatformEnum
+from vllm.utils.network_utils import get_ip
 
-from tandem.env import machine_memory
+from tandem.env import machine_memory, variable
 from tandem.vllm_plugin.compat import apply
 from tandem.vllm_plugin.limits import refuse_unsupported
-from tandem.vllm_plugin.options import DEVICES, RESOURCE, check_devices, read_options
+from tandem.vllm_plugin.options import (
+    DEVICES,
+    FROM_VLLM_METAL,
+    RESOURCE,
+    WITHOUT_EFFECT,
+    check_devices,
+    read_options,
+)
 from tandem.vllm_plugin.params import check
 
 logger = init_logger("vllm.tandem")
@@ -41,7 +50,7 @@ class TandemPlatform(Platform):
         """The Ray resource that stands for a device: `mlx`, or `GPU` in a cluster that has no `mlx`."""
         if "ray" not in sys.modules:
             return RESOURCE
-        from tandem.vllm_plugin.ray_devices import device_key  # Ray need not be installed
+        from tandem.vllm_plugin.ray_cluster import device_key  # Ray need not be installed
 
         return device_key()
 
@@ -91,6 +100,18 @@ class TandemPlatform(Platform):
         return []
 
     @classmethod
+    def validate_environ(cls, hard_fail: bool) -> None:
+        """vLLM warns of every variable VLLM_* that it does not know; those of vllm-metal are known here."""
+        from vllm import envs
+
+        for name in FROM_VLLM_METAL:
+            envs.environment_variables.setdefault(name, partial(variable, name))
+        for name, instead in WITHOUT_EFFECT.items():
+            if variable(name) is not None:
+                logger.warning_once("%s has no effect: %s", name, instead)
+        super().validate_environ(hard_fail)
+
+    @classmethod
     def validate_request(cls, processed_inputs: Any, params: Any) -> None:
         """Raise VLLMValidationError, hence status 400, for what Tandem cannot do."""
         if hasattr(params, "temperature"):
@@ -112,7 +133,10 @@ class TandemPlatform(Platform):
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "tandem.vllm_plugin.worker.TandemWorker"
         if parallel.distributed_executor_backend == "ray":
+            from tandem.vllm_plugin.ray_cluster import check_start
             from tandem.vllm_plugin.ray_executor import TandemRayExecutor
+
+            check_start(parallel, get_ip())
 
             # A class: with its name in a string vLLM would not take it for a Ray executor.
             parallel.distributed_executor_backend = TandemRayExecutor

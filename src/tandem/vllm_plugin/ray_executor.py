@@ -6,10 +6,11 @@ from typing import Any
 
 import ray
 from vllm.logger import init_logger
+from vllm.utils.network_utils import get_ip
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
-from tandem.vllm_plugin.ray_devices import address, device_key, require, units
+from tandem.vllm_plugin.ray_cluster import look
 
 logger = init_logger("vllm.tandem")
 
@@ -20,17 +21,18 @@ class TandemRayWorkerProc(RayWorkerProc):
     def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
         """Node and devices of this actor. Ray never lists a custom resource among the accelerators."""
         context = ray.get_runtime_context()
-        key = device_key()
+        key = look().device_key
         logger.info("tandem: patched Ray V2 worker get_node_and_physical_gpu_ids on RayWorkerProc (custom Ray "
                     "resource %s)", key)
         return context.get_node_id(), list(range(int(context.get_assigned_resources().get(key, 1))))
 
     def initialize_worker(self, *args: Any, **kwargs: Any) -> None:
         """Tell the worker its address in the cluster and how many devices, hence workers, its machine may have."""
-        node_id = ray.get_runtime_context().get_node_id()
+        cluster = look()
+        node = next(node for node in cluster.nodes if node.id == ray.get_runtime_context().get_node_id())
         config: Any = self._init_kwargs["vllm_config"]
-        config.additional_config = {**(config.additional_config or {}), "tandem_units": units(node_id),
-                                    "tandem_address": address(node_id)}
+        config.additional_config = {**(config.additional_config or {}), "tandem_units": cluster.units(node),
+                                    "tandem_address": node.address}
         super().initialize_worker(*args, **kwargs)
 
 
@@ -42,7 +44,7 @@ class TandemRayExecutor(RayExecutorV2):
         if not ray.is_initialized():
             ray.init(runtime_env=parallel.ray_runtime_env)
         if parallel.placement_group is None:
-            require(parallel.world_size)
+            look().require(parallel.world_size, get_ip())
         stock = ray_executor_v2.RayWorkerProc
         ray_executor_v2.RayWorkerProc = TandemRayWorkerProc
         try:
