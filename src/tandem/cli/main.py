@@ -234,6 +234,10 @@ def _lifecycle(arguments: argparse.Namespace) -> int:
 
 
 def _discovery(arguments: argparse.Namespace) -> int:
+    if arguments.command == "hosts" and arguments.action == "sync":
+        from tandem.cli.hosts import sync
+
+        return sync.run(arguments)
     try:
         from tandem.cli import agent
         from tandem.cli.hosts import command as hosts

@@ -68,7 +68,7 @@ def remote_command(python: str | None, module: str = RANK_HOST_MODULE, words: st
     if python is not None:
         return f"exec {shlex.quote(python)} {run}"
     look = "command -v tandem"
-    interpreters = " ".join([shlex.quote(sys.executable), *_below_home(sys.executable)])
+    interpreters = " ".join([shlex.quote(sys.executable), *path_below_home(sys.executable)])
     places = " ".join(f'"$HOME/{one}"' if not one.startswith("/") else one for one in PLACES)
     script = "; ".join([
         f'for one in {interpreters}; do [ -x "$one" ] && exec "$one" {run}; done',
@@ -81,7 +81,7 @@ def remote_command(python: str | None, module: str = RANK_HOST_MODULE, words: st
     return f"exec sh -c {shlex.quote(script)}"
 
 
-def _below_home(path: str) -> list[str]:
+def path_below_home(path: str) -> list[str]:
     """The same place below another user's home, as a word of shell; empty for a path that is elsewhere."""
     home = str(Path.home())
     if not path.startswith(home + os.sep):

@@ -17,7 +17,8 @@ def add_parsers(commands: Any, run: Any) -> None:
     agent.add_argument("--pair", action="store_true", help="show a code for one more head.")
     agent.add_argument("--forget", metavar="HEAD", help="trust a head no longer, and exit.")
     agent.add_argument("--no-announce", action="store_true", help="do not answer `tandem hosts find`.")
-    hosts = add_command(commands, "hosts", "Find machines, pair with them, and write the hosts file.")
+    hosts = add_command(commands, "hosts", "Find machines, pair with them, write the hosts file, and "
+                        "install Tandem on them.")
     actions = hosts.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
     find = add_command(actions, "find", "List machines on the local network that run `tandem agent`.")
     find.add_argument("--json", action="store_true", help="print them as JSON.")
@@ -35,6 +36,12 @@ def add_parsers(commands: Any, run: Any) -> None:
                        "hosts' interfaces, to be given a subnet that clashes with nothing; repeatable.")
     write.add_argument("--over", choices=("thunderbolt", "ethernet"), help="Macs: let mlx.distributed_config find out "
                        "what is cabled, over ssh.")
+    sync = add_command(actions, "sync", "Install this machine's Tandem, with the same versions of mlx and mlx-lm, on "
+                       "the machines of a hosts file, over ssh, with pip or uv.")
+    sync.add_argument("--hostfile", required=True, metavar="FILE", help="the hosts file; 127.0.0.1 in it is left "
+                      "alone.")
+    sync.add_argument("--remote-python", metavar="FILE", help="their interpreter; by default the one that ranks would "
+                      "run with, else a new environment below ~/.local/share/tandem.")
     for parser in (find, pair):
         parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds to listen for agents [3]")
     for parser in (agent, hosts):

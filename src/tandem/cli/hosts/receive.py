@@ -1,0 +1,67 @@
+"""What `tandem hosts sync` runs on the other machine: puts the wheel that comes on standard input into the environment
+of the interpreter that runs this.
+
+It must need nothing but Python itself, of any version from 3.8: Tandem need not be there. Words: the wheel's name, the
+minor version of Python, inode and time of the head's own package (both of which tell that it is the same file), and
+requirements.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+
+
+def same_files(inode: str, changed: str) -> bool:
+    """This environment's Tandem is the head's own: one machine, or one disk."""
+    found = find_spec("tandem")
+    if found is None or found.origin is None:
+        return False
+    status = os.stat(found.origin)
+    return (str(status.st_ino), str(status.st_mtime_ns)) == (inode, changed)
+
+
+def install(path: str, requirements: list[str]) -> list[list[str]]:
+    """The commands that install it, with what is here: pip, else uv."""
+    if find_spec("pip") is not None:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        return [[*pip, path, *requirements], [*pip, "--force-reinstall", "--no-deps", path]]
+    uv = shutil.which("uv")
+    if uv is None:
+        sys.exit(f"{sys.executable} has no pip, and there is no uv; install one of them")
+    return [[uv, "pip", "install", "--quiet", "--python", sys.executable, "--reinstall-package", "mlx-tandem", path,
+             *requirements]]
+
+
+def main(name: str, minor: str, inode: str, changed: str, *requirements: str) -> None:
+    """Receive, install, and say what is here now: one line of JSON."""
+    wheel = sys.stdin.buffer.read()
+    here = ".".join(map(str, sys.version_info[:2]))
+    if here != minor:
+        sys.exit(f"{sys.executable} is Python {here}, and the head's is {minor}; name another with --remote-python or "
+                 "`python` in the hostfile")
+    if same_files(inode, changed):
+        print(json.dumps({"python": sys.executable, "same": True}))
+        return
+    directory = os.path.expanduser("~/.cache/tandem/wheels")
+    os.makedirs(directory, exist_ok=True)
+    path = os.path.join(directory, os.path.basename(name))
+    with open(path, "wb") as file:
+        file.write(wheel)
+    for command in install(path, list(requirements)):
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                              text=True, check=False)
+        if done.returncode:
+            said = [line for line in done.stdout.splitlines() if line.strip()] or ["nothing was said"]
+            sys.exit(f"{' '.join(command[:4])} ... failed: {said[-1]}")
+    ask = "from importlib.metadata import version as v; print(v('mlx-tandem'), v('mlx'), v('mlx-lm'))"
+    found = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True)
+    print(json.dumps({"python": sys.executable, "same": False, "versions": found.stdout.split()}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,116 @@
+"""`tandem hosts sync`: this machine's Tandem onto the machines of a hosts file, over ssh.
+
+Settings need no copying: ranks get them from the head whenever they start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+import tandem
+from tandem.cli.hosts import receive
+from tandem.env import child_environment
+from tandem.errors import UsageError
+from tandem.launchers.agent.link import agent_name
+from tandem.launchers.hostfile import HostEntry, read_hostfile
+from tandem.launchers.ssh import PLACES, explain, path_below_home, ssh_command
+from tandem.system.wheel import write_wheel
+
+SAME = ("mlx", "mlx-lm")
+"""Packages whose versions must be the head's."""
+INSTALL_S = 1800.0
+_PATHS = 'PATH="$PATH:$HOME/.local/bin:/opt/homebrew/bin:/usr/local/bin"'
+"""Where uv and Homebrew's Pythons are, which ssh's shell need not know."""
+ENVIRONMENT = ".local/share/tandem/env"
+"""Below the home directory of a host that has no Tandem yet."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Install on every host of the file that is not here. Raises UsageError; 1 where one has failed."""
+    hosts: dict[str, HostEntry] = {}
+    for entry in read_hostfile(arguments.hostfile).hosts:
+        if not entry.is_here:
+            hosts.setdefault(entry.ssh, entry)
+    if not hosts:
+        raise UsageError(f"--hostfile {arguments.hostfile}: names no host but this one", param="hostfile")
+    with tempfile.TemporaryDirectory(prefix="tandem-sync-") as directory:
+        wheel = write_wheel(Path(directory))
+
+        def sync(entry: HostEntry) -> str | None:
+            return _sync(entry, wheel, entry.python or arguments.remote_python)
+
+        with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
+            failures = [one for one in pool.map(sync, hosts.values()) if one is not None]
+    for failure in failures:
+        print(f"tandem: {failure}", file=sys.stderr)
+    if failures:
+        return 1
+    print(f"{len(hosts)} host(s) have this machine's Tandem; settings reach ranks when they start")
+    return 0
+
+
+def _sync(entry: HostEntry, wheel: Path, python: str | None) -> str | None:
+    """Install on one host and say so; what went wrong, if anything."""
+    if (name := agent_name(entry.ssh)) is not None:
+        return (f"host {entry.ssh}: an agent starts ranks and nothing else; give {name} an ssh destination in another "
+                "hostfile, or install there by hand (`make release` makes a wheel)")
+    command = ssh_command(entry.ssh, remote_line(python, _words(wheel)))
+    with wheel.open("rb") as file:
+        try:
+            done = subprocess.run(command, stdin=file, capture_output=True, timeout=INSTALL_S, env=child_environment(),
+                                  check=False)
+        except subprocess.TimeoutExpired:
+            return f"host {entry.ssh}: was not done within {INSTALL_S:g} s"
+    if done.returncode:
+        return explain(entry, done.returncode, done.stderr.decode(errors="replace").splitlines())
+    said = json.loads(done.stdout.decode().splitlines()[-1])
+    if said["same"]:
+        print(f"{entry.ssh}: {said['python']} has this machine's own files, nothing to do", flush=True)
+        return None
+    found = " ".join(f"{package} {number}" for package, number in zip(("tandem", *SAME), said["versions"], strict=True))
+    print(f"{entry.ssh}: {found} in {said['python']}", flush=True)
+    return None
+
+
+def _words(wheel: Path) -> list[str]:
+    """What `receive` is told."""
+    ours = Path(tandem.__file__).stat()
+    return [wheel.name, f"{sys.version_info.major}.{sys.version_info.minor}", str(ours.st_ino), str(ours.st_mtime_ns),
+            *(f"{package}=={version(package)}" for package in SAME)]
+
+
+def remote_line(python: str | None, words: Sequence[str]) -> str:
+    """What the host's login shell is to run: `receive` by the interpreter that ranks would run with there, or by that
+    of an environment which is made for it."""
+    code = Path(receive.__file__).read_text(encoding="utf-8")
+    end = f'exec "$py" -c {shlex.quote(code)} {shlex.join(words)}'
+    if python is not None:
+        return f"exec sh -c {shlex.quote(f'{_PATHS}; py={shlex.quote(python)}; {end}')}"
+    minor = words[1]
+    interpreters = " ".join([shlex.quote(sys.executable), *path_below_home(sys.executable)])
+    places = " ".join(f'"$HOME/{one}"' if not one.startswith("/") else one for one in PLACES)
+    make = "; ".join([
+        f'if command -v uv >/dev/null; then uv venv --quiet --python {minor} "$env"',
+        f'elif command -v python{minor} >/dev/null; then python{minor} -m venv "$env"',
+        f'else echo "there is neither python{minor} nor uv; install one of them" >&2; exit 1',
+        'fi >&2 && mkdir -p "$HOME/.local/bin" && ln -sf "$env/bin/tandem" "$HOME/.local/bin/tandem"'])
+    script = "; ".join([
+        _PATHS, 'py=""',
+        f'for one in {interpreters}; do [ -z "$py" ] && [ -x "$one" ] && py="$one"; done',
+        'found="$("${SHELL:-/bin/sh}" -lc "command -v tandem" </dev/null 2>/dev/null | tail -n 1)"',
+        # The first line of a program that pip or uv has made names its interpreter.
+        f'for one in "$found" {places}; do if [ -z "$py" ] && [ -f "$one" ]; then py="$(sed -n "1s/^#!//p" "$one")"; '
+        '[ -x "$py" ] || py=""; fi; done',
+        f'env="$HOME/{ENVIRONMENT}"',
+        f'if [ -z "$py" ]; then {{ [ -x "$env/bin/python" ] || {{ {make}; }}; }} || exit 1; py="$env/bin/python"; fi',
+        end])
+    return f"exec sh -c {shlex.quote(script)}"

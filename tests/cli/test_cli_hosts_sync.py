@@ -1,0 +1,89 @@
+"""`tandem hosts sync`: the wheel that it makes, the interpreter that it finds, and machines that get Tandem by it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+import tandem
+from netns import Machines
+from tandem.cli.hosts.sync import remote_line
+from tandem.cli.main import main
+from tandem.system.wheel import write_wheel
+
+
+def test_the_wheel_is_this_tandem_and_always_the_same(tmp_path: Path) -> None:
+    (tmp_path / "again").mkdir()
+    wheel, again = write_wheel(tmp_path), write_wheel(tmp_path / "again")
+    assert wheel.read_bytes() == again.read_bytes()
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        assert archive.read("tandem/version.py") == (Path(tandem.__file__).parent / "version.py").read_bytes()
+        info = f"mlx_tandem-{version('mlx-tandem')}.dist-info"
+        recorded = {line.split(",")[0] for line in archive.read(f"{info}/RECORD").decode().splitlines()}
+        assert "tandem = tandem.cli.main:main" in archive.read(f"{info}/entry_points.txt").decode()
+    assert recorded == names and not any("__pycache__" in name for name in names)
+
+
+def here(home: Path, python: str | None, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run on this machine what ssh would have another run, with a home directory of its own."""
+    variables = {"HOME": str(home), "SHELL": "/bin/sh", "PATH": "/usr/bin:/bin"}
+    return subprocess.run(["sh", "-c", remote_line(python, words)], input="", capture_output=True, text=True,
+                          timeout=240, check=False, env=variables)
+
+
+def test_the_interpreter_is_the_one_that_ranks_would_run_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = ("x.whl", "3.99", "0", "0")
+    mine = sys.executable
+    assert f"{mine} is Python 3." in here(tmp_path, mine, *wrong).stderr
+    assert f"{mine} is Python 3." in here(tmp_path, None, *wrong).stderr
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    nothing = here(tmp_path, None, *wrong)
+    assert nothing.returncode == 1 and "there is neither python3.99 nor uv" in nothing.stderr
+    program = tmp_path / ".local" / "bin" / "tandem"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!{mine}\n")
+    assert f"{mine} is Python 3." in here(tmp_path, None, *wrong).stderr
+
+
+@pytest.mark.parametrize(("hosts", "words", "code"), [
+    ([{"ssh": "127.0.0.1"}], "names no host but this one", 2),
+    ([{"ssh": "agent:mac-b"}], "host agent:mac-b: an agent starts ranks and nothing else", 1),
+])
+def test_hosts_that_cannot_be_reached_over_ssh(
+        tmp_path: Path, capsys: pytest.CaptureFixture[str], hosts: list[dict[str, str]], words: str, code: int) -> None:
+    file = tmp_path / "hosts.json"
+    file.write_text(json.dumps(hosts))
+    assert main(["hosts", "sync", "--hostfile", str(file)]) == code
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_machines_get_this_tandem(make_machines: Callable[[int], Machines], tmp_path: Path) -> None:
+    machines = make_machines(3)
+    home = machines["h1"].home
+    python = home / "env" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", str(home / "env")], check=True, timeout=240)
+    # What Tandem needs is there already, as a machine without a network has to have it.
+    [site] = (home / "env" / "lib").glob("python3*/site-packages")
+    (site / "rest.pth").write_text("".join(f"{one}\n" for one in sys.path if one.endswith("site-packages")))
+    machines.set_variables("h1", {"PYTHONPATH": ""})
+    hosts = machines["h0"].home / "hosts.json"
+    hosts.write_text(json.dumps([{"ssh": "127.0.0.1"}, {"ssh": "h1", "python": str(python)}, {"ssh": "h2"}]))
+    done = machines.run("h0", ["tandem", "hosts", "sync", "--hostfile", str(hosts)], timeout=400)
+    versions = f"tandem {tandem.__version__} mlx {version('mlx')} mlx-lm {version('mlx-lm')}"
+    assert f"h1: {versions} in {python}" in done.stdout
+    assert f"h2: {sys.executable} has this machine's own files, nothing to do" in done.stdout
+    where = machines.run("h1", [str(python), "-c", "import tandem; print(tandem.__file__)"]).stdout.strip()
+    assert where == str(site / "tandem" / "__init__.py")
+    assert machines.run("h1", [str(python.parent / "tandem"), "version"], timeout=240).stdout.startswith("tandem ")
+    hosts.write_text(json.dumps([{"ssh": "h1", "python": "/nowhere/python"}]))
+    failed = machines.run("h0", ["tandem", "hosts", "sync", "--hostfile", str(hosts)], timeout=400, check=False)
+    assert failed.returncode == 1 and "tandem: host h1: no Python with Tandem was found there" in failed.stderr
