@@ -31,8 +31,18 @@ def test_each_package_may_reach_mlx_or_may_not():
     assert pure | ARRAYS == packages()
 
 
+def floors() -> list[set[str]]:
+    layers = contract("layers", "below")
+    assert layers["exhaustive"], "then lint-imports refuses a package that no floor names"
+    return [{name.strip(" ()") for name in floor.split("|")} for floor in layers["layers"]]
+
+
 def test_each_package_has_its_floor():
-    floors = contract("layers", "below")
-    assert floors["exhaustive"], "then lint-imports refuses a package that no floor names"
-    named = {name.strip(" ()") for floor in floors["layers"] for name in floor.split("|")}
-    assert named | set(floors["exhaustive_ignores"]) == packages()
+    assert set().union(*floors()) | {"__main__", "testing"} == packages()
+
+
+def test_the_page_about_the_structure_draws_these_floors():
+    page = (Path(__file__).parents[1] / "docs" / "structure.md").read_text(encoding="utf-8")
+    drawn = page[page.index("```\ncli\n"):].split("```")[1].split("\n")[1:-1]
+    assert [{name.strip() for name in floor.split("|")} for floor in drawn] == [
+        {name + "*" * (name in ARRAYS) for name in floor} for floor in floors()]
