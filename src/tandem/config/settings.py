@@ -233,6 +233,10 @@ class ServerSettings:
     """How the model marks its reasoning, which answers then carry as `reasoning_content`: between <think> tags, between
     [THINK] brackets, between LongCat's tags, or on harmony's channels. auto: told from the chat template; none: it
     stays content."""
+    unknown_fields: Literal["refuse", "warn", "ignore"] = "refuse"
+    """What becomes of fields in a request that nobody knows, or that ask for what is not here. refuse: a 400 names
+    them; warn and ignore: they have no effect, and a header of the answer names them; warn also has the log name them
+    (docs/clients.md)."""
     max_choices: int = 16
     """Largest `n`, and most prompts in one completion request."""
     enable_metrics: bool = True

@@ -21,7 +21,7 @@ from tandem.server.context import Api
 from tandem.server.engines.protocol import Engines
 from tandem.server.engines.residents import Residents
 from tandem.server.failures import add_handlers, internal_error
-from tandem.server.gate import Gate
+from tandem.server.gate import IGNORED_HEADER, Gate
 from tandem.server.journal import requests
 from tandem.server.journal.jobs import Jobs
 from tandem.server.journal.keeper import Keeper
@@ -71,7 +71,8 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
             allow_origins=list(settings.server.cors_origin),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["retry-after", "x-request-id", "idempotent-replayed", "location", *RATE_HEADERS],
+            expose_headers=["retry-after", "x-request-id", "idempotent-replayed", "location", IGNORED_HEADER.decode(),
+                            *RATE_HEADERS],
         )
     return app
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Mapping
+import logging
+from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
 from fastapi import Request
@@ -13,15 +14,18 @@ from starlette.responses import Response
 
 from tandem.config.options import nearest
 from tandem.errors import RequestError, TooLargeError
+from tandem.log import Seldom
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.failures import ClientGone, error_response
-from tandem.server.validation import IGNORED, LARGE_BODY, Harmless, Model, explain, parse_bytes
+from tandem.server.fields.policy import told
+from tandem.server.validation import LARGE_BODY, Model, explain, parse_bytes
 from tandem.server.workers.tasks import Judge
 
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send its body."""
 Result = TypeVar("Result")
+seldom = Seldom(logging.getLogger(__name__))
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -46,22 +50,35 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(chunks)
 
 
-async def parse(request: Request, model: type[Model], *, ignored: Mapping[str, Harmless] = IGNORED) -> Model:
-    """The request's body as `model`, without what is `ignored`. The request counts from here on.
+async def parse(request: Request, model: type[Model]) -> Model:
+    """The request's body as `model`. The request counts from here on.
 
     Raises RequestError naming the first field at fault, OverloadedError when its client has used up what it may.
     """
-    return await understood(request, await read_body(request, get_api(request).max_body), model, ignored)
+    return await understood(request, await read_body(request, get_api(request).max_body), model)
 
 
-async def understood(request: Request, raw: bytes, model: type[Model], ignored: Mapping[str, Harmless]) -> Model:
+async def understood(request: Request, raw: bytes, model: type[Model]) -> Model:
     """As `parse`, for a body that has been read."""
     api = get_api(request)
     api.admit(request)
     request.scope["tandem.body_size"] = len(raw)
+    unknown = api.settings.server.unknown_fields
     if len(raw) > LARGE_BODY:
-        await unless_gone(request, api.workers.ask(get_group(request), Judge(model.__name__, raw), type(None)))
-    return await off_loop(len(raw) > LARGE, parse_bytes, raw, model, ignored)
+        judge = Judge(model.__name__, raw, unknown)
+        await unless_gone(request, api.workers.ask(get_group(request), judge, type(None)))
+    fields, left_out = await off_loop(len(raw) > LARGE, parse_bytes, raw, model, unknown)
+    note_ignored(request, *left_out)
+    return fields
+
+
+def note_ignored(request: Request, *names: str) -> None:
+    """Fields of the request that have no effect: the answer's headers name them, and the log."""
+    if names:
+        request.scope.setdefault("tandem.ignored", []).extend(names)
+        level = logging.WARNING if get_api(request).settings.server.unknown_fields == "warn" else logging.DEBUG
+        shown = told(names)
+        seldom.log(level, "%s: no effect of %s", request.url.path, shown, kind=shown)
 
 
 async def translated(request: Request, work: Callable[[], Result]) -> Result:

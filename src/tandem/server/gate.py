@@ -13,11 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tandem.errors import AuthenticationError, RequestError
 from tandem.server.context import Api, key_digest, key_group
 from tandem.server.failures import error_response, internal_error
+from tandem.server.fields.policy import told
 from tandem.server.origins import Origins, check_content_type
 from tandem.server.status import page
 
 logger = logging.getLogger(__name__)
 
+IGNORED_HEADER = b"x-tandem-ignored-fields"
+"""Names the fields of the request that have no effect."""
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"}) | page.PATHS
 """Need no key; /health says less without one."""
 
@@ -44,9 +47,12 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                more: list[tuple[bytes, bytes]] = []
                 if scope.get("tandem.metered"):
-                    limits = self._api.quotas.headers(scope["tandem.group"])
-                    message = {**message, "headers": [*message.get("headers", ()), *limits]}
+                    more += self._api.quotas.headers(scope["tandem.group"])
+                if ignored := scope.get("tandem.ignored"):
+                    more.append((IGNORED_HEADER, told(ignored).encode()))
+                message = {**message, "headers": [*message.get("headers", ()), *more]}
             await send(message)
 
         self._api.metrics.in_flight.inc()

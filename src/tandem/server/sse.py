@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -61,15 +62,19 @@ def named_event(data: dict[str, Any]) -> bytes:
 class Envelope:
     """The part of a chunk that is the same in all chunks of a stream, encoded once."""
 
-    def __init__(self, fields: dict[str, Any], *, include_usage: bool) -> None:
+    def __init__(self, fields: dict[str, Any], *, include_usage: bool,
+                 running: Callable[[], dict[str, Any]] | None = None) -> None:
+        """`running` gives the usage so far, which every chunk is to carry."""
+        self._running = running
         self._start = b"data: " + encode_json(fields)[:-1] + b',"choices":['
         self._end = b'],"usage":null}\n\n' if include_usage else b"]}\n\n"
 
     def chunk(self, choice: dict[str, Any], extras: dict[str, Any] | None = None) -> bytes:
         """One event with one choice."""
+        end = self._end if self._running is None else b'],"usage":' + encode_json(self._running()) + b"}\n\n"
         if not extras:
-            return b"".join((self._start, encode_json(choice), self._end))
-        tail = b"," + encode_json(extras)[1:-1] + self._end[1:]
+            return b"".join((self._start, encode_json(choice), end))
+        tail = b"," + encode_json(extras)[1:-1] + end[1:]
         return b"".join((self._start, encode_json(choice), b"]", tail))
 
     def without_choice(self, fields: dict[str, Any]) -> bytes:

@@ -6,13 +6,14 @@ costs no more than one of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from tandem.errors import RequestError
+from tandem.server.fields.policy import Unknown, fields_beside, unknown_field, without_strangers
 
 LARGE_BODY = 256 * 1024
 """Bytes from which on a body is judged in a worker process before anything is made of it here."""
@@ -21,53 +22,14 @@ MAX_VALUES = 100_000
 MAX_NUMBERS = 2**20
 """Numbers in one: they are token ids."""
 
-Harmless = Callable[[Any], bool]
-
-
-def anything(_: Any) -> bool:
-    """Every value of the field is harmless."""
-    return True
-
-
-def only(*values: Any) -> Harmless:
-    """These values of the field are harmless, and null."""
-    return lambda value: value is None or value in values
-
-
-IGNORED: Mapping[str, Harmless] = {
-    # Say nothing about the text.
-    "user": anything,
-    "metadata": anything,
-    "safety_identifier": anything,
-    "prompt_cache_key": anything,
-    "prompt_cache_retention": anything,
-    "service_tier": anything,
-    "parallel_tool_calls": anything,
-    # Do nothing with these values; anything else would need a feature that is not here.
-    "store": only(False),
-    "tools": only([]),  # in completions
-    "tool_choice": only("none", "auto"),
-    "functions": only([]),
-    "function_call": only("none", "auto"),
-    "audio": only(),
-    "modalities": only(["text"]),
-    "prediction": only(),
-    "reasoning_effort": only(),
-    "verbosity": only("medium"),
-    "web_search_options": only(),
-    "suffix": only(""),
-    "thinking_token_budget": only(),
-}
-"""Fields that OpenAI or vLLM know and this server does not support, with the test for a value that is harmless."""
-
-ADAPTERS = frozenset({"adapter", "adapters", "adapter_path", "lora", "lora_name", "lora_path", "lora_request"})
-"""Fields by which other servers are asked for a LoRA adapter."""
-
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def parse_bytes(raw: bytes, model: type[Model], ignored: Mapping[str, Harmless] = IGNORED) -> Model:
-    """A JSON body as `model`. Raises RequestError naming the first field at fault."""
+def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> tuple[Model, list[str]]:
+    """A JSON body as `model`, and the names of fields that were left out. `unknown` as --unknown-fields has it.
+
+    Raises RequestError naming the first field at fault.
+    """
     try:
         data = from_json(raw, allow_inf_nan=False)
     except ValueError as error:
@@ -81,7 +43,11 @@ def parse_bytes(raw: bytes, model: type[Model], ignored: Mapping[str, Harmless] 
         raise RequestError("The request body must be a JSON object.", code="invalid_json")
     if len(raw) > LARGE_BODY:
         _count(data)
-    return checked(_without_ignored(data, model, ignored), model)
+    kept, left_out, names = without_strangers(data, model, unknown)
+    try:
+        return _checked(kept, model, unknown, left_out), left_out
+    except RequestError as error:
+        raise renamed(error, names) from None
 
 
 def _count(data: Any) -> None:
@@ -105,10 +71,23 @@ def _count(data: Any) -> None:
 
 def checked(data: dict[str, Any], model: type[Model]) -> Model:
     """`data` as `model`. Raises RequestError naming the first field at fault."""
+    return _checked(data, model, "refuse", [])
+
+
+def _checked(data: dict[str, Any], model: type[Model], unknown: Unknown, left_out: list[str]) -> Model:
+    """As `checked`; unknown fields within others are left out where that is wanted."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise explain(error.errors(include_url=False, include_input=False)[0]) from None
+        wrong = error.errors(include_url=False, include_input=False)
+    strangers = [_path(detail) for detail in wrong if detail["type"] == "extra_forbidden"]
+    if not strangers or unknown == "refuse":
+        raise explain(wrong[0], model)
+    left_out += strangers
+    try:
+        return model.model_validate(data, extra="ignore")
+    except ValidationError as error:
+        raise explain(error.errors(include_url=False, include_input=False)[0], model) from None
 
 
 def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
@@ -120,36 +99,18 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
     return error
 
 
-def _without_ignored(
-    data: dict[str, Any], model: type[BaseModel], ignored: Mapping[str, Harmless]
-) -> dict[str, Any]:
-    kept: dict[str, Any] = {}
-    for name, value in data.items():
-        harmless = ignored.get(name) if name not in model.model_fields else None
-        if name == "best_of":  # the best of n candidates when it is larger than n
-            harmless = only(1, data.get("n"))
-        if name in ADAPTERS:
-            message = (f"'{name}' is not supported: an adapter is asked for by its name as 'model', which the server "
-                       "gets with --lora-modules NAME=DIRECTORY (GET /v1/models lists them).")
-            raise RequestError(message, param=name, code="unsupported_parameter")
-        if harmless is None:
-            if len(kept) > len(model.model_fields):
-                break  # one of them is unknown, and so named
-            kept[name] = value
-        elif not harmless(value):
-            message = f"'{name}' is not supported by this server; leave it out."
-            raise RequestError(message, param=name, code="unsupported_parameter")
-    return kept
-
-
-def explain(detail: ErrorDetails) -> RequestError:
-    """One line in OpenAI's words for one of pydantic's errors."""
-    kind = detail["type"]
+def _path(detail: ErrorDetails) -> str:
     path = ""
     for part in detail["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def explain(detail: ErrorDetails, model: type[BaseModel] | None = None) -> RequestError:
+    """One line in OpenAI's words for one of pydantic's errors, found in a body of this schema."""
+    kind, path = detail["type"], _path(detail)
     if kind == "extra_forbidden":
-        return RequestError(f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter")
+        return unknown_field(path, fields_beside(model, detail["loc"]) if model is not None else ())
     if kind == "missing":
         return RequestError(f"Missing required parameter: '{path}'.", param=path, code="missing_required_parameter")
     message = detail["msg"].replace("Input should be", "expected", 1)

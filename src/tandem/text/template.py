@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.meta import find_undeclared_variables
 
 from tandem.errors import BrokenModel, RequestError
 from tandem.text.template_sandbox import Budget, LimitedEnvironment, TooExpensive
@@ -25,7 +28,7 @@ class ChatTemplate:
     def __init__(self, source: str, variables: Mapping[str, str], *, origin: str) -> None:
         self.source = source
         """The template's text."""
-        environment = LimitedEnvironment()
+        self._environment = environment = LimitedEnvironment()
         environment.add_filter("tojson", _tojson)
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form[:_MAX_TIME_FORMAT])
@@ -35,6 +38,17 @@ class ChatTemplate:
         # Beside TemplateError: what Python's own compiler refuses of the code that Jinja has made.
         except (jinja2.TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise BrokenModel(f"{origin}: not a valid chat template: {error}", param="chat_template") from error
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Names of the variables that it looks at, and does not set before."""
+        return frozenset(find_undeclared_variables(self._environment.parse(self.source)))
+
+    @cached_property
+    def words(self) -> frozenset[str]:
+        """Texts that are written out in its expressions."""
+        constants = self._environment.parse(self.source).find_all(nodes.Const)
+        return frozenset(node.value for node in constants if isinstance(node.value, str))
 
     def render(
         self,

@@ -89,6 +89,16 @@ class Tokenizer:
         return {**self._config, **names, "chat_template": self.chat_template or None}
 
     @property
+    def template_reads(self) -> frozenset[str]:
+        """Names of the variables that the chat template looks at."""
+        return self._template.reads if self._template is not None else frozenset()
+
+    @property
+    def template_words(self) -> frozenset[str]:
+        """Texts that are written out in its expressions."""
+        return self._template.words if self._template is not None else frozenset()
+
+    @property
     def special_ids(self) -> frozenset[int]:
         """Ids that `skip_special_tokens` leaves out."""
         return self._backend.special_ids

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from tandem.errors import RequestError
 from tandem.server.anthropic.answers import MessageWriter, ending, failed_message, message, usage, whole_blocks
-from tandem.server.anthropic.schemas import IGNORED, CountRequest, MessagesRequest
+from tandem.server.anthropic.schemas import CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import chat_request, in_own_words
 from tandem.server.body import parse, translated
 from tandem.server.chats.answer_message import Reply
@@ -27,7 +27,7 @@ router = APIRouter()
 @router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))
 async def messages(http: Request) -> Response:
     """Answer a conversation as Anthropic's API does, in one piece or as a stream."""
-    fields = await parse(http, MessagesRequest, ignored=IGNORED)
+    fields = await parse(http, MessagesRequest)
     return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream,
                              error=failed_message)
 
@@ -54,7 +54,7 @@ async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Res
 async def count_tokens(http: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     api = get_api(http)
-    fields = await parse(http, CountRequest, ignored=IGNORED)
+    fields = await parse(http, CountRequest)
     served = await api.engage(http, fields.model)
     try:
         plan, _, _ = await prepare_chat(http, served, await translated(http, lambda: chat_request(fields)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -10,32 +9,6 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, Strict, only_type
-from tandem.server.validation import Harmless, anything, only
-
-KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
-"""An edit that removes nothing; agents send it."""
-
-
-def clears_nothing(management: Any) -> bool:
-    """`context_management` that takes nothing out of the conversation."""
-    edits = management.get("edits", []) if isinstance(management, dict) else management
-    return edits is None or (isinstance(edits, list) and all(edit == KEEP_ALL for edit in edits))
-
-
-IGNORED: Mapping[str, Harmless] = {
-    # Say nothing about the text.
-    "metadata": anything,
-    "service_tier": anything,
-    "cache_control": anything,
-    "inference_geo": anything,
-    "diagnostics": anything,
-    # Do nothing with these values.
-    "speed": only("standard"),
-    "container": only(),
-    "context_management": clears_nothing,
-    "mcp_servers": only([]),
-}
-"""Fields that Anthropic knows and this server does not, with the test for a value that is harmless."""
 
 _NEEDS = {
     "text": {"text"},

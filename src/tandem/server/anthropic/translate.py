@@ -17,6 +17,7 @@ _NAMES = {
     "stop": "stop_sequences",
     "response_format.json_schema.schema": "output_config.format.schema",
     "enable_thinking": "thinking",
+    "reasoning_effort": "output_config.effort",
 }
 """What the fields of a chat request are called here."""
 Json = dict[str, Any]
@@ -34,7 +35,7 @@ def chat_request(fields: CountRequest) -> ChatRequest:
         data["enable_thinking"] = fields.thinking.type != "disabled"
     if (output := fields.output_config) is not None:
         if output.effort is not None:
-            data["chat_template_kwargs"] = {"reasoning_effort": output.effort}
+            data["reasoning_effort"] = output.effort
         if output.format is not None:
             schema = {"name": "output", "schema": output.format.schema_}
             data["response_format"] = {"type": "json_schema", "json_schema": schema}

@@ -12,11 +12,12 @@ from starlette.responses import Response
 from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.server.body import parse
+from tandem.server.body import note_ignored, parse
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.plan import ChatPlan, plan_chat
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
+from tandem.server.chats.thinking import add_thinking, wish_of
 from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import Answer, collect, engine_requests
@@ -52,7 +53,7 @@ async def _answer(http: Request, served: Served, fields: ChatRequest) -> Respons
     n = fields.n or 1
     conversation_id = fields.conversation_id or str(uuid.uuid4())
     if fields.stream:
-        replies = [Reply(plan) for _ in range(n)]
+        replies = [Reply(plan, hides_reasoning=fields.hides_reasoning) for _ in range(n)]
         writer = ChatWriter(generation, model, conversation_id, replies, fields)
         return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
     answers = await collect(generation, n)
@@ -64,7 +65,9 @@ async def prepare_chat(http: Request, served: Served, fields: ChatRequest) -> tu
     """What the request comes to, for a model that is loaded. Raises RequestError."""
     check_choices(served, fields.n or 1)
     texts = await RequestTexts.of(http, served)
-    return await plan_chat(served, texts, fields, template_kwargs(fields)), texts.tokenizer, texts.status
+    variables = template_kwargs(fields)
+    note_ignored(http, *add_thinking(wish_of(fields), texts.tokenizer, variables))
+    return await plan_chat(served, texts, fields, variables), texts.tokenizer, texts.status
 
 
 async def start_chat(
@@ -134,7 +137,7 @@ def _whole(
     plan: ChatPlan, generation: Generation, answers: list[Answer], conversation_id: str, fields: ChatRequest, model: str
 ) -> Response:
     tokenizer, asked, of_prompt = generation.tokenizer, fields.prompt_logprobs, answers[0].prompt
-    replies = [Reply(plan) for _ in answers]
+    replies = [Reply(plan, hides_reasoning=fields.hides_reasoning) for _ in answers]
     places = {} if asked is None or of_prompt is None else {
         "prompt_logprobs": prompt_places(tokenizer, plan.prompt, of_prompt, asked)}
     body = {
@@ -185,6 +188,7 @@ class ChatWriter(ChunkWriter):
                 "system_fingerprint": FINGERPRINT,
             },
             include_usage=fields.include_usage,
+            running=generation.usage if fields.continuous_usage else None,
         )
 
     def head(self) -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -76,7 +76,8 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
     choices = [
         _Writing(fields, echo, request.prompt, tokenizer) for echo, request in zip(echoes, requests, strict=True)]
     if fields.stream:
-        writer = CompletionWriter(head, choices, include_usage=fields.include_usage)
+        running = generation.usage if fields.continuous_usage else None
+        writer = CompletionWriter(head, choices, include_usage=fields.include_usage, running=running)
         return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
     answers = await collect(generation, len(requests))
     for index, answer in enumerate(answers):
@@ -203,9 +204,10 @@ class CompletionWriter(ChunkWriter):
         choices: list[_Writing],
         *,
         include_usage: bool,
+        running: Callable[[], dict[str, Any]] | None,
     ) -> None:
         self._choices = choices
-        self._envelope = Envelope(head, include_usage=include_usage)
+        self._envelope = Envelope(head, include_usage=include_usage, running=running)
 
     def head(self) -> bytes:
         """The prompts, when they are to be echoed; with log probabilities each waits for those."""

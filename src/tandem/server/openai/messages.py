@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import lru_cache
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -22,7 +23,10 @@ MAX_CALLS = 1024
 
 
 class Strict(BaseModel):
-    """Base: no conversions, no extra fields, no NaN or infinity."""
+    """Base: no conversions, no extra fields, no NaN or infinity. null says nothing, in whatever field."""
+
+    without_effect: ClassVar[frozenset[str]] = frozenset()
+    """Fields that may stand here too."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -32,7 +36,16 @@ class Strict(BaseModel):
         if isinstance(data, dict) and len(data) > MAX_FIELDS:
             context = {"limit": MAX_FIELDS, "count": len(data)}
             raise PydanticCustomError("too_many_fields", "at most {limit} fields, not {count}", context)
+        if isinstance(data, dict) and (None in data.values() or not cls.without_effect.isdisjoint(data)):
+            needed = _required(cls)
+            return {name: value for name, value in data.items()
+                    if name in needed or not (value is None or name in cls.without_effect)}
         return data
+
+
+@lru_cache(maxsize=256)
+def _required(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in model.model_fields.items() if field.is_required())
 
 
 def at_most(limit: int) -> BeforeValidator:
@@ -74,6 +87,7 @@ class ToolCall(Strict):
 class Message(Strict):
     """One message of a conversation."""
 
+    without_effect = frozenset({"cache_control", "provider_specific_fields", "reasoning_details", "thinking_blocks"})
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     name: str | None = None
@@ -87,9 +101,13 @@ class Message(Strict):
         """Join text parts, and drop what OpenAI's answers carry as empty when a client sends them back."""
         if not isinstance(data, dict):
             return data
+        if data.get("reasoning_content") is None and isinstance(data.get("reasoning"), str):
+            data = {**data, "reasoning_content": data["reasoning"]}  # as vLLM and OpenRouter call it
         unsupported = {"refusal", "annotations", "audio", "function_call"}
         empty = {*unsupported, "tool_calls", "tool_call_id"}
         data = {key: value for key, value in data.items() if key not in empty or value not in (None, [])}
+        if isinstance(data.get("reasoning"), str):
+            del data["reasoning"]
         for key in sorted(unsupported & data.keys()):
             raise PydanticCustomError("unsupported", "'{field}' in a message is not supported", {"field": key})
         if isinstance(data.get("content"), list):
@@ -123,7 +141,8 @@ def _part_text(index: int, part: Any) -> str:
     if part["type"] != "text":
         context = {"index": index, "type": part["type"][:40]}
         raise PydanticCustomError("unsupported", "content part {index}: type '{type}' is not supported", context)
-    if set(part) != {"type", "text"} or not isinstance(part["text"], str):
+    said = {name for name, value in part.items() if value is not None} - {"cache_control"}
+    if said != {"type", "text"} or not isinstance(part["text"], str):
         raise PydanticCustomError("content_part", "content part {index} needs a string 'text' alone", {"index": index})
     return part["text"]
 
@@ -142,6 +161,7 @@ class FunctionSpec(Strict):
 class Tool(Strict):
     """A tool that the model may call."""
 
+    without_effect = frozenset({"cache_control"})
     type: Literal["function"]
     function: FunctionSpec
 

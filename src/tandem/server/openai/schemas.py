@@ -31,8 +31,37 @@ class StreamOptions(Strict):
     """What a stream carries beside text."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Every chunk carries the usage so far, as vLLM has it."""
     include_obfuscation: bool | None = None
     """Accepted for OpenAI's clients; nothing is padded here."""
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class Reasoning(Strict):
+    """OpenRouter's `reasoning`."""
+
+    effort: Effort | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None
+    """The answer comes without what the model thinks."""
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Accepted: thinking counts towards the output limit, and has none of its own."""
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Accepted: reasoning is not summed up, but shown in full."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ThinkingSwitch(Strict):
+    """`thinking` as GLM's, DeepSeek's and Kimi's servers have it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "auto"]
+    budget_tokens: Annotated[int, Field(ge=0)] | None = None
+    """Accepted, as in `reasoning`."""
+    clear_thinking: bool | None = None
+    """Accepted: what is kept of earlier thinking is the template's to say."""
 
 
 class JsonSchema(Strict):
@@ -123,6 +152,11 @@ class SamplingFields(Strict):
         """True when a stream ends with a chunk for the usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def continuous_usage(self) -> bool:
+        """True when every chunk carries the usage so far."""
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
 
 class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
@@ -133,10 +167,24 @@ class ChatRequest(SamplingFields):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    reasoning: Reasoning | None = None
+    thinking: ThinkingSwitch | None = None
+    include_reasoning: bool | None = None
     conversation_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     tools: Tools | None = None
     tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE)] | None = None
     parallel_tool_calls: bool | None = None
+
+    @field_validator("reasoning", mode="before")
+    @classmethod
+    def _switch(cls, value: Any) -> Any:
+        return {"enabled": value} if isinstance(value, bool) else value
+
+    @property
+    def hides_reasoning(self) -> bool:
+        """True when the answer is to come without what the model thinks."""
+        return self.include_reasoning is False or bool(self.reasoning and self.reasoning.exclude)
 
     @field_validator("tools")
     @classmethod

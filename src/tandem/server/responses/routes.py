@@ -22,7 +22,7 @@ from tandem.server.openapi import documented
 from tandem.server.responses import background
 from tandem.server.responses.answering import Answering, error_event
 from tandem.server.responses.output import OutputItems
-from tandem.server.responses.schemas import IGNORED, ResponsesRequest
+from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.shape import Json
 from tandem.server.responses.translate import chat_request, in_own_words
 from tandem.server.sse import encode_json, named_event, open_stream
@@ -37,7 +37,7 @@ async def responses(http: Request) -> Response:
     raw = await read_body(http, get_api(http).max_body)
     job: Job | None = http.scope.get("tandem.job")
     get_api(http).admit(http, again=job is not None)
-    fields = await understood(http, raw, ResponsesRequest, IGNORED)
+    fields = await understood(http, raw, ResponsesRequest)
     if job is None and fields.background:
         return await background.accept(http, fields, raw)
     return await answered_by(http, fields.model, lambda served: _answer(http, served, fields, job),

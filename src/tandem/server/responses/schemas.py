@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -10,29 +9,7 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, FunctionSpec, Strict, at_most, only_type
-from tandem.server.openai.schemas import StreamOptions
-from tandem.server.validation import Harmless, anything, only
-
-IGNORED: Mapping[str, Harmless] = {
-    # Say nothing about the text.
-    "user": anything,
-    "safety_identifier": anything,
-    "client_metadata": anything,
-    "prompt_cache_key": anything,
-    "prompt_cache_retention": anything,
-    "prompt_cache_options": anything,
-    "service_tier": anything,
-    "store": anything,  # responses are not stored, and say so
-    # Do nothing with these values.
-    "truncation": only("disabled"),
-    "top_logprobs": only(0),
-    "conversation": only(),
-    "prompt": only(),
-    "max_tool_calls": only(),
-    "moderation": only(),
-    "context_management": only([]),
-}
-"""Fields that OpenAI knows and this server does not, with the test for a value that is harmless."""
+from tandem.server.openai.schemas import Effort, StreamOptions
 
 _NEEDS = {
     "message": {"role", "content"},
@@ -160,15 +137,22 @@ class Text(Strict):
     """How the answer is written."""
 
     format: Form | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Accepted: how long an answer gets is the model's to say."""
 
 
 class Thinking(Strict):
     """OpenAI's `reasoning`."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
     """Accepted: reasoning is not summed up, but shown in full."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+Included = Literal["reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
+                   "web_search_call.action.sources", "code_interpreter_call.outputs",
+                   "computer_call_output.output.image_url", "message.input_image.image_url"]
 
 
 class ResponsesRequest(Strict):
@@ -188,8 +172,8 @@ class ResponsesRequest(Strict):
     text: Text | None = None
     reasoning: Thinking | None = None
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16, fail_fast=True)] | None = None
-    """Accepted, as clients always send it: reasoning is not encrypted here."""
+    include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
+    """Accepted, as clients always send it: reasoning is not encrypted here, and the tools are not here."""
     previous_response_id: str | None = None
     background: bool | None = None
 

@@ -14,6 +14,7 @@ from tandem.server.validation import checked, renamed
 _NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
@@ -32,7 +33,7 @@ def chat_request(fields: ResponsesRequest) -> ChatRequest:
     if fields.tools:
         data["tools"] = [_tool(tool) for tool in fields.tools]
     if fields.reasoning is not None and fields.reasoning.effort is not None:
-        data["chat_template_kwargs"] = {"reasoning_effort": fields.reasoning.effort}
+        data["reasoning_effort"] = fields.reasoning.effort
     if fields.text is not None and fields.text.format is not None:
         data["response_format"] = _format(fields.text.format)
     try:

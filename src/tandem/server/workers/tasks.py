@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Raw, Struct
 
 
@@ -22,6 +24,8 @@ class Judge(Struct, tag=True):
     route: str
     """Name of its schema."""
     body: bytes
+    unknown: Literal["refuse", "warn", "ignore"] = "refuse"
+    """What becomes of fields that the schema does not have."""
 
 
 class Encode(Struct, tag=True):

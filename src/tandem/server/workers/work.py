@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 from pydantic_core import from_json
 
 from tandem.errors import RequestError
@@ -19,20 +20,16 @@ from tandem.server.chats.prompt import prompt_text
 from tandem.server.chats.texts import tokenizer_of
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
-from tandem.server.validation import IGNORED, parse_bytes
+from tandem.server.validation import parse_bytes
 from tandem.server.workers.tasks import Describe, Encode, Judge, Render, Task
 
-_SCHEMAS = {
-    model.__name__: (model, ignored)
-    for models, ignored in (
-        ((openai.ChatRequest, openai.CompletionRequest, openai.EmbeddingRequest, openai.TokenizeRequest,
-          openai.DetokenizeRequest), IGNORED),
-        ((anthropic.MessagesRequest, anthropic.CountRequest), anthropic.IGNORED),
-        ((responses.ResponsesRequest,), responses.IGNORED),
-    )
-    for model in models
+_SCHEMAS: dict[str, type[BaseModel]] = {
+    model.__name__: model
+    for model in (openai.ChatRequest, openai.CompletionRequest, openai.EmbeddingRequest, openai.TokenizeRequest,
+                  openai.DetokenizeRequest, anthropic.MessagesRequest, anthropic.CountRequest,
+                  responses.ResponsesRequest)
 }
-"""Every body that is judged here, by the name of its schema, with the fields that are ignored in it."""
+"""Every body that is judged here, by the name of its schema."""
 _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
 
 
@@ -45,8 +42,8 @@ def prepare(task: Task) -> None:
 def answer(task: Task) -> Any:
     """The answer to a task. Raises RequestError, UsageError."""
     if isinstance(task, Judge):
-        model, ignored = _SCHEMAS[task.route]
-        return parse_bytes(task.body, model, ignored) and None
+        parse_bytes(task.body, _SCHEMAS[task.route], task.unknown)
+        return None
     if isinstance(task, Encode):
         tokenizer = _tokenizer(task.model)
         return [_packed(encode_fitting(tokenizer, text, task.context, task.param, special=task.special,

@@ -1,0 +1,209 @@
+"""Fields that other servers and their clients know and this one has no use for: which of their values may be sent.
+
+From the request schemas of OpenAI, Anthropic, vLLM, SGLang, llama.cpp's server, Ollama, OpenRouter, LM Studio, GLM and
+Qwen. `scripts/generate_docs` writes docs/clients.md from these tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Known:
+    """What may be sent in a field without an effect."""
+
+    of: str
+    """Who knows it."""
+    harmless: Callable[[Any], bool] | None
+    """Values that say what is so anyway; None when every value is taken, as none changes the text. null always is."""
+    values: str
+    """The same for people."""
+
+
+Fields = Mapping[str, Known]
+
+
+def _any(of: str, names: str) -> dict[str, Known]:
+    """Fields of which every value is taken."""
+    return {name: Known(of, None, "any") for name in names.split()}
+
+
+def _only(of: str, names: str, *values: Any, words: str = "") -> dict[str, Known]:
+    """Fields with values that change nothing; any other would need what is not here."""
+    def harmless(value: Any) -> bool:
+        return any(type(value) is type(one) or float in (type(value), type(one)) for one in values if value == one)
+
+    shown = words or ", ".join(f"`{_json(value)}`" for value in values) or "`null`"
+    return {name: Known(of, harmless, shown) for name in names.split()}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value)
+
+
+def _together(parts: Iterable[Fields]) -> Fields:
+    return {name: known for part in parts for name, known in part.items()}
+
+
+OPENAI = _together((
+    _any("OpenAI", "user safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options service_tier"),
+    _only("OpenAI", "moderation"),
+))
+"""Say nothing about the text."""
+
+GENERATING = _together((
+    OPENAI,
+    _any("OpenAI", "metadata store verbosity prediction"),
+    _any("vLLM", "priority request_id spaces_between_special_tokens guided_decoding_backend"),
+    _only("vLLM", "skip_special_tokens", True),
+    _only("vLLM", "include_stop_str_in_output use_beam_search early_stopping return_token_ids "
+                  "return_tokens_as_token_ids", False),
+    _only("vLLM", "length_penalty", 1),
+    _only("vLLM", "bad_words logits_processors", []),
+    _only("vLLM", "mm_processor_kwargs vllm_xargs kv_transfer_params", {}),
+    _only("vLLM", "truncate_prompt_tokens allowed_token_ids cache_salt thinking_token_budget "
+                  "guided_whitespace_pattern structural_tag"),
+    _any("SGLang", "rid data_parallel_rank return_cached_tokens_details"),
+    _only("SGLang", "separate_reasoning stream_reasoning", True),
+    _only("SGLang", "no_stop_trim return_hidden_states return_routed_experts", False),
+    _only("SGLang", "regex ebnf custom_logit_processor custom_params session_params"),
+    _any("llama.cpp", "cache_prompt id_slot timings_per_token return_progress n_keep n_discard mirostat_tau "
+                      "mirostat_eta xtc_threshold dry_base dry_allowed_length dry_penalty_last_n "
+                      "dry_sequence_breakers dynatemp_exponent speculative.n_max speculative.n_min "
+                      "speculative.p_min"),
+    _only("llama.cpp", "typical_p tfs_z", 1),
+    _only("llama.cpp", "xtc_probability mirostat dry_multiplier dynatemp_range n_probs n_indent min_keep", 0),
+    _only("llama.cpp", "top_n_sigma reasoning_budget reasoning_budget_tokens thinking_budget_tokens t_max_predict_ms",
+          -1),
+    _only("llama.cpp", "penalize_nl post_sampling_probs return_tokens", False),
+    _only("llama.cpp", "repeat_last_n grammar grammar_lazy samplers json_schema response_fields"),
+    _any("Ollama", "num_ctx keep_alive num_gpu main_gpu num_thread num_batch num_keep numa low_vram f16_kv vocab_only "
+                   "use_mmap use_mlock"),
+    _only("Ollama", "options", {}),
+    _only("Ollama", "format", ""),
+    _only("Ollama", "raw", False),
+    _any("OpenRouter", "provider route models preset session_id trace usage"),
+    _only("OpenRouter", "transforms plugins", []),
+    _only("OpenRouter", "top_a", 0),
+    _any("LM Studio", "ttl draft_model"),
+    _any("GLM", "user_id tool_stream"),
+    _only("GLM", "do_sample", True),
+    _only("Qwen", "enable_search incremental_output", False),
+    _only("Qwen", "thinking_budget"),
+))
+
+CHAT = _together((
+    GENERATING,
+    _only("OpenAI", "audio web_search_options"),
+    _only("OpenAI", "modalities", ["text"]),
+    _only("OpenAI", "functions", []),
+    _only("OpenAI", "function_call", "none", "auto"),
+    _only("vLLM", "add_generation_prompt", True),
+    _only("vLLM", "continue_final_message add_special_tokens echo", False),
+    _only("vLLM", "documents", []),
+    _only("vLLM", "chat_template chat_template_content_format media_io_kwargs"),
+    _only("llama.cpp", "reasoning_format", "auto", "deepseek"),
+    _only("llama.cpp", "thinking_forced_open parse_tool_calls", False),
+    _only("Ollama", "think"),
+))
+
+COMPLETION = _together((
+    GENERATING,
+    _any("OpenAI", "parallel_tool_calls reasoning_effort reasoning"),
+    _only("OpenAI", "tools functions", []),
+    _only("OpenAI", "tool_choice function_call", "none", "auto"),
+    _only("OpenAI", "modalities", ["text"]),
+    _only("OpenAI", "audio web_search_options"),
+    _only("OpenAI", "suffix", ""),
+    _only("vLLM", "add_special_tokens", True),
+))
+
+EMBEDDING = _together((
+    OPENAI,
+    _any("OpenAI", "metadata"),
+    _any("vLLM", "priority request_id"),
+    _any("Ollama", "keep_alive"),
+    _only("Ollama", "options", {}),
+    _only("Ollama", "truncate", False),
+    _only("vLLM", "add_special_tokens normalize", True),
+    _only("vLLM", "truncate_prompt_tokens cache_salt mm_processor_kwargs"),
+))
+
+TOKENS = _together((
+    OPENAI,
+    _any("OpenAI", "metadata"),
+    _only("vLLM", "continue_final_message", False),
+    _only("vLLM", "mm_processor_kwargs", {}),
+))
+
+RESPONSES = _together((
+    OPENAI,
+    _any("OpenAI", "client_metadata max_tool_calls verbosity store"),
+    _only("OpenAI", "truncation", "disabled"),
+    _only("OpenAI", "top_logprobs", 0),
+    _only("OpenAI", "conversation prompt"),
+    _only("OpenAI", "context_management", []),
+    _any("vLLM", "priority request_id"),
+    _only("vLLM", "skip_special_tokens", True),
+    _only("vLLM", "enable_response_messages include_stop_str_in_output", False),
+    _only("vLLM", "cache_salt mm_processor_kwargs"),
+))
+
+KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
+"""An edit that removes nothing; agents send it."""
+
+
+def _clears_nothing(management: Any) -> bool:
+    """`context_management` that takes nothing out of the conversation."""
+    edits = management.get("edits") if isinstance(management, dict) else management
+    return edits is None or (isinstance(edits, list) and all(edit == KEEP_ALL for edit in edits))
+
+
+MESSAGES = _together((
+    _any("Anthropic", "metadata service_tier cache_control inference_geo diagnostics"),
+    _only("Anthropic", "speed", "standard"),
+    _only("Anthropic", "container"),
+    _only("Anthropic", "mcp_servers", []),
+    {"context_management": Known("Anthropic", _clears_nothing, "edits that remove nothing")},
+    _any("vLLM", "request_id"),
+))
+
+BY_SCHEMA: Mapping[str, Fields] = {
+    "ChatRequest": CHAT,
+    "CompletionRequest": COMPLETION,
+    "EmbeddingRequest": EMBEDDING,
+    "ResponsesRequest": RESPONSES,
+    "MessagesRequest": MESSAGES,
+    "CountRequest": MESSAGES,
+    "TokenizeRequest": TOKENS,
+    "DetokenizeRequest": TOKENS,
+}
+"""By the name of the body's schema."""
+
+ROUTES = {
+    "ChatRequest": "/v1/chat/completions",
+    "CompletionRequest": "/v1/completions",
+    "ResponsesRequest": "/v1/responses",
+    "MessagesRequest": "/v1/messages",
+    "EmbeddingRequest": "/v1/embeddings",
+    "TokenizeRequest": "/tokenize",
+}
+"""As the documentation names them."""
+
+RENAMED: Mapping[str, str] = {
+    "repeat_penalty": "repetition_penalty",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "random_seed": "seed",
+    "max_new_tokens": "max_tokens",
+}
+"""Names that llama.cpp, Ollama, Mistral and TGI have for fields of ours: they are taken as those."""
+UNLIMITED = {("n_predict", -1), ("num_predict", -1), ("num_predict", -2), ("n_predict", -2)}
+"""As no limit is written there."""
+
+ADAPTERS = frozenset({"adapter", "adapters", "adapter_path", "lora", "lora_name", "lora_path", "lora_request"})
+"""Fields by which other servers are asked for a LoRA adapter."""
