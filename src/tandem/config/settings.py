@@ -251,6 +251,9 @@ class ServerSettings:
     everysec: once a second; no: when the operating system likes."""
     journal_keep_hours: float = 24.0
     """Hours for which answers can be had from the journal."""
+    journal_max_gb: float = 4.0
+    """GiB from which on the journal drops its oldest answers before that time, but for those with an
+    Idempotency-Key."""
     log_requests: bool = False
     """Log one line per request (never prompts or answers)."""
 

@@ -64,6 +64,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "requests_per_minute": (1, MOST),
     "tokens_per_minute": (1, MOST),
     "journal_keep_hours": _POSITIVE,
+    "journal_max_gb": _POSITIVE,
     "drain_timeout": (0.0, math.inf),
     "unload_after": _POSITIVE,
     "max_loaded": _AT_LEAST_ONE,

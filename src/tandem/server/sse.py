@@ -40,6 +40,10 @@ class ChunkWriter(Protocol):
     def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The event with the usage."""
 
+    async def end(self) -> None:
+        """All text is there; whatever must be done before the last event is told."""
+        return None
+
     def done(self) -> bytes:
         """What ends the stream."""
         return DONE
@@ -150,6 +154,7 @@ class EventStream(Response):
                 body = b""
             deltas = await self._generation.next()
         body += self._write(deltas or [])
+        await self._writer.end()
         if self._include_usage:
             body += self._writer.usage(self._generation.usage(), self._extras())
         await send({"type": "http.response.body", "body": body + self._writer.done(), "more_body": False})

@@ -48,7 +48,7 @@ def comparable(response):
 
 
 def test_text_whole_and_streamed(server, engine):
-    whole = ask(server, instructions="Be brief.", metadata={"a": "b"}, store=True)
+    whole = ask(server, instructions="Be brief.", metadata={"a": "b"}, store=False)
     assert whole.output_text == engine.text()
     assert (whole.object, whole.status, whole.model, whole.metadata) == ("response", "completed", "tiny", {"a": "b"})
     assert whole.to_dict()["store"] is False
@@ -166,7 +166,7 @@ def test_sampling_and_effort_reach_their_place(family, engine):
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [
-    ({"previous_response_id": "resp_1"}, "previous_response_id", "not kept"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id", "--journal DIR"),
     ({"background": True}, "background", "--journal DIR"),
     ({"nonsense": 1}, "nonsense", "Unknown parameter"),
     ({"messages": []}, "messages", "Unknown parameter"),

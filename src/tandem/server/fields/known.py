@@ -142,7 +142,7 @@ TOKENS = _together((
 
 RESPONSES = _together((
     OPENAI,
-    _any("OpenAI", "client_metadata max_tool_calls verbosity store"),
+    _any("OpenAI", "client_metadata max_tool_calls verbosity"),
     _only("OpenAI", "truncation", "disabled"),
     _only("OpenAI", "top_logprobs", 0),
     _only("OpenAI", "conversation prompt"),

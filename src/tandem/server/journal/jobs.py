@@ -77,7 +77,7 @@ class Jobs:
         """The application, as routes expect it in their scope."""
         self._api = api
         self._keep_s = server.journal_keep_hours * 3600
-        self._journal = Journal(Path(server.journal), server.journal_sync)
+        self._journal = Journal(Path(server.journal), server.journal_sync, max_bytes=server.journal_max_gb * 2**30)
         self._writer = Writer(self._journal, api.metrics.journal_errors.inc)
         self._jobs: dict[str, Job] = {}
         self._coming = 0
@@ -162,6 +162,14 @@ class Jobs:
             raise UnavailableError("The request is left for the next start of the server.", retry_after=10.0,
                                    code="shutting_down")
         return StoredReply(entry.status, await self._writer.run(self._journal.reply, entry))
+
+    async def keep(self, entry: Entry, body: bytes, answer: bytes) -> None:
+        """Keep a request that has been answered with status 200. Raises JournalError."""
+        await self._writer.run(self._journal.keep, entry, body, answer)
+
+    async def request(self, entry: Entry) -> bytes:
+        """What was asked. Raises JournalError, and ServerError when it is damaged."""
+        return await self._writer.run(self._journal.request, entry)
 
     async def forget(self, entry: Entry) -> None:
         """Stop a request, if it still runs, and keep nothing of it. Raises JournalError."""

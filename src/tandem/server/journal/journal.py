@@ -69,14 +69,16 @@ class Journal:
     All calls raise sqlite3.Error; `told` says what that means to a client.
     """
 
-    def __init__(self, directory: Path, sync: str = "always", clock: Callable[[], float] = time.time) -> None:
-        """Open, or begin, and check it; `sync` as --journal-sync has it.
+    def __init__(self, directory: Path, sync: str = "always", clock: Callable[[], float] = time.time,
+                 max_bytes: float = float("inf")) -> None:
+        """Open, or begin, and check it; `sync` as --journal-sync has it, `max_bytes` as --journal-max-gb.
 
         Raises ConfigError when that cannot be, or another process has it.
         """
         self.path = directory / "journal.db"
         self._sync = sync
         self._clock = clock
+        self._max_bytes = max_bytes
         make_directory(directory)
         try:
             self._database = open_whole(self.path, durable=sync == "always")
@@ -108,6 +110,10 @@ class Journal:
         values = (*fixed, seal(body, *fixed), body)
         added = self._database.execute("INSERT INTO requests VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
         return msgspec.structs.replace(entry, number=added.lastrowid)
+
+    def keep(self, entry: Entry, body: bytes, answer: bytes) -> None:
+        """Add a request that has been answered with status 200."""
+        self.answer(self.accept(entry, body, everybody=False, refusal=None), 200, answer)
 
     def find(self, group: str, name: str, *, everybody: bool) -> Entry | None:
         """The request of a client (of anyone, for `everybody`) with this Idempotency-Key or id."""
@@ -152,12 +158,18 @@ class Journal:
     # --- outside of one ---
 
     def tidy(self, keep_s: float) -> None:
-        """Drop answers to requests that were accepted more than `keep_s` seconds ago; give free pages back; sync."""
+        """Drop answers to requests that were accepted more than `keep_s` seconds ago, and the oldest where there is too
+        much; give free pages back; sync."""
         with self.transaction() as database:
             database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN answers
                 USING (number) WHERE created < ? LIMIT ?)""", (self._clock() - keep_s, ANSWERS_AT_ONCE))
-        free = pragma(database, "freelist_count")
-        if free * pragma(database, "page_size") > MOST_FREE and free > pragma(database, "page_count") // 2:
+        free, pages, size = (pragma(database, name) for name in ("freelist_count", "page_count", "page_size"))
+        if (pages - free) * size > self._max_bytes:
+            # Whoever gave an Idempotency-Key was promised the answer; whoever gave none, room permitting.
+            with self.transaction():
+                database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN answers
+                    USING (number) WHERE key = '' ORDER BY number LIMIT ?)""", (ANSWERS_AT_ONCE // 8,))
+        if free * size > MOST_FREE and free > pages // 2:
             database.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")  # `execute` ends after one page
         if self._sync == "everysec":
             database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from tandem.errors import RequestError
@@ -30,9 +31,14 @@ class Answering(ChunkWriter):
         self._start = {**empty_response(fields, generation.request_id, model, created, "in_progress"),
                        "temperature": params.temperature, "top_p": params.top_p}
         self.generation = generation
+        self.created = created
+        self.keep: Callable[[], Awaitable[None]] | None = None
+        """What writes the response down when it is over, for those that are to be stored."""
         self._output = output
         self._status = "in_progress"
         self._sent = 0
+        self.stored = False
+        """It is written down, or about to be."""
 
     def head(self) -> bytes:
         """The response opens."""
@@ -48,6 +54,12 @@ class Answering(ChunkWriter):
             events += self._output.close(self._status)
         return events
 
+    async def end(self) -> None:
+        """The response is over, and about to be told: write it down, if it is to be stored."""
+        self.stored = self.keep is not None
+        if self.keep is not None:
+            await self.keep()
+
     def delta(self, delta: Delta, extras: Json | None) -> bytes:
         """What the text adds."""
         return self._events(self.take(delta))
@@ -55,6 +67,11 @@ class Answering(ChunkWriter):
     def usage(self, usage: Json, extras: Json) -> bytes:
         """The response closes."""
         return self._events([{"type": f"response.{self._status}", "response": self.response()}])
+
+    def last_event(self) -> bytes:
+        """The event that closes the response."""
+        event = {"type": f"response.{self._status}", "response": self.response(), "sequence_number": self._sent}
+        return named_event(event)
 
     def done(self) -> bytes:
         """Nothing: the last event said it."""
@@ -69,6 +86,7 @@ class Answering(ChunkWriter):
         cut, over = self._status == "incomplete", self._status != "in_progress"
         return {
             **self._start,
+            "store": self._start["store"] or self.stored,
             "status": self._status,
             "completed_at": int(time.time()) if self._status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,

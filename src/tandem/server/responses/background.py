@@ -48,6 +48,11 @@ def response_id(entry: Entry) -> str:
     return _PREFIX + entry.id.removeprefix(_JOB_PREFIX)
 
 
+def job_id(response_id: str) -> str:
+    """The id of a response's entry in the journal."""
+    return _JOB_PREFIX + response_id.removeprefix(_PREFIX)
+
+
 async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Response:
     """Start a job. Raises RequestError for what can be told at once, so when there is no journal."""
     api, jobs = get_api(http), get_jobs(http)
@@ -93,20 +98,26 @@ def wanted_events(http: Request) -> int | None:
     return -1 if after is None else int(after)
 
 
-async def find(http: Request, name: str) -> Stored:
-    """A background response of this client. Raises NotFoundError."""
+async def kept(http: Request, name: str) -> Stored | None:
+    """A response of this client that is kept, None if there is none with this id."""
     jobs = get_jobs(http)
-    if jobs is not None and name.startswith(_PREFIX):
-        entry = await jobs.find(get_group(http), _JOB_PREFIX + name.removeprefix(_PREFIX))
-        if entry is not None and entry.route == ROUTE:
-            return Stored(jobs, entry, jobs.job(entry))
-    raise NotFoundError(f"Response with id '{name[:100]}' not found; only responses with 'background': true are kept, "
-                        "by a server with --journal.", param="response_id", code="response_not_found")
+    if jobs is None or not name.startswith(_PREFIX):
+        return None
+    entry = await jobs.find(get_group(http), job_id(name))
+    return Stored(jobs, entry, jobs.job(entry)) if entry is not None and entry.route == ROUTE else None
+
+
+async def find(http: Request, name: str) -> Stored:
+    """As `kept`. Raises NotFoundError."""
+    if (stored := await kept(http, name)) is not None:
+        return stored
+    raise NotFoundError(f"Response with id '{name[:100]}' not found; only responses with 'store' or 'background' true "
+                        "are kept, by a server with --journal.", param="response_id", code="response_not_found")
 
 
 @dataclass
 class Stored:
-    """One background response."""
+    """One response that is kept."""
 
     jobs: Jobs
     entry: Entry

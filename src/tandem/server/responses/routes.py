@@ -1,4 +1,4 @@
-"""POST /v1/responses; for those in the background also asking for them, stopping them and having them forgotten."""
+"""POST /v1/responses; asking for those that are kept, stopping them and having them forgotten."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.server.generation.model_wait import answered_by
 from tandem.server.journal.jobs import Job
 from tandem.server.openai.chat import start_chat
 from tandem.server.openapi import documented
-from tandem.server.responses import background
+from tandem.server.responses import background, conversation
 from tandem.server.responses.answering import Answering, error_event
 from tandem.server.responses.output import OutputItems
 from tandem.server.responses.schemas import ResponsesRequest
@@ -38,15 +38,24 @@ async def responses(http: Request) -> Response:
     job: Job | None = http.scope.get("tandem.job")
     get_api(http).admit(http, again=job is not None)
     fields = await understood(http, raw, ResponsesRequest)
+    kept = None
+    if job is None:  # a job's conversation is whole
+        stores = conversation.keeps(http, fields)
+        fields, raw = await conversation.with_past(http, fields, raw)
+        kept = raw if stores else None
     if job is None and fields.background:
         return await background.accept(http, fields, raw)
-    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields, job),
+    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields, job, kept),
                              stream=fields.stream and job is None,
                              error=lambda error: named_event({**error_event(error), "sequence_number": 0}))
 
 
-async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Response:
+async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: Job | None,
+                  kept: bytes | None) -> Response:
+    """`kept`: the body that is to be stored with the response."""
     answer = await _start(http, served, fields, job)
+    if kept is not None:
+        answer.keep = lambda: conversation.keep(http, kept, answer)
     if job is not None:
         return await background.work(job, answer)
     if fields.stream:
@@ -54,6 +63,7 @@ async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: 
         return await open_stream(answer.generation, answer, include_usage=True, heartbeat_s=heartbeat_s)
     [whole] = await collect(answer.generation, 1)
     answer.take(Delta(0, whole.text, whole.logprobs, whole.finish_reason))
+    await answer.end()
     return _json(answer.response())
 
 
@@ -73,7 +83,7 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
 
 @router.get("/v1/responses/{response_id}", openapi_extra=_STREAMS)
 async def retrieve(http: Request, response_id: str) -> Response:
-    """A background response as it is now, or with `stream` its events after number `starting_after`."""
+    """A kept response as it is now, or with `stream` its events after number `starting_after`."""
     stored = await background.find(http, response_id)
     after = background.wanted_events(http)
     return _json(await stored.response(http)) if after is None else stored.stream(http, after)
@@ -92,6 +102,12 @@ async def delete(http: Request, response_id: str) -> Response:
     """Stop a background response if it still runs, and keep nothing of it."""
     await (await background.find(http, response_id)).forget()
     return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+@router.get("/v1/responses/{response_id}/input_items")
+async def input_items(http: Request, response_id: str) -> Response:
+    """The items that a kept response was made from, those of the responses before it among them, in pages."""
+    return _json(await conversation.input_items(http, response_id))
 
 
 def _json(body: Json) -> Response:

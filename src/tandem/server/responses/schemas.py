@@ -175,6 +175,7 @@ class ResponsesRequest(Strict):
     include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
     """Accepted, as clients always send it: reasoning is not encrypted here, and the tools are not here."""
     previous_response_id: str | None = None
+    store: bool | None = None
     background: bool | None = None
 
     _flat = field_validator("tools", mode="before")(flattened)
@@ -183,13 +184,6 @@ class ResponsesRequest(Strict):
     @classmethod
     def _items(cls, value: Any) -> Any:
         return [{"type": "message", "role": "user", "content": value}] if isinstance(value, str) else value
-
-    @field_validator("previous_response_id")
-    @classmethod
-    def _stored(cls, value: Any) -> Any:
-        if value:
-            raise PydanticCustomError("unsupported", "conversations are not kept here; send all of it in 'input'")
-        return value
 
     @field_validator("tool_choice")
     @classmethod

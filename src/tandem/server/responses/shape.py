@@ -25,7 +25,7 @@ def empty_response(fields: ResponsesRequest, response_id: str, model: str, creat
         "usage": None,
         "background": bool(fields.background),
         "store": bool(fields.background),
-        "previous_response_id": None,
+        "previous_response_id": fields.previous_response_id or None,
         "truncation": "disabled",
         "instructions": fields.instructions,
         "max_output_tokens": fields.max_output_tokens,

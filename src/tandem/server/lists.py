@@ -1,0 +1,38 @@
+"""Lists in pages, as OpenAI has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import Request
+
+from tandem.errors import NotFoundError, RequestError
+
+Json = dict[str, Any]
+MOST_ON_PAGE = 100
+
+
+def page(items: list[Json], http: Request, *, newest_first: bool) -> Json:
+    """Items that stand in the order of their making as a page of OpenAI's lists: `order`, `limit`, `after`.
+
+    Raises RequestError naming the parameter at fault.
+    """
+    query = http.query_params
+    order, limit = query.get("order") or ("desc" if newest_first else "asc"), query.get("limit", "20")
+    if order not in ("asc", "desc"):
+        raise RequestError(f"Invalid 'order': '{order[:40]}' is neither 'asc' nor 'desc'.", param="order",
+                           code="invalid_value")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ON_PAGE and len(limit) < 9):
+        raise RequestError(f"Invalid 'limit': '{limit[:40]}' is not a number from 1 to {MOST_ON_PAGE}.", param="limit",
+                           code="invalid_value")
+    if order == "desc":
+        items = items[::-1]
+    if after := query.get("after"):
+        place = next((index for index, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise NotFoundError(f"There is nothing with the id '{after[:100]}' in this list.", param="after",
+                                code="not_found")
+        items = items[place + 1:]
+    shown = items[:int(limit)]
+    return {"object": "list", "data": shown, "first_id": shown[0]["id"] if shown else None,
+            "last_id": shown[-1]["id"] if shown else None, "has_more": len(items) > len(shown)}
