@@ -10,6 +10,7 @@ from tandem.guided import vocabulary
 from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.request import StructuredOutputs
+from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR
 from tandem.testing import EOS
 from tandem.text.tokenizer import Tokenizer
 
@@ -76,10 +77,10 @@ def test_a_grammar_that_costs_too_much_ends_its_row_alone(
         if given_up:
             break
         guides.advance("costly", int(rng.choice(letters)))
-    assert given_up == [1]
+    assert given_up == {1: NO_CONTINUATION}
     assert mask[1].all()
     assert 0 < mask[0].sum() < 30
-    assert guides.mask(["costly"])[1] == [], "said once"
+    assert guides.mask(["costly"])[1] == {}, "said once"
 
 
 def test_a_vocabulary_that_cannot_be_loaded_costs_one_request(tokenizer: Tokenizer) -> None:
@@ -89,11 +90,11 @@ def test_a_vocabulary_that_cannot_be_loaded_costs_one_request(tokenizer: Tokeniz
     guides = Guides(Vocabulary(load, 520, (EOS,)))
     guides.add("a", DATE, [])
     mask, given_up = guides.mask(["b", "a"])
-    assert given_up == [1]
+    assert given_up == {1: NO_GRAMMAR}
     assert mask.all()
 
 
 @pytest.mark.parametrize("produced", [[], [100, 101, 102]])
 def test_tokens_that_do_not_fit_are_given_up(guides: Guides, produced: list[int]) -> None:
     guides.add("a", StructuredOutputs(choice=("0",)), [*produced, 5])
-    assert guides.mask(["a"])[1] == [0]
+    assert guides.mask(["a"])[1] == {0: NO_CONTINUATION}

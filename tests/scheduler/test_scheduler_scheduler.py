@@ -217,7 +217,8 @@ def test_min_tokens_and_ignore_eos_outlast_the_end_of_sequence() -> None:
     assert len(got["a"]) == 4 and len(got["b"]) == 5
 
 
-@pytest.mark.parametrize(("token", "status", "code"), [(-1, 500, "not_finite"), (-2, 400, "structured_output_failed")])
+@pytest.mark.parametrize(("token", "status", "code"), [(-1, 500, "not_finite"), (-2, 400, "structured_output_failed"),
+                                                      (-3, 503, "grammar_unavailable")])
 def test_a_row_without_a_token_fails_its_request_alone(token: int, status: int, code: str) -> None:
     scheduler = Scheduler(limits())
     scheduler.submit(request("a", max_tokens=5), seed=1)

@@ -13,6 +13,7 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.request import StructuredOutputs
+from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR
 
 log = logging.getLogger(__name__)
 
@@ -49,20 +50,21 @@ class Guides:
                           "report it", matcher.get_error())
             self._matchers[request_id] = None
 
-    def mask(self, ids: Sequence[str]) -> tuple[npt.NDArray[np.bool_], list[int]]:
-        """Which tokens each of `ids` may take, [n, vocabulary], and the rows whose matcher has given up.
+    def mask(self, ids: Sequence[str]) -> tuple[npt.NDArray[np.bool_], dict[int, int]]:
+        """Which tokens each of `ids` may take, [n, vocabulary], and the rows that are given up, with what stands for a
+        token there: NO_CONTINUATION, or NO_GRAMMAR when the grammar could not be built.
 
         Rows of other sequences, of those that are over, and of those given up allow everything. Waits for grammars
         that are still being compiled.
         """
         size = self._vocabulary.vocab_size
         bits = allocate_token_bitmask(len(ids), size)
-        live, given_up = [], []
+        live, given_up = [], dict[int, int]()
         for row, request_id in enumerate(ids):
             if request_id in self._building:
                 self._matchers[request_id] = _built(self._building.pop(request_id))
                 if self._matchers[request_id] is None:
-                    given_up.append(row)
+                    given_up[row] = NO_GRAMMAR
             if (matcher := self._matchers.get(request_id)) is not None:
                 live.append((matcher, row))
         working = [(matcher, row) for matcher, row in live if not matcher.is_stopped()]
@@ -75,7 +77,7 @@ class Guides:
                             matcher.get_error().partition("\n")[0][:200])
                 self._matchers[ids[row]] = None
                 mask[row] = True
-                given_up.append(row)
+                given_up[row] = NO_CONTINUATION
             elif matcher.is_stopped():
                 mask[row] = False
                 mask[row, list(self._vocabulary.eos)] = True

@@ -19,6 +19,8 @@ NOT_FINITE = -1
 """In place of a token: the model's logits are not finite numbers."""
 NO_CONTINUATION = -2
 """In place of a token: the matcher of the sequence's grammar gave up."""
+NO_GRAMMAR = -3
+"""In place of a token: the grammar could not be built, as what is needed for it is not there."""
 
 
 class InsertOp(Struct, frozen=True, array_like=True):

@@ -22,7 +22,7 @@ from tandem.guided.guides import Guides
 from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import SamplingParams
-from tandem.protocol.step import NO_CONTINUATION, NOT_FINITE
+from tandem.protocol.step import NOT_FINITE
 from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, largest
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
 from tandem.runner.uniforms import seed_keys, uniform_pairs
@@ -168,7 +168,7 @@ class Sampler:
         plan = self._plan(tuple(ids))
         raw = logits.astype(mx.float32)
         edited = self._edited(raw, plan, tuple(ids))
-        given_up: list[int] = []
+        given_up: dict[int, int] = {}
         if guided := self.guided(ids):
             edited, given_up = self._constrained(edited, ids)
         if allowed and not allowed.keys().isdisjoint(ids):
@@ -189,11 +189,12 @@ class Sampler:
             self._untaken.append((guided, tokens + 0))
             arrays.append(self._untaken[-1][1])
         if given_up:
-            tokens = mx.where(mx.array([row in given_up for row in range(len(ids))]), NO_CONTINUATION, tokens)
+            why = mx.array([given_up.get(row, 0) for row in range(len(ids))])
+            tokens = mx.where(why < 0, why, tokens)
         return Sampled(tokens, arrays, plan.asked, columns)
 
-    def _constrained(self, logits: mx.array, ids: Sequence[str]) -> tuple[mx.array, list[int]]:
-        """Logits of what the grammars allow, and the rows whose grammar cannot be followed further."""
+    def _constrained(self, logits: mx.array, ids: Sequence[str]) -> tuple[mx.array, dict[int, int]]:
+        """Logits of what the grammars allow, and the rows whose grammar cannot be followed, with the reason."""
         assert self._guides is not None
         self._follow()
         mask, given_up = self._guides.mask(ids)

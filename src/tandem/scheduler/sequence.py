@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from tandem.protocol.control import Refused
 from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.step import NO_CONTINUATION, InsertOp, StepResult
+from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR, InsertOp, StepResult
 from tandem.protocol.suspicion import Suspicion
 from tandem.speculation.proposers import Proposer
 
@@ -169,5 +169,8 @@ def no_token(request_id: str, why: int) -> Refused:
         return Refused(request_id, 400, "the output cannot be kept to the form that structured_outputs or the tools "
                        "ask for: it costs more to follow than is allowed; make it simpler",
                        code="structured_output_failed", param="structured_outputs")
+    if why == NO_GRAMMAR:
+        return Refused(request_id, 503, "what is needed to keep the output to a form could not be loaded; the server's "
+                       "log says why; try again later", code="grammar_unavailable")
     return Refused(request_id, 500, "the model produced logits that are not finite numbers; check the model's weights "
                    "and dtype", code="not_finite")

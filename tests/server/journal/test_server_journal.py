@@ -350,6 +350,18 @@ def test_a_size_limit_leaves_the_file_whole(journal, tmp_path):
     again.close()
 
 
+@pytest.mark.parametrize("gone", ["journal.db", "journal.db-wal", "."])
+def test_files_that_are_removed_or_replaced_are_not_written_to(journal, tmp_path, gone):
+    """What only this process could read would be lost with it."""
+    place, away = journal.path.parent / gone, tmp_path / "away"
+    place.rename(away)
+    with pytest.raises(sqlite3.Error) as caught:
+        accept(journal, "lost")
+    assert "removed or replaced" in told(caught.value).message
+    away.rename(place)
+    assert accept(journal, "kept").id == "kept", "they are back"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a file system")
 def test_a_full_disk(tmp_path):
     require("mount")
@@ -488,6 +500,7 @@ class _Unopened:
 def test_each_failure_of_sqlite_is_told_in_plain_words(journal, provoke, words):
     with contextlib.ExitStack() as stack:
         provoke(journal, stack)
+        journal._places = journal._files()  # some of it makes them anew
         with pytest.raises(sqlite3.Error) as caught:
             accept(journal, "r9", b"y" * 100_000)
     failure = told(caught.value)

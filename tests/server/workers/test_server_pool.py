@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -116,6 +117,19 @@ def test_a_tokenizer_may_take_more_than_a_task_may(slow_child, model_dir):
         assert packed
 
     run(work)
+
+
+def test_a_tokenizer_whose_files_are_away_is_no_fault_of_the_request(model_dir, tmp_path, caplog):
+    async def work(workers):
+        task = Encode(TextsOf(str(tmp_path / "model"), "tiny", None, False), ["hello"], 100, "prompt")
+        with pytest.raises(UnavailableError) as caught:
+            await workers.ask("a", task, list[bytes])
+        assert str(tmp_path) not in caught.value.message
+        shutil.copytree(model_dir, tmp_path / "model")
+        assert await workers.ask("a", task, list[bytes])
+
+    run(work)
+    assert str(tmp_path) in caplog.text
 
 
 def test_a_process_that_somebody_kills_is_no_fault_of_the_request(slow_child, caplog):

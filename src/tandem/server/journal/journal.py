@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
 from collections.abc import Callable
@@ -82,6 +83,7 @@ class Journal:
         make_directory(directory)
         try:
             self._database = open_whole(self.path, durable=sync == "always")
+            self._places = self._files()
         except sqlite3.Error as error:
             code = code_of(error)
             if code == sqlite3.SQLITE_NOTADB:
@@ -92,8 +94,20 @@ class Journal:
         except OSError as error:
             raise _unusable(f"cannot use {directory}: {error.strerror}") from None
 
+    def _files(self) -> list[tuple[int, int]]:
+        """Which files bear the journal's names now."""
+        found = []
+        for path in (self.path, self.path.with_name(self.path.name + "-wal")):
+            with contextlib.suppress(OSError):
+                found.append((path.stat().st_dev, path.stat().st_ino))
+        return found
+
     def transaction(self) -> AbstractContextManager[sqlite3.Connection]:
         """All of what is done in it is kept, or nothing."""
+        if self._files() != self._places:  # SQLite would go on writing to files that nobody will find again
+            moved = sqlite3.OperationalError("the journal's files were moved")
+            moved.sqlite_errorcode, moved.sqlite_errorname = sqlite3.SQLITE_READONLY_DBMOVED, "SQLITE_READONLY_DBMOVED"
+            raise moved
         self._database.execute("BEGIN IMMEDIATE")
         return self._database
 
@@ -196,6 +210,8 @@ _WHY = {
 
 
 def _why(error: sqlite3.Error) -> str:
+    if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_READONLY_DBMOVED:
+        return "its files were removed or replaced while the server ran; a restart of the server begins another"
     name = getattr(error, "sqlite_errorname", type(error).__name__)
     return f"{_WHY.get(code_of(error), 'SQLite failed')} ({name})"
 

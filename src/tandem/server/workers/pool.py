@@ -19,13 +19,15 @@ import msgspec
 
 from tandem.env import child_environment
 from tandem.errors import RequestError, ServerError, SpawnError, UnavailableError
+from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
 from tandem.server.workers.child import CPU_S, EXIT_MEMORY, MEMORY_BYTES
 from tandem.server.workers.frames import receive_frame, send_frame
-from tandem.server.workers.tasks import Broken, Refused, Reply, Task
+from tandem.server.workers.tasks import FILES_AWAY, Broken, Refused, Reply, Task
 from tandem.server.workers.turns import Turns
 
 logger = logging.getLogger(__name__)
+seldom = Seldom(logger)
 
 AT_ONCE = 2
 WALL_S = 120.0
@@ -130,6 +132,11 @@ class Workers:
         frame = msgspec.msgpack.encode(task)
         async with self._turns.turn(group, len(frame)):
             reply = await self._reply(frame)
+        if isinstance(reply, Refused) and reply.code == FILES_AWAY:
+            seldom.error("a worker process cannot load the tokenizer: %s; large requests get 503 until its files are "
+                         "mended", reply.message)
+            raise UnavailableError("The tokenizer cannot be loaded; try again later.", retry_after=30.0,
+                                   code=FILES_AWAY)
         if isinstance(reply, Refused):
             error = RequestError(reply.message, param=reply.param, code=reply.code)
             error.status = reply.status

@@ -6,6 +6,9 @@ from typing import Literal
 
 from msgspec import Raw, Struct
 
+FILES_AWAY = "tokenizer_unavailable"
+"""Code of what is refused because files of the model cannot be read: none of the client's doing."""
+
 
 class TextsOf(Struct, frozen=True):
     """The model whose tokenizer and template are to be used, as the api itself has loaded them."""

@@ -11,7 +11,7 @@ import msgspec
 from pydantic import BaseModel
 from pydantic_core import from_json
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, UsageError
 from tandem.guided.grammar import grammar_of
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
@@ -21,7 +21,7 @@ from tandem.server.chats.texts import tokenizer_of
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
 from tandem.server.validation import parse_bytes
-from tandem.server.workers.tasks import Describe, Encode, Judge, Render, Task
+from tandem.server.workers.tasks import FILES_AWAY, Describe, Encode, Judge, Render, Task
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
     model.__name__: model
@@ -34,9 +34,12 @@ _tokenizer = lru_cache(maxsize=2)(tokenizer_of)
 
 
 def prepare(task: Task) -> None:
-    """Load what the model needs, whatever memory that takes: it is none of the client's. Raises UsageError."""
+    """Load what the model needs, whatever memory that takes: it is none of the client's. Raises RequestError."""
     if isinstance(task, Encode | Render):
-        _tokenizer(task.model)
+        try:
+            _tokenizer(task.model)
+        except UsageError as error:
+            raise RequestError(error.message, code=FILES_AWAY) from error
 
 
 def answer(task: Task) -> Any:
