@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import plistlib
 import re
 import subprocess
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from xml.parsers.expat import ExpatError
 
 from tandem.cli.service.units import Service, launchd_agent, launchd_label, systemd_unit
 from tandem.env import child_environment, variable
@@ -17,6 +20,8 @@ from tandem.errors import UsageError
 from tandem.system.tools import find_tool
 
 _TOOL_S = 60.0
+_END_S, _POLL_S = 30.0, 0.5
+"""Seconds that launchd may take beyond a service's own time to end, and between two looks at it."""
 NOBODY = ("Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use "
           "`tandem up`")
 _PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
@@ -67,16 +72,16 @@ def manager() -> Manager:
     return chosen
 
 
-def _ran(*words: str) -> subprocess.CompletedProcess[str]:
+def _ran(*words: str, timeout_s: float | None = _TOOL_S) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run([find_tool(words[0]) or words[0], *words[1:]], capture_output=True, text=True,
-                              timeout=_TOOL_S, env=child_environment(), stdin=subprocess.DEVNULL, check=False)
+                              timeout=timeout_s, env=child_environment(), stdin=subprocess.DEVNULL, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"{' '.join(words)}: {error}") from error
 
 
-def _must(*words: str) -> None:
-    done = _ran(*words)
+def _must(*words: str, timeout_s: float | None = _TOOL_S) -> None:
+    done = _ran(*words, timeout_s=timeout_s)
     if done.returncode:
         said = (done.stderr or done.stdout).strip().splitlines()
         raise UsageError(f"{' '.join(words)}: {said[-1] if said else f'exit code {done.returncode}'}")
@@ -111,17 +116,32 @@ class Launchd(Manager):
 
     def uninstall(self, name: str) -> None:
         """As in the base class."""
-        for domain in ("gui", "user"):
-            _ran(self.tool, "bootout", f"{domain}/{os.getuid()}/{launchd_label(name)}")
+        for place in self._places(name):
+            _ran(self.tool, "bootout", place)
+        end = time.monotonic() + self._stop_s(name) + _END_S
+        while any(_ran(self.tool, "print", place).returncode == 0 for place in self._places(name)):
+            if time.monotonic() > end:  # it comes to an end by itself, but until then none of its name can start
+                raise UsageError(f"{name} has not ended yet; give the command again in a minute")
+            time.sleep(_POLL_S)
         self.file(name).unlink(missing_ok=True)
 
     def pid(self, name: str) -> int | None:
         """As in the base class."""
-        for domain in ("gui", "user"):
-            done = _ran(self.tool, "print", f"{domain}/{os.getuid()}/{launchd_label(name)}")
+        for place in self._places(name):
+            done = _ran(self.tool, "print", place)
             if done.returncode == 0 and (match := _PID.search(done.stdout)):
                 return int(match[1])
         return None
+
+    def _places(self, name: str) -> list[str]:
+        return [f"{domain}/{os.getuid()}/{launchd_label(name)}" for domain in ("gui", "user")]
+
+    def _stop_s(self, name: str) -> float:
+        """Seconds after which launchd kills the service that is installed."""
+        try:
+            return float(plistlib.loads(self.file(name).read_bytes())["ExitTimeOut"])
+        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # somebody has changed it
+            return _TOOL_S
 
 
 class Systemd(Manager):
@@ -144,14 +164,15 @@ class Systemd(Manager):
             raise UsageError(f"{error.message}; {NOBODY}") from error
         _write(unit, systemd_unit(service).encode())
         with self._or_nothing(service.name):
-            for words in (("daemon-reload",), ("enable", unit.name), ("restart", unit.name)):
+            for words in (("daemon-reload",), ("enable", unit.name)):
                 _must(self.tool, "--user", *words)
+            _must(self.tool, "--user", "restart", unit.name, timeout_s=None)  # an earlier one has its time to drain
 
     def uninstall(self, name: str) -> None:
         """As in the base class."""
         unit = self.file(name)
         try:
-            _must(self.tool, "--user", "disable", "--now", unit.name)
+            _must(self.tool, "--user", "disable", "--now", unit.name, timeout_s=None)
         except UsageError as error:
             raise UsageError(f"{error.message}; {name} is still installed, and may run. {NOBODY}") from error
         unit.unlink(missing_ok=True)
