@@ -1,8 +1,12 @@
-"""Ids of what the server answers."""
+"""Ids of what the server answers, and its own."""
 
 from __future__ import annotations
 
 import uuid
+
+from tandem.version import __version__
+
+FINGERPRINT = f"tandem-{__version__}"
 
 
 def new_id(prefix: str) -> str:

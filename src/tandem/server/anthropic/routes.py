@@ -13,11 +13,11 @@ from tandem.server.anthropic.schemas import CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import chat_request, in_own_words
 from tandem.server.body import parse, translated
 from tandem.server.chats.answer_message import Reply
+from tandem.server.chats.start import prepare_chat, start_chat
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import collect
 from tandem.server.generation.model_wait import answered_by
-from tandem.server.openai.chat import prepare_chat, start_chat
 from tandem.server.openapi import documented
 from tandem.server.sse import encode_json, open_stream
 

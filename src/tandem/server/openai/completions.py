@@ -22,8 +22,7 @@ from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import Answer, collect, engine_requests
 from tandem.server.generation.generate import Delta, Generation
 from tandem.server.generation.model_wait import answered_by
-from tandem.server.ids import new_id
-from tandem.server.openai.chat import FINGERPRINT
+from tandem.server.ids import FINGERPRINT, new_id
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
 from tandem.server.openai.sampling import (
     check_choices,

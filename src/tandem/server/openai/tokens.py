@@ -8,9 +8,9 @@ from starlette.responses import Response
 from tandem.errors import NotFoundError
 from tandem.server.body import parse
 from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.start import checked_template_kwargs
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api
-from tandem.server.openai.chat import checked_template_kwargs
 from tandem.server.openai.sampling import check_token_ids
 from tandem.server.openai.schemas import DetokenizeRequest, TokenizeRequest
 from tandem.server.openapi import documented

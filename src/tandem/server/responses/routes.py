@@ -11,13 +11,13 @@ from starlette.responses import Response
 from tandem.errors import RequestError
 from tandem.server.body import read_body, translated, understood
 from tandem.server.chats.answer_message import Reply
+from tandem.server.chats.start import start_chat
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import collect
 from tandem.server.generation.generate import Delta
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.journal.jobs import Job
-from tandem.server.openai.chat import start_chat
 from tandem.server.openapi import documented
 from tandem.server.responses import background, conversation
 from tandem.server.responses.answering import Answering, error_event
