@@ -13,6 +13,7 @@ import pytest
 PACKAGES = {
     "bash": ("bash", "bash"), "fish": ("fish", "fish"), "zsh": ("zsh", "zsh"),
     "chromium": ("chromium", "chromium"), "chromedriver": ("chromium-driver", "chromedriver"),
+    "firefox": ("firefox-esr", "firefox"),
     "openssl": ("openssl", "openssl"), "ps": ("procps", ""), "mount": ("mount", ""), "systemd-analyze": ("systemd", ""),
     "ip": ("iproute2", ""), "tc": ("iproute2", ""), "nft": ("nftables", ""), "sshd": ("openssh-server", ""),
     "ssh": ("openssh-client", ""), "ssh-keygen": ("openssh-client", ""), "nsenter": ("util-linux", ""),

@@ -41,7 +41,7 @@ from tandem.server.app import create_app
 from tandem.server.engines.replicas import Replicas
 from tandem.server.listener import listen
 from tandem.server.run import make_server
-from tandem.testing import write_tokenizer
+from tandem.testing import CHAT_TEMPLATE, write_tokenizer
 from tandem.text.tokenizer import load_tokenizer
 
 EOS = 2
@@ -322,3 +322,21 @@ def family(serve, engine, tmp_path):
         return serve(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(path)))
 
     return start
+
+
+@pytest.fixture(scope="module")
+def scripted(model_dir, tmp_path_factory):
+    """A server with its `engine`, whose template says that the model may think; tests give each its answers."""
+    fake = FakeEngine(model_dir)
+    fake.set_status(max_context=16384)
+    fake.start()
+    template = tmp_path_factory.mktemp("template") / "think.jinja"
+    template.write_text("{# <think> </think> #}" + CHAT_TEMPLATE)
+    settings = Settings(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(template)),
+                        process=ProcessSettings(engine_socket=fake.endpoint))
+    live = LiveServer(settings, 5.0).wait_ready()
+    live.engine = fake
+    yield live
+    live.stop()
+    fake.stop()
+    Path(fake.path).unlink(missing_ok=True)

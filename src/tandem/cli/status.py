@@ -23,7 +23,7 @@ from tandem.supervision.control import ask, control_path
 from tandem.supervision.probe import StatusProbe
 from tandem.supervision.record import Background, known_names
 
-SLOW = 2.0
+SLOW = 3.0
 """Times slower than usual from which that is shown."""
 PROBE_S = 1.0
 """Seconds that an engine gets to say how it is."""

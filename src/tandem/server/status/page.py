@@ -12,14 +12,14 @@ from tandem.errors import NotFoundError
 
 router = APIRouter(include_in_schema=False)
 
-FILES = ("index.html", "style.css", "app.js", "http.js", "cluster.js", "chat.js", "plan.js", "marked.js", "purify.js")
-"""marked (MIT) and DOMPurify (Apache-2.0 or MPL-2.0) are their projects' own builds."""
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+FILES = {file.name: file for file in (Path(__file__).parents[1] / "ui").rglob("*") if file.suffix in _TYPES}
+"""Those of the page; ui/vendored/VENDORED.md says which of them are others'."""
 PATHS = frozenset({"/ui", *(f"/ui/{name}" for name in FILES)})
 """What is served here. Needs no key: the page asks for it, and all that it shows comes from the API."""
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
-    "img-src 'self' data:; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "img-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -52,4 +52,4 @@ def _file(name: str) -> Response:
 
 @cache
 def _read(name: str) -> bytes:
-    return (Path(__file__).parents[1] / "ui" / name).read_bytes()
+    return FILES[name].read_bytes()

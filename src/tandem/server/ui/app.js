@@ -1,40 +1,95 @@
-// Which view is shown, the API key, light or dark. Each view is a module of its own.
-import { start as startChat } from "/ui/chat.js";
-import { start as startCluster } from "/ui/cluster.js";
-import { start as startPlan } from "/ui/plan.js";
+// Which view is shown, light or dark, the keyboard. Each view is a module of its own.
+import * as chat from "/ui/chat.js";
+import * as cluster from "/ui/cluster.js";
+import { byId } from "/ui/dom.js";
+import * as events from "/ui/events.js";
+import * as models from "/ui/models.js";
+import * as plan from "/ui/plan.js";
+import { snippets } from "/ui/snippets.js";
+import { onStatus, watch } from "/ui/status.js";
 
-const tabs = [...document.querySelectorAll('[role="tab"]')];
+const tabs = [...document.querySelectorAll('nav [role="tab"]')];
+const nameOf = (tab) => tab.getAttribute("aria-controls");
+let chosen = false;
 
 function show(tab) {
   for (const one of tabs) {
-    const chosen = one === tab;
-    one.setAttribute("aria-selected", chosen);
-    one.tabIndex = chosen ? 0 : -1;
-    document.getElementById(one.getAttribute("aria-controls")).hidden = !chosen;
+    one.setAttribute("aria-selected", one === tab);
+    one.tabIndex = one === tab ? 0 : -1;
+    byId(nameOf(one)).hidden = one !== tab;
   }
-  history.replaceState(null, "", "#" + tab.getAttribute("aria-controls"));
+  document.body.dataset.view = nameOf(tab);
+  history.replaceState(null, "", "#" + nameOf(tab));
+  if (nameOf(tab) === "plan") plan.opened();
 }
 
 for (const [place, tab] of tabs.entries()) {
-  tab.addEventListener("click", () => show(tab));
+  tab.addEventListener("click", () => {
+    chosen = true;
+    show(tab);
+  });
   tab.addEventListener("keydown", (event) => {
-    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-    if (!step) return;
+    const step = { ArrowRight: 1, ArrowLeft: -1, Home: -place, End: tabs.length - 1 - place }[event.key];
+    if (step === undefined) return;
     const next = tabs[(place + step + tabs.length) % tabs.length];
-    show(next);
+    next.click();
     next.focus();
   });
 }
-show(tabs.find((tab) => "#" + tab.getAttribute("aria-controls") === location.hash) ?? tabs[0]);
+const named = tabs.find((tab) => "#" + nameOf(tab) === location.hash);
+chosen = named !== undefined;
+show(named ?? tabs[0]);
+
+// Whoever opens the page comes to chat, unless something is amiss.
+onStatus((status) => {
+  if (status && !chosen && ["failed", "recovering"].includes(status.status)) show(byId("tab-cluster"));
+  if (status) chosen = true;
+});
 
 const root = document.documentElement;
 root.dataset.theme = localStorage.getItem("theme") ?? "";
-document.getElementById("theme").addEventListener("click", () => {
+byId("theme").addEventListener("click", () => {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
   localStorage.setItem("theme", root.dataset.theme);
 });
 
-startCluster();
-startChat();
-startPlan();
+byId("connect").addEventListener("click", () => {
+  byId("clients-snippets").replaceChildren(snippets(chat.model(), "dialog"));
+  byId("clients").showModal();
+});
+byId("keys").addEventListener("click", () => byId("shortcuts").showModal());
+
+document.addEventListener("keydown", (event) => {
+  if (document.querySelector("dialog[open]")) return;
+  const writing = event.target.closest("input, textarea, select");
+  const act = event.altKey && !event.ctrlKey && !event.metaKey ? {
+    KeyN: () => {
+      byId("tab-chat").click();
+      chat.fresh();
+    },
+    KeyR: chat.again,
+    ...Object.fromEntries(tabs.map((tab, i) => [`Digit${i + 1}`, () => {
+      tab.click();
+      tab.focus();
+    }])),
+  }[event.code] : event.key === "Escape" ? chat.stop : writing || event.ctrlKey || event.metaKey ? null : {
+    "/": () => {
+      byId("tab-chat").click();
+      byId("question").focus();
+    },
+    "?": () => byId("shortcuts").showModal(),
+  }[event.key];
+  if (!act) return;
+  if (event.key !== "Escape") event.preventDefault();
+  act();
+});
+
+cluster.start();
+events.start();
+models.start();
+plan.start();
+await chat.start();
+if (document.body.dataset.view === "chat" && matchMedia("(hover: hover)").matches) byId("question").focus();
+document.body.dataset.ready = "yes";
+watch();

@@ -1,118 +1,316 @@
-// A conversation with the model: streamed, shown as markdown.
-import { element, request } from "/ui/http.js";
+// The view of conversations: which is shown, what is asked, and the answer as it comes.
+import { button, byId, element, redraw } from "/ui/dom.js";
+import { ask as fetchJson } from "/ui/http.js";
+import { AssistantMessage, answerOf, userMessage } from "/ui/message.js";
+import { snippets } from "/ui/snippets.js";
+import { onStatus } from "/ui/status.js";
+import * as store from "/ui/store.js";
+import { chat, emptyAnswer, resume } from "/ui/stream.js";
+import { settings, wishes } from "/ui/settings.js";
 
-const byId = (id) => document.getElementById(id);
-const history = [];
-let running = null;
+const EXAMPLES = [
+  ["Explain", "Explain in three sentences how a large language model writes text."],
+  ["Code", "Write a Python function that tells whether a text is a palindrome, with a short test."],
+  ["Plan", "Plan a weekend in a city by the sea, as a table with times."],
+  ["Mend", "Make this sentence simpler: The utilisation of said apparatus is not recommended."],
+];
+const NEAR_END = 60;
+const SAVE_MS = 2000;
+let all = [];
+let talk = null;
+let running = null; // { talk, message, view, controller, saved }
+let views = new Map(); // of messages that are shown
+let following = true;
+let frame = 0;
+let limits = null;
 
-export function start() {
+export async function start() {
+  const kept = await store.open();
+  if (!kept) byId("kept").textContent = "This browser keeps nothing: conversations are gone with the page.";
+  navigator.storage?.persist?.().catch(() => {});
+  await settings.start();
+  all = await store.talks();
+  const wanted = await store.setting("open");
+  show(all.find((one) => one.id === wanted) ?? newTalk());
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
-    ask();
+    ask(byId("question").value);
   });
   byId("question").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
       event.preventDefault();
-      ask();
+      ask(byId("question").value);
     }
   });
-  byId("stop").addEventListener("click", () => running?.abort());
-  byId("clear").addEventListener("click", () => {
-    running?.abort();
-    history.length = 0;
-    byId("messages").replaceChildren();
+  byId("question").addEventListener("input", fit);
+  byId("stop").addEventListener("click", stop);
+  byId("new").addEventListener("click", fresh);
+  byId("latest").addEventListener("click", () => toEnd());
+  byId("scroller").addEventListener("scroll", () => {
+    const place = byId("scroller");
+    following = place.scrollHeight - place.scrollTop - place.clientHeight < NEAR_END;
+    byId("latest").hidden = following;
+  });
+  byId("forget").addEventListener("click", forget);
+  byId("show-talks").addEventListener("click", () => drawer(true));
+  byId("veil").addEventListener("click", () => drawer(false));
+  window.addEventListener("pagehide", () => running && save(running.talk));
+  onStatus((status) => status && offer(status));
+  fit();
+}
+
+// --- which conversation ---
+
+function newTalk() {
+  return { id: Date.now().toString(36) + Math.random().toString(36).slice(2), title: "", changed: Date.now(), messages: [] };
+}
+
+// A new conversation, with the focus on its first message.
+export function fresh() {
+  if (talk.messages.length) show(newTalk());
+  drawer(false);
+  byId("question").focus();
+}
+
+function show(next) {
+  talk = next;
+  views = new Map();
+  byId("messages").replaceChildren(...talk.messages.map(view));
+  store.keepSetting("open", talk.id);
+  drawEmpty();
+  list();
+  toEnd();
+  buttons();
+}
+
+function view(message) {
+  if (message.role === "user") {
+    const made = userMessage(message, actions);
+    views.set(message, { element: made });
+    return made;
+  }
+  const made = new AssistantMessage(message, actions);
+  views.set(message, made);
+  made.update(running?.message !== message);
+  return made.element;
+}
+
+function list() {
+  const shown = all.map((one) => [one.id, one.title, one.id === talk.id]);
+  redraw(byId("talk-list"), shown, () => all.map((one) => {
+    const open = element("button", { class: "bare open", "aria-current": one.id === talk.id ? "true" : null, title: one.title },
+      one.title || "New chat");
+    open.addEventListener("click", () => {
+      show(one);
+      drawer(false);
+    });
+    return element("li", {}, open, button(`Delete ${one.title}`, () => drop(one), { symbol: "delete" }));
+  }));
+}
+
+async function drop(one) {
+  if (running?.talk === one) stop();
+  all = all.filter((other) => other !== one);
+  await store.dropTalk(one.id);
+  if (one === talk) show(newTalk());
+  else list();
+}
+
+async function forget() {
+  if (!window.confirm("Delete all conversations in this browser?")) return;
+  stop();
+  all = [];
+  await store.dropAll();
+  byId("settings").close();
+  show(newTalk());
+}
+
+function drawer(open) {
+  byId("talks").classList.toggle("open", open);
+  byId("veil").hidden = !open;
+  byId("show-talks").setAttribute("aria-expanded", open);
+}
+
+async function save(one) {
+  one.changed = Date.now();
+  if (!all.includes(one)) all.unshift(one);
+  all.sort((a, b) => b.changed - a.changed);
+  list();
+  await store.keepTalk(one).catch(() => {
+    byId("kept").textContent = "This browser has no room: new conversations are gone with the page.";
   });
 }
 
-// The models that there are, in a list where there are several.
-export function offer(models) {
-  const list = byId("chat-model");
-  const names = models.map((one) => one.id);
-  list.parentElement.hidden = names.length < 2;
-  if ([...list.options].map((one) => one.value).join("\n") !== names.join("\n")) {
-    list.replaceChildren(...names.map((name) => element("option", { value: name }, name)));
-  }
+// --- asking ---
+
+const actions = {
+  last: (message) => talk.messages.at(-1) === message,
+  choose(message, which) {
+    message.chosen = which;
+    const one = views.get(message);
+    one.markdown.drawn = [];
+    one.text.replaceChildren();
+    one.update(true);
+    save(talk);
+  },
+  regenerate(message) {
+    if (running) return;
+    message.answers.push(emptyAnswer(model()));
+    message.chosen = message.answers.length - 1;
+    answer(message, chat);
+  },
+  resume(message) {
+    if (running) return;
+    answer(message, resume);
+  },
+  edit(message, text) {
+    if (running) return;
+    talk.messages.length = talk.messages.indexOf(message);
+    show(talk);
+    ask(text);
+  },
+};
+
+// The last answer once more.
+export function again() {
+  const last = talk.messages.at(-1);
+  if (last?.role === "assistant") actions.regenerate(last);
 }
 
-async function ask() {
-  const question = byId("question").value.trim();
+export const model = () => byId("chat-model").value || "default";
+
+function ask(text) {
+  const question = text.trim();
   if (!question || running) return;
   byId("question").value = "";
+  fit();
+  talk.title ||= question.slice(0, 80).replace(/\s+/g, " ");
   const asked = { role: "user", content: question };
-  history.push(asked);
-  byId("messages").append(element("div", { class: "message user" }, question));
-  const place = element("div", { class: "message assistant" });
-  byId("messages").append(place);
-  running = new AbortController();
-  byId("send").hidden = true;
-  byId("stop").hidden = false;
-  const answer = { role: "assistant", content: "" };
+  const message = { role: "assistant", chosen: 0, answers: [emptyAnswer(model())] };
+  talk.messages.push(asked, message);
+  const before = talk.messages.at(-3);
+  if (before) views.get(before)?.update?.(true); // it is the last one no more
+  byId("messages").append(view(asked), view(message));
+  drawEmpty();
+  answer(message, chat);
+}
+
+async function answer(message, how) {
+  const of = talk;
+  const one = answerOf(message);
+  const sent = of.messages.slice(0, of.messages.indexOf(message)).map((other) => (
+    { role: other.role, content: other.role === "user" ? other.content : answerOf(other).content })).filter((other) => other.content);
+  const system = settings.value("system").trim();
+  const messages = [...(system ? [{ role: "system", content: system }] : []), ...sent];
+  const wished = wishes();
+  one.limit = wished.max_tokens;
+  delete one.error;
+  running = { talk: of, message, controller: new AbortController(), saved: Date.now() };
+  views.get(message)?.markdown && Object.assign(views.get(message).markdown, { drawn: [] });
+  buttons();
+  toEnd();
+  draw(false);
+  save(of);
+  byId("said").textContent = "The model answers.";
   try {
-    await stream(answer, place);
+    await how(one.model = model(), messages, wished, one, running.controller.signal, changed);
   } catch (error) {
-    if (error.name !== "AbortError") place.append(element("p", { class: "error" }, error.message));
-  } finally {
-    if (history.at(-1) === asked) {
-      if (answer.content) history.push(answer);
-      else history.pop();
-    }
-    running = null;
-    byId("send").hidden = false;
-    byId("stop").hidden = true;
-    place.dataset.done = "yes";
+    if (error.name === "AbortError") one.finish = "stopped";
+    else one.error = error.message;
+  }
+  cancelAnimationFrame(frame);
+  frame = 0;
+  running = null;
+  views.get(message)?.update(true);
+  if (following) toEnd();
+  byId("said").textContent = one.error ?? `Answer: ${one.content.slice(0, 2000)}`;
+  buttons();
+  if (one.error && !one.content && !one.reasoning && how === chat) giveBack(of, message);
+  save(of);
+}
+
+// Nothing came: the question goes back to where it was written.
+function giveBack(of, message) {
+  if (of !== talk || message.answers.length > 1 || byId("question").value) return;
+  byId("question").value = of.messages.at(-2)?.content ?? "";
+  fit();
+}
+
+function changed() {
+  frame ||= requestAnimationFrame(() => draw(true));
+  if (Date.now() - running.saved > SAVE_MS) {
+    running.saved = Date.now();
+    save(running.talk);
   }
 }
 
-function body() {
-  const system = byId("system").value.trim();
-  const seed = byId("seed").value;
-  return {
-    model: byId("chat-model").value || "default",
-    messages: [...(system ? [{ role: "system", content: system }] : []), ...history],
-    temperature: Number(byId("temperature").value),
-    top_p: Number(byId("top_p").value),
-    max_tokens: Number(byId("max_tokens").value),
-    ...(seed ? { seed: Number(seed) } : {}),
-    stream: true,
-    stream_options: { include_usage: true },
+// At most once a frame, however many tokens came.
+function draw(scheduled) {
+  if (scheduled) frame = 0;
+  if (!running) return;
+  views.get(running.message)?.update(false);
+  if (following) toEnd();
+}
+
+export function stop() {
+  running?.controller.abort();
+}
+
+function toEnd() {
+  const place = byId("scroller");
+  following = true;
+  byId("latest").hidden = true;
+  place.scrollTop = talk.messages.length ? place.scrollHeight : 0;
+}
+
+function buttons() {
+  byId("send").hidden = Boolean(running);
+  byId("stop").hidden = !running;
+  byId("send").disabled = !byId("question").value.trim();
+}
+
+// The field for the message grows with it.
+function fit() {
+  const field = byId("question");
+  field.style.height = "auto";
+  field.style.height = Math.min(field.scrollHeight, 220) + "px";
+  buttons();
+}
+
+// --- what there is ---
+
+function offer(status) {
+  const names = status.models.map((one) => [one.id, one.state]);
+  const chosen = byId("chat-model").value || settings.value("model");
+  redraw(byId("chat-model"), names, () => names.map(([name, state]) => element("option", { value: name,
+    selected: name === chosen }, ["loaded", "unknown"].includes(state) ? name : `${name} (${state})`)));
+  byId("chat-model").onchange = () => {
+    settings.keep("model", model());
+    drawEmpty();
   };
+  const engine = status.engine;
+  const known = [model(), status.status, engine?.ranks?.length, engine?.max_context].join();
+  if (known === limits) return;
+  limits = known;
+  byId("empty").dataset.facts = engine ? [`${engine.ranks.length} rank${engine.ranks.length === 1 ? "" : "s"}`,
+    `${engine.max_context.toLocaleString("en")} tokens of context`].join(" · ") : "";
+  if (engine?.state === "ready") settings.showDefaults(fetchJson("/model/info"));
+  drawEmpty();
 }
 
-async function stream(answer, place) {
-  const started = performance.now();
-  const response = await request("/v1/chat/completions", {
-    method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body()),
-    signal: running.signal });
-  let usage = null;
-  for await (const event of events(response.body)) {
-    if (event.error) throw new Error(event.error.message);
-    answer.content += event.choices?.[0]?.delta?.content ?? "";
-    usage = event.usage ?? usage;
-    render(place, answer.content);
-  }
-  if (usage) {
-    const seconds = (performance.now() - started) / 1000;
-    place.append(element("small", {}, `${usage.completion_tokens} tokens in ${seconds.toFixed(1)} s`));
-  }
-}
-
-async function* events(stream) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("data: {")) yield JSON.parse(line.slice(6));
-    }
-  }
-}
-
-function render(place, text) {
-  const atEnd = window.innerHeight + window.scrollY >= document.body.offsetHeight - 40;
-  // An element with an id or a name of ours would stand in for it.
-  place.innerHTML = DOMPurify.sanitize(marked.parse(text), { FORBID_ATTR: ["id", "name"], FORBID_TAGS: ["form"] });
-  if (atEnd) window.scrollTo(0, document.body.scrollHeight);
+function drawEmpty() {
+  const place = byId("empty");
+  place.hidden = talk.messages.length > 0;
+  if (place.hidden) return place.replaceChildren();
+  const cards = EXAMPLES.map(([title, text]) => {
+    const card = element("button", { type: "button", class: "example" }, element("b", {}, title), element("span", {}, text));
+    card.addEventListener("click", () => ask(text));
+    return card;
+  });
+  place.replaceChildren(
+    element("h2", {}, "What would you like to know?"),
+    element("p", { class: "quiet" }, [byId("chat-model").value, place.dataset.facts].filter(Boolean).join(" · ")),
+    element("div", { class: "examples" }, ...cards),
+    element("h3", {}, "Or from your own program"),
+    snippets(model(), "empty"));
 }

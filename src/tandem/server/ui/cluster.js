@@ -1,50 +1,37 @@
-// The state of the cluster, asked for once a second while the page is seen.
-import { offer } from "/ui/chat.js";
-import { element, request } from "/ui/http.js";
+// The cluster as it is: figures, ranks to scale with the links between them, requests in flight.
+import { button, byId, element, gib, redraw, sized } from "/ui/dom.js";
+import { ask } from "/ui/http.js";
+import { onStatus } from "/ui/status.js";
 
-const PERIOD_MS = 1000;
 const KEPT = 120;
+const SLOW = 3;
 const rates = [];
 let last = null;
 
-const byId = (id) => document.getElementById(id);
-const gib = (bytes) => (bytes / 2 ** 30).toFixed(bytes < 2 ** 33 ? 2 : 0) + " GiB";
-
 export function start() {
-  tick();
-}
-
-async function tick() {
-  if (!document.hidden) {
-    try {
-      draw(await (await request("/v1/status")).json());
-    } catch (error) {
-      byId("state").textContent = "unreachable";
-      byId("state").className = "badge unreachable";
-      byId("detail").textContent = error.message;
-      byId("detail").hidden = false;
-    }
-  }
-  setTimeout(tick, PERIOD_MS);
+  onStatus((status, reason) => (status ? draw(status) : tell("error", reason + " What is shown is how it was before.")));
 }
 
 function draw(status) {
   const engine = status.engine;
   const loaded = status.models.filter((one) => one.loaded).map((one) => one.id);
   const several = status.models.length > 1;
-  const name = several ? `${loaded.join(", ") || "no model"} (${loaded.length} of ${status.models.length} models loaded)`
-    : status.model;
+  const name = several ? `${loaded.join(", ") || "no model"} (${loaded.length} of ${status.models.length} loaded)` : status.model;
   byId("model").textContent = name;
   document.title = "Tandem: " + name;
-  offer(status.models);
-  byId("state").textContent = status.status;
-  byId("state").className = "badge " + status.status;
-  byId("detail").textContent = engine?.detail ?? "";
-  byId("detail").hidden = !engine?.detail;
+  tell(status.status === "healthy" ? "warning" : "error", engine?.degraded || engine?.detail || trouble(status));
   note(engine);
   figures(status, engine);
-  map(engine?.ranks ?? []);
+  map(engine);
   requests(status.requests);
+}
+
+const trouble = (status) => status.replicas.map((one) => one.detail).find(Boolean) ?? "";
+
+function tell(kind, text) {
+  byId("detail").textContent = text ?? "";
+  byId("detail").className = "note " + kind;
+  byId("detail").hidden = !text;
 }
 
 function note(engine) {
@@ -54,16 +41,25 @@ function note(engine) {
   if (rates.length > KEPT) rates.shift();
   last = engine ? { total, at: now } : null;
   const top = Math.max(1, ...rates);
-  const points = rates.map((rate, i) => `${i + KEPT - rates.length},${29 - (28 * rate) / top}`).join(" ");
-  byId("spark").innerHTML = `<polyline points="${points}"/>`;
+  const points = rates.map((rate, i) => `${i + KEPT - rates.length},${29 - (28 * rate) / top}`);
+  const first = KEPT - rates.length;
+  byId("spark").innerHTML = points.length > 1 ? `<polygon points="${first},29 ${points.join(" ")} ${KEPT - 1},29"/>`
+    + `<polyline points="${points.join(" ")}"/>` : "";
+  byId("spark-top").textContent = rates.some(Boolean) ? `at most ${top.toFixed(0)}` : "";
 }
+
+const HINTS = {
+  "KV cache": "Keys and values of tokens that are kept for running requests",
+  "prefix hits": "Requests whose prompt began as an earlier one, which was not computed again",
+  restarts: "Times that ranks were replaced",
+};
 
 function figures(status, engine) {
   const share = (part, whole) => (whole ? Math.round((100 * part) / whole) + " %" : "–");
   const recent = rates.slice(-3);
   const shown = {
     "tokens/s": recent.length ? (recent.reduce((a, b) => a + b) / recent.length).toFixed(1) : "–",
-    "first token, lately": engine?.ttft_s ? engine.ttft_s.toFixed(2) + " s" : "–",
+    "first token": engine?.ttft_s ? engine.ttft_s.toFixed(2) + " s" : "–",
     running: status.num_running,
     waiting: status.num_waiting,
     "KV cache": share(engine?.kv_tokens_used ?? 0, engine?.kv_tokens_total ?? 0),
@@ -71,58 +67,101 @@ function figures(status, engine) {
     restarts: engine?.restarts ?? 0,
     replicas: status.replicas.length,
   };
-  byId("figures").replaceChildren(...Object.entries(shown).map(([name, value]) =>
-    element("div", {}, element("dt", {}, name), element("dd", {}, String(value)))));
+  redraw(byId("figures"), shown, () => Object.entries(shown).map(([name, value]) => element("div", { title: HINTS[name] },
+    element("dt", {}, name), element("dd", {}, String(value)))));
 }
 
-function map(ranks) {
+// --- ranks ---
+
+const health = (rank) => (rank.state !== "ready" ? rank.state : rank.slowdown >= SLOW ? "slow" : "well");
+
+function map(engine) {
+  const ranks = engine?.ranks ?? [];
+  // Every second another number: only what can be seen counts.
+  const facts = ranks.map((rank) => [rank.replica, rank.rank, rank.stage, rank.host, rank.layers, health(rank),
+    rank.slowdown.toFixed(1), (1000 * rank.step_s).toFixed(1), (1000 * rank.handoff_s).toFixed(1), gib(rank.kv_bytes),
+    gib(rank.peak_bytes), gib(rank.used_bytes), rank.memory_bytes]);
+  redraw(byId("map"), [engine?.num_layers, facts, engine?.loading], () => (ranks.length ? drawMap(engine, ranks) : [loading(engine)]));
+}
+
+function loading(engine) {
+  return element("p", { class: "quiet" }, engine ? engine.detail || "The ranks are not there." : "No engine answers.");
+}
+
+function drawMap(engine, ranks) {
+  const most = Math.max(...ranks.map((rank) => rank.memory_bytes || rank.peak_bytes), 1);
+  const layers = engine.num_layers || Math.max(...ranks.map((rank) => rank.layers[1]));
   const replicas = Map.groupBy(ranks, (rank) => rank.replica);
-  byId("map").replaceChildren(...[...replicas].map(([number, members]) => {
+  return [...replicas].map(([number, members]) => {
     const stages = [...Map.groupBy(members, (rank) => rank.stage)].sort(([a], [b]) => a - b);
-    const cells = stages.map(([stage, inside]) => element("div", { class: "stage" }, ...inside.map(
-      (rank) => box(rank, stage, stages.length))));
-    const joined = cells.flatMap((cell, i) => (i ? [element("span", { class: "link" }, "→"), cell] : [cell]));
-    const title = replicas.size > 1 ? [element("h3", {}, "Replica " + number)] : [];
-    return element("div", { class: "replica" }, ...title, ...joined);
-  }));
+    const strip = element("div", { class: "layers", role: "img", "aria-label": "Layers: " + stages.map(([stage, [one]]) =>
+      `stage ${stage + 1} has ${one.layers[1] - one.layers[0]}`).join(", ") }, ...stages.map(([stage, inside]) => {
+      const [from, to] = inside[0].layers;
+      return sized(element("span", { class: "stage-" + (stage % 6) }, to - from > layers / 12 ? `${from}–${to - 1}` : ""),
+        { "flex-grow": to - from });
+    }));
+    const cells = stages.flatMap(([stage, inside], i) => {
+      const cell = element("div", { class: "stage" }, ...inside.map((rank) => box(rank, stage, stages.length, most)));
+      return i ? [link(inside), cell] : [cell];
+    });
+    const title = replicas.size > 1 ? element("h4", {}, "Replica " + number) : null;
+    return element("div", { class: "replica card" }, title, strip, element("div", { class: "stages" }, ...cells));
+  });
 }
 
-function box(rank, stage, stages) {
-  const held = rank.weight_bytes + rank.kv_bytes;
-  const meter = element("meter", { min: 0, max: rank.memory_bytes || rank.peak_bytes || 1, value: held,
-    "aria-label": `memory of rank ${rank.rank}` });
-  const memory = rank.memory_bytes ? ` of ${gib(rank.memory_bytes)}` : "";
-  return element("div", { class: "rank" },
-    element("b", {}, `rank ${rank.rank} on ${rank.host}`),
-    element("small", {}, `stage ${stage + 1}/${stages}, layers ${rank.layers[0]}–${rank.layers[1] - 1}, `
-      + `${(1000 * rank.step_s).toFixed(1)} ms a step`),
-    meter,
-    element("small", {}, `weights ${gib(rank.weight_bytes)}, KV ${gib(rank.kv_bytes)}, `
-      + `peak ${gib(rank.peak_bytes)}${memory}`));
+// What joins two stages, with the time that hidden states take over it.
+function link(inside) {
+  const seconds = Math.max(...inside.map((rank) => rank.handoff_s));
+  const pace = seconds ? `${(1000 * seconds).toFixed(1)} ms` : "–";
+  const told = seconds ? `Hidden states take ${pace} from stage to stage (median of the last steps)` : "Not measured yet";
+  return element("div", { class: "link", title: told }, element("span", { class: "hidden" }, told),
+    element("b", { "aria-hidden": "true" }, pace), element("i", { "aria-hidden": "true" }));
 }
+
+function box(rank, stage, stages, most) {
+  const state = health(rank);
+  const word = { well: "", slow: `${rank.slowdown.toFixed(1)}× slower`, lost: "lost", waiting: "waiting" }[state] ?? state;
+  const whole = rank.memory_bytes || rank.peak_bytes || 1;
+  const weights = sized(element("span", { class: "weights" }), { width: (100 * rank.weight_bytes) / whole + "%" });
+  const kv = sized(element("span", { class: "kv" }), { width: (100 * rank.kv_bytes) / whole + "%" });
+  const other = Math.max((rank.used_bytes || rank.peak_bytes) - rank.weight_bytes - rank.kv_bytes, 0);
+  const rest = sized(element("span", { class: "rest" }), { width: (100 * Math.min(other, whole)) / whole + "%" });
+  const told = `weights ${gib(rank.weight_bytes)}, KV ${gib(rank.kv_bytes)}, peak ${gib(rank.peak_bytes)}`
+    + (rank.memory_bytes ? ` of ${gib(rank.memory_bytes)}` : "");
+  const bar = sized(element("div", { class: "memory", role: "img", "aria-label": `memory of rank ${rank.rank}: ${told}` },
+    weights, kv, rest), { width: Math.max(100 * (whole / most), 4) + "%" });
+  return element("div", { class: "rank " + state },
+    element("div", { class: "rank-head" }, element("b", {}, `rank ${rank.rank} on ${rank.host}`),
+      word ? element("span", { class: "mark" }, word) : null),
+    element("small", {}, element("i", { class: "dot stage-" + (stage % 6) }), `stage ${stage + 1}/${stages}, layers `
+      + `${rank.layers[0]}–${rank.layers[1] - 1}, ${(1000 * rank.step_s).toFixed(1)} ms a step`),
+    bar, element("small", {}, told));
+}
+
+// --- requests ---
 
 function requests(list) {
-  const rows = list.map((one) => {
-    const button = element("button", { "aria-label": "Cancel " + one.request_id }, "Cancel");
-    button.addEventListener("click", async () => {
-      button.disabled = true;
-      try {
-        await request(`/v1/requests/${one.request_id}/cancel`, { method: "POST" });
-      } catch (error) {
-        button.replaceWith(error.message);
-      }
-    });
-    return element("tr", {}, ...[one.request_id, one.route, one.elapsed_seconds.toFixed(1) + " s", one.prompt_tokens,
-      one.completion_tokens].map((cell) => element("td", {}, String(cell))), element("td", {}, button));
-  });
   const body = byId("requests").tBodies[0];
-  // A button under the pointer is not replaced while its row stays.
-  if (body.dataset.shown === JSON.stringify(list.map((one) => one.request_id)) && rows.length) {
-    rows.forEach((row, i) => [2, 4].forEach((cell) => {
-      body.rows[i].cells[cell].textContent = row.cells[cell].textContent;
-    }));
-    return;
-  }
-  body.dataset.shown = JSON.stringify(list.map((one) => one.request_id));
-  body.replaceChildren(...(rows.length ? rows : [element("tr", {}, element("td", { colspan: 6 }, "none"))]));
+  redraw(body, list.map((one) => one.request_id), () => (list.length ? list.map(row)
+    : [element("tr", {}, element("td", { colspan: 5, class: "quiet" }, "none"))]));
+  // A button under the pointer stays while its row does.
+  list.forEach((one, i) => {
+    body.rows[i].cells[1].textContent = one.elapsed_seconds.toFixed(1) + " s";
+    body.rows[i].cells[3].textContent = one.completion_tokens;
+  });
+}
+
+function row(one) {
+  const cancel = button("Cancel", async () => {
+    cancel.disabled = true;
+    try {
+      await ask(`/v1/requests/${one.request_id}/cancel`, {});
+    } catch (error) {
+      cancel.replaceWith(error.message);
+    }
+  }, { bare: false, "aria-label": "Cancel " + one.request_id });
+  const short = one.request_id.length > 18 ? one.request_id.slice(0, 17) + "…" : one.request_id;
+  return element("tr", {}, element("td", { title: `${one.request_id}, ${one.route}` }, short, element("br"),
+    element("small", {}, one.route)), element("td"), element("td", {}, String(one.prompt_tokens)), element("td"),
+  element("td", {}, cancel));
 }

@@ -15,12 +15,21 @@ function askForKey(reason) {
   return asking;
 }
 
+// True once the server has asked for a key.
+export const needsKey = () => sessionStorage.getItem("key") !== null;
+
 // The response of a request; throws an Error with the server's own message when it is not a success.
 export async function request(path, options = {}) {
   for (;;) {
     const key = sessionStorage.getItem("key");
     const headers = { ...options.headers, ...(key ? { Authorization: "Bearer " + key } : {}) };
-    const response = await fetch(path, { ...options, headers });
+    let response;
+    try {
+      response = await fetch(path, { ...options, headers });
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Error("The server does not answer. Does it run, and is this machine in its network?");
+    }
     if (response.ok) return response;
     const body = await response.json().catch(() => ({}));
     const message = body.error?.message ?? "status " + response.status;
@@ -29,10 +38,9 @@ export async function request(path, options = {}) {
   }
 }
 
-// An element with attributes and children; text goes in as text, never as markup.
-export function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
+// What a GET answers, or a POST of `body`, as an object.
+export async function ask(path, body, options = {}) {
+  const sent = body === undefined ? {} : { method: "POST", headers: { "Content-Type": "application/json" },
+    body: JSON.stringify(body) };
+  return (await request(path, { ...sent, ...options })).json();
 }

@@ -1,0 +1,45 @@
+// What the server says of itself, asked for once a second while the page is seen, and handed to whoever shows it.
+import { byId } from "/ui/dom.js";
+import { ask } from "/ui/http.js";
+
+const PERIOD_MS = 1000;
+const listeners = [];
+let wake = null;
+
+// Called with the answer of /v1/status each time, and with null and a reason when there is none.
+export function onStatus(listener) {
+  listeners.push(listener);
+}
+
+// Ask now.
+export function refresh() {
+  wake?.();
+}
+
+export async function watch() {
+  document.addEventListener("visibilitychange", () => document.hidden || refresh());
+  for (;;) {
+    if (!document.hidden) {
+      let status = null;
+      let reason = "";
+      try {
+        status = await ask("/v1/status");
+      } catch (error) {
+        reason = error.message;
+      }
+      badge(status?.status ?? "unreachable", reason);
+      for (const listener of listeners) listener(status, reason);
+    }
+    await new Promise((resolve) => {
+      wake = resolve;
+      setTimeout(resolve, PERIOD_MS);
+    });
+  }
+}
+
+function badge(word, reason) {
+  byId("state").textContent = word;
+  byId("state").className = "badge " + word;
+  byId("state").title = reason;
+  document.body.classList.toggle("stale", word === "unreachable");
+}

@@ -1,0 +1,369 @@
+"""The page's conversations in a real browser, over a server whose model says what a test wants."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from browsers import Window, chromium
+from system_packages import missing
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing("chromium", "chromedriver")), reason=missing("chromium", "chromedriver")),
+]
+LOREM = "Some words that fill a line, and then another one, and one more.\n\n"
+CODE = "Here it is:\n\n```python\ndef add(a, b):\n    # adds\n    return a + b\n```\n\nIt adds *two* numbers.\n\n"
+QUOTE = "> quoted\n\n"
+
+
+@pytest.fixture(scope="module")
+def window(scripted: Any) -> Iterator[Window]:
+    with chromium() as window:
+        yield window
+
+
+@pytest.fixture
+def page(window: Window, scripted: Any) -> Iterator[Window]:
+    """The page as somebody sees it who was never there."""
+    scripted.engine.reply = scripted.engine.tokenizer.encode("Hello.")
+    scripted.engine.hold, scripted.engine.tokens_per_output = False, 1
+    scripted.engine.submitted.clear()
+    window.driver.get(f"{scripted.url}/ui/icon.svg")
+    window.run("localStorage.clear(); sessionStorage.clear(); indexedDB.deleteDatabase('tandem')")
+    window.open(scripted.url)
+    window.until(lambda: window.text("#state") == "healthy", "healthy")
+    yield window
+    scripted.engine.hold = False
+    expected = ("violates", "Failed to load resource")
+    assert [one for one in window.complaints() if not any(word in one for word in expected)] == []
+
+
+def says(scripted: Any, text: str, each: int = 1) -> None:
+    scripted.engine.reply = scripted.engine.tokenizer.encode(text)
+    scripted.engine.tokens_per_output = each
+
+
+def ask(page: Window, text: str) -> None:
+    page.run("const q = document.getElementById('question'); q.value = arguments[0];"
+             "q.dispatchEvent(new Event('input')); document.getElementById('send').click()", text)
+
+
+def answered(page: Window, count: int = 1) -> None:
+    page.until(lambda: page.run("return document.querySelectorAll('.assistant[data-done]').length") == count
+               and page.shown("#send"), f"{count} answers")
+
+
+def prompt(scripted: Any) -> str:
+    """What the model was shown last."""
+    return str(scripted.engine.tokenizer.decode(list(scripted.engine.submitted.values())[-1].prompt,
+                                                skip_special_tokens=False))
+
+
+def distance(page: Window) -> float:
+    """Pixels from what is seen to the end of the conversation."""
+    return float(page.run("const s = document.getElementById('scroller');"
+                          "return s.scrollHeight - s.scrollTop - s.clientHeight"))
+
+
+def test_it_follows_a_growing_answer_until_the_reader_leaves_the_end(page: Window, scripted: Any) -> None:
+    says(scripted, LOREM * 12, each=40)
+    for number in range(1, 5):
+        ask(page, f"Question {number}?")
+        answered(page, number)
+        assert distance(page) < 60, f"after question {number}"
+    scripted.engine.hold = True
+    ask(page, "And now?")
+    page.until(lambda: page.shown(".message:last-child .waiting"), "it waits")
+    page.run("document.getElementById('scroller').scrollTop = 0")
+    page.until(lambda: page.shown("#latest"), "the way to the end")
+    scripted.engine.hold = False
+    answered(page, 5)
+    assert page.run("return document.getElementById('scroller').scrollTop") == 0, "who reads is left in peace"
+    page.click("#latest")
+    assert distance(page) < 60 and not page.shown("#latest")
+
+
+def test_reasoning_is_folded_and_no_part_of_the_answer(page: Window, scripted: Any) -> None:
+    says(scripted, "<think>\nTwo and two, <b>hm</b>.\n</think>\n\nFour.")
+    ask(page, "2 + 2?")
+    answered(page)
+    assert page.text(".assistant .markdown").strip() == "Four."
+    assert page.shown(".thinking summary") and not page.shown(".thinking .text")
+    assert page.text(".thinking summary").startswith("Thought for ")
+    page.click(".thinking summary")
+    page.until(lambda: "Two and two, <b>hm</b>." in page.text(".thinking .text"), "the reasoning")
+    ask(page, "And?")
+    answered(page, 2)
+    assert "hm" not in prompt(scripted), "what it thought is not sent back"
+
+
+def test_an_answer_that_was_cut_says_so_and_goes_on(page: Window, scripted: Any) -> None:
+    says(scripted, "One two three four five six seven eight.")
+    page.click("#open-settings")
+    page.find("#max_tokens").send_keys("6")
+    page.click("#settings [value='done']")
+    ask(page, "Count.")
+    answered(page)
+    begun = page.text(".assistant .markdown").strip()
+    assert "Cut off" in page.text(".end") and "limit is 6 tokens" in page.text(".end")
+    assert page.text(".assistant footer small").startswith("6 tokens")
+    page.run("[...document.querySelectorAll('.tools button')].find(b => b.textContent === 'Continue').click()")
+    page.until(lambda: page.text(".assistant footer small").startswith("12 tokens"), "it has gone on")
+    page.until(lambda: page.shown("#send"), "it is done")
+    assert prompt(scripted).endswith(begun), "it goes on behind what there was"
+    text = page.text(".assistant .markdown").strip()
+    assert text.startswith(begun) and len(text) > len(begun)
+    page.run("document.getElementById('max_tokens').value = ''")
+
+
+def test_a_long_answer_is_drawn_once_a_frame(page: Window, scripted: Any) -> None:
+    """Frames come when the test says so: whatever comes in between is drawn with one of them, or at the end."""
+    says(scripted, "First block.\n\n" + "word " * 3000 + "\n\nLast block.", each=2)
+    page.run("window.frames = []; window.animate = window.requestAnimationFrame;"
+             "window.requestAnimationFrame = f => window.frames.push(f)")
+    scripted.engine.hold = True
+    ask(page, "Tell me.")
+    page.until(lambda: page.shown(".message:last-child .waiting"), "it waits")
+    scripted.engine.hold = False
+    page.until(lambda: page.run("return window.frames.length") == 1, "one is asked for")
+    page.run("window.frames[0]()")
+    page.run("const b = document.querySelector('.markdown .block'); if (b) b.dataset.seen = 'yes'")
+    answered(page)
+    assert page.run("return window.frames.length") <= 2, "one at a time"
+    assert page.texts(".markdown .block")[-1].strip() == "Last block." and len(page.texts(".markdown .block")) == 3
+    page.run("window.requestAnimationFrame = window.animate")
+
+
+def test_finished_blocks_are_not_made_again(page: Window) -> None:
+    kept = page.run("""
+        return import('/ui/markdown.js').then(({ Markdown }) => {
+          const place = document.createElement('div');
+          const one = new Markdown(place);
+          one.draw('# Title\\n\\nFirst.\\n\\nSec', false);
+          const [title, first] = place.children;
+          one.draw('# Title\\n\\nFirst.\\n\\nSecond, longer.\\n\\n- a\\n- b', false);
+          const same = title === place.children[0] && first === place.children[1];
+          one.draw('short', true);
+          return [same, place.textContent.trim(), place.children.length];
+        })""")
+    assert kept == [True, "short", 1]
+
+
+def test_conversations_and_settings_are_kept(page: Window, scripted: Any) -> None:
+    page.click("#open-settings")
+    page.find("#system").send_keys("Be brief.")
+    page.find("#temperature").send_keys("0.3")
+    page.click("#settings [value='done']")
+    ask(page, "Who are you?")
+    answered(page)
+    assert "Be brief." in prompt(scripted)
+    assert list(scripted.engine.submitted.values())[-1].params.temperature == pytest.approx(0.3)
+    page.click("#new")
+    assert page.shown("#empty")
+    ask(page, "A second one")
+    answered(page)
+    page.until(lambda: page.texts("#talk-list .open") == ["A second one", "Who are you?"], "both are listed")
+    page.open(scripted.url)
+    assert page.texts(".user .text") == ["A second one"] and page.find("#system").get_property("value") == "Be brief."
+    page.click("#talk-list li:last-child .open")
+    assert page.texts(".user .text") == ["Who are you?"] and page.text(".markdown").strip() == "Hello."
+    ask(page, "Go on.")
+    answered(page, 2)
+    assert all(text in prompt(scripted) for text in ("Who are you?", "Hello.", "Go on."))
+    page.run("[...document.querySelectorAll('#talk-list button')].find(b => b.title === 'Delete A second one').click()")
+    page.until(lambda: page.texts("#talk-list .open") == ["Who are you?"], "deleted")
+    page.run("window.confirm = () => true; document.getElementById('forget').click()")
+    page.until(lambda: not page.texts("#talk-list .open"), "all deleted")
+    page.open(scripted.url)
+    assert page.shown("#empty") and not page.texts("#talk-list .open")
+
+
+def test_regenerate_edit_and_copy(page: Window, scripted: Any) -> None:
+    page.run("Object.defineProperty(navigator.clipboard, 'writeText', {value: async text => { window.copied = text }})")
+    ask(page, "Say something.")
+    answered(page)
+    says(scripted, "Another **one**.")
+    page.click(".assistant [aria-label='Regenerate']")
+    page.until(lambda: page.text(".assistant .turns") == "2 of 2" and page.shown("#send"), "a second answer")
+    assert page.text(".assistant .markdown").strip() == "Another one."
+    assert "Hello." not in prompt(scripted), "the first answer is no part of the question"
+    page.click(".assistant [aria-label='Copy']")
+    page.until(lambda: page.run("return window.copied") == "Another **one**.", "its Markdown is copied")
+    page.click("[aria-label='Earlier answer']")
+    assert page.text(".assistant .markdown").strip() == "Hello." and page.text(".assistant .turns") == "1 of 2"
+    page.click(".user [aria-label='Edit']")
+    area = page.find(".user textarea")
+    assert area.get_property("value") == "Say something."
+    area.clear()
+    area.send_keys("Say it again.\n")
+    answered(page)
+    assert page.texts(".user .text") == ["Say it again."] and len(page.texts(".assistant")) == 1
+    assert "Say something." not in prompt(scripted)
+
+
+def test_code_is_coloured_and_copied_and_speed_is_told(page: Window, scripted: Any) -> None:
+    page.run("Object.defineProperty(navigator.clipboard, 'writeText', {value: async text => { window.copied = text }})")
+    says(scripted, CODE + QUOTE)
+    ask(page, "Write it.")
+    answered(page)
+    assert page.texts(".markdown .code-head span") == ["python"]
+    assert page.texts(".markdown .hljs-keyword") == ["def", "return"]
+    assert page.texts(".markdown .hljs-comment") == ["# adds"]
+    page.click(".markdown .code-head button")
+    code = "def add(a, b):\n    # adds\n    return a + b"
+    page.until(lambda: page.run("return window.copied") == code, "the code alone")
+    stats = page.text(".assistant footer small")
+    assert "tokens/s" in stats and "first token after" in stats
+    assert stats.startswith(f"{len(scripted.engine.reply) + 1} tokens"), "the end counts as one"
+    bar, back = page.run("const q = getComputedStyle(document.querySelector('.markdown blockquote'));"
+                         "return [q.borderLeftWidth, q.borderLeftStyle]")
+    assert (bar, back) == ("3px", "solid")
+
+
+def test_an_empty_page_offers_examples_and_code_that_runs(page: Window, scripted: Any) -> None:
+    assert len(page.texts(".example")) == 4
+    assert page.texts("#empty [role='tab']") == ["curl", "openai", "LangChain", "Open WebUI", "Claude Code"]
+    found = {}
+    for number, name in enumerate(page.texts("#empty [role='tab']")):
+        page.click(f"#empty-tab-{number}")
+        found[name] = page.text("#empty pre")
+        assert scripted.url in found[name], name
+    done = subprocess.run(found["curl"], shell=True, capture_output=True, text=True, timeout=240, check=False)
+    assert '"content":"Hello."' in done.stdout.replace(" ", ""), done
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(found["openai"], "snippet", "exec"), {"__name__": "snippet"})
+    assert printed.getvalue() == "Hello."
+    page.click("#connect")
+    assert page.shown("#clients") and scripted.url in page.text("#clients pre")
+    page.click("#clients .primary")
+    page.click(".example:nth-child(2)")
+    answered(page)
+    assert "palindrome" in page.text(".user .text") and not page.shown("#empty")
+
+
+HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 1"> <svg onload="window.hit = 1"></svg>
+
+<style>body { display: none }</style> <iframe src="/v1/status"></iframe> <form action="/v1/x"><input name=a></form>
+
+<div id="question" class="message user" style="position:fixed">Not the person</div> <base href="https://example.org/">
+
+![pixel](URL/pixel.png) ![data](data:image/png;base64,AAAA) [script](javascript:window.hit=1) [page](data:text/html,hit)
+[VB](vbscript:x) [fine](https://example.org/a?b=1) <https://example.org> [relative](/v1/events) [ref][r]
+
+[r]: javascript:window.hit=1
+
+```html"onmouseover="window.hit=1
+<script>window.hit = 1</script>
+```
+
+- [x] done <a href="https://example.org" onclick="window.hit=1" target="_self">anchor</a>
+
+| a | b |
+|---|---|
+| <b onclick="window.hit=1">c</b> | &lt;img src=x onerror=window.hit=1&gt; |
+
+<math><mtext><table><mglyph><style><!--</style><img title="--&gt;&lt;img src=1 onerror=window.hit=1&gt;">
+"""
+
+
+def test_what_a_hostile_model_writes_does_nothing(page: Window, scripted: Any) -> None:
+    says(scripted, HOSTILE.replace("URL", scripted.url), each=7)
+    ask(page, "<img src=x onerror='window.hit = 1'> [mine](javascript:window.hit=1)")
+    answered(page)
+    page.click("#tab-cluster")
+    page.click("#tab-chat")
+    assert page.run("return window.hit ?? null") is None
+    live = "script, img, svg:not(.icon), style, iframe, form, base, math, object, video, audio, source"
+    assert page.texts(f".markdown :is({live})") == []
+    assert page.run("return [...document.querySelectorAll('.markdown *')].flatMap(e => [...e.attributes]).filter(a =>"
+                    "a.name.startsWith('on') || a.name === 'style' || a.name === 'id' || a.name === 'name')"
+                    ".map(a => a.name)") == []
+    links = page.run("return [...document.querySelectorAll('.markdown a[href]')].map(a => [a.getAttribute('href'),"
+                     "a.target, a.rel])")
+    assert {href for href, _, _ in links} == {"https://example.org/a?b=1", "https://example.org"}
+    assert {(target, rel) for _, target, rel in links} == {("_blank", "noopener noreferrer nofollow")}
+    assert page.run("return document.querySelectorAll('#question').length") == 1
+    assert "Not the person" not in page.text(".user .text")
+    fetched = page.run("return performance.getEntriesByType('resource').map(e => e.name)")
+    assert not [one for one in fetched if "pixel" in one or "example.org" in one]
+    assert page.run("return document.baseURI").startswith(scripted.url)
+    assert page.text(".user .text").startswith("<img src=x"), "what a person writes is text"
+
+
+def test_failures_are_told_and_nothing_is_lost(page: Window, scripted: Any) -> None:
+    scripted.engine.refusal = (429, "the queue is full", None, 1.0)
+    try:
+        ask(page, "Is anybody there?")
+        answered(page)
+        assert "the queue is full" in page.text(".assistant .error")
+        assert page.find("#question").get_property("value") == "Is anybody there?"
+    finally:
+        scripted.engine.refusal = None
+    page.click(".assistant [aria-label='Regenerate']")
+    page.until(lambda: page.text(".assistant .markdown").strip() == "Hello.", "it answers after all")
+
+
+def test_the_keyboard_does_it_all_and_everything_has_a_name(page: Window, scripted: Any) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    body = page.find("body")
+    page.run("document.activeElement.blur()")
+    body.send_keys("?")
+    page.until(lambda: page.shown("#shortcuts"), "the list of keys")
+    page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    page.until(lambda: not page.shown("#shortcuts"), "it is closed")
+    for digit, view in (("3", "cluster"), ("2", "models"), ("4", "plan"), ("1", "chat")):
+        page.driver.switch_to.active_element.send_keys(Keys.ALT + digit)
+        page.until(lambda view=view: page.shown(f"#{view}"), view)
+    page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    page.until(lambda: page.shown("#models"), "the next tab")
+    page.driver.switch_to.active_element.send_keys("/")
+    scripted.engine.hold = True
+    page.driver.switch_to.active_element.send_keys("First", Keys.SHIFT + Keys.ENTER, Keys.NULL, "second", Keys.ENTER)
+    page.until(lambda: page.shown("#stop"), "it is asked")
+    assert page.texts(".user .text") == ["First\nsecond"]
+    page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
+    answered(page)
+    assert page.text(".end") == "Stopped."
+    page.until(lambda: scripted.engine.aborted, "the model hears of it")
+    scripted.engine.hold = False
+    page.driver.switch_to.active_element.send_keys(Keys.ALT + "r")
+    page.until(lambda: page.text(".assistant .turns") == "2 of 2" and page.shown("#send"), "answered again")
+    assert page.text("#said").startswith("Answer: Hello."), "screen readers are told the answer once"
+    page.driver.switch_to.active_element.send_keys(Keys.ALT + "n")
+    page.until(lambda: page.shown("#empty"), "a new conversation")
+    nameless = page.run("""return [...document.querySelectorAll('button, input, select, textarea, a[href], [role=img]')]
+        .filter(e => !(e.labels?.length || e.getAttribute('aria-label') || e.textContent.trim() || e.title))
+        .map(e => e.outerHTML)""")
+    assert nameless == []
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_phone_needs_no_sideways_scrolling(page: Window, scripted: Any, theme: str) -> None:
+    says(scripted, CODE + "| a | b | c |\n|---|---|---|\n" + "| " + "long words in a cell " * 8 + "| x | y |\n")
+    page.run("document.documentElement.dataset.theme = arguments[0]", theme)
+    with page.phone():
+        for view in ("chat", "models", "cluster", "plan"):
+            page.view(view)
+            if view == "chat":
+                ask(page, "A table, please.")
+                answered(page)
+            wide, inside = page.run("const e = document.querySelector('main > :not([hidden])');"
+                                    "return [document.documentElement.scrollWidth - innerWidth,"
+                                    "e.scrollWidth - e.clientWidth]")
+            assert wide <= 0 and inside <= 1, view
+        back = page.run("return getComputedStyle(document.body).backgroundColor")
+        assert back == {"light": "rgb(247, 247, 245)", "dark": "rgb(19, 21, 24)"}[theme]
+        page.view("chat")
+        assert not page.shown("#talks")
+        page.click("#show-talks")
+        page.until(lambda: page.shown("#talks") and page.shown("#veil"), "the drawer opens")
+        page.click("#new")
+        page.until(lambda: not page.shown("#talks") and page.shown("#empty"), "and closes")

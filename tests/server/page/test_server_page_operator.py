@@ -1,0 +1,124 @@
+"""What the page shows of models, ranks, links and events, in a browser, over a server that says what a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from browsers import Window, chromium
+from system_packages import missing
+from tandem.protocol.control import LoadProgress, RankInfo
+from tandem.protocol.events import History
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(missing("chromium", "chromedriver")), reason=missing("chromium", "chromedriver")),
+]
+GIB = 2**30
+
+
+def rank(number: int, layers: tuple[int, int], host: str, memory: int, **more: Any) -> RankInfo:
+    return RankInfo(rank=number, stage=number, layers=layers, pid=1, host=host, weight_bytes=8 * GIB,
+                    peak_bytes=12 * GIB, step_s=0.02, kv_bytes=GIB, memory_bytes=memory * GIB, used_bytes=10 * GIB,
+                    **more)
+
+
+@pytest.fixture(scope="module")
+def page(scripted: Any) -> Iterator[Window]:
+    with chromium() as window:
+        window.open(scripted.url)
+        yield window
+        assert window.complaints() == []
+
+
+@pytest.fixture
+def engine(scripted: Any) -> Iterator[Any]:
+    before = scripted.engine.status
+    yield scripted.engine
+    scripted.engine.status = before
+
+
+def test_ranks_layers_and_memory_are_drawn_to_scale_with_their_links(page: Window, engine: Any) -> None:
+    engine.set_status(num_layers=40, stages=2, ranks=[rank(0, (0, 10), "studio", 64),
+                                                      rank(1, (10, 40), "mini", 16, handoff_s=0.0013)])
+    page.view("cluster")
+    page.until(lambda: len(page.texts(".rank")) == 2 and "studio" in page.text(".rank"), "two ranks")
+    assert "stage 2/2, layers 10–39, 20.0 ms a step" in page.texts(".rank")[1]
+    assert page.texts(".layers span") == ["0–9", "10–39"] and "1.3 ms" in page.text(".link")
+    few, many = page.run("return [...document.querySelectorAll('.layers span')].map(e => e.offsetWidth)")
+    assert many / few == pytest.approx(3, rel=0.05)
+    large, small = page.run("return [...document.querySelectorAll('.rank .memory')].map(e => e.style.width)")
+    assert (large, small) == ("100%", "25%"), "a quarter of the memory"
+    weights = page.run("return [...document.querySelectorAll('.rank .weights')].map(e => e.style.width)")
+    assert weights == ["12.5%", "50%"]
+
+
+def test_a_dead_rank_is_red_and_a_slow_one_is_marked(page: Window, engine: Any) -> None:
+    engine.set_status(state="recovering", detail="replacing the ranks after: rank 1 was ended by SIGKILL",
+                      num_layers=20, stages=2, ranks=[rank(0, (0, 10), "studio", 64, state="waiting"),
+                                       rank(1, (10, 20), "mini", 16, state="lost")])
+    page.view("cluster")
+    page.until(lambda: page.texts(".rank.lost .mark") == ["lost"], "the lost rank")
+    red = page.run("const e = document.createElement('i'); e.style.color = 'var(--bad)'; document.body.append(e);"
+                   "const c = getComputedStyle(e).color; e.remove();"
+                   "return c === getComputedStyle(document.querySelector('.rank.lost')).borderTopColor")
+    assert red and page.texts(".rank.waiting .mark") == ["waiting"]
+    assert "ended by SIGKILL" in page.text("#detail") and page.text("#state") == "recovering"
+    engine.set_status(state="ready", detail="", degraded="1 of 2 ranks: mini is not in the network",
+                      ranks=[rank(0, (0, 20), "studio", 64, slowdown=6.5)])
+    page.until(lambda: page.texts(".rank.slow .mark") == ["6.5× slower"], "the slow rank")
+    assert "mini is not in the network" in page.text("#detail")
+
+
+def test_what_happened_is_listed_with_reason_and_remedy(page: Window, engine: Any) -> None:
+    history = History()
+    history.note("rank_lost", "rank 1 was ended by SIGKILL <img src=x>; all ranks are replaced", level="error", rank=1,
+                 remedy="Nothing to do if it stays at this once.")
+    history.note("ranks_replaced", "2 rank(s) serve again after 1.5 s; 3 request(s) go on")
+    engine.set_status(events=history.after())
+    page.view("cluster")
+    page.until(lambda: len(page.texts("#events .event")) == 2, "two events")
+    latest, first = page.texts("#events .event")
+    assert "ranks replaced" in latest and "3 request(s) go on" in latest
+    assert "SIGKILL <img src=x>" in first and "Nothing to do" in first
+    assert page.texts("#events .event.error b") == ["rank lost"]
+    history.note("rank_slow", "rank 0 is slow", level="warning", rank=0)
+    engine.set_status(events=history.after())
+    page.until(lambda: "rank 0 is slow" in page.text("#events .event:first-child"), "the latest comes first")
+
+
+def test_downloads_and_loading_are_shown_with_progress(page: Window, engine: Any) -> None:
+    engine.set_status(state="starting", detail="loading the model", ranks=[],
+                      loading=[LoadProgress(0, GIB, 4 * GIB, "fetch"), LoadProgress(1, 3 * GIB, 4 * GIB, "load")])
+    page.view("models")
+    page.until(lambda: len(page.texts("progress")) == 2, "two ranks load")
+    assert "starting" in page.text(".model .badge") and "rank 0: download 1.0 GiB of 4.0 GiB" in page.text(".progress")
+    assert page.run("return [...document.querySelectorAll('progress')].map(e => e.position)") == [0.25, 0.75]
+    engine.set_status(loading=[LoadProgress(0, 2 * GIB, 4 * GIB, "fetch")])
+    page.until(lambda: page.run("return document.querySelector('progress').position") == 0.5, "it goes on")
+
+
+def test_a_request_in_flight_can_be_cancelled(page: Window, engine: Any, scripted: Any) -> None:
+    engine.hold = True
+    try:
+        page.view("chat")
+        page.run("const q = document.getElementById('question'); q.value = 'Wait for it';"
+                 "q.dispatchEvent(new Event('input')); document.getElementById('send').click()")
+        page.view("cluster")
+        page.until(lambda: page.texts("#requests button") == ["Cancel"], "it is listed")
+        page.click("#requests button")
+        page.until(lambda: "The request was cancelled." in page.text(".assistant .error"), "its client is told")
+        page.until(lambda: page.texts("#requests tbody td") == ["none"], "it is gone")
+    finally:
+        engine.hold = False
+
+
+def test_a_server_that_does_not_answer_is_told_from_one_that_idles(page: Window) -> None:
+    page.view("cluster")
+    page.run("window.fetched = window.fetch; window.fetch = () => Promise.reject(new TypeError('Failed to fetch'))")
+    page.until(lambda: page.text("#state") == "unreachable", "it is told")
+    assert "does not answer" in page.text("#detail") and "stale" in page.run("return document.body.className")
+    page.run("window.fetch = window.fetched")
+    page.until(lambda: page.text("#state") == "healthy", "and it is back")
