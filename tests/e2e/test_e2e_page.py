@@ -92,8 +92,11 @@ def test_the_cluster_is_shown_with_ranks_and_speed(page: Window) -> None:
 def test_the_planner_compares_layouts_and_gives_the_command(page: Window) -> None:
     page.view("plan")
     page.until(lambda: len(page.texts(".machine")) == 2 and len(page.texts("#link option")) > 3, "the lists")
+    page.find("#streams").clear()
+    page.find("#streams").send_keys("8")
     page.click("#planner .primary")
     page.until(lambda: page.texts("#answer tbody tr"), "the layouts")
+    page.picture("page-plan")
     assert len(page.texts("#answer tr.chosen")) == 1 and "weights" in page.text(".plan-memory")
     assert "tandem serve demo" in page.text("#answer pre") and "30" in page.text("#answer tr.chosen")
     page.click(".machine [aria-label='Remove']")
@@ -108,14 +111,15 @@ def test_the_planner_compares_layouts_and_gives_the_command(page: Window) -> Non
 
 @NO_CHROMIUM
 def test_models_are_loaded_and_unloaded(tmp_path: Path) -> None:
-    one, two = tiny_model(tmp_path / "one"), tiny_model(tmp_path / "two", seed=1)
+    one, two = tiny_model(tmp_path / "alpha"), tiny_model(tmp_path / "two", seed=1)
     with serving(one, "--also", f"beta={two}") as server, chromium() as page:
         page.open(server.url)
         page.view("models")
         badge = "[data-model='beta'] .badge"
         page.until(lambda: page.text(badge) == "unloaded", "beta is not loaded")
-        assert page.texts(".model h3") == ["one", "beta"] and "for models" in page.text("#budget")
+        assert page.texts(".model h3") == ["alpha", "beta"] and "for models" in page.text("#budget")
         assert page.texts("[data-model='beta'] .memory") and "MiB" in page.text("[data-model='beta'] .facts")
+        page.picture("page-models")
         page.click("[aria-label='Load beta']")
         page.until(lambda: page.shown("[aria-label='Unload beta']:not(:disabled)"), "it can be unloaded")
         assert page.text(badge) == "loaded"

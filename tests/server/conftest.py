@@ -332,7 +332,7 @@ def scripted(model_dir, tmp_path_factory):
     fake.start()
     template = tmp_path_factory.mktemp("template") / "think.jinja"
     template.write_text("{# <think> </think> #}" + CHAT_TEMPLATE)
-    settings = Settings(model=ModelSettings(model="org/tiny", served_name="tiny", chat_template=str(template)),
+    settings = Settings(model=ModelSettings(model="org/tiny", served_name="my-model", chat_template=str(template)),
                         process=ProcessSettings(engine_socket=fake.endpoint))
     live = LiveServer(settings, 5.0).wait_ready()
     live.engine = fake

@@ -18,7 +18,18 @@ pytestmark = [
     pytest.mark.skipif(bool(missing("chromium", "chromedriver")), reason=missing("chromium", "chromedriver")),
 ]
 LOREM = "Some words that fill a line, and then another one, and one more.\n\n"
-CODE = "Here it is:\n\n```python\ndef add(a, b):\n    # adds\n    return a + b\n```\n\nIt adds *two* numbers.\n\n"
+THOUGHT = "<think>\nA function with two arguments will do.\n</think>\n\n"
+CODE = """Here it is:
+
+```python
+def add(a, b):
+    # adds
+    return a + b
+```
+
+It adds *two* numbers.
+
+"""
 QUOTE = "> quoted\n\n"
 
 
@@ -209,9 +220,12 @@ def test_regenerate_edit_and_copy(page: Window, scripted: Any) -> None:
 
 def test_code_is_coloured_and_copied_and_speed_is_told(page: Window, scripted: Any) -> None:
     page.run("Object.defineProperty(navigator.clipboard, 'writeText', {value: async text => { window.copied = text }})")
-    says(scripted, CODE + QUOTE)
-    ask(page, "Write it.")
+    says(scripted, THOUGHT + CODE + QUOTE)
+    scripted.engine.delay = 0.01
+    ask(page, "Write a function that adds two numbers.")
     answered(page)
+    scripted.engine.delay = 0.0
+    page.picture("page-chat")
     assert page.texts(".markdown .code-head span") == ["python"]
     assert page.texts(".markdown .hljs-keyword") == ["def", "return"]
     assert page.texts(".markdown .hljs-comment") == ["# adds"]
@@ -228,6 +242,7 @@ def test_code_is_coloured_and_copied_and_speed_is_told(page: Window, scripted: A
 
 def test_an_empty_page_offers_examples_and_code_that_runs(page: Window, scripted: Any) -> None:
     assert len(page.texts(".example")) == 4
+    page.picture("page-empty")
     assert page.texts("#empty [role='tab']") == ["curl", "openai", "LangChain", "Open WebUI", "Claude Code"]
     found = {}
     for number, name in enumerate(page.texts("#empty [role='tab']")):
@@ -347,7 +362,8 @@ def test_the_keyboard_does_it_all_and_everything_has_a_name(page: Window, script
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_phone_needs_no_sideways_scrolling(page: Window, scripted: Any, theme: str) -> None:
-    says(scripted, CODE + "| a | b | c |\n|---|---|---|\n" + "| " + "long words in a cell " * 8 + "| x | y |\n")
+    rows = "| a | b | c |\\n|---|---|---|\\n"
+    says(scripted, CODE + rows + "| " + "long words in a cell " * 8 + "| x | y |\n")
     page.run("document.documentElement.dataset.theme = arguments[0]", theme)
     with page.phone():
         for view in ("chat", "models", "cluster", "plan"):
@@ -359,6 +375,7 @@ def test_a_phone_needs_no_sideways_scrolling(page: Window, scripted: Any, theme:
                                     "return [document.documentElement.scrollWidth - innerWidth,"
                                     "e.scrollWidth - e.clientWidth]")
             assert wide <= 0 and inside <= 1, view
+            page.picture(f"page-phone-{view}-{theme}")
         back = page.run("return getComputedStyle(document.body).backgroundColor")
         assert back == {"light": "rgb(247, 247, 245)", "dark": "rgb(19, 21, 24)"}[theme]
         page.view("chat")

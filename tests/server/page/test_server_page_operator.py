@@ -56,15 +56,23 @@ def test_ranks_layers_and_memory_are_drawn_to_scale_with_their_links(page: Windo
 
 
 def test_a_dead_rank_is_red_and_a_slow_one_is_marked(page: Window, engine: Any) -> None:
+    history = History()
+    history.note("replica_ready", "my-model can be used on 3 rank(s); loading took 21 s")
+    history.note("rank_lost", "rank 1 (pid 4711) was ended by SIGKILL; all ranks are replaced", level="error", rank=1,
+                 remedy="Nothing to do if it stays at this once.")
     engine.set_status(state="recovering", detail="replacing the ranks after: rank 1 was ended by SIGKILL",
-                      num_layers=20, stages=2, ranks=[rank(0, (0, 10), "studio", 64, state="waiting"),
-                                       rank(1, (10, 20), "mini", 16, state="lost")])
+                      num_layers=36, stages=3, events=history.after(), ranks=[
+                          rank(0, (0, 20), "studio", 64, state="waiting"),
+                          rank(1, (20, 30), "mini", 24, state="lost", handoff_s=0.0009),
+                          rank(2, (30, 36), "air", 16, state="waiting", handoff_s=0.0031, slowdown=4.0)])
     page.view("cluster")
     page.until(lambda: page.texts(".rank.lost .mark") == ["lost"], "the lost rank")
     red = page.run("const e = document.createElement('i'); e.style.color = 'var(--bad)'; document.body.append(e);"
                    "const c = getComputedStyle(e).color; e.remove();"
                    "return c === getComputedStyle(document.querySelector('.rank.lost')).borderTopColor")
-    assert red and page.texts(".rank.waiting .mark") == ["waiting"]
+    assert red and page.texts(".rank.waiting .mark") == ["waiting", "waiting"]
+    page.until(lambda: page.texts("#events .error"), "the event")
+    page.picture("page-cluster")
     assert "ended by SIGKILL" in page.text("#detail") and page.text("#state") == "recovering"
     engine.set_status(state="ready", detail="", degraded="1 of 2 ranks: mini is not in the network",
                       ranks=[rank(0, (0, 20), "studio", 64, slowdown=6.5)])
@@ -79,11 +87,11 @@ def test_what_happened_is_listed_with_reason_and_remedy(page: Window, engine: An
     history.note("ranks_replaced", "2 rank(s) serve again after 1.5 s; 3 request(s) go on")
     engine.set_status(events=history.after())
     page.view("cluster")
-    page.until(lambda: len(page.texts("#events .event")) == 2, "two events")
-    latest, first = page.texts("#events .event")
+    page.until(lambda: "go on" in page.text("#events .event:first-child"), "the latest event")
+    latest, first = page.texts("#events .event")[:2]
     assert "ranks replaced" in latest and "3 request(s) go on" in latest
     assert "SIGKILL <img src=x>" in first and "Nothing to do" in first
-    assert page.texts("#events .event.error b") == ["rank lost"]
+    assert page.texts("#events .event:nth-child(2).error b") == ["rank lost"]
     history.note("rank_slow", "rank 0 is slow", level="warning", rank=0)
     engine.set_status(events=history.after())
     page.until(lambda: "rank 0 is slow" in page.text("#events .event:first-child"), "the latest comes first")
