@@ -53,7 +53,9 @@ def page(server: Locked) -> Iterator[Window]:
 
 
 @NO_CHROMIUM
-def test_a_chat_by_keyboard_is_streamed_and_goes_on_over_the_death_of_a_rank(page: Window, server: Locked) -> None:
+def test_a_chat_by_keyboard_is_streamed_and_goes_on_over_the_death_of_a_rank(
+        page: Window, server: Locked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
     page.view("cluster")
     page.driver.switch_to.active_element.send_keys(Keys.ALT + "1")
     page.until(lambda: page.shown("#chat"), "the chat")

@@ -328,7 +328,7 @@ def family(serve, engine, tmp_path):
 def scripted(model_dir, tmp_path_factory):
     """A server with its `engine`, whose template says that the model may think; tests give each its answers."""
     fake = FakeEngine(model_dir)
-    fake.set_status(max_context=16384)
+    fake.set_status(max_context=16384, model="my-model")
     fake.start()
     template = tmp_path_factory.mktemp("template") / "think.jinja"
     template.write_text("{# <think> </think> #}" + CHAT_TEMPLATE)

@@ -90,7 +90,7 @@ def test_it_follows_a_growing_answer_until_the_reader_leaves_the_end(page: Windo
         assert distance(page) < 60, f"after question {number}"
     scripted.engine.hold = True
     ask(page, "And now?")
-    page.until(lambda: page.shown(".message:last-child .waiting"), "it waits")
+    page.until(lambda: page.shown(".message:last-child .pending"), "it waits")
     page.run("document.getElementById('scroller').scrollTop = 0")
     page.until(lambda: page.shown("#latest"), "the way to the end")
     scripted.engine.hold = False
@@ -140,7 +140,7 @@ def test_a_long_answer_is_drawn_once_a_frame(page: Window, scripted: Any) -> Non
              "window.requestAnimationFrame = f => window.frames.push(f)")
     scripted.engine.hold = True
     ask(page, "Tell me.")
-    page.until(lambda: page.shown(".message:last-child .waiting"), "it waits")
+    page.until(lambda: page.shown(".message:last-child .pending"), "it waits")
     scripted.engine.hold = False
     page.until(lambda: page.run("return window.frames.length") == 1, "one is asked for")
     page.run("window.frames[0]()")

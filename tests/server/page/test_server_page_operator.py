@@ -73,6 +73,9 @@ def test_a_dead_rank_is_red_and_a_slow_one_is_marked(page: Window, engine: Any) 
     assert red and page.texts(".rank.waiting .mark") == ["waiting", "waiting"]
     page.until(lambda: page.texts("#events .error"), "the event")
     page.picture("page-cluster")
+    page.click("#theme")
+    page.picture("page-cluster-dark")
+    page.click("#theme")
     assert "ended by SIGKILL" in page.text("#detail") and page.text("#state") == "recovering"
     engine.set_status(state="ready", detail="", degraded="1 of 2 ranks: mini is not in the network",
                       ranks=[rank(0, (0, 20), "studio", 64, slowdown=6.5)])

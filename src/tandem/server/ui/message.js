@@ -51,7 +51,7 @@ export class AssistantMessage {
     this.thinking = element("details", { class: "thinking", hidden: true }, this.summary, this.thought);
     this.text = element("div", { class: "markdown" });
     this.markdown = new Markdown(this.text);
-    this.waiting = element("p", { class: "waiting" }, element("span", { class: "hidden" }, "Waiting for the first token"));
+    this.waiting = element("p", { class: "pending" }, element("span", { class: "hidden" }, "Waiting for the first token"));
     this.error = element("p", { class: "error", hidden: true });
     this.foot = element("footer", {});
     this.element = element("article", { class: "message assistant", "aria-label": "Answer" }, this.thinking, this.waiting,

@@ -1,6 +1,8 @@
 // One answer of the model as it comes: text, reasoning, why it ended, how many tokens, how fast.
 import { ask, request } from "/ui/http.js";
 
+const SHORT_MS = 20; // from here on a rate says something
+
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
@@ -43,7 +45,7 @@ async function follow(path, body, answer, signal, changed) {
     answer.tokens = before + fresh;
     if (event.usage) answer.prompt = event.usage.prompt_tokens;
     answer.seconds = (last - started) / 1000;
-    answer.rate = first !== null && last > first && fresh > 1 ? (1000 * (fresh - 1)) / (last - first) : null;
+    answer.rate = first !== null && last - first > SHORT_MS && fresh > 1 ? (1000 * (fresh - 1)) / (last - first) : null;
     changed();
   }
   if (answer.finish === null) throw new Error("The answer broke off: the connection has ended.");
