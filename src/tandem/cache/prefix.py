@@ -46,6 +46,8 @@ class PrefixIndex:
         self._trimmable = trimmable
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
         """Least recently used first."""
+        self._reserved: dict[str, Snapshot] = {}
+        """Such as ranks are about to have from elsewhere: they take room, and serve nobody yet."""
         self._by_hash: dict[bytes, dict[str, None]] = {}
         """Snapshots that hold the prefix with this hash, oldest first."""
         self._evicted: list[str] = []
@@ -91,6 +93,10 @@ class PrefixIndex:
             self.hits += 1
         return best
 
+    def peek(self, hashes: Sequence[bytes]) -> int:
+        """Positions of the longest kept prefix of a prompt with these blocks, which counts as no use of it."""
+        return next((i * BLOCK for i, digest in enumerate(hashes) if digest not in self._by_hash), len(hashes) * BLOCK)
+
     def save_point(self, prompt_len: int) -> int:
         """After how many computed positions to save a prompt: at its end, or where only the exact length can be
         restored, after its last whole block but for one token, which the next prompt computes."""
@@ -111,15 +117,56 @@ class PrefixIndex:
         for digest in hashes[:-1] if self._trimmable else ():
             for key in [key for key in self._by_hash.get(digest, ()) if self._snapshots[key].hashes[-1] == digest]:
                 self._evict(key)  # the new one serves all that it served
-        while self.positions + length + self._extra > self._budget:
+        if not self._room(length):
+            return None
+        snapshot = self._make(hashes if self._trimmable else hashes[-1:], length)
+        self._keep(snapshot)
+        return snapshot
+
+    def _room(self, length: int) -> bool:
+        """Let others go until so many positions fit; False where only reserved ones are left."""
+        while self._snapshots and self.positions + length + self._extra > self._budget:
             self._evict(next(iter(self._snapshots)))
-        snapshot = Snapshot(f"p{self._next_key}", length, tuple(hashes) if self._trimmable else (hashes[-1],))
+        return self.positions + length + self._extra <= self._budget
+
+    def _make(self, hashes: Sequence[bytes], length: int) -> Snapshot:
+        snapshot = Snapshot(f"p{self._next_key}", length, tuple(hashes))
         self._next_key += 1
-        self._snapshots[snapshot.key] = snapshot
         self.positions += length + self._extra
+        return snapshot
+
+    def _keep(self, snapshot: Snapshot) -> None:
+        self._snapshots[snapshot.key] = snapshot
         for digest in snapshot.hashes:
             self._by_hash.setdefault(digest, {})[snapshot.key] = None
-        return snapshot
+
+    def hashes(self, key: str) -> tuple[bytes, ...]:
+        """Of the blocks of a snapshot; none of one that has been evicted since."""
+        return self._snapshots[key].hashes if key in self._snapshots else ()
+
+    def reserve(self, hashes: Sequence[bytes]) -> str | None:
+        """Room for a prefix of these blocks, which ranks will have under the key that is returned; None for no room.
+
+        For caches that can be cut. `arrived` or `give_up` follows.
+        """
+        length = len(hashes) * BLOCK
+        if not (self._trimmable and self.enabled and BLOCK <= length <= self._budget - self._extra
+                and self._room(length)):
+            return None
+        snapshot = self._make(hashes, length)
+        self._reserved[snapshot.key] = snapshot
+        return snapshot.key
+
+    def arrived(self, key: str) -> None:
+        """All ranks have a reserved prefix: it serves from now on."""
+        if (snapshot := self._reserved.pop(key, None)) is not None:
+            self._keep(snapshot)
+
+    def give_up(self, key: str) -> None:
+        """A reserved prefix does not come; ranks must drop what they have of it."""
+        if (snapshot := self._reserved.pop(key, None)) is not None:
+            self.positions -= snapshot.length + self._extra
+            self._evicted.append(key)
 
     def _evict(self, key: str) -> None:
         snapshot = self._snapshots.pop(key)
@@ -133,7 +180,7 @@ class PrefixIndex:
     def shrink(self, positions: int) -> None:
         """Evict the least recently used until `positions` positions are free again; nothing if that is not above 0."""
         goal = max(self.positions - max(positions, 0), 0)
-        while self.positions > goal:
+        while self._snapshots and self.positions > goal:
             self._evict(next(iter(self._snapshots)))
 
     def take_evicted(self) -> list[str]:
@@ -144,13 +191,15 @@ class PrefixIndex:
     def clear(self) -> None:
         """Forget everything: the ranks that held it are gone."""
         self._snapshots.clear()
+        self._reserved.clear()
         self._by_hash.clear()
         self._evicted.clear()
         self.positions = 0
 
     def check(self) -> None:
         """Raise AssertionError unless the tables agree (for tests)."""
-        held = sum(snapshot.length + self._extra for snapshot in self._snapshots.values())
+        held = sum(snapshot.length + self._extra
+                   for snapshot in (*self._snapshots.values(), *self._reserved.values()))
         assert self.positions == held <= max(self._budget, 0)
         assert {key for keys in self._by_hash.values() for key in keys} == set(self._snapshots)
 

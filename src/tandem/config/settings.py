@@ -138,6 +138,11 @@ class SchedulerSettings:
     prefix_cache: float = 0.3
     """Share of the KV cache that may hold prefixes of past prompts, so that they need not be computed again; 0 turns
     prefix caching off."""
+    kv_disk: str | None = None
+    """Directory, on each machine with ranks, in which prefixes of prompts are kept: they outlive ranks and servers, and
+    are read where that takes less time than computing them (docs/kv.md). By default none is kept."""
+    kv_disk_gb: float = 20.0
+    """Most GB in that directory; what was used least recently goes first."""
     memory_fraction: float = 0.85
     """Share of a machine's memory that its ranks may use together, weights included."""
     wired: str = "auto"

@@ -45,6 +45,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_queue_tokens": _AT_LEAST_ONE,
     "kv_tokens": _AT_LEAST_ONE,
     "prefix_cache": (0.0, 1.0),
+    "kv_disk_gb": _POSITIVE,
     "memory_fraction": (math.ulp(0.0), 1.0),
     "step_timeout": _POSITIVE,
     "start_timeout": _POSITIVE,
@@ -71,7 +72,7 @@ _RANGES: dict[str, tuple[float, float]] = {
 }
 _NOT_EMPTY = ("served_name", "revision", "chat_template", "generation_config", "override_generation_config", "blas",
               "host", "api_key_file", "journal", "engine_socket", "hostfile",
-              "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path",
+              "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path", "kv_disk",
               "tls_cert", "tls_key")
 
 
@@ -87,6 +88,9 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
         for item in value if option.repeated and value is not None else (value,):
             _check_item(option.name, item, label)
     wired_bytes(settings.scheduler.wired, label("wired"))
+    if settings.scheduler.kv_disk is not None and settings.scheduler.prefix_cache == 0:
+        raise ConfigError(f"{label('kv_disk')}: is about the prefix cache, which {label('prefix_cache')} 0 turns off; "
+                          "leave one out", param="kv_disk")
     _check_socket(settings.process.engine_socket, label)
     _check_layer_split(settings, label)
     _check_launcher(settings.parallel, label)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor
-from tandem.protocol.control import Output, Refused
+from tandem.protocol.control import Output, Refused, Stepped
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import RankStep
@@ -58,6 +58,8 @@ def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest],
         if executor.on_wait is not None:
             executor.on_wait()
         for report in executor.collect(POLL_S):
+            if not isinstance(report, Stepped):
+                continue
             run.steps[report.step.step_id][report.step.rank] = report.step
             for message in scheduler.update(report.result) if report.result is not None else []:
                 _take(run, message)

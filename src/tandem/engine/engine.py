@@ -16,9 +16,9 @@ from tandem.engine.layout import GangLayout, make_executor
 from tandem.engine.memory_guard import MemoryGuard
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
-from tandem.engine.report import Report
+from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
-from tandem.executors.base import Executor, Progress
+from tandem.executors.base import Executor, Progress, Report
 from tandem.protocol.control import EngineMessage, EngineStatus, Output, Refused, Stepped, Trial
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.suspicion import REST_S
@@ -26,6 +26,9 @@ from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
+
+FETCH_S = 20.0
+"""Seconds without a word from disks, after which nobody waits for them any more."""
 
 
 class Engine:
@@ -36,7 +39,7 @@ class Engine:
         self.settings = settings
         self.metrics = EngineMetrics()
         self.gang = Gang(settings, layout, executor or make_executor(settings, layout), self.metrics)
-        self._report = Report(self.gang, self.metrics)
+        self._report = StatusReport(self.gang, self.metrics)
         self._guard = MemoryGuard(settings.scheduler.memory_fraction)
         self._scheduler: Scheduler | None = None
         self._drain_rate = DrainRate()
@@ -44,6 +47,8 @@ class Engine:
         """What nobody has taken yet."""
         self._resting: tuple[Sequence, float] | None = None
         """For whom nothing runs, and until when."""
+        self._fetched_at = 0.0
+        """When the ranks last were asked for something on disk, or said something of it."""
 
     @property
     def executor(self) -> Executor:
@@ -130,7 +135,8 @@ class Engine:
                 self.gang.recover(self._scheduler, None, self._out)
             self.gang.widen(self._scheduler)
             self._send_plans()
-            for report in self.executor.collect(timeout_s if self._scheduler.under_way else 0.0):
+            waits = self._scheduler.under_way or self._scheduler.disk.fetching
+            for report in self.executor.collect(timeout_s if waits else 0.0):
                 self._take(report)
             # At once, so that the ranks have their next step before anybody looks at this one's outcome.
             self._send_plans()
@@ -157,6 +163,7 @@ class Engine:
 
     def _send_plans(self) -> None:
         now = time.monotonic()
+        self._order_fetches(now)
         self._rest(now)
         if (suspect := self.scheduler.unannounced) is not None:
             suspect.announced = True
@@ -164,6 +171,17 @@ class Engine:
         while (plan := self.scheduler.next_plan()) is not None:
             self.executor.submit(plan)
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
+
+    def _order_fetches(self, now: float) -> None:
+        """Of prefixes on disk; nobody waits for a disk that says nothing for long."""
+        disk = self.scheduler.disk
+        for order in disk.orders:
+            self.executor.fetch(order)
+            self._fetched_at = now
+        disk.orders.clear()
+        if disk.fetching and now - self._fetched_at > FETCH_S:
+            log.warning("KV has not come from disk for %.0f s; what waits for it is computed", FETCH_S)
+            disk.lose_patience()
 
     def _rest(self, now: float) -> None:
         """Nothing runs for a while before a suspect does, to see whether ranks die without it."""
@@ -181,12 +199,17 @@ class Engine:
         if sequence.suspicion.suspect and sequence.request.suspicion is not None:
             self._out.append(Trial(sequence.request_id, resting))
 
-    def _take(self, report: Stepped) -> None:
+    def _take(self, report: Report) -> None:
+        if not isinstance(report, Stepped):
+            self._fetched_at = time.monotonic()
+            self.scheduler.disk.take(report, self.scheduler.prefixes)
+            self.metrics.disk(self.scheduler.disk.counts)
+            return
         self._report.stepped(report)
         self._guard.watch(self.gang.ready, report, self.scheduler)
         if report.result is None:
             return
-        messages = self.scheduler.update(report.result, time.monotonic())
+        messages = self.scheduler.update(report.result, time.monotonic(), report.step.busy_s)
         self.metrics.scheduled(self.scheduler.preemptions, self.scheduler.speculation.counts)
         if messages:
             self.gang.proven()

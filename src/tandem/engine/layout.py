@@ -6,11 +6,13 @@ import logging
 import sys
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from msgspec import structs
 
 from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.fingerprint import fingerprint
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
@@ -32,6 +34,7 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import Pooling, SamplingDefaults
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
+from tandem.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +100,7 @@ def plan_layout(settings: Settings) -> GangLayout:
         raise ConfigError(f"{description.family} keeps recurrent states, which cannot take back drafts that were not "
                           "accepted; serve it without speculative decoding", param="speculative_method")
     draft = find_draft_model(settings, files, description)
+    kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
     specs = [
         StageSpec(
             model_path=str(files.path), model_name=model.served_name or files.name, rank=sum(sizes[:stage]) + part,
@@ -110,7 +114,9 @@ def plan_layout(settings: Settings) -> GangLayout:
             log_level=settings.process.log_level,
             weights_from=model.weights_from, hub=files.hub, trust_remote_code=model.trust_remote_code, drafts=drafts,
             adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
-            draft_path=str(draft.path) if draft else "", expert_parallel=parallel.expert_parallel)
+            draft_path=str(draft.path) if draft else "", expert_parallel=parallel.expert_parallel,
+            kv_disk=kv_disk, kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
+            kv_space=kv_space(model, files) if kv_disk else "")
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
     return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling), defaults)
 
@@ -121,6 +127,16 @@ def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
     if backend not in ("auto", "any") and max(layout.ranks[0].stage_sizes) == 1:
         log.warning("--backend %s does nothing here: it joins the ranks of a stage, and each stage has one rank "
                     "(--tensor-parallel-size gives it more)", backend)
+
+
+def kv_space(model: ModelSettings, files: ModelFiles) -> str:
+    """What KV depends on beside the tokens: model, adapter, types, and who computed it. Raises ConfigError."""
+    if files.headers is not None:
+        raise ConfigError("--kv-disk: needs all of the model's weights on this machine, to tell them from others; "
+                          "download the model (tandem model get), or leave it out", param="kv_disk")
+    directories = [files.path, *([Path(model.adapter_path).expanduser()] if model.adapter_path else [])]
+    digest = fingerprint(*directories)
+    return f"{digest}-{model.dtype}-{model.dequantize}-{__version__}-{version('mlx-lm')}"
 
 
 def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:

@@ -7,6 +7,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from tandem.protocol.control import Stepped
+from tandem.scheduler.disk import DiskCounts
 from tandem.speculation.proposers import SpeculationCounts
 
 LATENCY_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -20,7 +21,7 @@ class EngineMetrics:
         self._arrived: dict[str, float] = {}
         self._last_token: dict[str, float] = {}
         self._prompts: dict[str, int] = {}
-        self._counted: dict[Counter, int] = {}
+        self._counted: dict[Counter, float] = {}
         self.generated = 0
         """Tokens produced so far."""
         self.recent_ttft_s = 0.0
@@ -57,6 +58,11 @@ class EngineMetrics:
         self.spec_drafts = counter("spec_decode_num_drafts", "Times that a sequence's tokens were guessed.")
         self.spec_draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were guessed.")
         self.spec_accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became output.")
+        self.disk_hits = counter("kv_disk_hit_tokens", "Prompt tokens whose KV was read from disk.")
+        self.disk_read = counter("kv_disk_read_bytes", "Bytes of KV that ranks have read from disk.")
+        self.disk_written = counter("kv_disk_written_bytes", "Bytes of KV that ranks have written to disk.")
+        self.disk_seconds = counter("kv_disk_read_seconds", "What reading took, of the slowest rank each time.")
+        self.disk_failures = counter("kv_disk_failures", "Prefixes on disk that could not be used.")
         self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
         self.failures = counter("gang_failures", "Failures of a gang of ranks by what was found.", "cause")
         self.recovery_seconds = histogram("gang_recovery_seconds", "From a failure noticed to ranks that are ready.")
@@ -64,6 +70,14 @@ class EngineMetrics:
         self.load_seconds = gauge("gang_load_seconds", "What the last start of the ranks took, loading included.")
         self.slowdown = gauge("rank_slowdown", "A rank's time for a unit of work, as a multiple of its usual one.",
                               "rank")
+
+    def disk(self, counts: DiskCounts) -> None:
+        """What has been read from disk and written there so far."""
+        for counter, count in ((self.disk_hits, counts.hit_tokens), (self.disk_read, counts.read_bytes),
+                               (self.disk_written, counts.written_bytes), (self.disk_seconds, counts.read_s),
+                               (self.disk_failures, counts.failures)):
+            counter.inc(count - self._counted.get(counter, 0))
+            self._counted[counter] = count
 
     def scheduled(self, preemptions: int, counts: SpeculationCounts) -> None:
         """What the scheduler has counted so far: sequences that were preempted, and what was guessed."""

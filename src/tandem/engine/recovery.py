@@ -158,7 +158,11 @@ class Gang:
         self._alternatives = Alternatives(self._settings, self.layout, self.ready)
         self._metrics.kv_total.set(limits.kv_tokens)
         self._stand()
+        self._begin(scheduler)
         return scheduler
+
+    def _begin(self, scheduler: Scheduler) -> None:
+        scheduler.disk.begin((ready.pieces for ready in self.ready), scheduler.waiting, scheduler.prefixes)
 
     def _launch(self, progress: Progress | None = None) -> None:
         started = time.monotonic()
@@ -270,6 +274,7 @@ class Gang:
                 self._pause(failure)
             failure = self._bring_up(scheduler, out)
         self._stand()
+        self._begin(scheduler)
         self._metrics.recovery_seconds.observe(self._ready_at - noticed)
         log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
                  len(scheduler.sequences))

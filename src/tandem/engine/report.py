@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from tandem.engine.handoffs import Handoffs
 from tandem.engine.layout import GangLayout
@@ -78,6 +79,7 @@ class Report:
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0,
             prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=gang.load_s, degraded=gang.degraded,
+            kv_disk=_kv_disk(layout, gang.ready),
             speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,
             generated_tokens=self._metrics.generated,
             draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
@@ -123,3 +125,12 @@ class Report:
         elif slowdown < SLOW / 2 and rank in self._told_slow:
             self._told_slow.discard(rank)
             self._gang.history.note("rank_usual", f"rank {rank} is at its usual pace again", rank=rank)
+
+
+def _kv_disk(layout: GangLayout, ranks: Sequence[Ready]) -> str:
+    if not layout.ranks[0].kv_disk:
+        return "off"
+    if layout.ranks[0].draft_path:
+        return "off: a draft model's KV is not kept"
+    kept = all(ready.pieces is not None for ready in ranks)
+    return "on" if kept else "off: this model keeps windows or states, which have no pieces"

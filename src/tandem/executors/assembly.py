@@ -31,7 +31,9 @@ from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.runner.drafter import Drafter
+from tandem.runner.kv_disk import KVDisk, Report, takes_part
 from tandem.runner.links import StageLink
+from tandem.runner.piece_files import Part, PieceFiles
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import decode_attention
 from tandem.runner.runner import Runner
@@ -103,15 +105,29 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
 
 
 def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, group: StageGroup | None = None,
-                 files: ModelFiles | None = None) -> Runner:
-    """A runner over `stage`. For sequences with a grammar it needs the tokenizer, from `files`."""
+                 files: ModelFiles | None = None, report: Report | None = None) -> Runner:
+    """A runner over `stage`. For sequences with a grammar it needs the tokenizer, from `files`; to keep prefixes on
+    disk, `report`, which tells what was read and written. Raises UsageError for a disk that cannot be used."""
     vocabulary = None
     if spec.samples and files is not None:
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
         vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
     return Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
                   group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
-                  drafter=load_drafter(spec), attention=decode_attention(spec.attention))
+                  drafter=load_drafter(spec), attention=decode_attention(spec.attention),
+                  disk=_open_disk(spec, stage, files, report) if report and files else None)
+
+
+def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Report) -> KVDisk | None:
+    """None where nothing is to be kept, or the model's caches cannot be."""
+    caches = stage.make_caches()
+    if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
+        return None
+    description = describe(files)
+    shard = shard_of(spec, description, _dequantizes(spec))
+    heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
+    need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
+    return KVDisk(spec.rank, PieceFiles(Path(spec.kv_disk), spec.kv_space, need, spec.kv_disk_bytes), report)
 
 
 def ready_message(spec: StageSpec, runner: Runner) -> Ready:
@@ -125,4 +141,5 @@ def ready_message(spec: StageSpec, runner: Runner) -> Ready:
                  peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
                  own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
                  cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
-                 trimmable=trimmable(runner.stage.make_caches()))
+                 trimmable=trimmable(runner.stage.make_caches()),
+                 pieces=runner.disk.names if runner.disk else None)

@@ -7,8 +7,11 @@ from collections.abc import Callable, Sequence
 
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
+from tandem.protocol.pieces import Fetch, Fetched, Kept
 from tandem.protocol.step import StepPlan
 
+Report = Stepped | Fetched | Kept
+"""What ranks tell while they serve."""
 Progress = Callable[[int, int, int, str], None]
 """Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""
 
@@ -27,8 +30,12 @@ class Executor(ABC):
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to all ranks; returns before it is done. Raises RankFailure."""
 
+    def fetch(self, order: Fetch) -> None:
+        """Have all ranks read a prefix from their disks. Raises RankFailure."""
+        raise NotImplementedError
+
     @abstractmethod
-    def collect(self, timeout_s: float) -> list[Stepped]:
+    def collect(self, timeout_s: float) -> Sequence[Report]:
         """What ranks have reported since the last call; waits up to `timeout_s` seconds for something.
 
         Raises RankFailure when a rank has died, failed, or makes no progress.

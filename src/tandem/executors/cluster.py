@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from tandem import errors
 from tandem.errors import RankFailure, SpawnError, TandemError, TransportError, UsageError
-from tandem.executors.base import Executor, Progress
+from tandem.executors.base import Executor, Progress, Report
 from tandem.executors.faults import rank_failure
 from tandem.executors.watchdog import SILENT_S, Watchdog
 from tandem.executors.weights import serve_model
@@ -41,6 +41,7 @@ from tandem.protocol.control import (
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
+from tandem.protocol.pieces import Fetch, Fetched, Kept
 from tandem.protocol.step import StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus
@@ -232,12 +233,18 @@ class ClusterExecutor(Executor):
         self._watchdog.planned(plan, time.monotonic())
         self._broadcast(Plan(plan))
 
-    def collect(self, timeout_s: float) -> list[Stepped]:
+    def fetch(self, order: Fetch) -> None:
+        """Send the order to every rank."""
+        self._broadcast(order)
+
+    def collect(self, timeout_s: float) -> list[Report]:
         """Reports of ranks; looks after the processes and the progress of steps at least every 0.1 s."""
-        reports: list[Stepped] = []
+        reports: list[Report] = []
         message = self._receive(min(timeout_s, POLL_S))
         while message is not None:
-            if isinstance(message, Stepped):
+            if isinstance(message, Fetched | Kept):
+                reports.append(message)
+            elif isinstance(message, Stepped):
                 reports.append(message)
                 self._watchdog.reported(message, time.monotonic())
             message = self._receive(0.0)

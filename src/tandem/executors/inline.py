@@ -10,15 +10,17 @@ from functools import partial
 
 from tandem.errors import EngineStuck, GpuSilent, RankFailure, UsageError
 from tandem.executors.assembly import build_runner, load_slice, ready_message, require_memory
-from tandem.executors.base import Executor, Progress
+from tandem.executors.base import Executor, Progress, Report
 from tandem.executors.faults import rank_failure
 from tandem.executors.gpu_probe import probe_gpu
-from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop, Report
+from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop
+from tandem.executors.rank_loop import Report as LoadReport
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
 from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
+from tandem.protocol.pieces import Fetch, Fetched, Kept
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
 
@@ -52,7 +54,7 @@ class InlineExecutor(Executor):
             if self.on_wait is not None:
                 self.on_wait()
 
-    def _build(self, progress: Report) -> tuple[Runner, Ready]:
+    def _build(self, progress: LoadReport) -> tuple[Runner, Ready]:
         choose_device(self._spec.device)
         assert self._mailbox is not None
         probe_gpu(self._mailbox.put)
@@ -60,7 +62,7 @@ class InlineExecutor(Executor):
         files = obtain_files(self._spec, None, partial(progress, "fetch"),
                              accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
-        runner = build_runner(self._spec, stage, None, files=files)
+        runner = build_runner(self._spec, stage, None, files=files, report=self._mailbox.put)
         return runner, ready_message(self._spec, runner)
 
     def submit(self, plan: StepPlan) -> None:
@@ -70,11 +72,18 @@ class InlineExecutor(Executor):
         self._watchdog.planned(plan, time.monotonic())
         self._loop.submit(plan)
 
-    def collect(self, timeout_s: float) -> list[Stepped]:
+    def fetch(self, order: Fetch) -> None:
+        """Handed to the thread for the disk."""
+        if self._loop is None:
+            raise RankFailure("the executor is not started", rank=0)
+        self._loop.fetch(order)
+
+    def collect(self, timeout_s: float) -> list[Report]:
         """Steps that are done; waits up to `timeout_s` seconds for one. Raises EngineStuck."""
-        reports = [event for event in self._wait(timeout_s) if isinstance(event, Stepped)]
+        reports = [event for event in self._wait(timeout_s) if isinstance(event, Stepped | Fetched | Kept)]
         for report in reports:
-            self._watchdog.reported(report, time.monotonic())
+            if isinstance(report, Stepped):
+                self._watchdog.reported(report, time.monotonic())
         try:
             self._watchdog.look(time.monotonic(), lambda _: False)
         except RankFailure as failure:

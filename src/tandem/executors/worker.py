@@ -28,6 +28,7 @@ from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.protocol.payloads import WorkerPayload
+from tandem.protocol.pieces import Fetch
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
 from tandem.transport.bus import RankBus
@@ -99,7 +100,7 @@ class Worker:
         stage = load_slice(self._spec, partial(progress, "load"), group, files)
         if self._wrap is not None:
             stage = self._wrap(stage)
-        runner = build_runner(self._spec, stage, link, group, files)
+        runner = build_runner(self._spec, stage, link, group, files, mailbox.put)
         return runner, ready_message(self._spec, runner)
 
     def _greet(self, channel: TcpChannel | None) -> object:
@@ -144,6 +145,8 @@ class Worker:
                     return
                 if isinstance(command, Plan):
                     loop.submit(command.plan)
+                elif isinstance(command, Fetch):
+                    loop.fetch(command)
                 elif isinstance(command, Begin):
                     log.info("Post-load barrier passed")
                     log.info("BatchGenerator created, entering StepPlan loop")

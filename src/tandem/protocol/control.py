@@ -9,6 +9,7 @@ from msgspec import Struct
 
 from tandem.protocol.events import Event
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.pieces import Fetch, Fetched, Kept
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
 from tandem.protocol.step import RankStep, StepPlan, StepResult
 
@@ -148,6 +149,8 @@ class EngineStatus(Struct, frozen=True, tag=True):
     prefix_hits: int = 0
     prefix_cache: str = ""
     """What of a prompt is taken up again: `any length`, `blocks` (its last whole one), or `off`, and why."""
+    kv_disk: str = ""
+    """Whether prefixes are kept on disk: `on`, or `off`, and why."""
     speculation: str = ""
     """`ngram`, `draft_model`, or `off`, and why where the model cannot do it."""
     load_s: float = 0.0
@@ -225,7 +228,7 @@ class Ping(Struct, frozen=True, tag=True):
     number: int
 
 
-RankCommand = Plan | Stop | Connect | Begin | Ping
+RankCommand = Plan | Fetch | Stop | Connect | Begin | Ping
 
 # --- rank -> engine --------------------------------------------------------------------------------------------
 
@@ -280,6 +283,8 @@ class Ready(Struct, frozen=True, tag=True):
     """Weights that the system may not take from the GPU."""
     metal: bool = False
     """That GPU is a Mac's."""
+    pieces: list[bytes] | None = None
+    """Names of the pieces of prefixes on its disk (tandem.protocol.pieces); None where it keeps none there."""
 
 
 class Stepped(Struct, frozen=True, tag=True):
@@ -314,4 +319,4 @@ class Pong(Struct, frozen=True, tag=True):
     """It waits for what another stage sends."""
 
 
-RankMessage = Hello | LoadProgress | Ready | Stepped | Failure | Pong
+RankMessage = Hello | LoadProgress | Ready | Stepped | Fetched | Kept | Failure | Pong

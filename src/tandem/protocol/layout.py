@@ -102,6 +102,12 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Directory, on the rank's machine, of a LoRA adapter to apply."""
     expert_parallel: bool = False
     """The stage's ranks share out experts whole."""
+    kv_disk: str = ""
+    """Directory, on the rank's machine, in which it keeps prefixes of prompts; empty for none."""
+    kv_disk_bytes: int = 0
+    """Most bytes of all that is kept there."""
+    kv_space: str = ""
+    """What tells KV of this model, adapter and type from others there."""
 
     @property
     def share(self) -> float:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from msgspec import Struct
 
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
+from tandem.protocol.pieces import StoreOp
 from tandem.protocol.request import Pooling, SamplingParams
 
 NOT_FINITE = -1
@@ -117,6 +118,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     """Chunks of prompts, in the order in which they are computed, after the decode."""
     saves: list[SnapshotOp] = []
     """Prompts whose KV is to be kept, each when its chunk of this step is done."""
+    stores: list[StoreOp] = []
+    """Pieces of kept prefixes to write to disk."""
     evicts: list[str] = []
     """Keys of kept prefixes to drop, last of all."""
     sampling_seeds: dict[str, int] = {}

@@ -11,6 +11,8 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache
 
 from tandem.errors import BatchDesync
+from tandem.protocol.pieces import StoreOp
+from tandem.runner.kv_disk import KVDisk
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,10 @@ def trimmable(caches: Sequence[Any]) -> bool:
 class PrefixStore:
     """Snapshots of single-sequence caches, one cache a layer, by key."""
 
-    def __init__(self) -> None:
+    def __init__(self, disk: KVDisk | None = None) -> None:
+        """`disk`: where some of them are kept for longer, and come from."""
         self._saved: dict[str, list[_Saved]] = {}
+        self._disk = disk
 
     def save(self, key: str, caches: Sequence[Any], held: int, length: int) -> None:
         """Copy the first `length` positions of caches that hold `held`: that many, or more if they can be cut."""
@@ -49,14 +53,25 @@ class PrefixStore:
 
     def restore(self, key: str, length: int) -> list[Any]:
         """Fresh caches that hold the first `length` positions of a snapshot. Raises BatchDesync for an unknown key."""
-        if key not in self._saved:
+        if self._disk is not None and self._disk.has(key):
+            fetched = self._disk.take(key) or []
+            self._saved[key] = [_Saved(KVCache, state) for state in fetched]
+        if not self._saved.get(key):
             raise BatchDesync(f"prefix {key} is to be restored, which is not here")
         return [_revive(one, length) for one in self._saved[key]]
 
     def evict(self, key: str) -> None:
         """Drop a snapshot. Raises BatchDesync for an unknown key."""
-        if self._saved.pop(key, None) is None:
+        if self._disk is not None and self._disk.has(key):
+            self._disk.drop(key)
+        elif self._saved.pop(key, None) is None:
             raise BatchDesync(f"prefix {key} is to be evicted, which is not here")
+
+    def store(self, op: StoreOp) -> None:
+        """Have pieces of a snapshot written to disk. Raises BatchDesync for an unknown key."""
+        if self._disk is None or op.key not in self._saved:
+            raise BatchDesync(f"prefix {op.key} is to be stored, which is not here")
+        self._disk.store(op, [saved.state[:2] for saved in self._saved[op.key]])
 
     @property
     def nbytes(self) -> int:

@@ -18,6 +18,7 @@ from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_arena import Attention
+from tandem.runner.kv_disk import KVDisk
 from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.pooler import Pooler, vector_bytes
@@ -89,18 +90,21 @@ class Runner:
     def __init__(self, stage: StageModel, *, lanes: int, vocab_size: int, eos_token_ids: tuple[int, ...],
                  link: StageLink | None = None, group: StageGroup | None = None, samples: bool = True,
                  vocabulary: Vocabulary | None = None, drafts: int = 0,
-                 drafter: Drafter | None = None, attention: Attention | None = None) -> None:
+                 drafter: Drafter | None = None, attention: Attention | None = None,
+                 disk: KVDisk | None = None) -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
 
         `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
         `drafts` is the most drafts that a plan may have for a sequence; `drafter` guesses some where plans ask, on the
-        rank that samples. `attention` takes the place of mlx-lm's in decode steps. Raises UnsupportedModel for drafts
-        with a model whose caches cannot be cut.
+        rank that samples. `attention` takes the place of mlx-lm's in decode steps, `disk` keeps prefixes. Raises
+        UnsupportedModel for drafts with a model whose caches cannot be cut.
         """
         self.stage = stage
         """This rank's part of the model."""
         self._link = link
-        self._prefixes = PrefixStore()
+        self.disk = disk
+        """Where prefixes are kept for longer than in memory."""
+        self._prefixes = PrefixStore(disk)
         self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention)
                        for _ in range(lanes)]
         self._group = group
@@ -140,6 +144,8 @@ class Runner:
                 lane.save(saves.pop(op.request_id))
             if op.last and op.samples:
                 lane.join(op.request_id)
+        for store in plan.stores:
+            self._prefixes.store(store)
         for key in plan.evicts:
             self._prefixes.evict(key)
         self._hand_out(plan, pending)

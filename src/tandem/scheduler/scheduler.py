@@ -26,6 +26,7 @@ from tandem.protocol.step import (
     batch_fingerprint,
 )
 from tandem.scheduler.admission import check_admission
+from tandem.scheduler.disk import DiskTier
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.placement import choose_lane
@@ -50,6 +51,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.lanes = [Lane(i) for i in range(limits.lanes)]
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
+        self.disk = DiskTier()
         self.shares = FairShares()
         self.speculation = Speculation(limits.speculation)
         self.pressed = False
@@ -69,6 +71,7 @@ class Scheduler:
         sequence = Sequence(request, seed, proposer=self.speculation.proposer(request))
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
+        self.disk.seek(sequence, self.prefixes)
         self.shares.enter(request)
 
     @property
@@ -91,6 +94,11 @@ class Scheduler:
         """Sequences that have a place in a batch."""
         return sum(len(lane.members) for lane in self.lanes)
 
+    @property
+    def _queue(self) -> deque[Sequence]:
+        """Those that wait for nothing but their turn."""
+        return deque(one for one in self.waiting if not one.awaits) if self.disk.fetching else self.waiting
+
     def _members(self) -> Iterator[Sequence]:
         return (sequence for lane in self.lanes for sequence in lane.members.values())
 
@@ -112,7 +120,7 @@ class Scheduler:
     @property
     def resting(self) -> Sequence | None:
         """Who waits to run alone, until the ranks have stood idle for a while and `rested` is called."""
-        if not self.waiting or self.running or self._under_way:
+        if not self._queue or self.running or self._under_way:
             return None
         first = self._first()
         return first if first.suspicion.rests and not first.rested else None
@@ -120,7 +128,7 @@ class Scheduler:
     @property
     def unannounced(self) -> Sequence | None:
         """Who could run alone now, but for its api, which has to be told before (`announced`), and take note."""
-        if not self.waiting or self.running or self._under_way:
+        if not self._queue or self.running or self._under_way:
             return None
         first = self._first()
         return first if first.may_be_tried and not (first.expected or first.announced) else None
@@ -160,9 +168,10 @@ class Scheduler:
         if not (lane.removes or decode or prefill):
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
+        stores = self.disk.stores(saves, self.prefixes)
         plan = StepPlan(
             step_id=self.next_step, lane=lane.index, removes=lane.removes, inserts=inserts, restores=restores,
-            decode=[s.request_id for s in decode], prefill=prefill, saves=saves,
+            decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
             evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
             spec_decode_plan=spec, tidy=self.pressed)
@@ -199,7 +208,7 @@ class Scheduler:
     def _admit(self, lane: Lane) -> tuple[list[InsertOp], list[SnapshotOp]]:
         inserts: list[InsertOp] = []
         restores: list[SnapshotOp] = []
-        while self.waiting and not (self.pressed and self.running):
+        while self._queue and not (self.pressed and self.running):
             sequence = self._first()
             if choose_lane(self.lanes, self._length(sequence), asking=lane, rows=self._rows,
                            drafts=self.speculation.most) is not lane:
@@ -224,11 +233,11 @@ class Scheduler:
 
     def _first(self) -> Sequence:
         """Which of the waiting sequences is next."""
-        return next(self._suspects(), None) or self.shares.first(self.waiting)
+        return next(self._suspects(), None) or self.shares.first(self._queue)
 
     def _suspects(self) -> Iterator[Sequence]:
         """Those that wait to run alone."""
-        return (sequence for sequence in self.waiting if sequence.suspicion.suspect)
+        return (sequence for sequence in self._queue if sequence.suspicion.suspect)
 
     def _may_join(self, sequence: Sequence) -> bool:
         """Suspects share a batch with nobody, and some have to wait until the ranks have stood idle."""
@@ -266,7 +275,7 @@ class Scheduler:
 
     def _make_way(self, lane: Lane) -> None:
         """When a group has had no place in any batch for a while, the one that has had most gives up one of its own."""
-        if not self.waiting or (sequence := self._first()).suspicion.suspect:
+        if not self._queue or (sequence := self._first()).suspicion.suspect:
             return
         running = Counter(one.request.group for one in self._members())
         if running[sequence.request.group] or self._fits(lane, sequence):
@@ -303,14 +312,16 @@ class Scheduler:
 
     # --- results ---
 
-    def update(self, result: StepResult, now: float | None = None) -> list[EngineMessage]:
-        """Take the tokens and vectors of one step; returns what the clients get to see.
+    def update(self, result: StepResult, now: float | None = None, busy_s: float = 0.0) -> list[EngineMessage]:
+        """Take the tokens and vectors of one step, which took a rank `busy_s`; returns what the clients get to see.
 
         `now`, seconds of a monotonic clock, tells what steps cost. Without it speculative decoding never begins.
         """
         plan = self._under_way.pop(result.step_id)
         lane = self.lanes[plan.lane]
         ahead = lane.returned(plan)
+        if not plan.decode:
+            self.disk.computing.measure(sum(op.count for op in plan.prefill), busy_s)
         for op in plan.prefill:
             if (prompted := self.sequences.get(op.request_id)) is not None:
                 self._got(prompted, op.start + op.count)
@@ -422,6 +433,7 @@ class Scheduler:
         self._under_way.clear()
         self.speculation.forget()
         self.prefixes.clear()
+        self.disk.reset()
         self.lanes = [Lane(i) for i in range(self.limits.lanes)]
         self.waiting.clear()
         refused: list[EngineMessage] = []

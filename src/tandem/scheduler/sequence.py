@@ -39,6 +39,8 @@ class Sequence:
     """A chunk of its prompt must end here, so that the prefix cache can keep it; 0 for nowhere."""
     cached: int = 0
     """Positions that came from the prefix cache when it was last inserted."""
+    awaits: bool = False
+    """Its prefix is being read from disk; it joins nobody before."""
     deaths: int = 0
     """Gangs that died while they worked on it."""
     suspicion: Suspicion = field(default_factory=Suspicion)

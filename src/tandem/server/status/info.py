@@ -144,7 +144,7 @@ async def model_info(http: Request) -> Response:
         "num_devices": len(status.ranks),
     }
     more: dict[str, Any] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
-    more |= {"prefix_cache": status.prefix_cache, "speculation": status.speculation,
+    more |= {"prefix_cache": status.prefix_cache, "kv_disk": status.kv_disk, "speculation": status.speculation,
              "generation_config": served.settings.model.generation_config}
     more |= {"default_sampling_params": status.defaults.given() | ({"max_tokens": limit} if limit else {})}
     return _json({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})

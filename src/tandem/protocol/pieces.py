@@ -1,0 +1,46 @@
+"""Pieces of prefixes that ranks keep on disk: what the engine orders, and what ranks report.
+
+A piece is the KV of `PIECE` positions in a row, beginning at a multiple of that. Its name is the hash of all tokens up
+to its end, so the same name means the same KV wherever it was computed.
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+PIECE = 256
+"""Positions of a piece."""
+
+
+class StoreOp(Struct, frozen=True, array_like=True):
+    """Write pieces of a kept prefix to disk, when there is time."""
+
+    key: str
+    pieces: list[tuple[int, bytes]]
+    """Number of each piece within the prefix, and its name."""
+
+
+class Fetch(Struct, frozen=True, tag=True):
+    """Read a prefix from disk, piece after piece, for a plan to come that restores or evicts `key`."""
+
+    key: str
+    names: list[bytes]
+
+
+class Fetched(Struct, frozen=True, tag=True):
+    """A rank has read a prefix, or could not."""
+
+    rank: int
+    key: str
+    lost: list[bytes] = []
+    """From the first piece that is not there any more, or not whole; then the prefix cannot be restored."""
+    seconds: float = 0.0
+    nbytes: int = 0
+
+
+class Kept(Struct, frozen=True, tag=True):
+    """A rank has written pieces to disk."""
+
+    rank: int
+    names: list[bytes]
+    nbytes: int = 0

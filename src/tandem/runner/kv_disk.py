@@ -1,0 +1,167 @@
+"""A rank's KV on disk: pieces of prefixes are written and read in a thread of its own, whatever the rank computes."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from tandem.borders import start_thread
+from tandem.log import Seldom
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, Kept, StoreOp
+from tandem.runner.piece_files import Layer, PieceFiles, Unusable
+
+log = logging.getLogger(__name__)
+seldom = Seldom(log)
+
+WAITING_BYTES = 1 << 30
+"""Pieces that wait to be written; beyond it, others are left out."""
+WRITE_BYTES_S = 400e6
+"""Most that is written in a second, so that a disk has time for what is read."""
+FULL_S = 60.0
+"""Nothing is written for so long after a disk was full."""
+_READ, _WRITE, _END = range(3)
+
+Report = Callable[[Fetched | Kept], None]
+
+
+def takes_part(caches: Sequence[Any]) -> bool:
+    """True for caches whose pieces can be kept: keys and values of each position, and nothing else."""
+    return bool(caches) and all(type(cache) is KVCache for cache in caches)
+
+
+@dataclass
+class _Arrived:
+    layers: list[Layer]
+    dtype: str
+    length: int
+
+
+class KVDisk:
+    """`store` and `take` are for the thread that owns MLX, `fetch` for any."""
+
+    def __init__(self, rank: int, files: PieceFiles, report: Report) -> None:
+        """`report` is called from a thread of this class."""
+        self._rank, self._files, self._report = rank, files, report
+        self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
+        self._number = itertools.count()
+        self._lock = threading.Lock()
+        self._waiting = 0
+        """Bytes that wait to be written."""
+        self._arrived: dict[str, _Arrived | None] = {}
+        """None for a prefix that could not be read."""
+        self._quiet_until = 0.0
+        self.names = files.names()
+        """Pieces that were there at the start."""
+        start_thread(self._work, name="kv disk", on_failure=lambda error: None)
+
+    def store(self, op: StoreOp, state: Sequence[tuple[mx.array, mx.array]]) -> None:
+        """Write pieces of a prefix whose layers have these keys and values, [1, heads, positions, width] each."""
+        if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in state):
+            seldom.warning("this model's KV is not divided as its description says, and is not kept on disk")
+            return
+        for number, name in op.pieces:
+            where = slice(number * PIECE, (number + 1) * PIECE)
+            cut = [(keys[..., where, :], values[..., where, :]) for keys, values in state]
+            nbytes = sum(array.nbytes for pair in cut for array in pair)
+            with self._lock:
+                if self._waiting + nbytes > WAITING_BYTES:
+                    seldom.warning("the disk for KV is too slow for what is computed; some of it is not kept")
+                    return
+                self._waiting += nbytes
+            # Arrays of their own: MLX promises nothing for two threads at one.
+            own = [(_plain(mx.contiguous(keys)), _plain(mx.contiguous(values))) for keys, values in cut]
+            mx.async_eval(own)
+            self._jobs.put((_WRITE, next(self._number), (name, own, _dtype(state[0][0]), nbytes)))
+
+    def fetch(self, order: Fetch) -> None:
+        """Read a prefix; `Fetched` says when it is here."""
+        self._jobs.put((_READ, next(self._number), order))
+
+    def has(self, key: str) -> bool:
+        """A prefix has been fetched under this key, or could not be."""
+        return key in self._arrived
+
+    def take(self, key: str) -> list[tuple[mx.array, mx.array, int]] | None:
+        """Keys, values and length of each layer of a prefix that has been fetched; None where it could not be."""
+        arrived = self._arrived.pop(key)
+        if arrived is None:
+            return None
+        return [(_array(keys, arrived.dtype), _array(values, arrived.dtype), arrived.length)
+                for keys, values in arrived.layers]
+
+    def drop(self, key: str) -> None:
+        """Forget what was fetched under this key."""
+        self._arrived.pop(key)
+
+    def close(self) -> None:
+        """End the thread once what is being read or written is done."""
+        self._jobs.put((_END, next(self._number), None))
+
+    def _work(self) -> None:
+        while True:
+            kind, _, job = self._jobs.get()
+            if kind == _END:
+                return
+            if kind == _READ:
+                self._read(job)
+            else:
+                self._write(*job)
+
+    def _read(self, order: Fetch) -> None:
+        started, nbytes = time.monotonic(), 0
+        pieces: list[list[Layer]] = []
+        lost: list[bytes] = []
+        dtype = ""
+        for number, name in enumerate(order.names):
+            try:
+                layers, dtype, size = self._files.read(name)
+                pieces.append(layers)
+                nbytes += size
+            except (Unusable, MemoryError) as error:
+                seldom.warning("KV on disk cannot be used, and is computed again: %s", error)
+                lost = order.names[number:]  # those behind it are of no use, and are kept anew with it
+                break
+        self._arrived[order.key] = None if lost else _Arrived(
+            [(np.concatenate([piece[i][0] for piece in pieces], axis=2),
+              np.concatenate([piece[i][1] for piece in pieces], axis=2)) for i in range(len(pieces[0]))],
+            dtype, PIECE * len(pieces))
+        self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes))
+
+    def _write(self, name: bytes, own: list[tuple[mx.array, mx.array]], dtype: str, nbytes: int) -> None:
+        started = time.monotonic()
+        try:
+            if started < self._quiet_until:
+                return
+            size = self._files.write(name, [(np.asarray(keys), np.asarray(values)) for keys, values in own], dtype)
+            self._report(Kept(self._rank, [name], size))
+            time.sleep(max(size / WRITE_BYTES_S - (time.monotonic() - started), 0.0))
+        except OSError as error:
+            self._quiet_until = started + FULL_S
+            seldom.warning("KV cannot be kept on disk, and is not for %.0f s: %s", FULL_S, error.strerror or error)
+        finally:
+            with self._lock:
+                self._waiting -= nbytes
+
+
+def _dtype(array: mx.array) -> str:
+    return str(array.dtype).rpartition(".")[2]
+
+
+def _plain(array: mx.array) -> mx.array:
+    """As a type that numpy knows."""
+    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+
+
+def _array(data: np.ndarray, dtype: str) -> mx.array:
+    array = mx.array(data)
+    return array.view(mx.bfloat16) if dtype == "bfloat16" else array

@@ -1,0 +1,263 @@
+"""Pieces of prefixes as files: layers and heads of one rank, with a checksum. No mlx.
+
+`<directory>/<space>/<name>.<layers>.<heads>.kv`; the space says which model, adapter and types it is about. A file is
+a magic number with the format's version, the length of a header, the header (msgpack), then keys and values of each
+layer. A rank may put a piece together from files that others wrote, for other layers or heads.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from tandem.errors import UsageError
+from tandem.protocol.codec import UNREADABLE
+
+MAGIC = b"TDMKV\0\0\1"
+MARK = "tandem-kv"
+"""A file in a directory that is ours."""
+_PREFIX = struct.Struct("<8sI")
+_MOST_HEADER = 1 << 20
+STALE_S = 3600.0
+"""A file half written is nobody's any more after so long."""
+
+Layer = tuple[np.ndarray, np.ndarray]
+"""Keys and values, [1, heads, positions, width], of types that numpy knows (bfloat16 as uint16)."""
+
+
+class _Header(msgspec.Struct):
+    space: str
+    name: bytes
+    shapes: list[tuple[list[int], list[int]]]
+    """Of each layer's keys and values."""
+    dtype: str
+    """What MLX calls it."""
+    checksum: int
+
+
+class Unusable(Exception):
+    """A file is not there any more, not whole, or not what its name says."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which layers and heads a file has, or a rank needs."""
+
+    layers: range
+    heads: range
+
+    @property
+    def label(self) -> str:
+        """In a file's name."""
+        return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
+
+    @staticmethod
+    def read(label: str) -> Part:
+        """The part with this label. Raises ValueError."""
+        layers, _, heads = label.partition(".")
+        return Part(_range(layers), _range(heads))
+
+
+def _range(text: str) -> range:
+    start, _, stop = text.partition("-")
+    return range(int(start), int(stop))
+
+
+def open_directory(directory: Path) -> None:
+    """Make it, or see that it is ours. Raises UsageError."""
+    mark = directory / MARK
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not mark.exists():
+            if any(directory.iterdir()):
+                raise UsageError(f"--kv-disk {directory}: has other things than Tandem's KV in it; give an empty or a "
+                                 "new directory", param="kv_disk")
+            mark.write_text("Tandem keeps KV of prompts here. All of it may be deleted at any time.\n")
+    except OSError as error:
+        raise UsageError(f"--kv-disk {directory}: cannot keep KV there: {error.strerror or error}; give another "
+                         "directory", param="kv_disk") from error
+
+
+class PieceFiles:
+    """The files of one space, as one rank sees them. Used by one thread at a time."""
+
+    def __init__(self, directory: Path, space: str, need: Part, limit: int) -> None:
+        """`limit`: bytes of all that is in `directory`, of other spaces and ranks too. Raises UsageError."""
+        open_directory(directory)
+        self.need = need
+        """Layers and heads of this rank."""
+        self._root, self._limit = directory, limit
+        self._space = space
+        self._path = directory / space
+        self._path.mkdir(exist_ok=True, mode=0o700)
+        self._parts: dict[bytes, list[Part]] = {}
+        for entry in os.scandir(self._path):
+            self._note(entry.name)
+        self._total = sum(size for _, size, _ in self._all())
+
+    def _note(self, file: str) -> None:
+        stem, _, ending = file.rpartition(".")
+        name, _, label = stem.partition(".")
+        if ending == "kv":
+            with suppress(ValueError):
+                self._parts.setdefault(bytes.fromhex(name), []).append(Part.read(label))
+
+    def names(self) -> list[bytes]:
+        """Pieces that this rank can put together."""
+        return [name for name in self._parts if self._sources(name) is not None]
+
+    def _sources(self, name: bytes) -> list[list[tuple[Part, range]]] | None:
+        """For each layer the parts to take, and which heads of each; None if something is missing."""
+        parts = self._parts.get(name, [])
+        found = []
+        for layer in self.need.layers:
+            if not (taken := _cover([part for part in parts if layer in part.layers], self.need.heads)):
+                return None
+            found.append(taken)
+        return found
+
+    def read(self, name: bytes) -> tuple[list[Layer], str, int]:
+        """Keys and values of each layer, MLX's name of their type, and bytes read. Raises Unusable."""
+        sources = self._sources(name)
+        if sources is None:
+            raise Unusable("it is not there")
+        files: dict[str, tuple[_Header, list[Layer]]] = {}
+        for part, _ in (one for layer in sources for one in layer):
+            if part.label not in files:
+                try:
+                    files[part.label] = self._load(name, part)
+                except Unusable:
+                    self._parts[name] = [one for one in self._parts[name] if one != part]
+                    raise
+        layers = []
+        for layer, taken in zip(self.need.layers, sources, strict=True):
+            pieces = [_heads(files[part.label][1][layer - part.layers.start], part, heads) for part, heads in taken]
+            layers.append(pieces[0] if len(pieces) == 1 else (np.concatenate([one[0] for one in pieces], axis=1),
+                                                              np.concatenate([one[1] for one in pieces], axis=1)))
+        types = {header.dtype for header, _ in files.values()}
+        if len(types) > 1:
+            raise Unusable(f"its parts are of several types: {sorted(types)}")
+        return layers, types.pop(), sum(array.nbytes for _, held in files.values() for pair in held for array in pair)
+
+    def _file(self, name: bytes, part: Part) -> Path:
+        return self._path / f"{name.hex()}.{part.label}.kv"
+
+    def _load(self, name: bytes, part: Part) -> tuple[_Header, list[Layer]]:
+        path = self._file(name, part)
+        try:
+            data = path.read_bytes()
+            os.utime(path)
+        except OSError as error:
+            raise Unusable(f"{path.name}: {error.strerror or error}") from error
+        try:
+            magic, length = _PREFIX.unpack_from(data)
+            header = msgspec.msgpack.decode(data[_PREFIX.size:_PREFIX.size + length], type=_Header)
+            payload = memoryview(data)[_PREFIX.size + length:]
+            if magic != MAGIC or (header.space, header.name) != (self._space, name) \
+                    or len(header.shapes) != len(part.layers) or zlib.crc32(payload) != header.checksum:
+                raise ValueError("it is not what it should be")
+            return header, list(_arrays(payload, header))
+        except (*UNREADABLE, ValueError, struct.error) as error:
+            with suppress(OSError):
+                path.unlink()
+            raise Unusable(f"{path.name} is damaged: {error}") from error
+
+    def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
+        """Keep this rank's part of a piece; returns the bytes. Raises OSError, with nothing left behind."""
+        target = self._file(name, self.need)
+        blocks = [np.ascontiguousarray(array) for pair in layers for array in pair]
+        checksum = 0
+        for block in blocks:
+            checksum = zlib.crc32(block.data, checksum)
+        header = msgspec.msgpack.encode(_Header(self._space, name, [(list(keys.shape), list(values.shape))
+                                                                    for keys, values in layers], dtype, checksum))
+        temporary = self._path / f".{secrets.token_hex(8)}.tmp"
+        try:
+            with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(_PREFIX.pack(MAGIC, len(header)) + header)
+                for block in blocks:
+                    file.write(block.data)
+                size = file.tell()
+            os.replace(temporary, target)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+        if self.need not in self._parts.setdefault(name, []):
+            self._parts[name].append(self.need)
+        self._total += size
+        if self._total > self._limit:
+            self._prune()
+        return size
+
+    def _prune(self) -> None:
+        """Delete what was used least recently, of whichever space, until a tenth of the room is free."""
+        files = sorted(self._all())
+        self._total = sum(size for _, size, _ in files)
+        for _, size, path in files:
+            if self._total <= 0.9 * self._limit:
+                break
+            with suppress(OSError):
+                path.unlink()
+                self._total -= size
+
+    def _all(self) -> Iterator[tuple[float, int, Path]]:
+        """Every file of all spaces: when it was used last, bytes, path. Deletes what was left half written."""
+        for path in self._root.glob("*/*"):
+            with suppress(OSError):
+                status = path.stat()
+                if path.suffix == ".kv":
+                    yield status.st_mtime, status.st_size, path
+                elif path.suffix == ".tmp" and time.time() - status.st_mtime > STALE_S:
+                    path.unlink()
+
+
+def _cover(parts: Iterable[Part], heads: range) -> list[tuple[Part, range]]:
+    """Parts that together have `heads`, in order, and which of theirs; empty if some are missing."""
+    found: list[tuple[Part, range]] = []
+    at = heads.start
+    while at < heads.stop:
+        best = max((part for part in parts if at in part.heads), key=lambda part: part.heads.stop, default=None)
+        if best is None:
+            return []
+        stop = min(best.heads.stop, heads.stop)
+        found.append((best, range(at - best.heads.start, stop - best.heads.start)))
+        at = stop
+    return found
+
+
+def _heads(pair: Layer, part: Part, heads: range) -> Layer:
+    if len(heads) == len(part.heads):
+        return pair
+    return pair[0][:, heads.start:heads.stop], pair[1][:, heads.start:heads.stop]
+
+
+_NUMPY: dict[str, np.dtype[Any]] = {
+    "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+
+
+def _arrays(payload: memoryview, header: _Header) -> Iterator[Layer]:
+    """Raises ValueError where the bytes are not what the header says."""
+    dtype, at = _NUMPY.get(header.dtype), 0
+    if dtype is None:
+        raise ValueError(f"type {header.dtype}")
+    for shapes in header.shapes:
+        pair = []
+        for shape in shapes:
+            count = int(np.prod(shape, dtype=np.int64))
+            pair.append(np.frombuffer(payload, dtype, count, at).reshape(shape))
+            at += count * dtype.itemsize
+        yield pair[0], pair[1]
+    if at != len(payload):
+        raise ValueError("it is longer than it should be")

@@ -1,0 +1,178 @@
+"""Prefixes on the ranks' disks: which are fetched into memory, and who waits for that.
+
+The engine decides here; ranks read and write in threads of their own. A prefix that has been fetched is one in memory
+like others (`tandem.cache.prefix`). What cannot be read is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tandem.cache.pieces import PieceIndex, piece_names
+from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, Kept, StoreOp
+from tandem.protocol.step import SnapshotOp
+from tandem.scheduler.sequence import Sequence as Running
+
+OLD = 0.8
+"""Weight of what was measured before."""
+
+
+@dataclass
+class Pace:
+    """Tokens a second, lately."""
+
+    tokens_s: float = 0.0
+
+    def measure(self, tokens: int, seconds: float) -> None:
+        """So many took so long."""
+        if tokens > 0 and seconds > 0:
+            now = tokens / seconds
+            self.tokens_s = OLD * self.tokens_s + (1 - OLD) * now if self.tokens_s else now
+
+
+@dataclass
+class DiskCounts:
+    """What happened so far."""
+
+    hit_tokens: int = 0
+    """Positions that were read in place of being computed."""
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_s: float = 0.0
+    failures: int = 0
+    """Prefixes that could not be read."""
+
+
+@dataclass
+class _Fetching:
+    names: list[bytes]
+    gain: int
+    """Positions beyond what was in memory."""
+    missing: set[int]
+    """Ranks that have not answered."""
+    lost: list[bytes] = field(default_factory=list)
+    waiting: list[Running] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class DiskTier:
+    """Used by the scheduler alone."""
+
+    def __init__(self) -> None:
+        self.orders: list[Fetch] = []
+        """For all ranks, before the next plan; whoever sends them empties the list."""
+        self.counts = DiskCounts()
+        self.computing = Pace()
+        """Of prompts."""
+        self._reading = Pace()
+        self._pieces = PieceIndex()
+        self._ranks = 0
+        self._fetching: dict[str, _Fetching] = {}
+
+    @property
+    def pieces(self) -> int:
+        """How many are on all disks."""
+        return len(self._pieces)
+
+    @property
+    def fetching(self) -> bool:
+        """Somebody waits for a disk."""
+        return any(fetching.waiting for fetching in self._fetching.values())
+
+    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex) -> None:
+        """New ranks, and the pieces that each has on its disk; None from one that keeps none there."""
+        names = list(kept)
+        self.reset([] if None in names else [one or [] for one in names])
+        for sequence in waiting:
+            self.seek(sequence, prefixes)
+
+    def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
+        """The ranks are gone; what they were asked for does not come any more."""
+        for fetching in self._fetching.values():
+            _let_go(fetching)
+        self._fetching.clear()
+        self.orders.clear()
+        self._ranks = len(kept)
+        self._pieces.reset(kept)
+
+    def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
+        """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
+        reading takes less time than computing, as far as is known."""
+        if not len(self._pieces) or sequence.request.pooling == "mean" or sequence.suspicion.suspect:
+            return
+        hashes = block_hashes(sequence.tokens[:-1])
+        names = self._pieces.leading(piece_names(hashes))
+        gain = len(names) * PIECE - prefixes.peek(hashes)
+        if gain < PIECE or not self._pays(len(names) * PIECE, gain):
+            return
+        for fetching in self._fetching.values():
+            if fetching.names[:len(names)] == names:
+                break
+        else:
+            key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK])
+            if key is None:
+                return
+            self.orders.append(Fetch(key, names))
+            fetching = self._fetching[key] = _Fetching(names, gain, set(range(self._ranks)))
+        fetching.waiting.append(sequence)
+        sequence.awaits = True
+
+    def _pays(self, tokens: int, gain: int) -> bool:
+        if not (self._reading.tokens_s and self.computing.tokens_s):
+            return True
+        return tokens / self._reading.tokens_s < gain / self.computing.tokens_s
+
+    def take(self, report: Fetched | Kept, prefixes: PrefixIndex) -> None:
+        """What a rank has read or written."""
+        if isinstance(report, Fetched):
+            self._fetched(report, prefixes)
+            return
+        self._pieces.keep(report.rank, report.names)
+        self.counts.written_bytes += report.nbytes
+
+    def _fetched(self, report: Fetched, prefixes: PrefixIndex) -> None:
+        """With the last rank's answer the prefix is in memory, or given up."""
+        fetching = self._fetching.get(report.key)
+        if fetching is None:
+            return
+        fetching.missing.discard(report.rank)
+        fetching.lost += report.lost
+        fetching.seconds = max(fetching.seconds, report.seconds)
+        self.counts.read_bytes += report.nbytes
+        if fetching.missing:
+            return
+        del self._fetching[report.key]
+        self.counts.read_s += fetching.seconds
+        if fetching.lost:
+            self.counts.failures += 1
+            self._pieces.lose(fetching.lost)
+            prefixes.give_up(report.key)
+        else:
+            self.counts.hit_tokens += fetching.gain
+            self._reading.measure(len(fetching.names) * PIECE, fetching.seconds)
+            prefixes.arrived(report.key)
+        _let_go(fetching)
+
+    def lose_patience(self) -> None:
+        """Whoever waits is computed instead; what comes later is for others."""
+        for fetching in self._fetching.values():
+            _let_go(fetching)
+
+    def stores(self, saves: Sequence[SnapshotOp], prefixes: PrefixIndex) -> list[StoreOp]:
+        """Which pieces of prefixes that are being saved are not on all disks yet."""
+        if not self._ranks:
+            return []
+        found = []
+        for save in saves:
+            names = piece_names(prefixes.hashes(save.key))
+            if missing := [(i, name) for i, name in enumerate(names) if name not in self._pieces]:
+                found.append(StoreOp(save.key, missing))
+        return found
+
+
+def _let_go(fetching: _Fetching) -> None:
+    for sequence in fetching.waiting:
+        sequence.awaits = False
+    fetching.waiting.clear()

@@ -1,0 +1,139 @@
+"""KV that is kept on disk: whoever takes it up, in whichever layout, says what a cold start says."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from submitted import ask, check
+from tandem import LLM, SamplingParams
+from tandem.protocol.pieces import PIECE
+from tandem.testing import tiny_model
+
+PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {}, "pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2},
+    "pp3": {"pipeline_parallel_size": 3, "layer_split": (1, 2, 1)}}
+KIND: dict[str, Any] = {"layers": 4, "dtype": "float32", "config": {"max_position_embeddings": 1024}}
+PROMPT = [random.Random(7).randrange(3, 500) for _ in range(2 * PIECE + 90)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("kv") / "model", **KIND))
+
+
+@pytest.fixture(scope="module")
+def expected(model: str) -> Any:
+    with LLM(model, prefix_cache=0.0) as llm:
+        return llm.generate([PROMPT], PARAMS)[0]
+
+
+@pytest.fixture
+def serve(model: str, tmp_path: Path) -> Callable[..., LLM]:
+    return lambda layout, **more: LLM(model, kv_disk=str(tmp_path / "kv"), prefill_chunk=64, **LAYOUTS[layout], **more)
+
+
+def answers(llm: LLM, expected: Any) -> int:
+    """The answer is the right one; returns how much of the prompt was not computed."""
+    got = llm.generate([PROMPT], PARAMS)[0]
+    assert got.token_ids == expected.token_ids
+    assert [e.logprob for e in got.logprobs] == pytest.approx([e.logprob for e in expected.logprobs], abs=1e-4)
+    check(llm)
+    return int(got.cached_tokens)
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted((directory / "kv").glob("*/*.kv"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("writes", "reads"), [
+    ("one", ["pp2"]), ("tp2", ["one"]), ("pp3", ["pp3", "tp2"])])
+def test_a_prefix_outlives_its_server(serve, expected, tmp_path, writes, reads):
+    ranks = {"one": 1, "pp2": 2, "tp2": 2, "pp3": 3}[writes]
+    with serve(writes) as llm:
+        assert answers(llm, expected) == 0
+        wait(lambda: len(files(tmp_path)) == 2 * ranks)
+    assert all(path.stat().st_mode & 0o077 == 0 for path in files(tmp_path))
+    for layout in reads:
+        with serve(layout) as llm:
+            assert answers(llm, expected) == 2 * PIECE, layout
+            assert ask(llm, lambda engine: engine.scheduler.disk.counts.hit_tokens) == 2 * PIECE
+
+
+def test_what_is_damaged_or_gone_is_computed(serve, expected, tmp_path):
+    with serve("one") as llm:
+        assert answers(llm, expected) == 0
+        wait(lambda: len(files(tmp_path)) == 2)
+    first, second = files(tmp_path)
+    data = bytearray(first.read_bytes())
+    data[len(data) // 2] ^= 4
+    first.write_bytes(data)
+    with serve("one") as llm:
+        got = answers(llm, expected)
+        # Of which piece that file is: with the first, nothing of the prefix is of use.
+        assert got in (0, PIECE)
+        assert ask(llm, lambda engine: engine.scheduler.disk.counts.failures) == 1
+    for path in files(tmp_path):
+        path.write_bytes(b"TDMKV")
+    with serve("one") as llm:
+        for path in files(tmp_path):
+            path.unlink()
+        assert answers(llm, expected) == 0
+        wait(lambda: len(files(tmp_path)) == 2)  # and kept anew
+    with serve("one") as llm:
+        assert answers(llm, expected) == 2 * PIECE
+
+
+def test_another_model_or_type_finds_nothing(serve, expected, model, tmp_path):
+    with serve("one") as llm:
+        answers(llm, expected)
+        wait(lambda: len(files(tmp_path)) == 2)
+    other = str(tiny_model(tmp_path / "other", seed=5, **KIND))
+    for directory, more in ((other, {}), (model, {"dtype": "bfloat16"})):
+        with LLM(directory, kv_disk=str(tmp_path / "kv"), **more) as llm:
+            assert llm.generate([PROMPT], PARAMS)[0].cached_tokens == 0
+
+
+def test_a_part_of_a_prompt_and_several_who_ask_at_once(serve, expected, tmp_path):
+    with serve("one") as llm:
+        answers(llm, expected)
+        wait(lambda: len(files(tmp_path)) == 2)
+    branch = PROMPT[:PIECE + 30] + [11] * 300
+    with serve("one") as llm:
+        first, second, third = llm.generate([PROMPT, branch, PROMPT], PARAMS)
+        assert first.token_ids == third.token_ids == expected.token_ids
+        assert [one.cached_tokens for one in (first, second, third)] == [2 * PIECE, PIECE, 2 * PIECE]
+        check(llm)
+
+
+def test_a_disk_that_says_nothing_keeps_nobody_waiting(serve, expected, tmp_path, monkeypatch):
+    with serve("one") as llm:
+        answers(llm, expected)
+        wait(lambda: len(files(tmp_path)) == 2)
+    monkeypatch.setattr("tandem.engine.engine.FETCH_S", 0.3)
+    monkeypatch.setattr("tandem.runner.kv_disk.KVDisk.fetch", lambda self, order: None)
+    with serve("one") as llm:
+        assert answers(llm, expected) == 0
+
+
+def test_a_model_with_windows_is_served_without(tmp_path):
+    directory = str(tiny_model(tmp_path, "gemma3_text"))
+    with LLM(directory, kv_disk=str(tmp_path / "kv")) as llm:
+        assert llm.generate([PROMPT[:300]], PARAMS)[0].token_ids
+        status = ask(llm, lambda engine: engine.status())
+    assert status.kv_disk.startswith("off: ")
+    assert not files(tmp_path)

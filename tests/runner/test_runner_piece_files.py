@@ -1,0 +1,110 @@
+"""Pieces of prefixes as files: put together from any layers and heads, and never believed when damaged."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import numpy as np
+import pytest
+
+from tandem.errors import UsageError
+from tandem.runner.piece_files import MARK, Part, PieceFiles, Unusable
+
+NAME = bytes(range(16))
+KEYS = np.arange(4 * 6 * 8 * 2, dtype=np.float32).reshape(4, 1, 6, 8, 2)
+"""Of 4 layers with 6 heads, 8 positions of 2."""
+
+
+def part(layers, heads):
+    return Part(range(*layers), range(*heads))
+
+
+def store(directory, layers, heads, limit=1 << 30, name=NAME, space="space"):
+    files = PieceFiles(directory, space, part(layers, heads), limit)
+    cut = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
+    files.write(name, [(layer, -layer) for layer in cut], "float32")
+    return files
+
+
+@pytest.mark.parametrize(("layers", "heads"), [((0, 4), (0, 6)), ((1, 3), (0, 6)), ((0, 4), (1, 5)), ((3, 4), (5, 6))])
+def test_a_part_is_put_together_from_others(tmp_path, layers, heads):
+    for one in ((0, 2), (2, 4)):
+        for other in ((0, 2), (2, 6)):
+            store(tmp_path, one, other)
+    files = PieceFiles(tmp_path, "space", part(layers, heads), 1 << 30)
+    assert files.names() == [NAME]
+    found, dtype, nbytes = files.read(NAME)
+    expected = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
+    assert dtype == "float32"
+    assert nbytes >= 2 * expected.nbytes
+    assert np.array_equal(np.stack([keys for keys, _ in found]), expected)
+    assert np.array_equal(np.stack([values for _, values in found]), -expected)
+
+
+def test_a_piece_with_a_gap_is_none(tmp_path):
+    store(tmp_path, (0, 2), (0, 6))
+    store(tmp_path, (2, 4), (0, 3))
+    files = PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30)
+    assert files.names() == []
+    with pytest.raises(Unusable, match="not there"):
+        files.read(NAME)
+    assert PieceFiles(tmp_path, "another", part((0, 2), (0, 6)), 1 << 30).names() == []
+
+
+def test_no_bit_of_a_file_can_change_unseen(tmp_path):
+    files = store(tmp_path, (0, 1), (0, 1))
+    [path] = tmp_path.glob("space/*.kv")
+    data = path.read_bytes()
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= 1 << position % 8
+        path.write_bytes(damaged)
+        with pytest.raises(Unusable):
+            files.read(NAME)
+        assert not path.exists()
+        files = store(tmp_path, (0, 1), (0, 1))
+    for size in range(0, len(data), 7):
+        path.write_bytes(data[:size])
+        with pytest.raises(Unusable):
+            files.read(NAME)
+        files = store(tmp_path, (0, 1), (0, 1))
+    path.write_bytes(data + b"\0")
+    with pytest.raises(Unusable):
+        files.read(NAME)
+
+
+def test_what_was_used_least_recently_goes_first(tmp_path):
+    names = [bytes([i]) * 16 for i in range(6)]
+    store(tmp_path, (0, 4), (0, 6), name=names[0], space="old")
+    [size] = [path.stat().st_size for path in tmp_path.glob("*/*.kv")]
+    for i, name in enumerate(names[1:5]):
+        store(tmp_path, (0, 4), (0, 6), name=name)
+        os.utime(next(tmp_path.glob(f"space/{name.hex()}*")), (time.time() - 50 + i,) * 2)
+    for path in tmp_path.glob("old/*.kv"):
+        os.utime(path, (1, 1))
+    store(tmp_path, (0, 4), (0, 6), name=names[5], limit=int(5.5 * size))
+    left = {bytes.fromhex(path.name.split(".")[0]) for path in tmp_path.glob("*/*.kv")}
+    assert left == set(names[2:])
+
+
+def test_half_a_file_is_left_by_nobody(tmp_path, monkeypatch):
+    files = store(tmp_path, (0, 4), (0, 6))
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match="No space"):
+        files.write(b"x" * 16, [(layer, layer) for layer in KEYS], "float32")
+    assert len(list(tmp_path.glob("space/*"))) == 1
+    stale = tmp_path / "space" / ".dead.tmp"
+    stale.write_bytes(b"half")
+    os.utime(stale, (1, 1))
+    PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30)
+    assert not stale.exists()
+
+
+def test_a_directory_of_others_is_left_alone(tmp_path):
+    (tmp_path / "letters").write_text("mine")
+    with pytest.raises(UsageError, match="--kv-disk .*has other things than Tandem's KV in it"):
+        PieceFiles(tmp_path, "space", part((0, 1), (0, 1)), 1)
+    assert not (tmp_path / MARK).exists()
+    with pytest.raises(UsageError, match="cannot keep KV there"):
+        PieceFiles(tmp_path / "letters", "space", part((0, 1), (0, 1)), 1)

@@ -1,0 +1,184 @@
+"""Prefixes on disk, as the scheduler sees them: fetched where it pays, and in nobody's way."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+
+import pytest
+
+from tandem.cache.pieces import piece_names
+from tandem.cache.prefix import block_hashes
+from tandem.protocol.control import Refused
+from tandem.protocol.pieces import PIECE, Fetched, Kept
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import StepPlan, StepResult
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
+
+RANKS = 2
+LONG = [3 + i % 40 for i in range(2 * PIECE + 20)]
+
+
+def make(**changes: object) -> Scheduler:
+    values: dict[str, object] = {
+        "lanes": 2, "max_batch_size": 8, "prefill_chunk": 4096, "kv_tokens": 20_000, "max_context": 4096,
+        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50,
+        "prefix_tokens": 4000, **changes}
+    return Scheduler(Limits(**values))  # type: ignore[arg-type]
+
+
+def names(tokens: list[int]) -> list[bytes]:
+    return piece_names(block_hashes(tokens[:-1]))
+
+
+def request(name: str, tokens: list[int]) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt=tokens, params=SamplingParams(max_tokens=4))
+
+
+def begin(scheduler: Scheduler, *kept: list[bytes] | None) -> None:
+    scheduler.disk.begin(kept, scheduler.waiting, scheduler.prefixes)
+
+
+def fetched(scheduler: Scheduler, key: str, lost: tuple[bytes, ...] = (), seconds: float = 0.1) -> None:
+    for rank in range(RANKS):
+        scheduler.disk.take(Fetched(rank, key, list(lost), seconds), scheduler.prefixes)
+        scheduler.check()
+
+
+def inserted(scheduler: Scheduler) -> dict[str, int]:
+    """Who joins in the next plans, and how much of each is restored."""
+    found: dict[str, int] = {}
+    while (plan := scheduler.next_plan()) is not None:
+        restored = {op.request_id: op.length for op in plan.restores}
+        found.update({op.request_id: restored.get(op.request_id, 0) for op in plan.inserts})
+        scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+        scheduler.check()
+    return found
+
+
+def test_who_waits_for_a_disk_holds_up_nobody() -> None:
+    scheduler = make()
+    begin(scheduler, names(LONG), names(LONG))
+    scheduler.submit(request("long", LONG), seed=1)
+    scheduler.submit(request("short", [1, 2, 3]), seed=1)
+    [order] = scheduler.disk.orders
+    assert order.names == names(LONG)
+    assert inserted(scheduler) == {"short": 0}
+    fetched(scheduler, order.key)
+    assert inserted(scheduler) == {"long": 2 * PIECE}
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_one_rank_without_it_is_enough_to_compute(lost: bool) -> None:
+    scheduler = make()
+    begin(scheduler, names(LONG), names(LONG)[:1] if not lost else names(LONG))
+    scheduler.submit(request("long", LONG), seed=1)
+    [order] = scheduler.disk.orders
+    fetched(scheduler, order.key, tuple(order.names) if lost else ())
+    assert inserted(scheduler) == {"long": 0 if lost else PIECE}
+    assert not scheduler.disk.fetching
+    scheduler.submit(request("again", [*LONG[:300], *LONG]), seed=1)
+    assert scheduler.disk.counts.failures == lost
+
+
+def test_ranks_without_a_disk_and_prompts_for_which_it_does_not_pay() -> None:
+    scheduler = make()
+    begin(scheduler, names(LONG), None)
+    scheduler.submit(request("a", LONG), seed=1)
+    begin(scheduler, names(LONG), names(LONG))
+    scheduler.disk.orders.clear()
+    scheduler.submit(request("b", LONG[:PIECE]), seed=1)  # its last token is computed anyway
+    assert not scheduler.disk.orders
+    slow = make()
+    begin(slow, names(LONG), names(LONG))
+    slow.submit(request("c", LONG), seed=1)
+    fetched(slow, slow.disk.orders.pop().key, seconds=10.0)
+    slow.disk.computing.measure(1000, 1.0)
+    slow.prefixes.shrink(10_000)
+    slow.submit(request("d", LONG), seed=1)
+    assert not slow.disk.orders
+
+
+def test_what_is_in_memory_is_not_fetched_and_what_is_kept_is_written_once() -> None:
+    scheduler = make()
+    begin(scheduler, [], [])
+    scheduler.submit(request("a", LONG), seed=1)
+    plan = scheduler.next_plan()
+    assert plan is not None
+    [store] = plan.stores
+    assert [name for _, name in store.pieces] == names(LONG)
+    scheduler.update(StepResult(plan.step_id, plan.lane, [5]))
+    for rank in range(RANKS):
+        scheduler.disk.take(Kept(rank, names(LONG), 7), scheduler.prefixes)
+    scheduler.submit(request("b", LONG), seed=1)
+    assert not scheduler.disk.orders
+    scheduler.prefixes.shrink(10_000)
+    scheduler.submit(request("c", LONG), seed=1)
+    assert len(scheduler.disk.orders) == 1
+
+
+def test_a_full_prefix_cache_of_what_is_on_its_way_takes_no_more() -> None:
+    scheduler = make(prefix_tokens=2 * PIECE + 64)
+    other = [4 + i % 37 for i in range(2 * PIECE + 20)]
+    begin(scheduler, names(LONG) + names(other), names(LONG) + names(other))
+    scheduler.submit(request("a", LONG), seed=1)
+    scheduler.submit(request("b", other), seed=1)
+    [order] = scheduler.disk.orders
+    assert inserted(scheduler) == {"b": 0}
+    fetched(scheduler, order.key)
+    assert inserted(scheduler) == {"a": 2 * PIECE}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = make(kv_tokens=3000, prefix_tokens=1500, prefill_chunk=200)
+    texts = [[3 + (i * k) % 41 for i in range(rng.randrange(PIECE, 4 * PIECE))] for k in range(1, 6)]
+    kept: list[list[bytes]] = [[], []]
+    begin(scheduler, *kept)
+    live: set[str] = set()
+    plans: deque[StepPlan] = deque()
+    for step in range(3000):
+        if step < 1500 and rng.random() < 0.1:
+            live.add(f"r{step}")
+            scheduler.submit(request(f"r{step}", rng.choice(texts)[:rng.randrange(40, 4 * PIECE)]), seed=1)
+        if live and rng.random() < 0.02:
+            scheduler.abort(name := rng.choice(sorted(live)))
+            live.discard(name)
+        if rng.random() < 0.005:
+            live -= {one.request_id for one in scheduler.restart() if isinstance(one, Refused)}
+            plans.clear()
+            begin(scheduler, *kept)
+        for order in list(scheduler.disk.orders):
+            if rng.random() < 0.5:
+                scheduler.disk.orders.remove(order)
+                for rank in rng.sample(range(RANKS), RANKS):
+                    lost = order.names[-1:] if rng.random() < 0.2 else []
+                    scheduler.disk.take(Fetched(rank, order.key, lost, 0.01), scheduler.prefixes)
+        if rng.random() < 0.02:
+            scheduler.disk.lose_patience()
+        if (plan := scheduler.next_plan()) is not None:
+            plans.append(plan)
+            for store in plan.stores:
+                for rank in range(RANKS):
+                    if rng.random() < 0.9:
+                        kept[rank] += [name for _, name in store.pieces]
+                        scheduler.disk.take(Kept(rank, [name for _, name in store.pieces]), scheduler.prefixes)
+        elif plans:
+            plan = plans.popleft()
+            for message in scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
+                if getattr(message, "finish_reason", None):
+                    live.discard(message.request_id)  # type: ignore[union-attr]
+        scheduler.check()
+    scheduler.disk.lose_patience()
+    for _ in range(5000):
+        while (plan := scheduler.next_plan()) is not None:
+            plans.append(plan)
+        if not plans:
+            break
+        plan = plans.popleft()
+        for message in scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
+            if getattr(message, "finish_reason", None):
+                live.discard(message.request_id)  # type: ignore[union-attr]
+    assert not live
