@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
 from tandem.log import Seldom
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, Kept, StoreOp
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, Stored, StoreOp
 from tandem.runner.piece_files import Layer, PieceFiles, Unusable
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ FULL_S = 60.0
 """Nothing is written for so long after a disk was full."""
 _READ, _WRITE, _END = range(3)
 
-Report = Callable[[Fetched | Kept], None]
+Report = Callable[[Fetched | Stored], None]
 
 
 def takes_part(caches: Sequence[Any]) -> bool:
@@ -67,7 +67,7 @@ class KVDisk:
     def store(self, op: StoreOp, state: Sequence[tuple[mx.array, mx.array]]) -> None:
         """Write pieces of a prefix whose layers have these keys and values, [1, heads, positions, width] each."""
         if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in state):
-            seldom.warning("this model's KV is not divided as its description says, and is not kept on disk")
+            seldom.warning("this model's KV is not divided as its description says; it is not kept on disk")
             return
         for number, name in op.pieces:
             where = slice(number * PIECE, (number + 1) * PIECE)
@@ -128,7 +128,7 @@ class KVDisk:
                 pieces.append(layers)
                 nbytes += size
             except (Unusable, MemoryError) as error:
-                seldom.warning("KV on disk cannot be used, and is computed again: %s", error)
+                seldom.warning("%s; KV on disk that cannot be used is computed again", error)
                 lost = order.names[number:]  # those behind it are of no use, and are kept anew with it
                 break
         self._arrived[order.key] = None if lost else _Arrived(
@@ -143,11 +143,11 @@ class KVDisk:
             if started < self._quiet_until:
                 return
             size = self._files.write(name, [(np.asarray(keys), np.asarray(values)) for keys, values in own], dtype)
-            self._report(Kept(self._rank, [name], size))
+            self._report(Stored(self._rank, [name], size))
             time.sleep(max(size / WRITE_BYTES_S - (time.monotonic() - started), 0.0))
         except OSError as error:
             self._quiet_until = started + FULL_S
-            seldom.warning("KV cannot be kept on disk, and is not for %.0f s: %s", FULL_S, error.strerror or error)
+            seldom.warning("KV cannot be kept on disk: %s; nothing is for %.0f s", error.strerror or error, FULL_S)
         finally:
             with self._lock:
                 self._waiting -= nbytes

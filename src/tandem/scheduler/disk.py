@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.cache.pieces import PieceIndex, piece_names
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, Kept, StoreOp
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, Stored, StoreOp
 from tandem.protocol.step import SnapshotOp
 from tandem.scheduler.sequence import Sequence as Running
 
@@ -100,7 +100,7 @@ class DiskTier:
     def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
         reading takes less time than computing, as far as is known."""
-        if not len(self._pieces) or sequence.request.pooling == "mean" or sequence.suspicion.suspect:
+        if not len(self._pieces) or sequence.whole or sequence.suspicion.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
         names = self._pieces.leading(piece_names(hashes))
@@ -124,7 +124,7 @@ class DiskTier:
             return True
         return tokens / self._reading.tokens_s < gain / self.computing.tokens_s
 
-    def take(self, report: Fetched | Kept, prefixes: PrefixIndex) -> None:
+    def take(self, report: Fetched | Stored, prefixes: PrefixIndex) -> None:
         """What a rank has read or written."""
         if isinstance(report, Fetched):
             self._fetched(report, prefixes)

@@ -220,10 +220,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             self.admitted_tokens += len(sequence.tokens)
             lane.members[sequence.request_id] = sequence
-            # A mean, and what is said of the prompt's tokens, need the hidden states of all positions, of which the
-            # cache keeps the KV alone.
-            whole = sequence.request.pooling == "mean" or sequence.scores
-            hit = None if whole else self.prefixes.lookup(sequence.tokens)
+            hit = None if sequence.whole else self.prefixes.lookup(sequence.tokens)
             if hit is not None:
                 restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(lane.index, hit.length if hit else 0))

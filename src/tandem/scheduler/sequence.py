@@ -73,6 +73,12 @@ class Sequence:
         return self.request.request_id
 
     @property
+    def whole(self) -> bool:
+        """A mean, and what is said of the prompt's tokens, need the hidden states of all positions, of which the prefix
+        cache keeps the KV alone."""
+        return self.request.pooling == "mean" or self.scores
+
+    @property
     def may_be_tried(self) -> bool:
         """It is a suspect, and its turn to run alone may come."""
         return self.suspicion.suspect and (self.rested or not self.suspicion.rests)
