@@ -10,7 +10,7 @@ import pytest
 from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import Refused
-from tandem.protocol.pieces import PIECE, Fetched, Stored
+from tandem.protocol.pieces import PIECE, Fetched, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.limits import Limits
@@ -110,7 +110,7 @@ def test_what_is_in_memory_is_not_fetched_and_what_is_kept_is_written_once() -> 
     assert [name for _, name in store.pieces] == names(LONG)
     scheduler.update(StepResult(plan.step_id, plan.lane, [5]))
     for rank in range(RANKS):
-        scheduler.disk.take(Stored(rank, names(LONG), 7), scheduler.prefixes)
+        scheduler.disk.take(Written(rank, names(LONG), 7), scheduler.prefixes)
     scheduler.submit(request("b", LONG), seed=1)
     assert not scheduler.disk.orders
     scheduler.prefixes.shrink(10_000)
@@ -164,7 +164,7 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
                 for rank in range(RANKS):
                     if rng.random() < 0.9:
                         kept[rank] += [name for _, name in store.pieces]
-                        scheduler.disk.take(Stored(rank, [name for _, name in store.pieces]), scheduler.prefixes)
+                        scheduler.disk.take(Written(rank, [name for _, name in store.pieces]), scheduler.prefixes)
         elif plans:
             plan = plans.popleft()
             for message in scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):

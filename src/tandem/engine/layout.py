@@ -125,7 +125,7 @@ def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
     """Log one line for an option that has no effect in this layout."""
     backend = settings.parallel.backend
     if backend not in ("auto", "any") and max(layout.ranks[0].stage_sizes) == 1:
-        log.warning("--backend %s does nothing here: it joins the ranks of a stage, and each stage has one rank "
+        log.warning("--backend %s does nothing here; it joins the ranks of a stage, and each stage has one rank "
                     "(--tensor-parallel-size gives it more)", backend)
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import Fetch, Fetched, Stored
+from tandem.protocol.pieces import Fetch, Fetched, Written
 from tandem.protocol.step import StepPlan
 
-Report = Stepped | Fetched | Stored
+Report = Stepped | Fetched | Written
 """What ranks tell while they serve."""
 Progress = Callable[[int, int, int, str], None]
 """Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""

@@ -17,7 +17,7 @@ from msgspec import Struct
 from tandem.borders import start_thread
 from tandem.executors.lent_threads import LentThread
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.pieces import Fetch, Fetched, Stored
+from tandem.protocol.pieces import Fetch, Fetched, Written
 from tandem.protocol.step import RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 
@@ -30,7 +30,7 @@ class Loaded(Struct, frozen=True):
     total: int
 
 
-Event = Loaded | Ready | Stepped | Fetched | Stored | Exception
+Event = Loaded | Ready | Stepped | Fetched | Written | Exception
 
 
 class Mailbox:

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from tandem.protocol.events import Event
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
-from tandem.protocol.pieces import Fetch, Fetched, Stored
+from tandem.protocol.pieces import Fetch, Fetched, Written
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
 from tandem.protocol.step import RankStep, StepPlan, StepResult
 
@@ -319,4 +319,4 @@ class Pong(Struct, frozen=True, tag=True):
     """It waits for what another stage sends."""
 
 
-RankMessage = Hello | LoadProgress | Ready | Stepped | Fetched | Stored | Failure | Pong
+RankMessage = Hello | LoadProgress | Ready | Stepped | Fetched | Written | Failure | Pong

@@ -38,7 +38,7 @@ class Fetched(Struct, frozen=True, tag=True):
     nbytes: int = 0
 
 
-class Stored(Struct, frozen=True, tag=True):
+class Written(Struct, frozen=True, tag=True):
     """A rank has written pieces to disk."""
 
     rank: int

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
 from tandem.log import Seldom
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, Stored, StoreOp
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, Written, StoreOp
 from tandem.runner.piece_files import Layer, PieceFiles, Unusable
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ FULL_S = 60.0
 """Nothing is written for so long after a disk was full."""
 _READ, _WRITE, _END = range(3)
 
-Report = Callable[[Fetched | Stored], None]
+Report = Callable[[Fetched | Written], None]
 
 
 def takes_part(caches: Sequence[Any]) -> bool:
@@ -143,7 +143,7 @@ class KVDisk:
             if started < self._quiet_until:
                 return
             size = self._files.write(name, [(np.asarray(keys), np.asarray(values)) for keys, values in own], dtype)
-            self._report(Stored(self._rank, [name], size))
+            self._report(Written(self._rank, [name], size))
             time.sleep(max(size / WRITE_BYTES_S - (time.monotonic() - started), 0.0))
         except OSError as error:
             self._quiet_until = started + FULL_S

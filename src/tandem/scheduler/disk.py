@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.cache.pieces import PieceIndex, piece_names
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, Stored, StoreOp
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, Written, StoreOp
 from tandem.protocol.step import SnapshotOp
 from tandem.scheduler.sequence import Sequence as Running
 
@@ -124,7 +124,7 @@ class DiskTier:
             return True
         return tokens / self._reading.tokens_s < gain / self.computing.tokens_s
 
-    def take(self, report: Fetched | Stored, prefixes: PrefixIndex) -> None:
+    def take(self, report: Fetched | Written, prefixes: PrefixIndex) -> None:
         """What a rank has read or written."""
         if isinstance(report, Fetched):
             self._fetched(report, prefixes)
