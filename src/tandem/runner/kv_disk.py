@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
 from tandem.log import Seldom
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, Written, StoreOp
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Written
 from tandem.runner.piece_files import Layer, PieceFiles, Unusable
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.cache.pieces import PieceIndex, piece_names
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, Written, StoreOp
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Written
 from tandem.protocol.step import SnapshotOp
 from tandem.scheduler.sequence import Sequence as Running
 
