@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.protocol.ranges import RANGES
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, Strict, only_type
 
 _NEEDS = {
@@ -193,5 +194,5 @@ class MessagesRequest(CountRequest):
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
     stream: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    top_p: Annotated[float, Field(**RANGES["top_p"].bounds)] | None = None
+    top_k: Annotated[int, Field(**RANGES["top_k"].bounds)] | None = None

@@ -16,7 +16,7 @@ from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import engine_requests
 from tandem.server.generation.generate import Generation
-from tandem.server.openai.sampling import check_choices, check_prompt_fields, room, sampling_params
+from tandem.server.openai.sampling import room, sampling_params
 from tandem.server.openai.schemas import ChatRequest
 from tandem.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ _RESERVED = frozenset(
 
 async def prepare_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, Tokenizer, EngineStatus]:
     """What the request comes to, for a model that is loaded. Raises RequestError."""
-    check_choices(served, fields.n or 1)
+    fields.check(most_choices=served.settings.server.max_choices)
     texts = await RequestTexts.of(http, served)
     variables = _template_kwargs(fields)
     note_ignored(http, *add_thinking(wish_of(fields), texts.tokenizer, variables))
@@ -41,7 +41,6 @@ async def start_chat(
 
     With `clip` an output limit beyond the context is no error. Raises RequestError.
     """
-    check_prompt_fields(fields)
     plan, tokenizer, status = await prepare_chat(http, served, fields)
     max_tokens = room(plan.prompt, _asked_tokens(fields), served, status, param="messages", clip=clip)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None

@@ -16,33 +16,12 @@ Number = TypeVar("Number", int, float)
 _SEED_MASK = 2**64 - 1
 
 
-def check_choices(served: Served, n: int, prompts: int = 1) -> None:
-    """Raises RequestError when one request would run more sequences than the server allows."""
-    limit = served.settings.server.max_choices
-    if prompts > limit:
-        raise RequestError(f"At most {limit} prompts in one request, not {prompts}.", param="prompt")
-    if n * prompts > limit:
-        times = f" for each of {prompts} prompts" if prompts > 1 else ""
-        raise RequestError(f"At most {limit} choices in one request, not {n}{times}.", param="n", code="invalid_value")
-
-
 def check_token_ids(tokens: Collection[int], vocab_size: int, param: str) -> None:
     """Raises RequestError when an id is not in the vocabulary."""
     for token in (min(tokens), max(tokens)) if tokens else ():
         if not 0 <= token < vocab_size:
             message = f"Invalid '{param}': token id {token} is not in the vocabulary (0 to {vocab_size - 1})."
             raise RequestError(message, param=param, code="invalid_value")
-
-
-def check_prompt_fields(fields: SamplingFields, *, echo: bool = False) -> None:
-    """Raises RequestError when nothing would come of a request, or log probabilities of its prompt in a stream."""
-    if fields.max_tokens == 0 and fields.prompt_logprobs is None and not echo:
-        message = ("'max_tokens' is 0; it must be at least 1, but where the prompt itself is asked for, with "
-                   "'prompt_logprobs' (or, of /v1/completions, with 'echo').")
-        raise RequestError(message, param="max_tokens", code="invalid_value")
-    if fields.stream and fields.prompt_logprobs is not None:
-        message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
-        raise RequestError(message, param="prompt_logprobs", code="invalid_value")
 
 
 def room(

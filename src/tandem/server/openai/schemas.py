@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.errors import RequestError
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
 from tandem.server.openai.messages import (
     NAMED_FORM,
@@ -111,7 +112,7 @@ class SamplingFields(Strict):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0 is for requests about the prompt alone (`check_prompt_fields`)."""
+    """0 is for requests about the prompt alone (`check`)."""
     min_tokens: Annotated[int, Field(**RANGES["min_tokens"].bounds)] | None = None
     temperature: Annotated[float, Field(**RANGES["temperature"].bounds)] | None = None
     top_p: Annotated[float, Field(**RANGES["top_p"].bounds)] | None = None
@@ -146,6 +147,25 @@ class SamplingFields(Strict):
             context = {"limit": MAX_STOPS, "count": len(stops)}
             raise PydanticCustomError("too_many_stops", "at most {limit} stop strings, not {count}", context)
         return stops
+
+    def check(self, *, most_choices: int, prompts: int = 1, echo: bool = False) -> None:
+        """Raises RequestError for more sequences than the server allows in one request, when nothing would come of it,
+        and for log probabilities of its prompt in a stream."""
+        n = self.n or 1
+        if prompts > most_choices:
+            message = f"At most {most_choices} prompts in one request, not {prompts}."
+            raise RequestError(message, param="prompt")
+        if n * prompts > most_choices:
+            times = f" for each of {prompts} prompts" if prompts > 1 else ""
+            message = f"At most {most_choices} choices in one request, not {n}{times}."
+            raise RequestError(message, param="n", code="invalid_value")
+        if self.max_tokens == 0 and self.prompt_logprobs is None and not echo:
+            message = ("'max_tokens' is 0; it must be at least 1, but where the prompt itself is asked for, with "
+                       "'prompt_logprobs' (or, of /v1/completions, with 'echo').")
+            raise RequestError(message, param="max_tokens", code="invalid_value")
+        if self.stream and self.prompt_logprobs is not None:
+            message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
+            raise RequestError(message, param="prompt_logprobs", code="invalid_value")
 
     @property
     def include_usage(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from tandem.protocol.ranges import RANGES
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, FunctionSpec, Strict, at_most, only_type
 from tandem.server.openai.schemas import Effort, StreamOptions
 
@@ -162,8 +163,8 @@ class ResponsesRequest(Strict):
     model: str | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    temperature: Annotated[float, Field(**RANGES["temperature"].bounds)] | None = None
+    top_p: Annotated[float, Field(**RANGES["top_p"].bounds)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     tools: Annotated[list[Function], Field(max_length=128, fail_fast=True)] | None = None
