@@ -100,6 +100,14 @@ def test_a_check_in_which_somebody_presses_ctrl_c_was_not_begun(made: list[str],
         ("digests", "ok", 1), ("fence", "ok", 1)]
 
 
+def test_a_mac_is_awake_before_the_first_check(made: list[str], monkeypatch: pytest.MonkeyPatch,
+                                               tmp_path: Path) -> None:
+    held: list[list[str]] = []
+    monkeypatch.setattr(command, "keep_awake", lambda: held.append(list(made)))
+    assert main(["firstlight", "--model", str(model_at(tmp_path / "m")), "--only", "digests"]) == 0
+    assert (held, made) == ([[]], ["digests"])
+
+
 def test_two_at_once_are_refused(made: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "state" / "firstlight"
     directory.mkdir(parents=True)

@@ -29,6 +29,7 @@ from tandem.firstlight.facts import facts
 from tandem.firstlight.journal import Journal
 from tandem.firstlight.report import Report, make_report, page
 from tandem.launchers.hostfile import Hostfile, read_hostfile
+from tandem.system.awake import keep_awake
 from tandem.system.identity import boot_id
 from tandem.version import __version__
 
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
                               "(TANDEM_STATE_DIR for that of the runs)")
     try:
         with _alone(directory):
+            keep_awake()  # nobody may touch the machine for all these minutes
             return _run(arguments, only, output, file, task, name)
     except OSError as error:
         raise ConfigError(f"{directory}: cannot be written: {error.strerror or error}; make room, or name another "
