@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -137,3 +139,15 @@ def test_a_model_with_windows_is_served_without(tmp_path):
         status = ask(llm, lambda engine: engine.status())
     assert status.kv_disk.startswith("off: ")
     assert not files(tmp_path)
+
+
+@pytest.mark.slow
+def test_after_a_fault_a_long_prompt_is_read_and_not_computed(serve, expected, tmp_path):
+    with serve("pp2") as llm:
+        assert answers(llm, expected) == 0
+        wait(lambda: len(files(tmp_path)) == 4)
+        for rank in (0, 1):
+            os.kill(ask(llm, lambda engine, rank=rank: engine.executor.pids[rank]), signal.SIGKILL)
+            assert answers(llm, expected) == 2 * PIECE
+        assert ask(llm, lambda engine: engine.restarts) == 2
+        assert ask(llm, lambda engine: engine.scheduler.disk.counts.hit_tokens) == 4 * PIECE
