@@ -44,6 +44,11 @@ class Cluster(msgspec.Struct, frozen=True):
     here: str
     """This machine's address in the cluster."""
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of all nodes."""
+        return sorted({node.address for node in self.nodes})
+
     def total(self, key: str) -> float:
         """How many there are of a resource."""
         return sum(node.resources.get(key, 0.0) for node in self.nodes)
@@ -61,8 +66,8 @@ class Cluster(msgspec.Struct, frozen=True):
     def require(self, needed: int, mine: str, *, joined: bool = False) -> None:
         """Raise UsageError at once where vLLM would wait half an hour: for devices, or for a node that is not there.
 
-        `mine` is what vLLM takes for this machine's address; loopback means `here`. `joined`: this process made the
-        cluster or joined it by `ray.init`.
+        `mine` is what vLLM takes for this machine's address. `joined`: this process made the cluster or joined it by
+        `ray.init`.
         """
         key = self.device_key
         if (there := self.total(key)) < needed:
@@ -71,9 +76,8 @@ class Cluster(msgspec.Struct, frozen=True):
                 f"the layout needs {needed} of the Ray resource {RESOURCE!r} (or, where no node has it, {GPU!r}), and "
                 f"the cluster has {there:g} of {key!r}: {remedy}start each node with ray start ... "
                 f"--resources='{{\"{RESOURCE}\": 1}}'")
-        known = {node.address for node in self.nodes}
-        if mine not in known and not is_loopback(mine):
-            raise UsageError(f"vLLM resolves this machine to {mine}, and Ray knows {', '.join(sorted(known))}: set "
+        if mine not in self.addresses:
+            raise UsageError(f"vLLM resolves this machine to {mine}, and Ray knows {', '.join(self.addresses)}: set "
                              f"VLLM_HOST_IP={self.here}, or give ray start --node-ip-address={mine}")
 
 
@@ -82,7 +86,7 @@ class Cluster(msgspec.Struct, frozen=True):
         node = next((node for node in self.nodes if node.address == address), None)
         if node is None:
             raise UsageError(f"--data-parallel-address {address}: no node of the Ray cluster has it; there is "
-                             f"{', '.join(sorted(node.address for node in self.nodes))}")
+                             f"{', '.join(self.addresses)}")
         if count > (there := int(node.resources.get(self.device_key, 0))):
             raise UsageError(f"--data-parallel-size-local {count}: the node {address} has {there} of "
                              f"{self.device_key!r}, one for each replica; give --data-parallel-size-local {there}"
@@ -151,10 +155,11 @@ def check_start(parallel: Any, mine: str) -> None:
         set_variables({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"})
     if cluster is None:
         return
-    cluster.require(parallel.world_size * parallel.data_parallel_size, mine, joined=joined)
-    if is_loopback(mine):
-        log.info("%s means %s, this machine's address in the Ray cluster", mine, cluster.here)
+    if mine not in cluster.addresses and (joined or is_loopback(mine) or variable("VLLM_HOST_IP") is None):
+        log.info("VLLM_HOST_IP=%s: this machine's address in the Ray cluster, in place of %s", cluster.here, mine)
         set_variables({"VLLM_HOST_IP": cluster.here})
+        mine = cluster.here
+    cluster.require(parallel.world_size * parallel.data_parallel_size, mine, joined=joined)
     if parallel.data_parallel_size > 1 and parallel.data_parallel_backend == "ray":
         if is_loopback(parallel.data_parallel_master_ip):
             parallel.data_parallel_master_ip = cluster.here
