@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tandem.cli.main import main
 from tandem.config.options import options
 from tandem.version import __version__
 
@@ -44,6 +45,12 @@ def test_a_reader_who_leaves_early_hears_no_complaint(words):
         os.close(writer)
     assert done.stderr == ""
     assert done.returncode in (0, 141), "argparse takes no notice"
+
+
+def test_the_home_of_somebody_who_is_not_there(capsys):
+    for words in (["firstlight", "--output", "~nobody-here/x.md"], ["doctor", "--hostfile", "~nobody-here/hosts.json"]):
+        assert main(words) == 2
+        assert "whom the system does not know: write it out" in capsys.readouterr().err
 
 
 def test_without_a_command():

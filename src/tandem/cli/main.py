@@ -357,6 +357,11 @@ def _command(argv: Sequence[str] | None) -> int:
     except OSError as error:
         logging.getLogger("tandem").debug("%s", error, exc_info=True)
         return fail(str(error))
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # pathlib's, of ~ and ~NAME
+            raise
+        return fail("a path begins with the home directory of a user whom the system does not know: write it out, or "
+                    "set HOME")
     except KeyboardInterrupt:
         return 130
 
