@@ -244,7 +244,8 @@ def _discovery(arguments: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("zeroconf", "spake2"):
             raise
-        return fail(f"`tandem {arguments.command}` needs the package {error.name}: pip install 'mlx-tandem[agent]'")
+        return fail(f"`tandem {arguments.command}` needs the package {error.name}: pip install 'mlx-tandem[agent]', "
+                    "or '.[agent]' in a checkout")
     return agent.run(arguments) if arguments.command == "agent" else hosts.run(arguments)
 
 

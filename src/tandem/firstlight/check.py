@@ -79,7 +79,7 @@ class Check:
     deadline_s: float
     """Seconds after which its process is killed: many times what it takes, since a machine may be busy."""
     public: bool = False
-    """README's table has it; docs/firstlight.md has them all."""
+    """The table of docs/where.md has it; docs/firstlight.md has them all."""
     hosts: bool = False
     """It needs a hosts file."""
     risky: bool = False

@@ -58,7 +58,7 @@ def make_report(outcomes: Sequence[Outcome], *, wanted: int, date: str, facts: F
 
 
 def platform_of(facts: Figures) -> str:
-    """The column of README's table that these facts belong to."""
+    """The column of docs/where.md that these facts belong to."""
     system = "macOS" if str(facts.get("system", "")).startswith("Darwin") else str(facts.get("system", "?")).split()[0]
     if not facts.get("gpu"):
         return f"{system}, CPU"

@@ -68,7 +68,8 @@ def ray_variables() -> dict[str, str | None]:
 
 def _check_installed() -> None:
     if importlib.util.find_spec("ray") is None:
-        raise UsageError("Ray is needed on every machine: pip install 'mlx-tandem[ray]'", param="launcher")
+        raise UsageError("Ray is needed on every machine: pip install 'mlx-tandem[ray]', or '.[ray]' in a "
+                         "checkout", param="launcher")
 
 
 class RayDriver:

@@ -1,0 +1,78 @@
+"""What README says of itself and of models, and that links of all pages lead somewhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pages.commands import PAGES, ROOT, name_of
+from tandem.cli.main import main
+from tandem.planner.presets import presets
+
+README = ROOT / "README.md"
+GROUPS = ("Use it", "Several machines", "Operate it")
+
+pytestmark = pytest.mark.skipif(not README.is_file(), reason="only in a checkout")
+
+
+def advice() -> list[tuple[int, str, str]]:
+    """Machines, memory of each and model, of the table of models that fit."""
+    if not README.is_file():
+        return []
+    found = []
+    for memory, names in re.findall(r"^\| ([^|]*GB[^|]*) \| ([^|]*) \|$", README.read_text(), re.MULTILINE):
+        for count, size in re.findall(r"(?:(\d) x )?(\d+) GB", memory):
+            found += [(int(count or 1), f"{size}GB", name) for name in names.split(", ")]
+    return found
+
+
+def test_the_table_has_models_for_one_machine_and_for_two() -> None:
+    assert len(advice()) > 12 and {count for count, _, _ in advice()} == {1, 2}
+
+
+@pytest.mark.parametrize(("count", "memory", "name"), advice())
+def test_a_model_of_the_table_fits(count: int, memory: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (model,) = [one for one in presets() if one.endswith(f"/{name}")]
+    quant = [] if name.startswith("gpt-oss") else ["--quant", "4bit"]  # published at 4 bits
+    hosts = [f"h{index}={memory}:m3-ultra" for index in range(count)]
+    layout = "single" if count == 1 else f"pp={count}"
+    assert main(["plan", model, *quant, "--hosts", *hosts, "--layout", layout, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+def test_every_page_stands_in_one_of_three_groups() -> None:
+    text = README.read_text()
+    parts = re.split(r"^\*\*(.+?)\*\*", text[text.index("## More"):], flags=re.MULTILINE)
+    groups = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert list(groups)[:3] == list(GROUPS)
+    linked = {name for group in groups.values() for name in re.findall(r"\]\(docs/([\w-]+\.md)", group)}
+    assert {page.name for page in PAGES if page.parent.name == "docs"} <= linked
+
+
+def test_the_picture_is_there_in_light_and_dark() -> None:
+    text = README.read_text()
+    for name in ("docs/images/tandem-light.svg", "docs/images/tandem-dark.svg"):
+        assert name in text
+        assert (ROOT / name).stat().st_size < 20_000
+        root = ElementTree.parse(ROOT / name).getroot()
+        assert root.find("{http://www.w3.org/2000/svg}title") is not None
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may have behind `#`."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^( *)```.*?^\1```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target, anchor in re.findall(r"\]\((?!https?:|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        if anchor:
+            assert anchor in anchors(there), f"{target}#{anchor}"
