@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,3 +60,20 @@ def test_kinds_without_end_take_no_memory_without_end(caplog: pytest.LogCaptureF
     for number in range(1000):
         seldom.log(logging.WARNING, "a line", kind=str(number))
     assert len(seldom._seen) < 100
+
+
+def test_on_a_terminal_a_line_begins_where_a_live_line_of_another_process_stood(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
+    before = logging.getLogger(log.ROOT).level
+    try:
+        log.set_up()
+        logging.getLogger(f"{log.ROOT}.test").warning("mind the gap")
+    finally:
+        monkeypatch.undo()
+        log.set_up("WARNING")
+        logging.getLogger(log.ROOT).setLevel(before)
+    assert terminal.getvalue().startswith(log.ERASE_LINE)
+    assert "mind the gap" in terminal.getvalue()

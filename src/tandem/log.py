@@ -17,6 +17,7 @@ ROOT = "tandem"
 """Name of the logger above all of ours."""
 
 
+ERASE_LINE = "\r\x1b[2K"
 SELDOM_S = 60.0
 """Seconds between two lines about the same thing that anybody can bring about as often as he likes."""
 _MOST_KINDS = 64
@@ -64,6 +65,14 @@ class _Prefix(logging.Filter):
         return True
 
 
+class _TerminalHandler(RichHandler):
+    """Begins a line of its own: another process may have left a live one (cli/startup.py) without an end."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.console.file.write(ERASE_LINE)
+        super().emit(record)
+
+
 _prefix = _Prefix()
 
 
@@ -74,7 +83,7 @@ def set_up(level: str = "INFO", *, prefix: str = "") -> None:
     """
     handler: logging.Handler
     if sys.stderr.isatty():
-        handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
+        handler = _TerminalHandler(console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
         handler.setFormatter(logging.Formatter("%(prefix)s%(message)s", datefmt="%H:%M:%S"))
     else:
         handler = logging.StreamHandler(sys.stderr)
