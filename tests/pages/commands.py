@@ -161,7 +161,7 @@ class Shell:
         while (ready := READY.search(log.read_text())) is None:
             assert self._server.poll() is None and time.monotonic() < deadline, f"{text}\n{log.read_text()}"
             time.sleep(0.05)
-        self._address = ready[1]
+        self._address = ready[1].replace("//0.0.0.0:", "//127.0.0.1:")
         return log.read_text()
 
     def _watch(self, words: list[str]) -> str:
@@ -180,7 +180,7 @@ class Shell:
 
     def _end(self) -> None:
         server, self._server, self._address = self._server, None, ""
-        if server is not None:
+        if server is not None and server.poll() is None:
             os.killpg(server.pid, signal.SIGINT)
             try:
                 assert server.wait(PATIENCE_S) in (0, 130, -signal.SIGINT)

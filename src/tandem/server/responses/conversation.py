@@ -93,7 +93,7 @@ async def keep(http: Request, raw: bytes, answer: Answering) -> None:
                       request_digest(background.ROUTE, raw), background.ROUTE, float(answer.created), 0)
         await jobs.keep(entry, raw, answer.last_event())
     except UnavailableError as error:
-        logger.warning("a response could not be stored: %s", error.message)
+        logger.warning("a response could not be stored: %s; it says so, and cannot be gone on from", error.message)
         answer.stored = False
 
 
