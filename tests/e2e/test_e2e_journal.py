@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import threading
@@ -112,12 +113,54 @@ def asking(url: str) -> OpenAI:
 
 def test_the_death_of_the_api_alone_costs_a_pause(tmp_path: Path) -> None:
     with serving(tiny_model(tmp_path / "model"), tmp_path / "journal") as (url, server):
+        no_line_of_a_batch_is_lost_or_answered_twice(url, server, tmp_path / "journal" / "files")
         accepted = httpx.post(f"{url}/v1/completions", json=BODY, headers={"prefer": "respond-async"}, timeout=240)
         name = accepted.json()["id"]
         api = api_of(server)
         api.kill()
         wait_until(lambda: _status(url, name) == "completed")
         assert not api.is_running()
+
+
+def no_line_of_a_batch_is_lost_or_answered_twice(url: str, server: psutil.Process, files: Path) -> None:
+    """The api is killed again and again while it works on two batches."""
+    body = {"prompt": "go on", "max_tokens": 12, "temperature": 1.0, "ignore_eos": True}
+    lines = [{"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+             for number in range(60)]
+    sent = "\n".join(map(json.dumps, lines)).encode()
+    with asking(url) as client:
+        file = client.files.create(file=("in.jsonl", sent), purpose="batch")
+        begun = [client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+                 for _ in range(2)]
+        kept = client.responses.create(input="hi", store=True, max_output_tokens=4)
+
+    def answered() -> int:
+        return sum(path.read_bytes().count(b"\n") for path in [*files.glob("batch_*.output"), *files.glob("*.data")])
+
+    before = answered()
+    for _ in range(2):
+        wait_until(lambda before=before: answered() >= min(before + 10, 120))
+        before = answered()
+        api_of(server).kill()
+        wait_until(lambda: _healthy(url))
+    with asking(url) as client:
+        for batch in begun:
+            wait_until(lambda batch=batch: client.batches.retrieve(batch.id).status == "completed")
+            done = client.batches.retrieve(batch.id)
+            assert done.request_counts is not None and done.request_counts.completed == 60
+            assert done.output_file_id is not None and done.error_file_id is None
+            answers = client.files.content(done.output_file_id).text.splitlines()
+            ids = [json.loads(line)["custom_id"] for line in answers]
+            assert sorted(ids, key=int) == [str(number) for number in range(60)]
+        later = client.responses.create(input="and", previous_response_id=kept.id, max_output_tokens=4)
+        assert len(list(client.responses.input_items.list(kept.id))) == 1 and later.previous_response_id == kept.id
+
+
+def _healthy(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health/ready", timeout=240).status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def _status(url: str, name: str) -> str | None:

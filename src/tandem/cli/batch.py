@@ -22,21 +22,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tandem.borders import start_thread
 from tandem.cli.address import api_key, server_url
 from tandem.errors import UsageError
+from tandem.server.batches.lines import Line, parse_line
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
 """Statuses that are no answer: another time, or with another key, the same request may succeed."""
 LONGEST_WAIT_S = 30.0
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Line:
-    """One request of the file."""
-
-    custom_id: str
-    url: str
-    body: Json
 
 
 @dataclass(frozen=True)
@@ -88,32 +80,15 @@ def read_requests(path: Path) -> list[Line]:
         if not text.strip():
             continue
         try:
-            line = _request(json.loads(text))
+            line = parse_line(text)
             if line.custom_id in lines:
                 raise ValueError(f"custom_id '{line.custom_id}' is there twice")
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             raise UsageError(f"{path}, line {number}: {error}", param="input") from None
         lines[line.custom_id] = line
     if not lines:
         raise UsageError(f"{path}: there are no requests in it", param="input")
     return list(lines.values())
-
-
-def _request(data: Any) -> Line:
-    if not isinstance(data, dict):
-        raise ValueError("a request is a JSON object")
-    custom_id, url, body = data.get("custom_id"), data.get("url"), data.get("body")
-    if not isinstance(custom_id, str) or not custom_id:
-        raise ValueError("'custom_id' must be a text")
-    if data.get("method", "POST") != "POST":
-        raise ValueError("'method' must be POST")
-    if not isinstance(url, str) or not url.startswith("/v1/") or not (url.isascii() and url.isprintable()):
-        raise ValueError("'url' must be a path such as /v1/chat/completions")
-    if " " in url or not isinstance(body, dict):
-        raise ValueError("'body' must be a JSON object, and 'url' without spaces")
-    if body.get("stream"):
-        raise ValueError("'stream' has no place in a batch")
-    return Line(custom_id, url, body)
 
 
 def answered(path: Path, known: set[str]) -> set[str]:
@@ -186,7 +161,7 @@ def _post(server: Server, line: Line) -> tuple[int, Any, bytes]:
     headers = {"content-type": "application/json"}
     if server.key:
         headers["authorization"] = f"Bearer {server.key}"
-    request = urllib.request.Request(server.url + line.url, json.dumps(line.body).encode(), headers)
+    request = urllib.request.Request(server.url + line.url, line.body, headers)
     try:
         with _OPENER.open(request, timeout=server.timeout_s) as response:
             return response.status, response.headers, response.read()

@@ -259,6 +259,10 @@ class ServerSettings:
     journal_max_gb: float = 4.0
     """GiB from which on the journal drops its oldest answers before that time, but for those with an
     Idempotency-Key."""
+    max_file_mb: float = 200.0
+    """Largest file for a batch, in MiB."""
+    files_max_gb: float = 4.0
+    """GiB that files and results of batches may take together; the next file is refused."""
     log_requests: bool = False
     """Log one line per request (never prompts or answers)."""
 

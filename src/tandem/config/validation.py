@@ -66,6 +66,8 @@ _RANGES: dict[str, tuple[float, float]] = {
     "tokens_per_minute": (1, MOST),
     "journal_keep_hours": _POSITIVE,
     "journal_max_gb": _POSITIVE,
+    "max_file_mb": _POSITIVE,
+    "files_max_gb": _POSITIVE,
     "drain_timeout": (0.0, math.inf),
     "unload_after": _POSITIVE,
     "max_loaded": _AT_LEAST_ONE,

@@ -16,6 +16,8 @@ from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
 from tandem.server.anthropic import routes as anthropic
+from tandem.server.batches import routes as batch_routes
+from tandem.server.batches.runner import Batches
 from tandem.server.body import refuse_query
 from tandem.server.context import Api
 from tandem.server.engines.protocol import Engines
@@ -47,6 +49,7 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
     """
     api = Api(settings, client, api_keys(settings))
     jobs = Jobs(api) if settings.server.journal is not None else None
+    batches = Batches(api, jobs) if jobs is not None else None
     app = TandemApp(
         title="Tandem",
         version=__version__,
@@ -55,9 +58,9 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
         redirect_slashes=False,
         lifespan=_lifespan,
     )
-    app.state.api, app.state.jobs = api, jobs
-    for module in (anthropic, chat, completions, embeddings, events, info, models, page, plan, requests, responses,
-                   tokens):
+    app.state.api, app.state.jobs, app.state.batches = api, jobs, batches
+    for module in (anthropic, batch_routes, chat, completions, embeddings, events, info, models, page, plan, requests,
+                   responses, tokens):
         app.include_router(module.router)
     add_handlers(app)
     app.add_exception_handler(RequestValidationError, refuse_query)
@@ -82,8 +85,10 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     api: Api = app.state.api
     jobs: Jobs | None = app.state.jobs
     await api.client.start()
-    if jobs is not None:
+    batches: Batches | None = app.state.batches
+    if jobs is not None and batches is not None:
         await jobs.start()
+        await batches.start()
     # Where there are several models, each gets its tokenizer when it is loaded.
     preload = [start_task(_preload(api), name="tokenizer-preload")] if api.residents is None else []
     try:
@@ -94,7 +99,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
             task.cancel()
         await asyncio.gather(*preload, return_exceptions=True)
         api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
-        if jobs is not None:
+        if jobs is not None and batches is not None:
+            await batches.close()
             await jobs.close()
         await api.workers.close()
         await api.client.close()

@@ -81,7 +81,7 @@ class Gate:
         if not self._digests:
             if not free:
                 self._origins.check(headers)
-                check_content_type(scope["method"], headers)
+                check_content_type(scope["method"], headers, scope["path"])
             return
         presented = _presented_key(headers)
         known = False
@@ -92,7 +92,7 @@ class Gate:
             scope["tandem.group"] = key_group(presented)
         scope["tandem.trusted"] = known
         if known or free:
-            check_content_type(scope["method"], headers)
+            check_content_type(scope["method"], headers, scope["path"])
             return
         what = "No API key given" if presented is None else "Incorrect API key provided"
         message = f"{what}; send it as 'Authorization: Bearer <key>' or 'x-api-key: <key>'."

@@ -9,21 +9,21 @@ from fastapi import Request
 from tandem.errors import NotFoundError, RequestError
 
 Json = dict[str, Any]
-MOST_ON_PAGE = 100
 
 
-def page(items: list[Json], http: Request, *, newest_first: bool) -> Json:
+def page(items: list[Json], http: Request, *, newest_first: bool, most: int = 100,
+         usual: int = 20) -> Json:
     """Items that stand in the order of their making as a page of OpenAI's lists: `order`, `limit`, `after`.
 
     Raises RequestError naming the parameter at fault.
     """
     query = http.query_params
-    order, limit = query.get("order") or ("desc" if newest_first else "asc"), query.get("limit", "20")
+    order, limit = query.get("order") or ("desc" if newest_first else "asc"), query.get("limit", str(usual))
     if order not in ("asc", "desc"):
         raise RequestError(f"Invalid 'order': '{order[:40]}' is neither 'asc' nor 'desc'.", param="order",
                            code="invalid_value")
-    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_ON_PAGE and len(limit) < 9):
-        raise RequestError(f"Invalid 'limit': '{limit[:40]}' is not a number from 1 to {MOST_ON_PAGE}.", param="limit",
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= most and len(limit) < 9):
+        raise RequestError(f"Invalid 'limit': '{limit[:40]}' is not a number from 1 to {most}.", param="limit",
                            code="invalid_value")
     if order == "desc":
         items = items[::-1]

@@ -21,6 +21,7 @@ PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan", "
 many routers give, are delegated to nobody)."""
 PORTS = {"http": 80, "https": 443}
 WEB = tuple(PORTS)
+UPLOAD, UPLOAD_PATH = "multipart/form-data", "/v1/files"
 FORM = "application/x-www-form-urlencoded"
 
 
@@ -61,9 +62,9 @@ class Origins:
         return host is not None and (name, port) == _split(f"{scheme}://{host.lower()}")
 
 
-def check_content_type(method: str, headers: Headers) -> None:
+def check_content_type(method: str, headers: Headers, path: str = "") -> None:
     """Bodies must be JSON, not compressed, and say so: a page may send anything else anywhere without asking. Raises
-    RequestError: 415.
+    RequestError: 415. Files come as forms; which pages may send them is for `Origins` or the key to say.
 
     What `curl -d` says when it is told nothing is let pass, unless it comes from a page; so is silence.
     """
@@ -79,6 +80,8 @@ def check_content_type(method: str, headers: Headers) -> None:
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
     if headers.get("content-length", "0") == "0" and "transfer-encoding" not in headers:
+        return
+    if kind == UPLOAD and path == UPLOAD_PATH:
         return
     if kind == FORM and "origin" not in headers:
         return

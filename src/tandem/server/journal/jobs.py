@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, cast
 
 from fastapi import Request
-from msgspec import Struct
 from msgspec.structs import replace
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp
 
 from tandem.borders import start_task
 from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.server.context import Api
 from tandem.server.engines.residents import LOAD_FAILED
-from tandem.server.failures import error_response, internal_error
+from tandem.server.failures import internal_error
 from tandem.server.ids import new_id
+from tandem.server.journal.calls import StoredReply, call, reply_of
 from tandem.server.journal.event_log import EventLog
 from tandem.server.journal.journal import Entry, Journal
 from tandem.server.journal.writer import Writer
@@ -40,14 +40,6 @@ EVERY_S = 1.0
 CANCELLED = "request_cancelled"
 """Code of the error that a cancelled request ends with."""
 _TRANSIENT = (429, 503)
-
-
-class StoredReply(Struct, frozen=True):
-    """An HTTP response with a JSON body."""
-
-    status: int
-    body: bytes
-    headers: tuple[tuple[bytes, bytes], ...] = ()
 
 
 @dataclass(eq=False)
@@ -247,35 +239,9 @@ class Jobs:
         """The routes' response to the request. Raises whatever they raise."""
         body = await self._writer.run(self._journal.request, job.entry)
         assert self.app is not None
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-        response: list[Message] = []
-
-        async def receive() -> Message:
-            if messages:
-                return messages.pop()
-            await job.cancelled.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message: Message) -> None:
-            response.append(message)
-
-        scope = self._scope(job, len(body))
-        del body  # it may be large, and the answer may take long
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self._api.release(scope)
-        whole = b"".join(message.get("body", b"") for message in response)
-        return StoredReply(response[0]["status"], whole, tuple(response[0]["headers"]))
-
-    def _scope(self, job: Job, length: int) -> Scope:
-        route = job.entry.route
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
-        return {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1",
-                "method": "POST", "scheme": "http", "path": route, "raw_path": route.encode(), "root_path": "",
-                "query_string": b"", "headers": headers, "client": None, "server": None, "app": self.root, "state": {},
-                "tandem.group": job.entry.group, "tandem.trusted": True, "tandem.job": job,
-                "tandem.seed": job.entry.id}
+        entry = job.entry
+        more = {"tandem.job": job, "tandem.seed": entry.id}
+        return await call(self._api, self.app, self.root, entry.route, body, entry.group, job.cancelled, more)
 
 
 def get_jobs(http: Request) -> Jobs | None:
@@ -292,9 +258,3 @@ def _cancelled() -> RequestError:
 def request_digest(route: str, body: bytes) -> bytes:
     """What tells two requests apart."""
     return hashlib.blake2b(body, digest_size=16, key=route.encode()).digest()
-
-
-def reply_of(error: RequestError) -> StoredReply:
-    """An error as the server answers it."""
-    response = error_response(error)
-    return StoredReply(response.status_code, bytes(response.body), tuple(response.raw_headers))

@@ -1,0 +1,155 @@
+"""Files of clients, in a directory of the journal: what they sent, and results of batches. For one event loop.
+
+A file is two, `ID.json` and `ID.data`; one without the other is nothing. Ids are made here, and names that clients give
+are never part of a path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import BinaryIO, TypeVar
+
+import msgspec
+from msgspec import Struct
+
+from tandem.errors import ConfigError, RequestError, UnavailableError
+from tandem.server.ids import new_id
+
+KEEP_S = 30 * 86400.0
+"""Seconds for which a file is kept unless it says otherwise, as OpenAI has it."""
+MOST_FILES = 1000
+"""Of one client."""
+Record = TypeVar("Record", bound=Struct)
+
+
+class File(Struct, kw_only=True):
+    """What is known of a file beside its bytes."""
+
+    id: str
+    owner: str
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: float
+    expires_at: float
+
+    def shown(self) -> dict[str, object]:
+        """As OpenAI's file object."""
+        return {"id": self.id, "object": "file", "bytes": self.bytes, "created_at": int(self.created_at),
+                "expires_at": int(self.expires_at), "filename": self.filename, "purpose": self.purpose,
+                "status": "processed", "status_details": None}
+
+
+def disk_error(error: OSError) -> RequestError:
+    """What a client hears of a disk that does not take a file."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    why = "the disk is full" if full else f"the disk fails ({error.strerror})"
+    return UnavailableError(f"The file cannot be kept: {why}. Try again later.", retry_after=30.0,
+                            code="disk_full" if full else "disk_error")
+
+
+def write_record(path: Path, record: Struct, *, sync: bool) -> None:
+    """Replace a record in one piece. Raises OSError."""
+    temporary = path.with_suffix(".tmp")
+    with open_private(temporary, "wb") as out:
+        out.write(msgspec.json.encode(record))
+        out.flush()
+        if sync:
+            os.fsync(out.fileno())
+    os.replace(temporary, path)
+
+
+def open_private(path: Path, mode: str) -> BinaryIO:
+    """Open a file that nobody else may read. Raises OSError."""
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_CLOEXEC, 0o600)
+
+    return open(path, mode, opener=opener)  # type: ignore[return-value]
+
+
+def read_records(directory: Path, pattern: str, kind: type[Record]) -> list[Record]:
+    """All whole records of a kind. Raises OSError."""
+    found = []
+    for path in directory.glob(pattern):
+        with contextlib.suppress(msgspec.DecodeError):
+            found.append(msgspec.json.decode(path.read_bytes(), type=kind))
+    return found
+
+
+class Files:
+    """All files of all clients."""
+
+    def __init__(self, directory: Path, *, max_bytes: float, sync: bool) -> None:
+        """Raises ConfigError when the directory cannot be used."""
+        self.directory = directory
+        self.sync = sync
+        self.thread = ThreadPoolExecutor(1, "files")
+        """Does what reads and writes, in the order in which it was asked for."""
+        self._max_bytes = max_bytes
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for torn in directory.glob("*.tmp"):
+                torn.unlink()
+            self._files = {file.id: file for file in read_records(directory, "file-*.json", File)}
+            records, data = ({path.stem for path in directory.glob(f"file-*.{kind}")} for kind in ("json", "data"))
+            for name in records ^ data:  # it was just being added, or dropped
+                self._files.pop(name, None)
+                for kind in ("json", "data"):
+                    (directory / f"{name}.{kind}").unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--journal: cannot use {directory}: {error.strerror}", param="journal") from None
+
+    def of(self, owner: str | None) -> list[File]:
+        """Files of a client, of everybody for None, the oldest first."""
+        mine = [file for file in list(self._files.values()) if owner in (None, file.owner)]
+        return sorted(mine, key=lambda file: (file.created_at, file.id))
+
+    def find(self, file_id: str, owner: str | None) -> File | None:
+        """A file of a client, of anybody for None."""
+        file = self._files.get(file_id)
+        return file if file is not None and owner in (None, file.owner) else None
+
+    def path(self, file_id: str) -> Path:
+        """Where the bytes of a file are."""
+        return self.directory / f"{file_id}.data"
+
+    def check_room(self, owner: str, more: int) -> None:
+        """Raises RequestError when the client may not keep another file, of `more` bytes so far."""
+        if len(self.of(owner)) >= MOST_FILES:
+            raise RequestError(f"At most {MOST_FILES} files are kept for one client; delete some.", param="file",
+                               code="too_many_files")
+        if sum(file.bytes for file in list(self._files.values())) + more > self._max_bytes:
+            raise RequestError(f"Files would take more than {self._max_bytes / 2**30:g} GiB (--files-max-gb); delete "
+                               "some.", param="file", code="files_limit_exceeded")
+
+    def begin(self) -> tuple[Path, BinaryIO]:
+        """A place for a file that is coming. Raises RequestError."""
+        path = self.directory / f"{new_id('upload')}.tmp"
+        try:
+            return path, open_private(path, "xb")
+        except OSError as error:
+            raise disk_error(error) from None
+
+    def add(self, file: File, source: Path) -> None:
+        """Make `source` the bytes of a file; whoever is interrupted can do it again. Raises OSError."""
+        write_record(self.directory / f"{file.id}.json", file, sync=self.sync)
+        os.replace(source, self.path(file.id))
+        self._files[file.id] = file
+
+    def drop(self, file_id: str) -> None:
+        """Keep nothing of a file. Raises OSError."""
+        if self._files.pop(file_id, None) is not None:
+            (self.directory / f"{file_id}.json").unlink(missing_ok=True)
+            self.path(file_id).unlink(missing_ok=True)
+
+    def drop_expired(self) -> None:
+        """Drop files whose time is over. Raises OSError."""
+        now = time.time()
+        for file in list(self._files.values()):
+            if file.expires_at < now:
+                self.drop(file.id)

@@ -1,0 +1,170 @@
+"""What is known of a batch, and its files while it runs. Calls here read and write the disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct, field
+
+from tandem.server.batches.files import KEEP_S, open_private
+from tandem.server.batches.lines import Line, custom_id_of, parse_line
+
+MOST_LINES = 50_000
+MOST_ERRORS = 100
+"""That a batch tells of its file."""
+READ_AHEAD, READ_AHEAD_BYTES = 256, 2**22
+"""Lines, and about so many bytes, that are read together."""
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+Json = dict[str, Any]
+
+
+class BatchRecord(Struct, kw_only=True):
+    """A batch as it is kept. Times are seconds since 1970."""
+
+    id: str
+    owner: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: float
+    expires_at: float
+    metadata: dict[str, str] | None = None
+    keep_s: float = KEEP_S
+    """For how long its results are kept."""
+    status: str = "validating"
+    end: str = "completed"
+    """The status that it is on its way to."""
+    times: dict[str, float] = field(default_factory=dict)
+    """When it came to each status."""
+    errors: list[Json] = []
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    trouble: Json | None = None
+    """What keeps it from going on."""
+
+    def shown(self) -> Json:
+        """As OpenAI's batch object."""
+        names = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        times = {f"{name}_at": int(self.times[name]) if name in self.times else None for name in names}
+        errors = [*self.errors, *([self.trouble] if self.trouble else ())]
+        return {"id": self.id, "object": "batch", "endpoint": self.endpoint, "status": self.status,
+                "errors": {"object": "list", "data": errors} if errors else None,
+                "input_file_id": self.input_file_id, "completion_window": self.completion_window,
+                "output_file_id": self.output_file_id, "error_file_id": self.error_file_id,
+                "created_at": int(self.created_at), "expires_at": int(self.expires_at), **times,
+                "request_counts": {"total": self.total, "completed": self.completed, "failed": self.failed},
+                "metadata": self.metadata}
+
+    def line_id(self, custom_id: str) -> str:
+        """The id of the answer to one of its requests, the same whenever it is asked."""
+        return f"batch_req_{_digest(self.id, custom_id)}"
+
+    def file_id(self, kind: str) -> str:
+        """The id of the file with its results of a kind, the same whenever it is asked."""
+        return f"file-{_digest(self.id, kind)}"
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.blake2b("\n".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def faults(path: Path, endpoint: str, longest: int) -> tuple[int, list[Json]]:
+    """How many requests a file has, and what is wrong with it. Raises OSError."""
+    seen: set[str] = set()
+    found: list[Json] = []
+    count = 0
+    for number, raw in _lines(path):
+        count += 1
+        try:
+            if len(raw) > longest:
+                raise ValueError(f"longer than {longest} bytes (--max-body-mb)")
+            if count > MOST_LINES:
+                raise ValueError(f"a file may hold {MOST_LINES} requests")
+            line = parse_line(raw)
+            if line.url != endpoint:
+                raise ValueError(f"'url' is not the batch's endpoint {endpoint}")
+            if line.custom_id in seen:
+                raise ValueError(f"custom_id '{line.custom_id[:100]}' is there twice")
+            seen.add(line.custom_id)
+        except ValueError as error:
+            found.append({"code": "invalid_request", "line": number, "message": f"line {number}: {error}.",
+                          "param": None})
+            if len(found) == MOST_ERRORS or count > MOST_LINES:
+                break
+    if not count:
+        found.append({"code": "empty_file", "line": None, "message": "There are no requests in the file.",
+                      "param": "input_file_id"})
+    return count, found
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines that hold something, with their numbers."""
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if raw.strip():
+                yield number, raw
+
+
+class Results:
+    """The two files that a batch writes while it runs: answers with status 200, and all others."""
+
+    def __init__(self, directory: Path, batch: BatchRecord) -> None:
+        self.source = directory / f"{batch.id}.in"
+        self.paths = {kind: directory / f"{batch.id}.{kind}" for kind in ("output", "error")}
+        self._sizes: dict[str, int] = {}
+
+    def done(self) -> dict[str, set[str]]:
+        """Whose answers stand in each; a last line that is torn is cut off. Raises OSError, ValueError."""
+        found: dict[str, set[str]] = {}
+        for kind, path in self.paths.items():
+            found[kind], whole = set(), 0
+            if path.exists():
+                with path.open("rb") as file:
+                    for raw in file:
+                        if not raw.endswith(b"\n"):
+                            break
+                        found[kind].add(custom_id_of(raw))
+                        whole += len(raw)
+                os.truncate(path, whole)
+            self._sizes[kind] = whole
+        return found
+
+    def append(self, kind: str, lines: bytes) -> None:
+        """Add whole lines; nothing of them stays where they cannot all be written. Raises OSError."""
+        path, size = self.paths[kind], self._sizes[kind]
+        try:
+            with open_private(path, "ab") as file:
+                file.write(lines)
+        except OSError:
+            if path.exists():
+                os.truncate(path, size)
+            raise
+        self._sizes[kind] = size + len(lines)
+
+    def left(self, done: set[str], offset: int) -> tuple[list[Line], int]:
+        """Some requests without an answer from byte `offset` of the file on, none at its end; and where they end.
+
+        Raises OSError.
+        """
+        found: list[Line] = []
+        size = 0
+        with self.source.open("rb") as file:
+            file.seek(offset)
+            while len(found) < READ_AHEAD and size < READ_AHEAD_BYTES and (raw := file.readline()):
+                offset += len(raw)
+                if raw.strip() and (line := parse_line(raw)).custom_id not in done:
+                    found.append(line)
+                    size += len(raw)
+        return found, offset
+
+    def clear(self) -> None:
+        """Remove what is left of them. Raises OSError."""
+        for path in (self.source, *self.paths.values()):
+            path.unlink(missing_ok=True)
