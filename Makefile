@@ -1,5 +1,5 @@
 # Every target is one script, so that a person, CI and make do the same thing.
-.PHONY: help setup serve test check readme lint vllm-env test-vllm release clean
+.PHONY: help setup serve test check readme lint vllm-env test-vllm test-clients release clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,9 +29,12 @@ vllm-env:  ## make .vllm-venv: vLLM with Tandem's plugin, and Ray
 test-vllm:  ## the tests of the vLLM plugin, in that environment
 	@scripts/test_vllm $(ARGS)
 
+test-clients:  ## clients of others, unmodified, in .clients-venv; prints the requests of each
+	@scripts/test_clients $(ARGS)
+
 release:  ## build wheel and sdist, and try them in empty environments (publishes nothing)
 	@scripts/release $(ARGS)
 
 clean:  ## remove .venv and everything that was built (the model cache stays)
-	rm -rf .venv .vllm-venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	rm -rf .venv .vllm-venv .clients-venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
