@@ -133,6 +133,7 @@ def test_what_crashes_the_compiler_or_takes_too_long_is_too_complex(
     StructuredOutputs(regex="a{1000000}"),
     StructuredOutputs(regex="a{100000}"),
     StructuredOutputs(grammar='start: /x{30}/ "-" A\nA: /a{1000000}/'),
+    StructuredOutputs(grammar='start: x\nx: x x x | "a" |'),
 ], ids=str)
 def test_a_grammar_whose_steps_would_hold_up_everybody_is_refused(check: GrammarCheck, form: StructuredOutputs) -> None:
     with pytest.raises(ValueError, match="steps take too long|too complex"):

@@ -21,7 +21,11 @@ SECONDS = 5
 MEMORY_BYTES = 2 * 1024**3
 STACK_BYTES = 8 * 1024**2
 WALK = 16
-"""Steps whose masks are measured. What is costly later shows at the first: all lexemes are prepared."""
+"""Steps whose masks are measured. What lexemes cost later shows at the first: all of them are prepared."""
+FURTHER, FURTHER_SECONDS = 400, 1.2
+"""Steps more, and processor time for them, in which rules that can be read in ever more ways show what they cost."""
+BYTES_A_MASK = 16
+"""Bytes of tokens that a mask may follow on ranks, each of which costs as much as a step here. There may be more."""
 MASK_SECONDS = 0.05
 """Of processor time that one mask may take here. Over a vocabulary of words it takes three to five times as long."""
 TOO_COSTLY = "its steps take too long to compute; shorten its repetitions, or what it chooses from"
@@ -69,17 +73,19 @@ def _walk(tokenizer: LLTokenizer, grammar: str, eos: int) -> tuple[str, bytes, f
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits())
     if matcher.is_error():
         return matcher.get_error() or "it cannot be compiled", b"", 0.0
-    first, slowest = b"", 0.0
-    for step in range(WALK):
-        if matcher.is_error() or matcher.is_stopped():
+    first, slowest, end = b"", 0.0, time.thread_time() + FURTHER_SECONDS
+    for step in range(WALK + FURTHER):
+        if matcher.is_error() or matcher.is_stopped() or (step > WALK and time.thread_time() > end):
             break
         started = time.thread_time()
         mask = matcher.compute_bitmask()
         slowest = max(slowest, time.thread_time() - started)
         first = first if step else mask
-        token = _last(mask, eos)
+        token, started = _last(mask, eos), time.thread_time()
         if token is None or not matcher.consume_token(token):
             break
+        if step > WALK:
+            slowest = max(slowest, BYTES_A_MASK * (time.thread_time() - started))
     error = f"it is too complex: {matcher.get_error().partition(chr(10))[0]}" if matcher.is_error() else ""
     return error, first, slowest
 
