@@ -77,7 +77,8 @@ class Killed(Executor):
             self._die()
         self.plans.popleft()
         return [Stepped(RankStep(0, plan.step_id, 0.0, 0),
-                        result=StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))]
+                        result=StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))),
+                Stepped(RankStep(1, plan.step_id, 0.0, 0))]
 
     def close(self) -> None:
         self.plans.clear()

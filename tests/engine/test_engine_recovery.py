@@ -48,6 +48,8 @@ class Machines(Executor):
         """The places of every gang that was to start."""
         self.plans: deque[StepPlan] = deque()
         self.failure: RankFailure | None = None
+        self.torn: set[int] = set()
+        """Steps in which a rank dies: the others sum what is not there, and sample from that."""
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         self.starts.append(self.slots)
@@ -69,8 +71,10 @@ class Machines(Executor):
         if not self.plans:
             return []
         plan = self.plans.popleft()
-        step = RankStep(0, plan.step_id, 0.0, 0)
-        return [Stepped(step, result=StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))]
+        first, *others = [Stepped(RankStep(rank, plan.step_id, 0.0, 0)) for rank in range(len(self.slots))]
+        token, others = (6, others[1:]) if plan.step_id in self.torn else (5, others)
+        result = StepResult(plan.step_id, plan.lane, [token] * len(plan.sampled()))
+        return [Stepped(first.step, result=result), *others]
 
     def present(self) -> list[int] | None:
         return self.places
@@ -123,6 +127,18 @@ def finish(engine: Engine) -> list[int]:
 
 def die(rank: int = 1) -> RankFailure:
     return RankFailure(f"rank {rank} was ended by SIGKILL", rank=rank, cause="died")
+
+
+def test_what_comes_of_a_step_in_which_a_rank_died_does_not_count(model: Path) -> None:
+    engine, machines = an_engine(model)
+    ask(engine)
+    machines.torn = {3, 4}
+    for _ in range(12):
+        engine.pump(0.0)
+    assert engine.scheduler.sequences["a"].produced == 3
+    machines.failure = die()
+    assert finish(engine)[-17:] == [5] * 17
+    assert engine.restarts == 1
 
 
 @pytest.mark.parametrize("error", [missing(1), OutOfMemory("too little memory"), LayoutError("no cable"),

@@ -15,6 +15,7 @@ from tandem.engine.drain_rate import DrainRate
 from tandem.engine.layout import GangLayout, make_executor
 from tandem.engine.memory_guard import MemoryGuard
 from tandem.engine.metrics import EngineMetrics
+from tandem.engine.quorum import Quorum
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
@@ -40,6 +41,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self.gang = Gang(settings, layout, executor or make_executor(settings, layout), self.metrics)
         self._report = StatusReport(self.gang, self.metrics)
+        self._quorum = Quorum()
         self._guard = MemoryGuard(settings.scheduler.memory_fraction)
         self._scheduler: Scheduler | None = None
         self._drain_rate = DrainRate()
@@ -132,7 +134,7 @@ class Engine:
             return []
         try:
             if self.gang.all_back():
-                self.gang.recover(self._scheduler, None, self._out)
+                self._recover(self._scheduler, None)
             self.gang.widen(self._scheduler)
             self._send_plans()
             waits = self._scheduler.under_way or self._scheduler.disk.fetching
@@ -144,9 +146,13 @@ class Engine:
             self.gang.state = "failed"
             raise
         except RankFailure as failure:
-            self._resting = None
-            self.gang.recover(self._scheduler, failure, self._out)
+            self._recover(self._scheduler, failure)
         return self.take_messages()
+
+    def _recover(self, scheduler: Scheduler, failure: RankFailure | None) -> None:
+        self._resting = None
+        self._quorum.forget()
+        self.gang.recover(scheduler, failure, self._out)
 
     def take_messages(self) -> list[EngineMessage]:
         """What there is for clients since the last call; `pump` returns it too, once it is done."""
@@ -207,9 +213,10 @@ class Engine:
             return
         self._report.stepped(report)
         self._guard.watch(self.gang.ready, report, self.scheduler)
-        if report.result is None:
+        whole = self._quorum.complete(report, len(self.gang.ready))
+        if whole is None or whole.result is None:
             return
-        messages = self.scheduler.update(report.result, time.monotonic(), report.step.busy_s)
+        messages = self.scheduler.update(whole.result, time.monotonic(), whole.step.busy_s)
         self.metrics.scheduled(self.scheduler.preemptions, self.scheduler.speculation.counts)
         if messages:
             self.gang.proven()
