@@ -22,6 +22,9 @@ NAKED = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
 AWAITED = {
     "server/context.py unless_gone": "both are awaited there, and their results taken",
     "server/generation/model_wait.py answered_by": "the response that it becomes part of takes its result",
+    "server/batches/runner.py _answered": "awaited there, and the result of the work taken",
+    "server/batches/runner.py _ask_all": "whoever waits there hears of a worker that ends, by _first",
+    "server/batches/runner.py _first": "awaited there",
     "bench/load.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
     "doctor/probe.py collect": "a timer that kills a process",
