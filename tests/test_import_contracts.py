@@ -43,6 +43,6 @@ def test_each_package_has_its_floor():
 
 def test_the_page_about_the_structure_draws_these_floors():
     page = (Path(__file__).parents[1] / "docs" / "structure.md").read_text(encoding="utf-8")
-    drawn = page[page.index("```\ncli\n"):].split("```")[1].split("\n")[1:-1]
+    drawn = page[page.index("\ncli\n") + 1:].split("\n```")[0].split("\n")
     assert [{name.strip() for name in floor.split("|")} for floor in drawn] == [
         {name + "*" * (name in ARRAYS) for name in floor} for floor in floors()]
