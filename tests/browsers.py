@@ -74,8 +74,9 @@ class Window:
             assert self.driver.save_screenshot(str(Path(directory) / f"{name}.png"))
 
     def complaints(self) -> list[str]:
-        """What the browser called severe since this was asked last."""
-        return [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        """What the browser called severe since this was asked last, but for requests that were refused."""
+        found = [entry["message"] for entry in self.driver.get_log("browser") if entry["level"] == "SEVERE"]
+        return [one for one in found if "Failed to load resource" not in one]
 
     @contextmanager
     def phone(self) -> Iterator[None]:

@@ -31,7 +31,10 @@ export async function talks() {
 }
 
 export async function keepTalk(talk) {
-  if (database) await done(place("talks", "readwrite").put(structuredClone(talk)));
+  if (!database) return;
+  const asked = place("talks", "readwrite").put(structuredClone(talk));
+  asked.transaction.commit?.(); // at once: the page may go
+  await done(asked);
 }
 
 export async function dropTalk(id) {
