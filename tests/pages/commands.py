@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parent / "commands.toml"
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
 BLOCK = re.compile(r"^( *)```([^\n]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-LANGUAGES = {"bash", "sh", "python", "json", "toml", "yaml", "text"}
+LANGUAGES = {"bash", "sh", "python", "js", "json", "toml", "yaml", "text"}
 PATIENCE_S = 240.0
 
 
