@@ -6,7 +6,8 @@ connections); no answer differs, none hangs, no process has grown or keeps more 
 the server ends with 0 and leaves no process.
 
 First, by turns without and with the bad clients and with no faults, the gaps between tokens of one stream are measured
-(a tenth of the time). Then come the faults, and a calm end with all clients (a fifth), in which memory must be flat.
+(a tenth of the time). Then come the faults, and a calm end with all clients (a fifth); whoever lives about as long as
+that must not have grown.
 
 The exit code is 1 when anything of that does not hold. In the evidence folder: the server's log, the bad clients'
 deeds, each request that went wrong with what was expected, and summary.json, written anew all the time. Several soaks
@@ -69,7 +70,7 @@ class Soak:
         refused = [got for got in answers if got.kind != "answered"]
         assert not refused, refused
         self._clients = Clients(self._url, self._work, [got.answer for got in answers], folder)
-        self._family = Family(server, args.clients)
+        self._family = Family(server, args.clients, judged_s=0.9 * CALM * args.minutes * 60)
         self._faults: collections.Counter[str] = collections.Counter()
         self._gaps: dict[str, list[float]] = {"alone": [], "beside": []}
         self._started = self._told = time.monotonic()

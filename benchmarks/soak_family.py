@@ -14,8 +14,8 @@ from harness import Server
 
 ROLES = {"api": "api", "engine": "engine", "tandem.executors.worker": "rank", "tandem.server.workers.child": "worker"}
 """Words of command lines, and what such processes are. The rest: supervisor, and what lives for moments."""
-SETTLED_S, JUDGED_S = 60.0, 60.0
-"""A process is looked at from this age on, and judged when it was looked at for so long."""
+SETTLED_S = 60.0
+"""A process is looked at from this age on."""
 GROWTH, GROWTH_MB = 1.25, 32.0
 """A process may grow by this factor or so much, whichever is more."""
 WORKER_MB = 4096.0
@@ -43,7 +43,10 @@ class Size:
 class Family:
     """The server's processes."""
 
-    def __init__(self, server: Server, clients: int) -> None:
+    def __init__(self, server: Server, clients: int, judged_s: float) -> None:
+        """`judged_s`: how long a process must have been looked at to be judged. An api is at its usual size only when
+        it has had bodies of all sizes, which takes minutes on a busy machine."""
+        self._judged_s = judged_s
         self._root = psutil.Process(server.processes[0].pid)
         self._files_more = GROWTH_FILES + clients
         self._roles: dict[psutil.Process, str] = {}
@@ -90,7 +93,7 @@ class Family:
             row.mb_first, row.mb_last = max(size for _, size, _ in first), min(size for _, size, _ in last)
             row.mb_most = max(size for _, size, _ in samples)
             row.files_first, row.files_last = max(files for *_, files in first), min(files for *_, files in last)
-            row.judged = row.seconds >= JUDGED_S and row.role != "other"
+            row.judged = row.seconds >= self._judged_s and row.role != "other"
             much = row.mb_last > max(row.mb_first * GROWTH, row.mb_first + GROWTH_MB)
             if row.role == "worker":
                 much = row.mb_most > WORKER_MB
