@@ -41,8 +41,8 @@ class PieceIndex:
     def __contains__(self, name: bytes) -> bool:
         return self._ranks > 0 and self._have.get(name) == self._ranks
 
-    def __len__(self) -> int:
-        return sum(have == self._ranks for have in self._have.values())
+    def __bool__(self) -> bool:
+        return bool(self._have)
 
     def leading(self, names: Sequence[bytes]) -> list[bytes]:
         """Those of `names` that come before the first that is missing."""

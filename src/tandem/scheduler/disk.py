@@ -72,11 +72,6 @@ class DiskTier:
         self._fetching: dict[str, _Fetching] = {}
 
     @property
-    def pieces(self) -> int:
-        """How many are on all disks."""
-        return len(self._pieces)
-
-    @property
     def fetching(self) -> bool:
         """Somebody waits for a disk."""
         return any(fetching.waiting for fetching in self._fetching.values())
@@ -100,7 +95,7 @@ class DiskTier:
     def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
         reading takes less time than computing, as far as is known."""
-        if not len(self._pieces) or sequence.whole or sequence.suspicion.suspect:
+        if not self._pieces or sequence.whole or sequence.suspicion.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
         names = self._pieces.leading(piece_names(hashes))
