@@ -19,14 +19,14 @@ COUNTS = Counter[str]()
 """Requests by client."""
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = tiny_model(tmp_path_factory.mktemp("model"), config={"max_position_embeddings": CONTEXT})
     with served(str(model), "--max-context", str(CONTEXT), "--default-max-tokens", "32") as address:
         yield address
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def demo() -> Iterator[str]:
     with served("demo", "--enable-tokenizer-info-endpoint") as address:
         yield address

@@ -323,7 +323,7 @@ def doctor_says(monkeypatch: Patch, **said: Any) -> None:
 def test_doctor(cluster: Task, monkeypatch: Patch) -> None:
     doctor_says(monkeypatch, links=[{"bytes_per_s": 2e9, "latency_s": 3e-5}])
     assert hosts.doctor(cluster) == {"way 1, MB/s": 2000, "way 1, latency, us": 30}
-    doctor_says(monkeypatch, findings=[{"verdict": "fail", "check": "speed", "detail": "slow"}])
+    doctor_says(monkeypatch, findings=[{"verdict": "fail", "check": "speed", "where": "", "detail": "slow"}])
     differs(hosts.doctor, cluster, "speed: slow, seen")
 
 
@@ -331,7 +331,7 @@ def test_links(cluster: Task, monkeypatch: Patch) -> None:
     doctor_says(monkeypatch, all_sum={"a": {"error": None, "latency_s": {"4096": 2e-5}}})
     assert hosts.links(cluster) == {"ring, all_sum of 4 KiB, us": 20, "jaccl, all_sum of 4 KiB, us": 20}
     doctor_says(monkeypatch, all_sum={"a": {"error": None, "latency_s": {}}, "b": {"error": "a wrong sum"}})
-    differs(hosts.links, cluster, "sums over jaccl, expected; a wrong sum, seen")
+    differs(hosts.links, cluster, "sums over jaccl, expected; b: a wrong sum, seen")
     doctor_says(monkeypatch)
     differs(hosts.links, cluster, "the doctor left it out")
 

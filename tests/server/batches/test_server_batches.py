@@ -94,7 +94,7 @@ def test_a_batch_from_upload_to_results(keeps, engine, wait_until, endpoint, pla
     kept = [path for path in place.rglob("*") if path.is_file()]
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in kept if path.parent.name == "files"), kept
     assert stat.S_IMODE((place / "files").stat().st_mode) == 0o700
-    assert not list(Path(place).rglob("batch_*.in"))
+    wait_until(lambda: not list(Path(place).rglob("batch_*.in")))
 
 
 def test_lists_come_in_pages(keeps, engine, wait_until):

@@ -339,6 +339,7 @@ def test_the_keyboard_does_it_all_and_everything_has_a_name(page: Window, script
     page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
     page.until(lambda: page.shown("#models"), "the next tab")
     page.driver.switch_to.active_element.send_keys("/")
+    page.until(lambda: page.run("return document.activeElement.matches('textarea')"), "the box is there to write into")
     scripted.engine.hold = True
     page.driver.switch_to.active_element.send_keys("First", Keys.SHIFT + Keys.ENTER, Keys.NULL, "second", Keys.ENTER)
     page.until(lambda: page.shown("#stop"), "it is asked")

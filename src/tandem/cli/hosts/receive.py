@@ -28,7 +28,7 @@ def same_files(inode: str, changed: str) -> bool:
 def install(path: str, requirements: list[str]) -> list[list[str]]:
     """The commands that install it, with what is here: pip, else uv."""
     if find_spec("pip") is not None:
-        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        pip = [sys.executable, "-P", "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         return [[*pip, path, *requirements], [*pip, "--force-reinstall", "--no-deps", path]]
     uv = shutil.which("uv")
     if uv is None:
@@ -59,7 +59,7 @@ def main(name: str, minor: str, inode: str, changed: str, *requirements: str) ->
             said = [line for line in done.stdout.splitlines() if line.strip()] or ["nothing was said"]
             sys.exit(f"{' '.join(command[:4])} ... failed: {said[-1]}")
     ask = "from importlib.metadata import version as v; print(v('mlx-tandem'), v('mlx'), v('mlx-lm'))"
-    found = subprocess.run([sys.executable, "-c", ask], stdout=subprocess.PIPE, text=True, check=True)
+    found = subprocess.run([sys.executable, "-P", "-c", ask], stdout=subprocess.PIPE, text=True, check=True)
     print(json.dumps({"python": sys.executable, "same": False, "versions": found.stdout.split()}))
 
 
