@@ -325,6 +325,7 @@ def test_failures_are_told_and_nothing_is_lost(page: Window, scripted: Any) -> N
 
 
 def test_the_keyboard_does_it_all_and_everything_has_a_name(page: Window, scripted: Any) -> None:
+    from selenium.webdriver import ActionChains
     from selenium.webdriver.common.keys import Keys
 
     body = page.find("body")
@@ -334,7 +335,7 @@ def test_the_keyboard_does_it_all_and_everything_has_a_name(page: Window, script
     page.driver.switch_to.active_element.send_keys(Keys.ESCAPE)
     page.until(lambda: not page.shown("#shortcuts"), "it is closed")
     for digit, view in (("3", "cluster"), ("2", "models"), ("4", "plan"), ("1", "chat")):
-        page.driver.switch_to.active_element.send_keys(Keys.ALT + digit)
+        ActionChains(page.driver).key_down(Keys.ALT).send_keys(digit).key_up(Keys.ALT).perform()
         page.until(lambda view=view: page.shown(f"#{view}"), view)
     page.driver.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
     page.until(lambda: page.shown("#models"), "the next tab")
