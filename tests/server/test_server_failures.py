@@ -178,11 +178,10 @@ def test_engine_comes_later(serve, engine):
     assert server.chat().status_code == 200
 
 
-def test_loading_engine_without_limits_yet(serve, engine):
+def test_loading_engine_without_limits_yet(serve, engine, wait_until):
     engine.set_status(state="starting", max_context=0, source="")
     server = serve(ready=False)
-    server.http.get("/health/live")
-    time.sleep(0.3)
+    wait_until(lambda: server.http.get("/health").json()["status"] == "starting")
     assert server.chat().json()["error"]["code"] == "model_loading"
 
 

@@ -45,8 +45,10 @@ def page(window: Window, scripted: Any) -> Iterator[Window]:
     scripted.engine.reply = scripted.engine.tokenizer.encode("Hello.")
     scripted.engine.hold, scripted.engine.tokens_per_output = False, 1
     scripted.engine.submitted.clear()
+    scripted.engine.aborted.clear()
     window.driver.get(f"{scripted.url}/ui/icon.svg")
-    window.run("localStorage.clear(); sessionStorage.clear(); indexedDB.deleteDatabase('tandem')")
+    window.run("localStorage.clear(); sessionStorage.clear(); const gone = indexedDB.deleteDatabase('tandem');"
+               "return new Promise((done, failed) => { gone.onsuccess = () => done(); gone.onerror = failed })")
     window.open(scripted.url)
     window.until(lambda: window.text("#state") == "healthy", "healthy")
     yield window
@@ -221,6 +223,7 @@ def test_code_is_coloured_and_copied_and_speed_is_told(page: Window, scripted: A
     page.run("Object.defineProperty(navigator.clipboard, 'writeText', {value: async text => { window.copied = text }})")
     says(scripted, THOUGHT + CODE + QUOTE)
     scripted.engine.delay = 0.01
+    page.run("let now = 0; performance.now = () => now += 25")  # pieces that come together have a rate too
     ask(page, "Write a function that adds two numbers.")
     answered(page)
     scripted.engine.delay = 0.0

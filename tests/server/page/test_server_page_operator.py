@@ -38,6 +38,7 @@ def engine(scripted: Any) -> Iterator[Any]:
     before = scripted.engine.status
     yield scripted.engine
     scripted.engine.status = before
+    scripted.wait_ready()  # the api hears of it with its next heartbeat, and the next test may ask before
 
 
 def test_ranks_layers_and_memory_are_drawn_to_scale_with_their_links(page: Window, engine: Any) -> None:
