@@ -138,7 +138,8 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
     Raises ConfigError for a certificate that cannot be used.
     """
     # What it warns of is what clients send; they are told themselves.
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    for library in ("uvicorn.error", "python_multipart"):
+        logging.getLogger(library).setLevel(logging.ERROR)
     config = uvicorn.Config(
         app,
         http=Connection,

@@ -5,14 +5,16 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, RequestError
 from tandem.server.batches import runner
 from tandem.server.batches.files import Files
 
@@ -164,7 +166,9 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, engine, wait_until, p
     before = output.read_bytes()
     output.write_bytes(before + before.splitlines()[0][:40])  # torn
     asked = len(engine.submitted)
-    (place / "files" / "upload-x.tmp").write_bytes(b"left behind")
+    left = [place / "files" / name for name in ("upload-x.tmp", "batch_x.in", "batch_x.output")]
+    for path in left:
+        path.write_bytes(b"left behind")
     engine.delay = 0.0
     client = keeps().openai()
     done = over(client, begun, wait_until)
@@ -173,7 +177,7 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, engine, wait_until, p
     assert set(answers) == set(map(str, range(200)))
     assert client.files.content(done.output_file_id).content.startswith(before)
     assert len(engine.submitted) - asked == 200 - len(before.splitlines())
-    assert not (place / "files" / "upload-x.tmp").exists()
+    assert not [path for path in left if path.exists()]
     seeds = {request.params.seed for request in engine.submitted.values()}
     assert len(seeds) == 200, "a line that is asked again draws the same text"
 
@@ -214,10 +218,32 @@ def test_limits_of_lines(keeps, engine, wait_until, monkeypatch):
     assert "line 4: a file may hold 3 requests" in done.errors.data[0].message
     done = over(client, begin(client, line("x" * 500, user="y" * 2000)), wait_until)
     assert "--max-body-mb" in done.errors.data[0].message
+    done = over(client, begin(client, line("a"), "", " ", "", "", ""), wait_until)
+    assert "line 5: a file may hold 3 requests, and as many blank lines" in done.errors.data[0].message
     engine.hold = True
     begin(client, line("a"))
     with pytest.raises(openai.BadRequestError, match="At most 1 batches"):
         begin(client, line("a"))
+
+
+def test_batches_and_files_that_come_together_are_counted_one_by_one(keeps, engine, place, monkeypatch):
+    monkeypatch.setattr(runner, "MOST_OPEN", 3)
+    client = keeps().openai()
+    engine.hold = True
+    body = {"input_file_id": upload(client, line("a")).id, "endpoint": CHAT, "completion_window": "24h"}
+    with ThreadPoolExecutor(12) as threads:
+        made = list(threads.map(
+            lambda _: httpx.post(f"{client.base_url}batches", json=body, trust_env=False, timeout=240), range(12)))
+    assert sorted(one.status_code for one in made) == [200] * 3 + [400] * 9
+    files = Files(place / "two", max_bytes=100, sync=False)
+    (first, out), (second, other) = files.begin("a"), files.begin("b")
+    files.grow("a", first, 60)
+    with pytest.raises(RequestError, match="--files-max-gb"):
+        files.grow("b", second, 60)
+    files.end(second)
+    files.grow("a", first, 90)
+    out.close()
+    other.close()
 
 
 @pytest.mark.parametrize(("fields", "param"), [
@@ -276,12 +302,13 @@ DATA = b'content-disposition: form-data; name="file"; filename="a"\r\n\r\n{}'
     (b"nonsense", "multipart/form-data; boundary=b"), (b"{}", "multipart/form-data"),
     (b"{}", "multipart/form-data; boundary=" + "b" * 5000), (b"{}", "application/json"), (b"", "application/json"),
 ])
-def test_malformed_forms(keeps, place, content, kind):
+def test_malformed_forms(keeps, place, content, kind, caplog):
     server = keeps()
     response = server.http.post("/v1/files", content=content, headers={"content-type": kind})
     assert error_of(response)["code"] == "invalid_form"
     assert list((place / "files").iterdir()) == []
     assert upload(server.openai(), line("a")).bytes > 0
+    assert not [one for one in caplog.records if one.name.startswith("python_multipart")], "clients write no log"
 
 
 def test_odd_names_are_kept_as_they_are_and_lead_nowhere(keeps, place):
@@ -306,12 +333,19 @@ def test_sizes_and_room_are_bounded(keeps, place, monkeypatch):
     streamed = server.http.post("/v1/files", content=chunks, headers={
         "content-type": "multipart/form-data; boundary=b"})
     assert streamed.status_code == 413
+    for whole in (multipart(PURPOSE, DATA), b""):
+        endless = (whole if not number else b"\r\n" * 500 for number in range(1000))
+        answer = server.http.post("/v1/files", content=endless, headers={
+            "content-type": "multipart/form-data; boundary=b"})
+        assert answer.status_code == 413, "what is no part of the form counts too"
     for _ in range(2):
         assert form(server, {"purpose": "batch"}, {"file": ("a", b"x" * 9000)}).status_code == 200
     full = error_of(form(server, {"purpose": "batch"}, {"file": ("a", b"x" * 9000)}))
     assert (full["code"], "--files-max-gb" in full["message"]) == ("files_limit_exceeded", True)
     monkeypatch.setattr("tandem.server.batches.files.MOST_FILES", 2)
     assert error_of(form(server, {"purpose": "batch"}, {"file": ("a", b"x")}))["code"] == "too_many_files"
+    batch = {"input_file_id": server.openai().files.list().data[0].id, "endpoint": CHAT, "completion_window": "24h"}
+    assert error_of(server.http.post("/v1/batches", json=batch))["code"] == "too_many_files", "it makes files too"
     assert len(list((place / "files").iterdir())) == 4
 
 
@@ -362,7 +396,43 @@ def test_files_expire(keeps, place, monkeypatch):
     assert len(list((place / "files").iterdir())) == 2
 
 
-def test_a_full_disk_is_told_and_waited_for(keeps, engine, wait_until, monkeypatch):
+def test_files_that_are_taken_away_are_told(keeps, engine, wait_until, place):
+    server = keeps()
+    client = server.openai()
+    begun = begin(client, *(line(str(number)) for number in range(5)))
+    over(client, begun, wait_until)
+    engine.hold = True
+    before = len(engine.submitted)
+    waits = begin(client, *(line(str(number)) for number in range(600)))
+    wait_until(lambda: len(engine.submitted) > before)
+    shutil.move(place / "files", place / "away")
+    engine.hold = False
+    wait_until(lambda: client.batches.retrieve(waits.id).errors, 240.0)
+    assert client.batches.retrieve(waits.id).status == "in_progress", "a disk may come back"
+    content = server.http.get(f"/v1/files/{begun.input_file_id}/content")
+    assert error_of(content, 503)["code"] == "disk_error"
+    assert error_of(form(server, {"purpose": "batch"}, FILE), 503)["code"] == "disk_error"
+    (place / "files").mkdir(mode=0o700)
+    done = over(client, waits, wait_until)
+    assert (done.status, done.errors.data[0].code) == ("failed", "files_lost")
+    assert over(client, begin(client, line("a")), wait_until).status == "completed"
+
+
+def test_a_file_that_cannot_be_deleted_is_still_there(keeps, monkeypatch):
+    server = keeps()
+    file = upload(server.openai(), line("a"))
+    with monkeypatch.context() as patch:
+        patch.setattr("tandem.server.batches.files.Path.unlink", refuse)
+        assert error_of(server.http.delete(f"/v1/files/{file.id}"), 503)["code"] == "disk_error"
+    assert server.http.get(f"/v1/files/{file.id}").status_code == 200
+    assert server.http.delete(f"/v1/files/{file.id}").json()["deleted"]
+
+
+def refuse(*_, **__):
+    raise OSError(30, "Read-only file system")
+
+
+def test_a_full_disk_is_told_and_waited_for(keeps, engine, wait_until, monkeypatch, place):
     full = OSError(28, "No space left on device")
     trouble = [True]
     real = os.replace
@@ -378,6 +448,24 @@ def test_a_full_disk_is_told_and_waited_for(keeps, engine, wait_until, monkeypat
     refused = form(server, {"purpose": "batch"}, FILE)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full")
     trouble[0] = False
+    file = upload(client, line("a"), line("a"))
+    trouble[0] = True
+    batch = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    assert error_of(server.http.post("/v1/batches", json=batch), 503)["code"] == "disk_full"
+    assert not list((place / "files").glob("batch_*")), "nothing is left of a batch that was not accepted"
+    trouble[0] = False
+    failing = [runner.write_record]
+
+    def write(path, record, *, sync):
+        if record.status == "failed" and failing:
+            failing.pop()
+            raise full
+        write_record(path, record, sync=sync)
+
+    write_record = runner.write_record
+    monkeypatch.setattr(runner, "write_record", write)
+    failed = over(client, client.batches.create(**batch), wait_until)
+    assert (failed.status, failed.errors.data[0].line, failing) == ("failed", 2, [])
     engine.hold = True
     begun = begin(client, *(line(str(number)) for number in range(5)))
     wait_until(lambda: engine.submitted)

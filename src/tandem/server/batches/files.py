@@ -45,23 +45,48 @@ class File(Struct, kw_only=True):
                 "status": "processed", "status_details": None}
 
 
+def disk_trouble(error: OSError) -> tuple[str, str]:
+    """What is wrong with the disk: a code, and words."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full", "the disk is full"
+    return "disk_error", f"the disk fails ({error.strerror})"
+
+
 def disk_error(error: OSError) -> RequestError:
-    """What a client hears of a disk that does not take a file."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    why = "the disk is full" if full else f"the disk fails ({error.strerror})"
-    return UnavailableError(f"The file cannot be kept: {why}. Try again later.", retry_after=30.0,
-                            code="disk_full" if full else "disk_error")
+    """What a client hears of it."""
+    code, why = disk_trouble(error)
+    return UnavailableError(f"Files cannot be read or written now: {why}. Try again later.", retry_after=30.0,
+                            code=code)
 
 
 def write_record(path: Path, record: Struct, *, sync: bool) -> None:
     """Replace a record in one piece. Raises OSError."""
     temporary = path.with_suffix(".tmp")
-    with open_private(temporary, "wb") as out:
-        out.write(msgspec.json.encode(record))
-        out.flush()
-        if sync:
-            os.fsync(out.fileno())
-    os.replace(temporary, path)
+    try:
+        with open_private(temporary, "wb") as out:
+            out.write(msgspec.json.encode(record))
+        _place(temporary, path, sync=sync)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _place(source: Path, target: Path, *, sync: bool) -> None:
+    """Give a file its name. Raises OSError."""
+    if sync:
+        _force(source)
+    os.replace(source, target)
+    if sync:
+        _force(target.parent)
+
+
+def _force(path: Path) -> None:
+    """Have the bytes of a file, or the names in a directory, on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def open_private(path: Path, mode: str) -> BinaryIO:
@@ -91,6 +116,8 @@ class Files:
         self.thread = ThreadPoolExecutor(1, "files")
         """Does what reads and writes, in the order in which it was asked for."""
         self._max_bytes = max_bytes
+        self._coming: dict[Path, int] = {}
+        """Bytes so far of files that are being sent."""
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for torn in directory.glob("*.tmp"):
@@ -118,34 +145,49 @@ class Files:
         """Where the bytes of a file are."""
         return self.directory / f"{file_id}.data"
 
-    def check_room(self, owner: str, more: int) -> None:
-        """Raises RequestError when the client may not keep another file, of `more` bytes so far."""
+    def check_room(self, owner: str) -> None:
+        """Raises RequestError when the client may not keep another file."""
         if len(self.of(owner)) >= MOST_FILES:
             raise RequestError(f"At most {MOST_FILES} files are kept for one client; delete some.", param="file",
                                code="too_many_files")
-        if sum(file.bytes for file in list(self._files.values())) + more > self._max_bytes:
+        kept = sum(file.bytes for file in list(self._files.values()))
+        if kept + sum(self._coming.values()) > self._max_bytes:
             raise RequestError(f"Files would take more than {self._max_bytes / 2**30:g} GiB (--files-max-gb); delete "
                                "some.", param="file", code="files_limit_exceeded")
 
-    def begin(self) -> tuple[Path, BinaryIO]:
-        """A place for a file that is coming. Raises RequestError."""
+    def begin(self, owner: str) -> tuple[Path, BinaryIO]:
+        """A place for a file that is coming, until `end`. Raises RequestError."""
+        self.check_room(owner)
         path = self.directory / f"{new_id('upload')}.tmp"
         try:
-            return path, open_private(path, "xb")
+            out = open_private(path, "xb")
         except OSError as error:
             raise disk_error(error) from None
+        self._coming[path] = 0
+        return path, out
+
+    def grow(self, owner: str, path: Path, size: int) -> None:
+        """A file that is coming has so many bytes now. Raises RequestError when there is no room for them."""
+        self._coming[path] = size
+        self.check_room(owner)
+
+    def end(self, path: Path) -> None:
+        """It has come, or will not."""
+        del self._coming[path]
+        with contextlib.suppress(OSError):  # what cannot be removed goes at the next start
+            path.unlink(missing_ok=True)
 
     def add(self, file: File, source: Path) -> None:
         """Make `source` the bytes of a file; whoever is interrupted can do it again. Raises OSError."""
         write_record(self.directory / f"{file.id}.json", file, sync=self.sync)
-        os.replace(source, self.path(file.id))
+        _place(source, self.path(file.id), sync=self.sync)
         self._files[file.id] = file
 
     def drop(self, file_id: str) -> None:
         """Keep nothing of a file. Raises OSError."""
-        if self._files.pop(file_id, None) is not None:
-            (self.directory / f"{file_id}.json").unlink(missing_ok=True)
-            self.path(file_id).unlink(missing_ok=True)
+        (self.directory / f"{file_id}.json").unlink(missing_ok=True)
+        self.path(file_id).unlink(missing_ok=True)
+        self._files.pop(file_id, None)
 
     def drop_expired(self) -> None:
         """Drop files whose time is over. Raises OSError."""

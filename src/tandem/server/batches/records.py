@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,36 +80,36 @@ def faults(path: Path, endpoint: str, longest: int) -> tuple[int, list[Json]]:
     seen: set[str] = set()
     found: list[Json] = []
     count = 0
-    for number, raw in _lines(path):
-        count += 1
-        try:
-            if len(raw) > longest:
-                raise ValueError(f"longer than {longest} bytes (--max-body-mb)")
-            if count > MOST_LINES:
-                raise ValueError(f"a file may hold {MOST_LINES} requests")
-            line = parse_line(raw)
-            if line.url != endpoint:
-                raise ValueError(f"'url' is not the batch's endpoint {endpoint}")
-            if line.custom_id in seen:
-                raise ValueError(f"custom_id '{line.custom_id[:100]}' is there twice")
-            seen.add(line.custom_id)
-        except ValueError as error:
-            found.append({"code": "invalid_request", "line": number, "message": f"line {number}: {error}.",
-                          "param": None})
-            if len(found) == MOST_ERRORS or count > MOST_LINES:
-                break
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            blank = not raw.strip()
+            count += not blank
+            try:
+                if max(count, number - count) > MOST_LINES:
+                    raise ValueError(f"a file may hold {MOST_LINES} requests, and as many blank lines")
+                if blank:
+                    continue
+                if len(raw) > longest:
+                    raise ValueError(f"longer than {longest} bytes (--max-body-mb)")
+                line = parse_line(raw)
+                if line.url != endpoint:
+                    raise ValueError(f"'url' is not the batch's endpoint {endpoint}")
+                if line.custom_id in seen:
+                    raise ValueError(f"custom_id '{line.custom_id[:100]}' is there twice")
+                seen.add(line.custom_id)
+            except ValueError as error:
+                found.append({"code": "invalid_request", "line": number, "message": f"line {number}: {error}.",
+                              "param": None})
+                if len(found) == MOST_ERRORS or max(count, number - count) > MOST_LINES:
+                    break
     if not count:
         found.append({"code": "empty_file", "line": None, "message": "There are no requests in the file.",
                       "param": "input_file_id"})
     return count, found
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Lines that hold something, with their numbers."""
-    with path.open("rb") as file:
-        for number, raw in enumerate(file, 1):
-            if raw.strip():
-                yield number, raw
+class FilesLost(Exception):
+    """Files of a batch were taken away while it ran."""
 
 
 class Results:
@@ -136,16 +136,23 @@ class Results:
             self._sizes[kind] = whole
         return found
 
+    def check(self) -> None:
+        """Raises FilesLost when what was there is not, unless all of the directory is away: that may come back."""
+        known = {self.source: 1, **{self.paths[kind]: size for kind, size in self._sizes.items()}}
+        with contextlib.suppress(OSError):  # of a disk that fails nothing is known
+            if self.source.parent.exists() and any(
+                    (path.stat().st_size if path.exists() else 0) < size for path, size in known.items()):
+                raise FilesLost
+
     def append(self, kind: str, lines: bytes) -> None:
-        """Add whole lines; nothing of them stays where they cannot all be written. Raises OSError."""
-        path, size = self.paths[kind], self._sizes[kind]
-        try:
-            with open_private(path, "ab") as file:
-                file.write(lines)
-        except OSError:
-            if path.exists():
-                os.truncate(path, size)
-            raise
+        """Add whole lines, in place of what there is of some that could not all be written. Raises OSError, FilesLost.
+        """
+        size = self._sizes[kind]
+        with open_private(self.paths[kind], "ab") as file:
+            if file.tell() < size:
+                raise FilesLost
+            file.truncate(size)
+            file.write(lines)
         self._sizes[kind] = size + len(lines)
 
     def left(self, done: set[str], offset: int) -> tuple[list[Line], int]:
@@ -165,6 +172,7 @@ class Results:
         return found, offset
 
     def clear(self) -> None:
-        """Remove what is left of them. Raises OSError."""
+        """Remove what is left of them; what cannot be removed goes at the next start."""
         for path in (self.source, *self.paths.values()):
-            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)

@@ -125,7 +125,12 @@ async def file_content(http: Request, file_id: str) -> Response:
     file = _file(http, file_id)
     # What a client sent is never shown as a page of this server.
     headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
-    return FileResponse(_batches(http).files.path(file.id), media_type="application/octet-stream", headers=headers)
+    path = _batches(http).files.path(file.id)
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise disk_error(error) from None
+    return FileResponse(path, media_type="application/octet-stream", headers=headers, stat_result=found)
 
 
 @router.delete("/v1/files/{file_id}")

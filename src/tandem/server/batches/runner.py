@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -21,9 +20,9 @@ from typing import Any, TypeVar
 from tandem.borders import start_task
 from tandem.config.settings import ServerSettings
 from tandem.errors import RequestError, ServerError
-from tandem.server.batches.files import File, Files, read_records, write_record
+from tandem.server.batches.files import File, Files, disk_trouble, read_records, write_record
 from tandem.server.batches.lines import Line, answer_line, failure_line
-from tandem.server.batches.records import OPEN, BatchRecord, Results, faults
+from tandem.server.batches.records import OPEN, BatchRecord, FilesLost, Results, faults
 from tandem.server.context import Api
 from tandem.server.engines.residents import LOAD_FAILED
 from tandem.server.failures import internal_error
@@ -58,6 +57,11 @@ class Batches:
         self._api, self._jobs = api, jobs
         self._directory = self.files.directory
         self._batches = {batch.id: batch for batch in read_records(self._directory, "batch_*.json", BatchRecord)}
+        begun = {batch.id for batch in self._batches.values() if batch.status in OPEN}
+        for path in self._directory.glob("batch_*"):
+            if path.suffix != ".json" and path.stem not in begun:
+                path.unlink(missing_ok=True)  # of one that was just beginning, or had just ended
+        self._accepting = asyncio.Lock()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._cancelled: dict[str, asyncio.Event] = {}
 
@@ -104,6 +108,12 @@ class Batches:
 
     async def create(self, batch: BatchRecord) -> None:
         """Accept a batch over a file that is there. Raises RequestError, OSError."""
+        async with self._accepting:  # those that come together are counted one by one
+            await self._accept(batch)
+        self._begin(batch)
+
+    async def _accept(self, batch: BatchRecord) -> None:
+        self.files.check_room(batch.owner)
         mine = self.of(batch.owner)
         if sum(one.status in OPEN for one in mine) >= MOST_OPEN:
             raise RequestError(f"At most {MOST_OPEN} batches of one client may be open; wait for one to end, or cancel "
@@ -113,10 +123,14 @@ class Batches:
             del self._batches[old.id]
             await self._in_thread((self._directory / f"{old.id}.json").unlink, True)
         # A link of its own: the client may delete the file, and its time may be over before the batch's.
-        await self._in_thread(_link, self.files.path(batch.input_file_id), Results(self._directory, batch).source)
-        await self._save(batch)
+        results = Results(self._directory, batch)
+        try:
+            await self._in_thread(_link, self.files.path(batch.input_file_id), results.source)
+            await self._save(batch)
+        except OSError:
+            await self._in_thread(results.clear)
+            raise
         self._batches[batch.id] = batch
-        self._begin(batch)
 
     async def cancel(self, batch: BatchRecord) -> None:
         """Stop a batch that runs; answers that are there stay. Raises RequestError for one that is over, OSError."""
@@ -151,28 +165,35 @@ class Batches:
     async def _work(self, batch: BatchRecord) -> None:
         results = Results(self._directory, batch)
         try:
-            await self._through(batch, self._run, results)
+            await self._through(batch, results, self._run)
+        except FilesLost:
+            logger.error("%s fails: files of it were removed while it ran", batch.id)
+            batch.trouble, batch.errors = None, [{
+                "code": "files_lost", "line": None, "param": None,
+                "message": "Files of the batch were removed while it ran. Send the file again, for another batch."}]
+            with contextlib.suppress(OSError):  # the next process finds out for itself
+                await self._turn(batch, "failed")
+            await self._in_thread(results.clear)
         except Exception as error:  # noqa: BLE001 - an edge as in the gate: the client must be told
             internal_error(error, "a batch")
             batch.errors = [{"code": "internal_error", "line": None, "param": None,
                              "message": "Internal server error; a restart of the server goes on with the batch."}]
-            return
         finally:
             self._tasks.pop(batch.id, None)
             self._cancelled.pop(batch.id, None)
 
-    async def _through(self, batch: BatchRecord, step: Callable[..., Any], *given: Any) -> Any:
-        """What a step returns, once the disk takes it; meanwhile the batch says what is wrong."""
+    async def _through(self, batch: BatchRecord, results: Results, step: Callable[..., Any], *given: Any) -> Any:
+        """What a step returns, once the disk takes it; meanwhile the batch says what is wrong. Raises FilesLost."""
         while True:
             try:
-                outcome = await step(batch, *given)
+                outcome = await step(batch, results, *given)
             except OSError as error:
-                full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-                why = "the disk is full" if full else f"the disk fails ({error.strerror})"
+                if batch.status in ("validating", "in_progress", "cancelling"):
+                    await self._in_thread(results.check)
+                code, why = disk_trouble(error)
                 if batch.trouble is None:
                     logger.error("%s waits: %s; it goes on as soon as that has changed", batch.id, why)
-                batch.trouble = {"code": "disk_full" if full else "disk_error", "line": None, "param": None,
-                                 "message": f"The batch waits: {why}."}
+                batch.trouble = {"code": code, "line": None, "param": None, "message": f"The batch waits: {why}."}
                 await asyncio.sleep(DISK_POLL_S)
             else:
                 batch.trouble = None
@@ -181,7 +202,7 @@ class Batches:
     async def _run(self, batch: BatchRecord, results: Results) -> None:
         """From wherever it is to its end; may be begun again at any time. Raises OSError."""
         async with self._running:
-            if not batch.total and not await self._validated(batch, results):
+            if (not batch.total or batch.errors) and not await self._validated(batch, results):
                 return
             if batch.status in ("in_progress", "cancelling"):
                 done = await self._count(batch, results)
@@ -189,6 +210,7 @@ class Batches:
                     batch.end = "cancelled" if self._cancelled[batch.id].is_set() else "expired"
                 if batch.end != "completed":
                     await self._fill(batch, results)
+                await self._in_thread(results.check)
                 await self._turn(batch, "finalizing")
             await self._finalize(batch, results)
 
@@ -235,7 +257,7 @@ class Batches:
                     reply = await self._reply(batch, line)
                 kind = "output" if reply.status == 200 else "error"
                 text = answer_line(batch.line_id(line.custom_id), line.custom_id, reply.status, reply.body)
-                await self._through(batch, self._append, results, kind, text)
+                await self._through(batch, results, self._append, kind, text)
                 batch.completed += kind == "output"
                 batch.failed += kind == "error"
                 waiting.task_done()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from typing import Any
 
@@ -20,6 +19,8 @@ IDLE_S = 60.0
 """Seconds that may pass between two pieces of a body."""
 AT_ONCE = 2**20
 """Bytes that are written together."""
+AROUND = 2**16
+"""Bytes that may come before, between and after the parts of a form, with all parts but the file."""
 MOST_PARTS, LONGEST_FIELD, LONGEST_HEADERS, LONGEST_NAME = 16, 1024, 8192, 255
 SHORTEST_S, LONGEST_S = 3600, 30 * 86400
 """Bounds of `expires_after`, as OpenAI has them."""
@@ -119,12 +120,11 @@ async def take(http: Request, files: Files, owner: str, limit: int) -> File:
     """Receive the form of a request, and keep its file, of at most `limit` bytes. Raises RequestError."""
     form = UploadForm(_boundary(http))
     declared = http.headers.get("content-length", "")
-    if declared.isdigit() and int(declared[:20]) > limit + 2**16:
+    if declared.isdigit() and int(declared[:20]) > limit + AROUND:
         raise _too_large(limit)
-    files.check_room(owner, 0)
     loop = asyncio.get_running_loop()
-    path, out = files.begin()
-    size = 0
+    path, out = files.begin(owner)
+    came = size = 0
     try:
         chunks = http.stream()
         while True:
@@ -136,13 +136,14 @@ async def take(http: Request, files: Files, owner: str, limit: int) -> File:
                 slow.status = 408
                 raise slow from None
             if chunk:
+                came += len(chunk)
                 form.feed(chunk)
-            if size + len(form.pending) > limit:
+            if size + len(form.pending) > limit or came > limit + AROUND:
                 raise _too_large(limit)
             if len(form.pending) >= AT_ONCE or chunk is None:
                 piece, form.pending = form.pending, bytearray()
                 size += len(piece)
-                files.check_room(owner, size)
+                files.grow(owner, path, size)
                 await loop.run_in_executor(files.thread, out.write, piece)
             if chunk is None:
                 break
@@ -156,13 +157,11 @@ async def take(http: Request, files: Files, owner: str, limit: int) -> File:
     finally:
         with contextlib.suppress(OSError):  # what a full disk did not take is tried once more
             out.close()
-        path.unlink(missing_ok=True)
+        files.end(path)
 
 
 def _finish(files: Files, file: File, path: Any, out: Any) -> None:
     out.flush()
-    if files.sync:
-        os.fsync(out.fileno())
     try:
         files.add(file, path)
     except OSError:
