@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import os
+import struct
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
 from tandem.errors import UsageError
+from tandem.protocol.pieces import PIECE
 from tandem.runner.piece_files import MARK, Part, PieceFiles, Unusable
 
 NAME = bytes(range(16))
-KEYS = np.arange(4 * 6 * 8 * 2, dtype=np.float32).reshape(4, 1, 6, 8, 2)
-"""Of 4 layers with 6 heads, 8 positions of 2."""
+KEYS = np.arange(4 * 6 * PIECE, dtype=np.float32).reshape(4, 1, 6, PIECE, 1)
+"""Of 4 layers with 6 heads, one number for each position."""
 
 
 def part(layers, heads):
@@ -56,7 +59,8 @@ def test_no_bit_of_a_file_can_change_unseen(tmp_path):
     files = store(tmp_path, (0, 1), (0, 1))
     [path] = tmp_path.glob("space/*.kv")
     data = path.read_bytes()
-    for position in range(len(data)):
+    arrays = len(data) - 2 * 4 * PIECE
+    for position in (*range(arrays), *range(arrays, len(data), 16)):
         damaged = bytearray(data)
         damaged[position] ^= 1 << position % 8
         path.write_bytes(damaged)
@@ -64,7 +68,7 @@ def test_no_bit_of_a_file_can_change_unseen(tmp_path):
             files.read(NAME)
         assert not path.exists()
         files = store(tmp_path, (0, 1), (0, 1))
-    for size in range(0, len(data), 7):
+    for size in range(0, len(data), 67):
         path.write_bytes(data[:size])
         with pytest.raises(Unusable):
             files.read(NAME)
@@ -99,6 +103,83 @@ def test_half_a_file_is_left_by_nobody(tmp_path, monkeypatch):
     os.utime(stale, (1, 1))
     PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30)
     assert not stale.exists()
+
+
+def test_what_says_that_it_is_a_piece_is_not_believed(tmp_path):
+    files = store(tmp_path, (0, 2), (0, 2))
+    [path] = tmp_path.glob("space/*.kv")
+    data = path.read_bytes()
+    magic, length = struct.unpack_from("<8sI", data)
+    header = msgspec.msgpack.decode(data[12:12 + length])
+    right = [1, 2, PIECE, 1]
+    assert header["shapes"] == [[right, right]] * 2
+    for shapes in ([[[1, 2, PIECE, 2**60], right], [right, right]], [[[1, 1, 2 * PIECE, 1], right], [right, right]],
+                   [[[2**63, 2**63], right]] * 2, [[[1, 2, PIECE, -1], [1, 2, PIECE, 3]], [right, right]],
+                   [[[1, 2, PIECE, 0], [1, 2, PIECE, 2]], [right, right]], [[right, right]] * 3):
+        packed = msgspec.msgpack.encode({**header, "shapes": shapes})
+        path.write_bytes(struct.pack("<8sI", magic, len(packed)) + packed + data[12 + length:])
+        with pytest.raises(Unusable, match="is damaged"):
+            files.read(NAME)
+        files = store(tmp_path, (0, 2), (0, 2))
+    path.unlink()
+    os.mkfifo(path)  # whoever opens it would wait for a writer
+    with pytest.raises(Unusable, match="it is no piece"):
+        files.read(NAME)
+    with path.open("wb") as file:
+        file.truncate(2 << 30)
+    with pytest.raises(Unusable, match="it is no piece"):
+        PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 4 << 30).read(NAME)
+    for label in ("0-99999999999999999999.0-9", "00-2.0-2", "0-2.0-0", "all.kv"):
+        (path.parent / f"{NAME.hex()}.{label}.kv").write_bytes(data)
+    assert PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30).names() == []
+
+
+def test_a_file_of_the_future_and_one_that_is_too_large_go_first(tmp_path):
+    files = store(tmp_path, (0, 4), (0, 6))
+    [path] = tmp_path.glob("space/*.kv")
+    size = path.stat().st_size
+    (tmp_path / "old").mkdir()
+    later, huge, half = (tmp_path / "old" / name for name in ("later.kv", "huge.kv", ".half.tmp"))
+    for other in (later, half):
+        other.write_bytes(bytes(size))
+        os.utime(other, (time.time() + 1e6,) * 2)
+    with huge.open("wb") as file:
+        file.truncate(1 << 40)
+    store(tmp_path, (0, 4), (0, 6), name=b"x" * 16, limit=int(2.5 * size))
+    assert not any(other.exists() for other in (later, huge, half))
+    assert len(list(tmp_path.glob("space/*.kv"))) == 2
+    assert files.read(NAME)
+
+
+def test_what_others_write_and_delete_is_seen_in_time(tmp_path):
+    """Several ranks and servers share the room, and one that no longer has a piece says so."""
+    size = next(iter([path.stat().st_size for _ in [store(tmp_path, (0, 4), (0, 6))]
+                      for path in tmp_path.glob("space/*.kv")]))
+    first, second = (PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 20 * size) for _ in range(2))
+    layers = [(layer, -layer) for layer in KEYS]
+    for i in range(1, 30):
+        (first if i % 2 else second).write(bytes([i]) * 16, layers, "float32")
+        os.utime(next(tmp_path.glob(f"space/{(bytes([i]) * 16).hex()}*")), (time.time() - 100 + i,) * 2)
+        assert len(list(tmp_path.glob("space/*.kv"))) <= 21
+    left = {bytes.fromhex(path.name.split(".")[0]) for path in tmp_path.glob("space/*.kv")}
+    gone = set(first.take_gone())
+    assert gone
+    assert not gone & left
+    assert not first.take_gone()
+    assert set(first.names()) - left <= {bytes([29]) * 16}
+
+
+def test_a_directory_that_was_emptied_is_filled_again(tmp_path):
+    files = store(tmp_path / "kv", (0, 4), (0, 6))
+    for path in sorted((tmp_path / "kv").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    layers = [(layer, -layer) for layer in KEYS]
+    files.write(NAME, layers, "float32")
+    assert PieceFiles(tmp_path / "kv", "space", part((0, 4), (0, 6)), 1 << 30).names() == [NAME]
+    (tmp_path / "kv").rename(tmp_path / "away")  # the disk is not there any more: nothing is kept on the one below it
+    with pytest.raises(FileNotFoundError):
+        files.write(NAME, layers, "float32")
+    assert not (tmp_path / "kv").exists()
 
 
 def test_a_directory_of_others_is_left_alone(tmp_path):

@@ -110,6 +110,8 @@ class RankLoop:
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
+        if self._runner is not None and self._runner.disk is not None:
+            self._runner.disk.close(max(deadline - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
     def _compute(self) -> None:

@@ -44,3 +44,5 @@ class Written(Struct, frozen=True, tag=True):
     rank: int
     names: list[bytes]
     nbytes: int = 0
+    gone: list[bytes] = []
+    """Others that were deleted meanwhile, wholly or in part."""

@@ -62,7 +62,7 @@ class KVDisk:
         self._quiet_until = 0.0
         self.names = files.names()
         """Pieces that were there at the start."""
-        start_thread(self._work, name="kv disk", on_failure=lambda error: None)
+        self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
     def store(self, op: StoreOp, state: Sequence[tuple[mx.array, mx.array]]) -> None:
         """Write pieces of a prefix whose layers have these keys and values, [1, heads, positions, width] each."""
@@ -103,9 +103,11 @@ class KVDisk:
         """Forget what was fetched under this key."""
         self._arrived.pop(key)
 
-    def close(self) -> None:
-        """End the thread once what is being read or written is done."""
+    def close(self, timeout_s: float) -> bool:
+        """End the thread once all is read and written; False if that takes more than `timeout_s` seconds."""
         self._jobs.put((_END, next(self._number), None))
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _work(self) -> None:
         while True:
@@ -121,20 +123,20 @@ class KVDisk:
         started, nbytes = time.monotonic(), 0
         pieces: list[list[Layer]] = []
         lost: list[bytes] = []
-        dtype = ""
-        for number, name in enumerate(order.names):
-            try:
+        arrived, dtype = None, ""
+        try:
+            for name in order.names:
                 layers, dtype, size = self._files.read(name)
                 pieces.append(layers)
                 nbytes += size
-            except (Unusable, MemoryError) as error:
-                seldom.warning("%s; KV on disk that cannot be used is computed again", error)
-                lost = order.names[number:]  # those behind it are of no use, and are kept anew with it
-                break
-        self._arrived[order.key] = None if lost else _Arrived(
-            [(np.concatenate([piece[i][0] for piece in pieces], axis=2),
-              np.concatenate([piece[i][1] for piece in pieces], axis=2)) for i in range(len(pieces[0]))],
-            dtype, PIECE * len(pieces))
+            arrived = _Arrived([(np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
+                                for keys, values in (zip(*layer, strict=True) for layer in zip(*pieces, strict=True))],
+                               dtype, PIECE * len(pieces))
+        except (Unusable, MemoryError, ValueError) as error:
+            seldom.warning("%s; KV on disk that cannot be used is computed again", str(error) or "no memory is left")
+            # Those behind it are of no use, and are kept anew with it; those that do not fit together are so too.
+            lost = order.names[len(pieces):] or order.names
+        self._arrived[order.key] = arrived
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes))
 
     def _write(self, name: bytes, own: list[tuple[mx.array, mx.array]], dtype: str, nbytes: int) -> None:
@@ -143,7 +145,7 @@ class KVDisk:
             if started < self._quiet_until:
                 return
             size = self._files.write(name, [(np.asarray(keys), np.asarray(values)) for keys, values in own], dtype)
-            self._report(Written(self._rank, [name], size))
+            self._report(Written(self._rank, [name], size, self._files.take_gone()))
             time.sleep(max(size / WRITE_BYTES_S - (time.monotonic() - started), 0.0))
         except OSError as error:
             self._quiet_until = started + FULL_S

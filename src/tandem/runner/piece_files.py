@@ -7,8 +7,10 @@ layer. A rank may put a piece together from files that others wrote, for other l
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
+import stat
 import struct
 import time
 import zlib
@@ -23,14 +25,18 @@ import numpy as np
 
 from tandem.errors import UsageError
 from tandem.protocol.codec import UNREADABLE
+from tandem.protocol.pieces import PIECE
 
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
 """A file in a directory that is ours."""
 _PREFIX = struct.Struct("<8sI")
-_MOST_HEADER = 1 << 20
+MOST_HEADER = 1 << 20
+"""Bytes before the arrays of a file."""
 STALE_S = 3600.0
-"""A file half written is nobody's any more after so long."""
+"""A file half written is nobody's any more after so long; one that was used so far in the future has a wrong time."""
+BLIND = 0.02
+"""Share of the room that a rank fills before it looks again what others have written and deleted."""
 
 Layer = tuple[np.ndarray, np.ndarray]
 """Keys and values, [1, heads, positions, width], of types that numpy knows (bfloat16 as uint16)."""
@@ -74,44 +80,52 @@ def _range(text: str) -> range:
     return range(int(start), int(stop))
 
 
-def open_directory(directory: Path) -> None:
+def open_directory(directory: Path, space: str) -> None:
     """Make it, or see that it is ours. Raises UsageError."""
     mark = directory / MARK
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not mark.exists():
-            if any(directory.iterdir()):
-                raise UsageError(f"--kv-disk {directory}: has other things than Tandem's KV in it; give an empty or a "
-                                 "new directory", param="kv_disk")
-            mark.write_text("Tandem keeps KV of prompts here. All of it may be deleted at any time.\n")
+        # In this order: another rank may be making it too, and puts the mark there first.
+        if any(directory.iterdir()) and not mark.exists():
+            raise UsageError(f"--kv-disk {directory}: has other things than Tandem's KV in it; give an empty or a "
+                             "new directory", param="kv_disk")
+        _make_space(directory, space)
     except OSError as error:
         raise UsageError(f"--kv-disk {directory}: cannot keep KV there: {error.strerror or error}; give another "
                          "directory", param="kv_disk") from error
 
 
+def _make_space(directory: Path, space: str) -> None:
+    """Within a directory that is there and ours, or empty. Raises OSError."""
+    if not (mark := directory / MARK).exists():
+        mark.write_text("Tandem keeps KV of prompts here. All of it may be deleted at any time.\n")
+    (directory / space).mkdir(exist_ok=True, mode=0o700)
+
+
 class PieceFiles:
     """The files of one space, as one rank sees them. Used by one thread at a time."""
 
-    def __init__(self, directory: Path, space: str, need: Part, limit: int) -> None:
-        """`limit`: bytes of all that is in `directory`, of other spaces and ranks too. Raises UsageError."""
-        open_directory(directory)
+    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int = 1 << 30) -> None:
+        """`limit`: bytes of all that is in `directory`, of other spaces and ranks too; `most`: of a file. Raises
+        UsageError."""
+        open_directory(directory, space)
         self.need = need
         """Layers and heads of this rank."""
-        self._root, self._limit = directory, limit
+        self._root, self._limit, self._most = directory, limit, most
         self._space = space
         self._path = directory / space
-        self._path.mkdir(exist_ok=True, mode=0o700)
         self._parts: dict[bytes, list[Part]] = {}
-        for entry in os.scandir(self._path):
-            self._note(entry.name)
-        self._total = sum(size for _, size, _ in self._all())
+        self._gone: list[bytes] = []
+        self._unseen = 0
+        """Bytes written since the last look."""
+        self._look()
 
-    def _note(self, file: str) -> None:
-        stem, _, ending = file.rpartition(".")
-        name, _, label = stem.partition(".")
-        if ending == "kv":
-            with suppress(ValueError):
-                self._parts.setdefault(bytes.fromhex(name), []).append(Part.read(label))
+    def _note(self, path: Path) -> None:
+        name, _, label = path.stem.partition(".")
+        with suppress(ValueError, OverflowError):
+            part = Part.read(label)
+            if len(part.layers) and len(part.heads) and path == self._file(bytes.fromhex(name), part):
+                self._parts.setdefault(bytes.fromhex(name), []).append(part)
 
     def names(self) -> list[bytes]:
         """Pieces that this rank can put together."""
@@ -156,22 +170,32 @@ class PieceFiles:
     def _load(self, name: bytes, part: Part) -> tuple[_Header, list[Layer]]:
         path = self._file(name, part)
         try:
-            data = path.read_bytes()
-            os.utime(path)
-        except OSError as error:
-            raise Unusable(f"{path.name}: {error.strerror or error}") from error
-        try:
+            data = self._bytes(path)
             magic, length = _PREFIX.unpack_from(data)
             header = msgspec.msgpack.decode(data[_PREFIX.size:_PREFIX.size + length], type=_Header)
             payload = memoryview(data)[_PREFIX.size + length:]
             if magic != MAGIC or (header.space, header.name) != (self._space, name) \
                     or len(header.shapes) != len(part.layers) or zlib.crc32(payload) != header.checksum:
                 raise ValueError("it is not what it should be")
-            return header, list(_arrays(payload, header))
+            return header, list(_arrays(payload, header, len(part.heads)))
+        except OSError as error:
+            raise Unusable(f"{path.name}: {error.strerror or error}") from error
         except (*UNREADABLE, ValueError, struct.error) as error:
             with suppress(OSError):
                 path.unlink()
             raise Unusable(f"{path.name} is damaged: {error}") from error
+
+    def _bytes(self, path: Path) -> bytes:
+        """All of a file, which is used now. Raises OSError, and ValueError for what is none of ours."""
+        # Whoever opens a pipe waits for its other end.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_size > self._most:
+                raise ValueError("it is no piece")
+            data = file.read(status.st_size)
+        with suppress(OSError):  # a disk that cannot be written serves all the same
+            os.utime(path)
+        return data
 
     def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
         """Keep this rank's part of a piece; returns the bytes. Raises OSError, with nothing left behind."""
@@ -182,6 +206,8 @@ class PieceFiles:
             checksum = zlib.crc32(block.data, checksum)
         header = msgspec.msgpack.encode(_Header(self._space, name, [(list(keys.shape), list(values.shape))
                                                                     for keys, values in layers], dtype, checksum))
+        if not self._path.exists():
+            _make_space(self._root, self._space)
         temporary = self._path / f".{secrets.token_hex(8)}.tmp"
         try:
             with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -196,30 +222,45 @@ class PieceFiles:
             raise
         if self.need not in self._parts.setdefault(name, []):
             self._parts[name].append(self.need)
-        self._total += size
-        if self._total > self._limit:
-            self._prune()
+        self._unseen += size
+        if self._unseen > BLIND * self._limit:
+            self._look()
         return size
 
-    def _prune(self) -> None:
-        """Delete what was used least recently, of whichever space, until a tenth of the room is free."""
+    def _look(self) -> None:
+        """What is there by now; where it is too much, what was used least recently goes, of whichever space, until a
+        tenth of the room is free."""
         files = sorted(self._all())
-        self._total = sum(size for _, size, _ in files)
+        total = sum(size for _, size, _ in files)
+        room = 0.9 * self._limit if total > self._limit else total
+        self._parts, before = {}, self._parts
         for _, size, path in files:
-            if self._total <= 0.9 * self._limit:
-                break
-            with suppress(OSError):
-                path.unlink()
-                self._total -= size
+            if total > room:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)
+                    total -= size
+            elif path.parent == self._path:
+                self._note(path)
+        self._gone += [name for name, parts in before.items() if not set(parts) <= set(self._parts.get(name, ()))]
+        self._unseen = 0
+
+    def take_gone(self) -> list[bytes]:
+        """Pieces of which something was deleted, since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
 
     def _all(self) -> Iterator[tuple[float, int, Path]]:
         """Every file of all spaces: when it was used last, bytes, path. Deletes what was left half written."""
+        now = time.time()
         for path in self._root.glob("*/*"):
+            if path.suffix not in (".kv", ".tmp") or path.parent.is_symlink():
+                continue
             with suppress(OSError):
-                status = path.stat()
+                status = path.lstat()
                 if path.suffix == ".kv":
-                    yield status.st_mtime, status.st_size, path
-                elif path.suffix == ".tmp" and time.time() - status.st_mtime > STALE_S:
+                    wrong = status.st_mtime - now > STALE_S or status.st_size > self._limit
+                    yield 0.0 if wrong else status.st_mtime, status.st_size, path
+                elif path.name.startswith(".") and abs(now - status.st_mtime) > STALE_S:
                     path.unlink()
 
 
@@ -247,17 +288,17 @@ _NUMPY: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
 
 
-def _arrays(payload: memoryview, header: _Header) -> Iterator[Layer]:
-    """Raises ValueError where the bytes are not what the header says."""
+def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]:
+    """Raises ValueError where the bytes are not what the header says, or that is no piece of so many heads."""
     dtype, at = _NUMPY.get(header.dtype), 0
     if dtype is None:
         raise ValueError(f"type {header.dtype}")
-    for shapes in header.shapes:
-        pair = []
-        for shape in shapes:
-            count = int(np.prod(shape, dtype=np.int64))
-            pair.append(np.frombuffer(payload, dtype, count, at).reshape(shape))
-            at += count * dtype.itemsize
-        yield pair[0], pair[1]
-    if at != len(payload):
-        raise ValueError("it is longer than it should be")
+    shapes = [shape for pair in header.shapes for shape in pair]
+    if any(shape[:3] != [1, heads, PIECE] or len(shape) != 4 or shape[3] < 1 for shape in shapes) \
+            or sum(map(math.prod, shapes)) * dtype.itemsize != len(payload):
+        raise ValueError("its arrays are not those of a piece")
+    arrays = []
+    for shape in shapes:
+        arrays.append(np.frombuffer(payload, dtype, math.prod(shape), at).reshape(shape))
+        at += arrays[-1].nbytes
+    return zip(arrays[::2], arrays[1::2], strict=True)
