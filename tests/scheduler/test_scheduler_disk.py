@@ -182,3 +182,37 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
             if getattr(message, "finish_reason", None):
                 live.discard(message.request_id)  # type: ignore[union-attr]
     assert not live
+
+
+def test_a_disk_that_says_nothing_is_asked_for_nothing_more_until_it_answers() -> None:
+    scheduler = make()
+    other = [4 + i % 37 for i in range(2 * PIECE + 20)]
+    kept = names(LONG) + names(other)
+    begin(scheduler, kept, kept)
+    scheduler.submit(request("a", LONG), seed=1)
+    [order] = scheduler.disk.orders
+    scheduler.disk.orders.clear()
+    assert scheduler.disk.fetching == order.key
+    scheduler.disk.take(Fetched(0, order.key), scheduler.prefixes)
+    scheduler.disk.take(Written(0, [b"x"]), scheduler.prefixes)
+    assert scheduler.disk.fetching == order.key
+    scheduler.disk.lose_patience()
+    for name, tokens in (("b", other), ("c", LONG)):
+        scheduler.submit(request(name, tokens), seed=1)
+    assert not scheduler.disk.orders
+    assert set(inserted(scheduler)) == {"a", "b", "c"}
+    scheduler.disk.take(Fetched(1, order.key), scheduler.prefixes)
+    scheduler.prefixes.shrink(10_000)
+    scheduler.submit(request("d", other), seed=1)
+    assert [order.names for order in scheduler.disk.orders] == [names(other)]
+
+
+def test_pieces_that_a_rank_has_no_more_are_written_again() -> None:
+    scheduler = make()
+    begin(scheduler, names(LONG), names(LONG))
+    scheduler.disk.take(Written(1, [b"x"], 7, gone=names(LONG)), scheduler.prefixes)
+    scheduler.submit(request("a", LONG), seed=1)
+    assert not scheduler.disk.orders
+    plan = scheduler.next_plan()
+    assert plan is not None
+    assert [[name for _, name in store.pieces] for store in plan.stores] == [names(LONG)]

@@ -29,7 +29,7 @@ from tandem.scheduler.sequence import Sequence
 log = logging.getLogger(__name__)
 
 FETCH_S = 20.0
-"""Seconds without a word from disks, after which nobody waits for them any more."""
+"""Seconds without a prefix from disk, after which nobody waits for one any more."""
 
 
 class Engine:
@@ -49,8 +49,8 @@ class Engine:
         """What nobody has taken yet."""
         self._resting: tuple[Sequence, float] | None = None
         """For whom nothing runs, and until when."""
-        self._fetched_at = 0.0
-        """When the ranks last were asked for something on disk, or said something of it."""
+        self._fetching: tuple[str | None, float] = (None, 0.0)
+        """Which prefix on disk has been waited for longest, and since when it is that one."""
 
     @property
     def executor(self) -> Executor:
@@ -183,9 +183,10 @@ class Engine:
         disk = self.scheduler.disk
         for order in disk.orders:
             self.executor.fetch(order)
-            self._fetched_at = now
         disk.orders.clear()
-        if disk.fetching and now - self._fetched_at > FETCH_S:
+        if disk.fetching != self._fetching[0]:
+            self._fetching = disk.fetching, now
+        elif disk.fetching and now - self._fetching[1] > FETCH_S:
             log.warning("KV has not come from disk for %.0f s; what waits for it is computed", FETCH_S)
             disk.lose_patience()
 
@@ -207,7 +208,6 @@ class Engine:
 
     def _take(self, report: Report) -> None:
         if not isinstance(report, Stepped):
-            self._fetched_at = time.monotonic()
             self.scheduler.disk.take(report, self.scheduler.prefixes)
             self.metrics.disk(self.scheduler.disk.counts)
             return

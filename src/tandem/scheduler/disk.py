@@ -70,11 +70,13 @@ class DiskTier:
         self._pieces = PieceIndex()
         self._ranks = 0
         self._fetching: dict[str, _Fetching] = {}
+        self._silent = False
+        """Nobody asks until all ranks have answered something."""
 
     @property
-    def fetching(self) -> bool:
-        """Somebody waits for a disk."""
-        return any(fetching.waiting for fetching in self._fetching.values())
+    def fetching(self) -> str | None:
+        """Key of the prefix that was asked for first, of those that somebody waits for. Ranks read them in order."""
+        return next((key for key, fetching in self._fetching.items() if fetching.waiting), None)
 
     def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex) -> None:
         """New ranks, and the pieces that each has on its disk; None from one that keeps none there."""
@@ -88,6 +90,7 @@ class DiskTier:
         for fetching in self._fetching.values():
             _let_go(fetching)
         self._fetching.clear()
+        self._silent = False
         self.orders.clear()
         self._ranks = len(kept)
         self._pieces.reset(kept)
@@ -95,7 +98,7 @@ class DiskTier:
     def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
         reading takes less time than computing, as far as is known."""
-        if not self._pieces or sequence.whole or sequence.suspicion.suspect:
+        if self._silent or not self._pieces or sequence.whole or sequence.suspicion.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
         names = self._pieces.leading(piece_names(hashes))
@@ -125,6 +128,7 @@ class DiskTier:
             self._fetched(report, prefixes)
             return
         self._pieces.keep(report.rank, report.names)
+        self._pieces.lose(report.gone)
         self.counts.written_bytes += report.nbytes
 
     def _fetched(self, report: Fetched, prefixes: PrefixIndex) -> None:
@@ -139,6 +143,7 @@ class DiskTier:
         if fetching.missing:
             return
         del self._fetching[report.key]
+        self._silent = False
         self.counts.read_s += fetching.seconds
         if fetching.lost:
             self.counts.failures += 1
@@ -151,7 +156,8 @@ class DiskTier:
         _let_go(fetching)
 
     def lose_patience(self) -> None:
-        """Whoever waits is computed instead; what comes later is for others."""
+        """Whoever waits is computed instead, and so is all else until disks answer; what comes then is for others."""
+        self._silent = True
         for fetching in self._fetching.values():
             _let_go(fetching)
 
