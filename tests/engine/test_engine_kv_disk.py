@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from submitted import ask, check
 from tandem import LLM, SamplingParams
+from tandem.errors import UsageError
 from tandem.protocol.pieces import PIECE
 from tandem.testing import tiny_model
 
@@ -79,7 +81,8 @@ def test_a_prefix_outlives_its_server(serve, expected, tmp_path, writes, reads):
 def test_what_is_damaged_or_gone_is_computed(serve, expected, tmp_path):
     with serve("one") as llm:
         assert answers(llm, expected) == 0
-        wait(lambda: len(files(tmp_path)) == 2)
+    assert len(files(tmp_path)) == 2  # all is written before the engine ends, and with it the thread that does so
+    assert not any(thread.name == "kv disk" for thread in threading.enumerate())
     first, second = files(tmp_path)
     data = bytearray(first.read_bytes())
     data[len(data) // 2] ^= 4
@@ -151,3 +154,10 @@ def test_after_a_fault_a_long_prompt_is_read_and_not_computed(serve, expected, t
             assert answers(llm, expected) == 2 * PIECE
         assert ask(llm, lambda engine: engine.restarts) == 2
         assert ask(llm, lambda engine: engine.scheduler.disk.counts.hit_tokens) == 4 * PIECE
+        (tmp_path / "kv").rename(tmp_path / "away")
+        (tmp_path / "kv").write_text("no directory")
+        os.kill(ask(llm, lambda engine: engine.executor.pids[0]), signal.SIGKILL)
+        assert answers(llm, expected) == 0  # a server goes on without its disk
+        assert ask(llm, lambda engine: engine.status()).kv_disk.startswith("off: --kv-disk")
+    with pytest.raises(UsageError, match="rank .: --kv-disk .* cannot keep KV there"):  # but none begins so
+        serve("pp2").close()

@@ -130,13 +130,14 @@ def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
 
 
 def kv_space(model: ModelSettings, files: ModelFiles) -> str:
-    """What KV depends on beside the tokens: model, adapter, types, and who computed it. Raises ConfigError."""
+    """What KV depends on beside the tokens and the type of computation, which ranks know: model, adapter, weights made
+    whole, and who computed it. Raises ConfigError."""
     if files.headers is not None:
         raise ConfigError("--kv-disk: needs all of the model's weights on this machine, to tell them from others; "
                           "download the model (tandem model get), or leave it out", param="kv_disk")
     directories = [files.path, *([Path(model.adapter_path).expanduser()] if model.adapter_path else [])]
     digest = fingerprint(*directories)
-    return f"{digest}-{model.dtype}-{model.dequantize}-{__version__}-{version('mlx-lm')}"
+    return f"{digest}-{model.dequantize}-{__version__}-{version('mlx-lm')}"
 
 
 def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:

@@ -139,6 +139,8 @@ class Gang:
                 self._launch(progress)
                 if specs := self.executor.specs:
                     self._whole = self._laid = _Laid(replace(self.layout, ranks=tuple(specs)))
+                if trouble := next((ready for ready in self.ready if ready.disk_trouble), None):
+                    raise UsageError(f"rank {trouble.rank}: {trouble.disk_trouble}", param="kv_disk")
                 limits = self._limits()
                 scheduler = Scheduler(limits, first_step=self._canary(limits, 0, progress))
                 break
@@ -162,6 +164,10 @@ class Gang:
         return scheduler
 
     def _begin(self, scheduler: Scheduler) -> None:
+        for ready in self.ready:
+            if ready.disk_trouble:
+                log.warning("rank %d: %s; nothing is kept on disk until the ranks start again", ready.rank,
+                            ready.disk_trouble)
         scheduler.disk.begin((ready.pieces for ready in self.ready), scheduler.waiting, scheduler.prefixes)
 
     def _launch(self, progress: Progress | None = None) -> None:

@@ -132,5 +132,7 @@ def _kv_disk(layout: GangLayout, ranks: Sequence[Ready]) -> str:
         return "off"
     if layout.ranks[0].draft_path:
         return "off: a draft model's KV is not kept"
+    if trouble := next((ready.disk_trouble for ready in ranks if ready.disk_trouble), ""):
+        return f"off: {trouble}"
     kept = all(ready.pieces is not None for ready in ranks)
     return "on" if kept else "off: this model keeps windows or states, which have no pieces"

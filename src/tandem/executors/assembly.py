@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
-from tandem.errors import OutOfMemory
+from tandem.errors import OutOfMemory, UsageError
 from tandem.guided.vocabulary import Vocabulary
 from tandem.loading.memory import (
     cache_bytes,
@@ -26,14 +26,15 @@ from tandem.loading.memory import (
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import slice_bytes
+from tandem.models.footprint import kv_bytes_per_token, slice_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
+from tandem.protocol.pieces import PIECE
 from tandem.runner.drafter import Drafter
 from tandem.runner.kv_disk import KVDisk, Report, takes_part
 from tandem.runner.links import StageLink
-from tandem.runner.piece_files import Part, PieceFiles
+from tandem.runner.piece_files import MOST_HEADER, Part, PieceFiles
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import decode_attention
 from tandem.runner.runner import Runner
@@ -107,27 +108,33 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
 def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, group: StageGroup | None = None,
                  files: ModelFiles | None = None, report: Report | None = None) -> Runner:
     """A runner over `stage`. For sequences with a grammar it needs the tokenizer, from `files`; to keep prefixes on
-    disk, `report`, which tells what was read and written. Raises UsageError for a disk that cannot be used."""
+    disk, `report`, which tells what was read and written."""
     vocabulary = None
     if spec.samples and files is not None:
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
         vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
+    disk, trouble = _open_disk(spec, stage, files, report) if report and files else (None, "")
     return Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
                   group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
                   drafter=load_drafter(spec), attention=decode_attention(spec.attention),
-                  disk=_open_disk(spec, stage, files, report) if report and files else None)
+                  disk=disk, disk_trouble=trouble)
 
 
-def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Report) -> KVDisk | None:
-    """None where nothing is to be kept, or the model's caches cannot be."""
+def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Report) -> tuple[KVDisk | None, str]:
+    """None where nothing is to be kept, or the model's caches cannot be; or with what is wrong with the disk."""
     caches = stage.make_caches()
     if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
-        return None
+        return None, ""
     description = describe(files)
     shard = shard_of(spec, description, _dequantizes(spec))
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
-    return KVDisk(spec.rank, PieceFiles(Path(spec.kv_disk), spec.kv_space, need, spec.kv_disk_bytes), report)
+    space = f"{spec.kv_space}-{str(stage.dtype).rpartition('.')[2]}"
+    most = MOST_HEADER + PIECE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
+    try:
+        return KVDisk(spec.rank, PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most), report), ""
+    except (UsageError, OSError) as error:
+        return None, str(error)
 
 
 def ready_message(spec: StageSpec, runner: Runner) -> Ready:
@@ -142,4 +149,4 @@ def ready_message(spec: StageSpec, runner: Runner) -> Ready:
                  own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
                  cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
                  trimmable=trimmable(runner.stage.make_caches()),
-                 pieces=runner.disk.names if runner.disk else None)
+                 pieces=runner.disk.names if runner.disk else None, disk_trouble=runner.disk_trouble)

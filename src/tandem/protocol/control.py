@@ -285,6 +285,8 @@ class Ready(Struct, frozen=True, tag=True):
     """That GPU is a Mac's."""
     pieces: list[bytes] | None = None
     """Names of the pieces of prefixes on its disk (tandem.protocol.pieces); None where it keeps none there."""
+    disk_trouble: str = ""
+    """Why it cannot keep any there, though it should."""
 
 
 class Stepped(Struct, frozen=True, tag=True):

@@ -91,18 +91,18 @@ class Runner:
                  link: StageLink | None = None, group: StageGroup | None = None, samples: bool = True,
                  vocabulary: Vocabulary | None = None, drafts: int = 0,
                  drafter: Drafter | None = None, attention: Attention | None = None,
-                 disk: KVDisk | None = None) -> None:
+                 disk: KVDisk | None = None, disk_trouble: str = "") -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
 
         `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
         `drafts` is the most drafts that a plan may have for a sequence; `drafter` guesses some where plans ask, on the
-        rank that samples. `attention` takes the place of mlx-lm's in decode steps, `disk` keeps prefixes. Raises
-        UnsupportedModel for drafts with a model whose caches cannot be cut.
+        rank that samples. `attention` takes the place of mlx-lm's in decode steps, `disk` keeps prefixes, if nothing
+        is wrong with it. Raises UnsupportedModel for drafts with a model whose caches cannot be cut.
         """
         self.stage = stage
         """This rank's part of the model."""
         self._link = link
-        self.disk = disk
+        self.disk, self.disk_trouble = disk, disk_trouble
         """Where prefixes are kept for longer than in memory."""
         self._prefixes = PrefixStore(disk)
         self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention)
