@@ -61,6 +61,11 @@ class Window:
         """Whatever lies over it: where things lie is no test's subject, and they are drawn anew."""
         self.run("document.querySelector(arguments[0]).click()", selector)
 
+    def ask(self, text: str) -> None:
+        """Write it into the box, and send it."""
+        self.run("const q = document.getElementById('question'); q.value = arguments[0];"
+                 "q.dispatchEvent(new Event('input')); document.getElementById('send').click()", text)
+
     def until(self, condition: Callable[[], Any], what: str = "") -> None:
         WebDriverWait(self.driver, WAIT_S, poll_frequency=0.1).until(lambda _: condition(), what)
 

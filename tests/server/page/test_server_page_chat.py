@@ -61,11 +61,6 @@ def says(scripted: Any, text: str, each: int = 1) -> None:
     scripted.engine.tokens_per_output = each
 
 
-def ask(page: Window, text: str) -> None:
-    page.run("const q = document.getElementById('question'); q.value = arguments[0];"
-             "q.dispatchEvent(new Event('input')); document.getElementById('send').click()", text)
-
-
 def answered(page: Window, count: int = 1) -> None:
     page.until(lambda: page.run("return document.querySelectorAll('.assistant[data-done]').length") == count
                and page.shown("#send"), f"{count} answers")
@@ -86,11 +81,11 @@ def distance(page: Window) -> float:
 def test_it_follows_a_growing_answer_until_the_reader_leaves_the_end(page: Window, scripted: Any) -> None:
     says(scripted, LOREM * 12, each=40)
     for number in range(1, 5):
-        ask(page, f"Question {number}?")
+        page.ask(f"Question {number}?")
         answered(page, number)
         assert distance(page) < 60, f"after question {number}"
     scripted.engine.hold = True
-    ask(page, "And now?")
+    page.ask("And now?")
     page.until(lambda: page.shown(".message:last-child .pending"), "it waits")
     page.run("document.getElementById('scroller').scrollTop = 0")
     page.until(lambda: page.shown("#latest"), "the way to the end")
@@ -103,14 +98,14 @@ def test_it_follows_a_growing_answer_until_the_reader_leaves_the_end(page: Windo
 
 def test_reasoning_is_folded_and_no_part_of_the_answer(page: Window, scripted: Any) -> None:
     says(scripted, "<think>\nTwo and two, <b>hm</b>.\n</think>\n\nFour.")
-    ask(page, "2 + 2?")
+    page.ask("2 + 2?")
     answered(page)
     assert page.text(".assistant .markdown").strip() == "Four."
     assert page.shown(".thinking summary") and not page.shown(".thinking .text")
     assert page.text(".thinking summary").startswith("Thought for ")
     page.click(".thinking summary")
     page.until(lambda: "Two and two, <b>hm</b>." in page.text(".thinking .text"), "the reasoning")
-    ask(page, "And?")
+    page.ask("And?")
     answered(page, 2)
     assert "hm" not in prompt(scripted), "what it thought is not sent back"
 
@@ -120,7 +115,7 @@ def test_an_answer_that_was_cut_says_so_and_goes_on(page: Window, scripted: Any)
     page.click("#open-settings")
     page.find("#max_tokens").send_keys("6")
     page.click("#settings [value='done']")
-    ask(page, "Count.")
+    page.ask("Count.")
     answered(page)
     begun = page.text(".assistant .markdown").strip()
     assert "Cut off" in page.text(".end") and "limit is 6 tokens" in page.text(".end")
@@ -140,7 +135,7 @@ def test_a_long_answer_is_drawn_once_a_frame(page: Window, scripted: Any) -> Non
     page.run("window.frames = []; window.animate = window.requestAnimationFrame;"
              "window.requestAnimationFrame = f => window.frames.push(f)")
     scripted.engine.hold = True
-    ask(page, "Tell me.")
+    page.ask("Tell me.")
     page.until(lambda: page.shown(".message:last-child .pending"), "it waits")
     scripted.engine.hold = False
     page.until(lambda: page.run("return window.frames.length") == 1, "one is asked for")
@@ -167,25 +162,40 @@ def test_finished_blocks_are_not_made_again(page: Window) -> None:
     assert kept == [True, "short", 1]
 
 
+def test_what_a_parser_cannot_follow_is_shown_as_it_stands(page: Window) -> None:
+    """As when a model repeats itself; and what a link leads to may come last."""
+    kept = page.run("""
+        return import('/ui/markdown.js').then(({ Markdown }) => {
+          const place = document.createElement('div');
+          const one = new Markdown(place);
+          const texts = [900, 3000, 20000].flatMap(n => ['>'.repeat(n) + 'x', '*'.repeat(n) + 'x' + '*'.repeat(n)]);
+          const shown = texts.map(text => { one.draw(text, true); return place.textContent.includes('x') });
+          one.draw('See [it][r].\\n\\nMore.', false);
+          one.draw('See [it][r].\\n\\nMore.\\n\\n[r]: https://example.org', true);
+          return [shown, place.querySelector('a')?.href];
+        })""")
+    assert kept == [[True] * 6, "https://example.org/"]
+
+
 def test_conversations_and_settings_are_kept(page: Window, scripted: Any) -> None:
     page.click("#open-settings")
     page.find("#system").send_keys("Be brief.")
     page.find("#temperature").send_keys("0.3")
     page.click("#settings [value='done']")
-    ask(page, "Who are you?")
+    page.ask("Who are you?")
     answered(page)
     assert "Be brief." in prompt(scripted)
     assert list(scripted.engine.submitted.values())[-1].params.temperature == pytest.approx(0.3)
     page.click("#new")
     assert page.shown("#empty")
-    ask(page, "A second one")
+    page.ask("A second one")
     answered(page)
     page.until(lambda: page.texts("#talk-list .open") == ["A second one", "Who are you?"], "both are listed")
     page.open(scripted.url)
     assert page.texts(".user .text") == ["A second one"] and page.find("#system").get_property("value") == "Be brief."
     page.click("#talk-list li:last-child .open")
     assert page.texts(".user .text") == ["Who are you?"] and page.text(".markdown").strip() == "Hello."
-    ask(page, "Go on.")
+    page.ask("Go on.")
     answered(page, 2)
     assert all(text in prompt(scripted) for text in ("Who are you?", "Hello.", "Go on."))
     page.run("[...document.querySelectorAll('#talk-list button')].find(b => b.title === 'Delete A second one').click()")
@@ -196,9 +206,78 @@ def test_conversations_and_settings_are_kept(page: Window, scripted: Any) -> Non
     assert page.shown("#empty") and not page.texts("#talk-list .open")
 
 
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(page: Window, scripted: Any) -> None:
+    scripted.engine.hold = True
+    page.ask("Are you there?")
+    page.until(lambda: page.texts("#talk-list .open") == ["Are you there?"], "it is listed")
+    page.click("[aria-label='Delete Are you there?']")
+    page.until(lambda: page.shown("#send") and page.shown("#empty"), "it is stopped")
+    assert page.texts("#talk-list .open") == []
+    page.open(scripted.url)
+    assert page.texts("#talk-list .open") == [] and page.shown("#empty")
+
+
+def test_two_tabs_have_the_same_conversations(page: Window, scripted: Any) -> None:
+    page.ask("In the first")
+    answered(page)
+    first = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    second = page.driver.current_window_handle
+    try:
+        page.open(scripted.url)
+        page.ask("In the second")
+        answered(page, 2)
+        page.driver.switch_to.window(first)
+        page.until(lambda: page.texts(".user .text") == ["In the first", "In the second"], "it is here too")
+        page.click("[aria-label='Delete In the first']")
+        page.driver.switch_to.window(second)
+        page.until(lambda: page.shown("#empty") and not page.texts("#talk-list .open"), "and deleted in both")
+    finally:
+        page.driver.switch_to.window(second)
+        page.driver.close()
+        page.driver.switch_to.window(first)
+
+
+def test_a_browser_that_keeps_nothing_or_nonsense_is_good_enough(page: Window, scripted: Any) -> None:
+    page.run("""return new Promise((done, failed) => {
+        const asked = indexedDB.open('tandem', 1);
+        asked.onsuccess = () => {
+          const writing = asked.result.transaction(['talks', 'settings'], 'readwrite');
+          writing.objectStore('settings').put(5, 'settings');
+          const odd = { role: 'assistant', chosen: 3, answers: [] };
+          [{ id: 'a' }, { id: 'b', messages: [null] }, { id: 'c', messages: [odd] }]
+            .forEach(one => writing.objectStore('talks').put(one));
+          writing.objectStore('settings').put('b', 'open');
+          writing.oncomplete = done;
+          writing.onabort = failed;
+        };
+        asked.onerror = failed;
+      })""")
+    page.open(scripted.url)
+    page.ask("Still there?")
+    answered(page)
+    assert page.texts("#talk-list .open") == ["Still there?"]
+    page.run("IDBObjectStore.prototype.put = () => { throw new DOMException('full', 'QuotaExceededError') }")
+    page.ask("And now?")
+    answered(page, 2)
+    page.until(lambda: "no room" in page.text("#kept"), "it is told")
+    denied = page.driver.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": """
+        for (const name of ['localStorage', 'sessionStorage', 'indexedDB']) {
+          Object.defineProperty(window, name, { get() { throw new DOMException('denied', 'SecurityError') } });
+        }"""})
+    try:
+        page.open(scripted.url)
+        page.ask("Do you forget?")
+        answered(page)
+        page.click("#theme")
+        assert page.text(".assistant .markdown").strip() == "Hello." and "no room" in page.text("#kept")
+    finally:
+        page.driver.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", denied)
+
+
 def test_regenerate_edit_and_copy(page: Window, scripted: Any) -> None:
     page.run("Object.defineProperty(navigator.clipboard, 'writeText', {value: async text => { window.copied = text }})")
-    ask(page, "Say something.")
+    page.ask("Say something.")
     answered(page)
     says(scripted, "Another **one**.")
     page.click(".assistant [aria-label='Regenerate']")
@@ -224,7 +303,7 @@ def test_code_is_coloured_and_copied_and_speed_is_told(page: Window, scripted: A
     says(scripted, THOUGHT + CODE + QUOTE)
     scripted.engine.delay = 0.01
     page.run("let now = 0; performance.now = () => now += 25")  # pieces that come together have a rate too
-    ask(page, "Write a function that adds two numbers.")
+    page.ask("Write a function that adds two numbers.")
     answered(page)
     scripted.engine.delay = 0.0
     page.picture("page-chat")
@@ -292,7 +371,7 @@ HOSTILE = """<script>window.hit = 1</script><img src=x onerror="window.hit = 1">
 
 def test_what_a_hostile_model_writes_does_nothing(page: Window, scripted: Any) -> None:
     says(scripted, HOSTILE.replace("URL", scripted.url), each=7)
-    ask(page, "<img src=x onerror='window.hit = 1'> [mine](javascript:window.hit=1)")
+    page.ask("<img src=x onerror='window.hit = 1'> [mine](javascript:window.hit=1)")
     answered(page)
     page.click("#tab-cluster")
     page.click("#tab-chat")
@@ -317,7 +396,7 @@ def test_what_a_hostile_model_writes_does_nothing(page: Window, scripted: Any) -
 def test_failures_are_told_and_nothing_is_lost(page: Window, scripted: Any) -> None:
     scripted.engine.refusal = (429, "the queue is full", None, 1.0)
     try:
-        ask(page, "Is anybody there?")
+        page.ask("Is anybody there?")
         answered(page)
         assert "the queue is full" in page.text(".assistant .error")
         assert page.find("#question").get_property("value") == "Is anybody there?"
@@ -325,6 +404,50 @@ def test_failures_are_told_and_nothing_is_lost(page: Window, scripted: Any) -> N
         scripted.engine.refusal = None
     page.click(".assistant [aria-label='Regenerate']")
     page.until(lambda: page.text(".assistant .markdown").strip() == "Hello.", "it answers after all")
+    page.click("#new")
+    scripted.engine.refusal = (429, "the queue is full", None, 1.0)
+    try:
+        page.ask("And now?")
+        answered(page)
+    finally:
+        scripted.engine.refusal = None
+    page.click("#send")
+    answered(page, 2)
+    assert prompt(scripted).count("And now?") == 1, "a question that had no answer is not asked twice"
+
+
+def test_an_answer_that_broke_off_goes_on(page: Window, scripted: Any) -> None:
+    page.run("""
+        const fetched = window.fetch;
+        window.fetch = path => {
+          window.fetch = fetched;
+          return Promise.resolve(new Response(new ReadableStream({ start: to => {
+            const first = 'data: {"choices": [{"delta": {"content": "Hel"}}]}\\n\\n';
+            to.enqueue(new TextEncoder().encode(first));
+            setTimeout(() => to.error(new TypeError('network error')));
+          } })));
+        };
+        document.getElementById('question').value = 'Who is there?';
+        document.getElementById('ask').requestSubmit()""")
+    answered(page)
+    assert "broke off" in page.text(".assistant .error") and page.text(".assistant .markdown").strip() == "Hel"
+    says(scripted, "lo again.")
+    page.run("[...document.querySelectorAll('.tools button')].find(b => b.textContent === 'Continue').click()")
+    page.until(lambda: page.text(".assistant .markdown").strip() == "Hello again." and page.shown("#send"), "more")
+    assert not page.shown(".assistant .error")
+    assert prompt(scripted).endswith("Hel")
+
+
+def test_code_for_clients_is_sound_whatever_a_model_is_called(page: Window) -> None:
+    name = "it's <b>$(touch x)"
+    code = page.run("""return import('/ui/snippets.js').then(({ snippets }) => {
+        const made = snippets(arguments[0], 'x');
+        made.querySelector('#x-tab-4').click();
+        return made.querySelector('pre').textContent;
+      })""", name)
+    code = code.replace("\nclaude", '\nprintf %s "$ANTHROPIC_MODEL"')
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, timeout=240, check=True)
+    assert done.stdout == name
 
 
 def test_the_keyboard_does_it_all_and_everything_has_a_name(page: Window, scripted: Any) -> None:
@@ -356,6 +479,10 @@ def test_the_keyboard_does_it_all_and_everything_has_a_name(page: Window, script
     page.driver.switch_to.active_element.send_keys(Keys.ALT + "r")
     page.until(lambda: page.text(".assistant .turns") == "2 of 2" and page.shown("#send"), "answered again")
     assert page.text("#said").startswith("Answer: Hello."), "screen readers are told the answer once"
+    page.run("Object.defineProperty(navigator, 'platform', {value: 'MacIntel', configurable: true})")
+    page.driver.switch_to.active_element.send_keys(Keys.ALT + "n")
+    assert page.shown(".user"), "in a field of a Mac it is a letter"
+    page.run("delete navigator.platform")
     page.driver.switch_to.active_element.send_keys(Keys.ALT + "n")
     page.until(lambda: page.shown("#empty"), "a new conversation")
     nameless = page.run("""return [...document.querySelectorAll('button, input, select, textarea, a[href], [role=img]')]
@@ -373,7 +500,7 @@ def test_a_phone_needs_no_sideways_scrolling(page: Window, scripted: Any, theme:
         for view in ("chat", "models", "cluster", "plan"):
             page.view(view)
             if view == "chat":
-                ask(page, "A table, please.")
+                page.ask("A table, please.")
                 answered(page)
             wide, inside = page.run("const e = document.querySelector('main > :not([hidden])');"
                                     "return [document.documentElement.scrollWidth - innerWidth,"

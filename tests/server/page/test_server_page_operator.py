@@ -116,8 +116,7 @@ def test_a_request_in_flight_can_be_cancelled(page: Window, engine: Any, scripte
     engine.hold = True
     try:
         page.view("chat")
-        page.run("const q = document.getElementById('question'); q.value = 'Wait for it';"
-                 "q.dispatchEvent(new Event('input')); document.getElementById('send').click()")
+        page.ask("Wait for it")
         page.view("cluster")
         page.until(lambda: page.texts("#requests button") == ["Cancel"], "it is listed")
         page.click("#requests button")
@@ -134,3 +133,40 @@ def test_a_server_that_does_not_answer_is_told_from_one_that_idles(page: Window)
     assert "does not answer" in page.text("#detail") and "stale" in page.run("return document.body.className")
     page.run("window.fetch = window.fetched")
     page.until(lambda: page.text("#state") == "healthy", "and it is back")
+    page.run("window.timeout = AbortSignal.timeout; AbortSignal.timeout = () => timeout.call(AbortSignal, 1);"
+             "window.fetch = (_, { signal }) => new Promise((_, failed) => {"
+             "  signal?.addEventListener('abort', () => failed(signal.reason)) })")
+    page.until(lambda: page.text("#state") == "unreachable", "it hangs")
+    page.run("window.fetch = window.fetched; AbortSignal.timeout = timeout")
+    page.until(lambda: page.text("#state") == "healthy", "and it is back again")
+
+
+def test_events_of_another_server_take_the_place_of_those_before(page: Window) -> None:
+    page.view("cluster")
+    page.run("""
+        window.fetched ??= window.fetch;
+        window.server = name => {
+          const data = [1, 2, 3].map(number => (
+            { number, time: name.length, level: 'info', kind: 'k', text: name + number }));
+          window.fetch = (path, options) => !path.startsWith('/v1/events') ? window.fetched(path, options)
+            : Promise.resolve(Response.json({ data: data.filter(one => one.number > Number(path.split('=')[1])) }));
+        };
+        server('first')""")
+    page.until(lambda: page.texts("#events .event p") == ["first3", "first2", "first1"], "those of one")
+    page.run("server('another')")
+    page.until(lambda: page.texts("#events .event p") == ["another3", "another2", "another1"], "those of the other")
+    page.run("window.fetch = window.fetched")
+
+
+def test_an_api_key_that_no_header_can_have_is_not_sent(page: Window) -> None:
+    page.run("window.fetched ??= window.fetch; window.fetch = (path, options) =>"
+             "  options?.headers?.Authorization === 'Bearer good' ? window.fetched(path, options)"
+             "  : Promise.resolve(Response.json({error: {message: 'A key, please.'}}, {status: 401}))")
+    page.until(lambda: page.shown("#login") and page.text("#login-reason") == "A key, please.", "it is asked for")
+    key = page.find("#key")
+    key.send_keys("“good”\n")
+    assert page.shown("#login") and not page.run("return document.getElementById('key').validity.valid")
+    key.clear()
+    key.send_keys(" good\n")
+    page.until(lambda: page.text("#state") == "healthy" and not page.shown("#login"), "this one will do")
+    page.run("window.fetch = window.fetched")

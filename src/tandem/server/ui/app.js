@@ -7,6 +7,7 @@ import * as models from "/ui/models.js";
 import * as plan from "/ui/plan.js";
 import { snippets } from "/ui/snippets.js";
 import { onStatus, watch } from "/ui/status.js";
+import * as store from "/ui/store.js";
 
 const tabs = [...document.querySelectorAll('nav [role="tab"]')];
 const nameOf = (tab) => tab.getAttribute("aria-controls");
@@ -47,11 +48,10 @@ onStatus((status) => {
 });
 
 const root = document.documentElement;
-root.dataset.theme = localStorage.getItem("theme") ?? "";
 byId("theme").addEventListener("click", () => {
   const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("theme", root.dataset.theme);
+  store.keepSetting("theme", root.dataset.theme);
 });
 
 byId("connect").addEventListener("click", () => {
@@ -63,7 +63,8 @@ byId("keys").addEventListener("click", () => byId("shortcuts").showModal());
 document.addEventListener("keydown", (event) => {
   if (document.querySelector("dialog[open]")) return;
   const writing = event.target.closest("input, textarea, select");
-  const act = event.altKey && !event.ctrlKey && !event.metaKey ? {
+  const sign = writing && /^(Mac|iP)/.test(navigator.platform); // there Option with a letter writes another: ~ or @
+  const act = event.altKey && !event.ctrlKey && !event.metaKey && !sign ? {
     KeyN: () => {
       byId("tab-chat").click();
       chat.fresh();
@@ -90,6 +91,7 @@ events.start();
 models.start();
 plan.start();
 await chat.start();
+root.dataset.theme ??= (await store.setting("theme")) ?? "";
 if (document.body.dataset.view === "chat" && matchMedia("(hover: hover)").matches) byId("question").focus();
 document.body.dataset.ready = "yes";
 watch();

@@ -18,16 +18,14 @@ const NEAR_END = 60;
 const SAVE_MS = 2000;
 let all = [];
 let talk = null;
-let running = null; // { talk, message, view, controller, saved }
+let running = null; // { talk, message, controller, saved }
 let views = new Map(); // of messages that are shown
 let following = true;
 let frame = 0;
 let limits = null;
 
 export async function start() {
-  const kept = await store.open();
-  if (!kept) byId("kept").textContent = "This browser keeps nothing: conversations are gone with the page.";
-  navigator.storage?.persist?.().catch(() => {});
+  tellKept(await store.open(elsewhere));
   await settings.start();
   all = await store.talks();
   const wanted = await store.setting("open");
@@ -45,7 +43,11 @@ export async function start() {
   byId("question").addEventListener("input", fit);
   byId("stop").addEventListener("click", stop);
   byId("new").addEventListener("click", fresh);
-  byId("latest").addEventListener("click", () => toEnd());
+  byId("latest").addEventListener("click", toEnd);
+  byId("chat-model").addEventListener("change", () => {
+    settings.keep("model", model());
+    drawEmpty();
+  });
   byId("scroller").addEventListener("scroll", () => {
     const place = byId("scroller");
     following = place.scrollHeight - place.scrollTop - place.clientHeight < NEAR_END;
@@ -132,13 +134,26 @@ function drawer(open) {
 }
 
 async function save(one) {
+  if (!all.includes(one)) return; // it was deleted while it was answered
   one.changed = Date.now();
-  if (!all.includes(one)) all.unshift(one);
   all.sort((a, b) => b.changed - a.changed);
   list();
-  await store.keepTalk(one).catch(() => {
-    byId("kept").textContent = "This browser has no room: new conversations are gone with the page.";
-  });
+  tellKept(await store.keepTalk(one));
+}
+
+function tellKept(kept) {
+  byId("kept").textContent = kept ? "Conversations stay in this browser."
+    : "This browser has no room for conversations: they are gone with the page.";
+}
+
+// Another tab has kept or dropped this conversation, or dropped all.
+async function elsewhere(id) {
+  const found = id === null ? undefined : await store.talk(id);
+  all = all.filter((one) => one === running?.talk || (id !== null && one.id !== id));
+  if (running?.talk.id === id) return;
+  if (found) all = [found, ...all].sort((a, b) => b.changed - a.changed);
+  if (talk !== running?.talk && talk.messages.length && (id === null || talk.id === id)) show(found ?? newTalk());
+  else list();
 }
 
 // --- asking ---
@@ -147,10 +162,7 @@ const actions = {
   last: (message) => talk.messages.at(-1) === message,
   choose(message, which) {
     message.chosen = which;
-    const one = views.get(message);
-    one.markdown.drawn = [];
-    one.text.replaceChildren();
-    one.update(true);
+    views.get(message).update(true);
     save(talk);
   },
   regenerate(message) {
@@ -187,6 +199,8 @@ function ask(text) {
   talk.title ||= question.slice(0, 80).replace(/\s+/g, " ");
   const asked = { role: "user", content: question };
   const message = { role: "assistant", chosen: 0, answers: [emptyAnswer(model())] };
+  if (!all.length) navigator.storage?.persist?.().catch(() => {}); // some browsers ask the person
+  if (!all.includes(talk)) all.unshift(talk);
   talk.messages.push(asked, message);
   const before = talk.messages.at(-3);
   if (before) views.get(before)?.update?.(true); // it is the last one no more
@@ -198,15 +212,17 @@ function ask(text) {
 async function answer(message, how) {
   const of = talk;
   const one = answerOf(message);
-  const sent = of.messages.slice(0, of.messages.indexOf(message)).map((other) => (
-    { role: other.role, content: other.role === "user" ? other.content : answerOf(other).content })).filter((other) => other.content);
+  const before = of.messages.slice(0, of.messages.indexOf(message));
+  const contents = before.map((other) => (other.role === "user" ? other.content : answerOf(other).content));
+  // A question without an answer is left out: many chat templates want turns.
+  const sent = before.map((other, i) => ({ role: other.role, content: contents[i + 1] === "" ? "" : contents[i] }))
+    .filter((other) => other.content);
   const system = settings.value("system").trim();
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...sent];
   const wished = wishes();
   one.limit = wished.max_tokens;
   delete one.error;
   running = { talk: of, message, controller: new AbortController(), saved: Date.now() };
-  views.get(message)?.markdown && Object.assign(views.get(message).markdown, { drawn: [] });
   buttons();
   toEnd();
   draw(false);
@@ -284,10 +300,6 @@ function offer(status) {
   const chosen = byId("chat-model").value || settings.value("model");
   redraw(byId("chat-model"), names, () => names.map(([name, state]) => element("option", { value: name,
     selected: name === chosen }, ["loaded", "unknown"].includes(state) ? name : `${name} (${state})`)));
-  byId("chat-model").onchange = () => {
-    settings.keep("model", model());
-    drawEmpty();
-  };
   const engine = status.engine;
   const known = [model(), status.status, engine?.ranks?.length, engine?.max_context].join();
   if (known === limits) return;

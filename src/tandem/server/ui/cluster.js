@@ -81,12 +81,10 @@ function map(engine) {
   const facts = ranks.map((rank) => [rank.replica, rank.rank, rank.stage, rank.host, rank.layers, health(rank),
     rank.slowdown.toFixed(1), (1000 * rank.step_s).toFixed(1), (1000 * rank.handoff_s).toFixed(1), gib(rank.kv_bytes),
     gib(rank.peak_bytes), gib(rank.used_bytes), rank.memory_bytes]);
-  redraw(byId("map"), [engine?.num_layers, facts, engine?.loading], () => (ranks.length ? drawMap(engine, ranks) : [loading(engine)]));
+  redraw(byId("map"), [engine?.num_layers, facts, ranks.length ? "" : waiting(engine)], () => (ranks.length ? drawMap(engine, ranks) : [element("p", { class: "quiet" }, waiting(engine))]));
 }
 
-function loading(engine) {
-  return element("p", { class: "quiet" }, engine ? engine.detail || "The ranks are not there." : "No engine answers.");
-}
+const waiting = (engine) => (engine ? engine.detail || "The ranks are not there." : "No engine answers.");
 
 function drawMap(engine, ranks) {
   const most = Math.max(...ranks.map((rank) => rank.memory_bytes || rank.peak_bytes), 1);
@@ -155,7 +153,7 @@ function row(one) {
   const cancel = button("Cancel", async () => {
     cancel.disabled = true;
     try {
-      await ask(`/v1/requests/${one.request_id}/cancel`, {});
+      await ask(`/v1/requests/${encodeURIComponent(one.request_id)}/cancel`, {});
     } catch (error) {
       cancel.replaceWith(error.message);
     }

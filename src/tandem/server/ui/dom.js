@@ -33,11 +33,13 @@ export async function copy(text) {
   if (navigator.clipboard && window.isSecureContext) return navigator.clipboard.writeText(text);
   // Over plain HTTP from another machine there is no clipboard.
   const area = element("textarea", { class: "offscreen", readonly: true });
+  const before = document.activeElement;
   area.value = text;
   (document.querySelector("dialog[open]") ?? document.body).append(area);
   area.select();
   document.execCommand("copy");
   area.remove();
+  before?.focus();
 }
 
 // A button that copies what `text` gives, and says so for a moment.

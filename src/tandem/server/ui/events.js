@@ -1,11 +1,10 @@
 // What happened, the latest first, with the reason and what to do.
 import { byId, element, redraw } from "/ui/dom.js";
-import { ask } from "/ui/http.js";
+import { SOON_MS, ask } from "/ui/http.js";
 import { onStatus } from "/ui/status.js";
 
 const SHOWN = 60;
 let events = [];
-let last = 0;
 let asking = false;
 
 export function start() {
@@ -16,21 +15,23 @@ async function look() {
   if (asking) return;
   asking = true;
   try {
-    let answer = await ask(`/v1/events?after=${last}`);
-    if (answer.last < last) { // another server: its history begins anew
+    const known = events[0];
+    let found = await after(known ? known.number - 1 : 0);
+    if (known && (found[0]?.number !== known.number || found[0].time !== known.time)) { // another server's history
       events = [];
-      answer = await ask("/v1/events");
+      found = await after(0);
     }
-    events = [...answer.data.reverse(), ...events].slice(0, SHOWN);
-    last = answer.last;
+    events = [...found.reverse(), ...events.slice(1)].slice(0, SHOWN);
   } catch {
     return; // said by the status
   } finally {
     asking = false;
   }
-  redraw(byId("events"), events.map((one) => one.number), () => (events.length ? events.map(line)
+  redraw(byId("events"), events.map((one) => [one.number, one.time]), () => (events.length ? events.map(line)
     : [element("li", { class: "quiet" }, "Nothing yet.")]));
 }
+
+const after = async (number) => (await ask(`/v1/events?after=${number}`, undefined, { within: SOON_MS })).data;
 
 function line(one) {
   const at = new Date(1000 * one.time);

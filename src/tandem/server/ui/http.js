@@ -1,13 +1,26 @@
 // Requests to the server that served the page, with the API key once one is known; it stays in this tab.
+export const SOON_MS = 10_000; // what is asked for every second comes within that, or the server does not answer
 const dialog = document.getElementById("login");
+const field = document.getElementById("key");
 let asking = null;
+let key = null;
+try {
+  key = sessionStorage.getItem("key");
+} catch {
+  // This browser keeps nothing.
+}
 
 function askForKey(reason) {
   asking ??= new Promise((done) => {
     document.getElementById("login-reason").textContent = reason;
     dialog.showModal();
     dialog.addEventListener("close", () => {
-      sessionStorage.setItem("key", document.getElementById("key").value.trim());
+      key = field.validity.valid ? field.value.trim() : "";
+      try {
+        sessionStorage.setItem("key", key);
+      } catch {
+        // It lives as long as the page.
+      }
       asking = null;
       done();
     }, { once: true });
@@ -16,23 +29,23 @@ function askForKey(reason) {
 }
 
 // True once the server has asked for a key.
-export const needsKey = () => sessionStorage.getItem("key") !== null;
+export const needsKey = () => key !== null;
 
-// The response of a request; throws an Error with the server's own message when it is not a success.
-export async function request(path, options = {}) {
+// The response of a request; throws an Error with the server's own message when it is not a success. `within` are
+// milliseconds for the server to answer.
+export async function request(path, { within, ...options } = {}) {
   for (;;) {
-    const key = sessionStorage.getItem("key");
     const headers = { ...options.headers, ...(key ? { Authorization: "Bearer " + key } : {}) };
     let response;
     try {
-      response = await fetch(path, { ...options, headers });
+      response = await fetch(path, { ...options, ...(within ? { signal: AbortSignal.timeout(within) } : {}), headers });
     } catch (error) {
       if (error.name === "AbortError") throw error;
       throw new Error("The server does not answer. Does it run, and is this machine in its network?");
     }
     if (response.ok) return response;
     const body = await response.json().catch(() => ({}));
-    const message = body.error?.message ?? "status " + response.status;
+    const message = body?.error?.message ?? "status " + response.status;
     if (response.status !== 401) throw new Error(message);
     await askForKey(message);
   }

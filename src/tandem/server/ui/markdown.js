@@ -34,6 +34,25 @@ purifier.addHook("afterSanitizeAttributes", (node) => {
   }
 });
 
+// A text as it stands: what it means is nested deeper than the parser can go, as when a model repeats itself.
+const plain = (text) => [{ type: "text", raw: text, text }];
+
+function lexed(text) {
+  try {
+    return parser.lexer(text);
+  } catch {
+    return plain(text);
+  }
+}
+
+function parsed(token) {
+  try {
+    return parser.parser([token]);
+  } catch {
+    return parser.parser(plain(token.raw));
+  }
+}
+
 // Draws a text that grows into `place`: only blocks that have changed are made again.
 export class Markdown {
   constructor(place) {
@@ -42,17 +61,17 @@ export class Markdown {
   }
 
   draw(text, over) {
-    const tokens = parser.lexer(text);
+    const tokens = lexed(text);
+    const links = JSON.stringify(tokens.links); // may stand below what they are for
     const blocks = tokens.filter((token) => token.type !== "space");
     blocks.forEach((token, i) => {
       const last = i === blocks.length - 1;
       const coloured = over || !last;
-      const key = token.raw + (coloured ? "1" : "0");
+      const key = token.raw + (coloured ? "1" : "0") + links;
       if (this.drawn[i] === key) return;
       this.drawn[i] = key;
-      const block = element("div", { class: "block" });
-      const tree = Object.assign([token], { links: tokens.links });
-      block.append(purifier.sanitize(parser.parser(tree), RULES));
+      const block = element("div", { class: "block", dir: "auto" });
+      block.append(purifier.sanitize(parsed(token), RULES));
       block.querySelectorAll("pre").forEach((pre) => dress(pre, coloured));
       block.querySelectorAll("table").forEach((table) => {
         const around = element("div", { class: "scroll" });
@@ -80,7 +99,7 @@ export function dress(pre, coloured = true) {
   }
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"),
     copyButton(() => text, "Copy code", { text: true }));
-  const around = element("div", { class: "code" });
+  const around = element("div", { class: "code", dir: "ltr" });
   pre.replaceWith(around);
   pre.tabIndex = 0;
   pre.setAttribute("aria-label", `${language || "text"} code`);

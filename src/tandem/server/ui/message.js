@@ -9,7 +9,7 @@ const ENDS = { length: "Cut off at the limit of tokens.", stopped: "Stopped.", c
 export const answerOf = (message) => message.answers[message.chosen];
 
 export function userMessage(message, actions) {
-  const text = element("div", { class: "text" }, message.content);
+  const text = element("div", { class: "text", dir: "auto" }, message.content);
   const made = element("article", { class: "message user", "aria-label": "You" }, text);
   const tools = element("div", { class: "tools" }, button("Edit", () => edit(made, message, actions), { symbol: "edit" }),
     copyButton(() => message.content, "Copy"));
@@ -46,7 +46,7 @@ export class AssistantMessage {
   constructor(message, actions) {
     this.message = message;
     this.actions = actions;
-    this.thought = element("div", { class: "text" });
+    this.thought = element("div", { class: "text", dir: "auto" });
     this.summary = element("summary", {}, "");
     this.thinking = element("details", { class: "thinking", hidden: true }, this.summary, this.thought);
     this.text = element("div", { class: "markdown" });
@@ -89,8 +89,9 @@ export class AssistantMessage {
     const { message, actions } = this;
     const facts = answer.tokens ? [`${answer.tokens} tokens${rate(answer)}`,
       ...(answer.first ? [`first token after ${seconds(answer.first / 1000)}`] : [])].join(" · ") : "";
-    const end = ENDS[answer.finish];
-    const canContinue = ["length", "stopped"].includes(answer.finish) && answer.content;
+    const broken = answer.finish === null;
+    const end = broken && !answer.error ? "It is not finished." : ENDS[answer.finish];
+    const canContinue = (broken || ["length", "stopped"].includes(answer.finish)) && answer.content;
     const limit = answer.finish === "length" && answer.limit ? ` The limit is ${answer.limit} tokens.` : "";
     const several = message.answers.length > 1;
     const turn = (step) => actions.choose(message, message.chosen + step);

@@ -72,8 +72,8 @@ function card(one, status, several) {
 function progress(model, rank) {
   const key = [model, rank.rank, rank.phase].join();
   const now = performance.now();
-  const first = paces.get(key) ?? { done: rank.done, at: now };
-  if (!paces.has(key) || rank.done < first.done) paces.set(key, { done: rank.done, at: now });
+  if (!(paces.get(key)?.done <= rank.done)) paces.set(key, { done: rank.done, at: now });
+  const first = paces.get(key);
   const pace = now > first.at + 500 ? (1000 * (rank.done - first.done)) / (now - first.at) : 0;
   const left = pace > 0 ? `, ${Math.ceil((rank.total - rank.done) / pace)} s left` : "";
   const size = rank.total ? `${gib(rank.done)} of ${gib(rank.total)}` + (pace ? ` at ${gib(pace)}/s${left}` : "") : "";

@@ -15,8 +15,8 @@ export function start() {
     compare();
   });
   byId("add-machine").addEventListener("click", () => {
-    const name = String.fromCharCode(97 + byId("machines").children.length);
-    add(name, 64, "m4-max").querySelector("input").focus();
+    const names = [...byId("machines").querySelectorAll("input")].map((one) => one.value.trim());
+    add([..."abcdefghijklmnopqrstuvwxyz"].find((name) => !names.includes(name)), 64, "m4-max").querySelector("input").focus();
   });
   onStatus((status) => {
     if (!status) return;

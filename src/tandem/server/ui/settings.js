@@ -23,7 +23,7 @@ export const settings = {
     byId("open-settings").addEventListener("click", () => byId("settings").showModal());
   },
 
-  value: (name) => values[name] ?? "",
+  value: (name) => String(values[name] ?? ""),
 
   keep(name, value) {
     values = { ...values, [name]: value };

@@ -4,6 +4,8 @@ import { needsKey } from "/ui/http.js";
 import { dress } from "/ui/markdown.js";
 
 const KEY = "YOUR_API_KEY";
+// A word of a shell, whatever a model is called.
+const quoted = (text) => (/^[\w./:@-]+$/.test(text) ? text : `'${text.replaceAll("'", "'\\''")}'`);
 
 function pieces(model) {
   const origin = location.origin;
@@ -11,8 +13,8 @@ function pieces(model) {
   const auth = needsKey() ? ` -H 'Authorization: Bearer ${KEY}'` : "";
   const name = JSON.stringify(model);
   return {
-    curl: ["bash", `curl ${origin}/v1/chat/completions -H 'Content-Type: application/json'${auth} -d '{
-  "model": ${name}, "messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 100}'`],
+    curl: ["bash", `curl ${origin}/v1/chat/completions -H 'Content-Type: application/json'${auth} -d ${quoted(`{
+  "model": ${name}, "messages": [{"role": "user", "content": "Name three colours."}], "max_tokens": 100}`)}`],
     "openai": ["python", `# pip install openai
 from openai import OpenAI
 
@@ -30,7 +32,7 @@ for chunk in llm.stream("Name three colours."):
     "Open WebUI": ["bash", `# pip install open-webui
 OPENAI_API_BASE_URL=${origin}/v1 OPENAI_API_KEY=${key} ENABLE_OLLAMA_API=false open-webui serve`],
     "Claude Code": ["bash", `export ANTHROPIC_BASE_URL=${origin} ANTHROPIC_AUTH_TOKEN=${key}
-export ANTHROPIC_MODEL=${model} ANTHROPIC_DEFAULT_HAIKU_MODEL=${model}
+export ANTHROPIC_MODEL=${quoted(model)} ANTHROPIC_DEFAULT_HAIKU_MODEL=${quoted(model)}
 export CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1
 claude`],
   };

@@ -1,6 +1,6 @@
 // What the server says of itself, asked for once a second while the page is seen, and handed to whoever shows it.
 import { byId } from "/ui/dom.js";
-import { ask } from "/ui/http.js";
+import { SOON_MS, ask } from "/ui/http.js";
 
 const PERIOD_MS = 1000;
 const listeners = [];
@@ -23,12 +23,18 @@ export async function watch() {
       let status = null;
       let reason = "";
       try {
-        status = await ask("/v1/status");
+        status = await ask("/v1/status", undefined, { within: SOON_MS });
       } catch (error) {
         reason = error.message;
       }
       badge(status?.status ?? "unreachable", reason);
-      for (const listener of listeners) listener(status, reason);
+      for (const listener of listeners) {
+        try {
+          listener(status, reason);
+        } catch (error) { // a view that fails, perhaps over a server of another version, leaves the others
+          reportError(error);
+        }
+      }
     }
     await new Promise((resolve) => {
       wake = resolve;

@@ -1,14 +1,16 @@
 // Conversations and settings, kept in this browser (IndexedDB). Where it keeps nothing they live as long as the page.
 const NAME = "tandem";
 let database = null;
+let tabs = null; // others of this server
 
 const done = (asked) => new Promise((resolve, reject) => {
   asked.onsuccess = () => resolve(asked.result);
   asked.onerror = () => reject(asked.error);
 });
 
-// True if this browser keeps what it is given.
-export async function open() {
+// True if this browser keeps what it is given. `elsewhere` is called when another tab keeps or drops a conversation,
+// with its id, or with null when all are dropped.
+export async function open(elsewhere) {
   try {
     const asked = indexedDB.open(NAME, 1);
     asked.onupgradeneeded = () => {
@@ -16,39 +18,66 @@ export async function open() {
       asked.result.createObjectStore("settings");
     };
     database = await done(asked);
+    database.onversionchange = () => database.close(); // a newer page, in another tab
+    tabs = new BroadcastChannel(NAME);
+    tabs.onmessage = (event) => elsewhere(event.data);
     return true;
   } catch {
     return false;
   }
 }
 
-const place = (name, mode) => database.transaction(name, mode).objectStore(name);
-
-// All conversations, the latest first.
-export async function talks() {
-  if (!database) return [];
-  return (await done(place("talks").getAll())).sort((a, b) => b.changed - a.changed);
+async function read(name, ask) {
+  try {
+    return await done(ask(database.transaction(name).objectStore(name)));
+  } catch {
+    return undefined;
+  }
 }
 
-export async function keepTalk(talk) {
-  if (!database) return;
-  const asked = place("talks", "readwrite").put(structuredClone(talk));
-  asked.transaction.commit?.(); // at once: the page may go
-  await done(asked);
+// True once it is kept; false where there is no room, or no place at all.
+async function write(name, act) {
+  try {
+    const transaction = database.transaction(name, "readwrite");
+    act(transaction.objectStore(name));
+    transaction.commit?.(); // at once: the page may go
+    await new Promise((resolve, reject) => {
+      transaction.oncomplete = resolve;
+      transaction.onabort = () => reject(transaction.error);
+    });
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+const text = (value) => typeof value === "string";
+const whole = (talk) => Array.isArray(talk.messages) && talk.messages.every((one) => (one?.role === "user" ? text(one.content)
+  : text(one?.answers?.[one.chosen]?.content)));
+
+// All conversations, the latest first, but for those that another version of the page left and this one cannot show.
+export async function talks() {
+  return ((await read("talks", (place) => place.getAll())) ?? []).filter(whole).sort((a, b) => b.changed - a.changed);
+}
+
+export const talk = (id) => read("talks", (place) => place.get(id));
+
+export async function keepTalk(one) {
+  const kept = await write("talks", (place) => place.put(one));
+  tabs?.postMessage(one.id);
+  return kept;
 }
 
 export async function dropTalk(id) {
-  if (database) await done(place("talks", "readwrite").delete(id));
+  await write("talks", (place) => place.delete(id));
+  tabs?.postMessage(id);
 }
 
 export async function dropAll() {
-  if (database) await done(place("talks", "readwrite").clear());
+  await write("talks", (place) => place.clear());
+  tabs?.postMessage(null);
 }
 
-export async function setting(name) {
-  return database ? done(place("settings").get(name)) : undefined;
-}
+export const setting = (name) => read("settings", (place) => place.get(name));
 
-export async function keepSetting(name, value) {
-  if (database) await done(place("settings", "readwrite").put(value, name));
-}
+export const keepSetting = (name, value) => write("settings", (place) => place.put(value, name));

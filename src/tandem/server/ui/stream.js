@@ -2,12 +2,15 @@
 import { ask, request } from "/ui/http.js";
 
 const SHORT_MS = 20; // from here on a rate says something
+const BROKEN = "The answer broke off: the connection has ended.";
 
 async function* events(stream) {
   const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new Error(BROKEN);
+    });
     if (done) return;
     const lines = (rest + value).split("\n");
     rest = lines.pop();
@@ -48,7 +51,7 @@ async function follow(path, body, answer, signal, changed) {
     answer.rate = first !== null && last - first > SHORT_MS && fresh > 1 ? (1000 * (fresh - 1)) / (last - first) : null;
     changed();
   }
-  if (answer.finish === null) throw new Error("The answer broke off: the connection has ended.");
+  if (answer.finish === null) throw new Error(BROKEN);
 }
 
 export const emptyAnswer = (model) => ({ content: "", reasoning: "", finish: null, tokens: 0, first: null, rate: null, model });
