@@ -103,6 +103,14 @@ def test_names_of_other_servers_for_fields_of_ours(shared):
     assert ignored(ask(shared, repeat_penalty=1.5, repetition_penalty=1.5)) == []
 
 
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
+def test_a_limit_of_minus_one_is_none(shared, name):
+    shared.engine.submitted.clear()
+    assert ask(shared).status_code == ask(shared, **{name: -1}).status_code == 200
+    open_, unlimited = shared.engine.submitted.values()
+    assert unlimited.params.max_tokens == open_.params.max_tokens > 1
+
+
 def test_strangers_are_left_out_where_the_operator_says_so(serve, engine, caplog):
     server = serve(unknown_fields="warn")
     with caplog.at_level(logging.WARNING, "tandem"):

@@ -114,7 +114,7 @@ def test_failures_that_a_client_hears_of_are_not_kept(serve, engine, place):
     assert retrieve(server, "k").status_code == 404
     engine.refusal = None
     assert ask(server, "k").status_code == 200
-    assert ask(server, "bad", max_tokens=-1).status_code == 400
+    assert ask(server, "bad", max_tokens=-2).status_code == 400
     assert ask(server, "bad").status_code == 200
 
 

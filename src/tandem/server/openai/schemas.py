@@ -111,8 +111,8 @@ class SamplingFields(Strict):
     """How to choose tokens; the same for chat and completions."""
 
     model: str | None = None
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
-    """0 is for requests about the prompt alone (`check`)."""
+    max_tokens: Annotated[int, Field(ge=-1)] | None = None
+    """0 is for requests about the prompt alone (`check`); -1 says that there is none, as for llama.cpp and LM Studio."""
     min_tokens: Annotated[int, Field(**RANGES["min_tokens"].bounds)] | None = None
     temperature: Annotated[float, Field(**RANGES["temperature"].bounds)] | None = None
     top_p: Annotated[float, Field(**RANGES["top_p"].bounds)] | None = None
@@ -148,6 +148,11 @@ class SamplingFields(Strict):
             raise PydanticCustomError("too_many_stops", "at most {limit} stop strings, not {count}", context)
         return stops
 
+    @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
+    @classmethod
+    def _unlimited(cls, value: int | None) -> int | None:
+        return None if value == -1 else value
+
     def check(self, *, most_choices: int, prompts: int = 1, echo: bool = False) -> None:
         """Raises RequestError for more sequences than the server allows in one request, when nothing would come of it,
         and for log probabilities of its prompt in a stream."""
@@ -182,7 +187,7 @@ class ChatRequest(SamplingFields):
     """Body of POST /v1/chat/completions."""
 
     messages: Conversation
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=-1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -195,6 +200,13 @@ class ChatRequest(SamplingFields):
     tools: Tools | None = None
     tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE)] | None = None
     parallel_tool_calls: bool | None = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _at_least_one(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise PydanticCustomError("no_tokens", "must be at least 1, or -1 for no limit")
+        return value
 
     @field_validator("reasoning", mode="before")
     @classmethod
