@@ -48,7 +48,8 @@ def make_prompt() -> Prompt:
     session: PromptSession[str] = PromptSession(history=FileHistory(str(history)), key_bindings=keys, multiline=True,
                                                 completer=words, complete_while_typing=False,
                                                 prompt_continuation="... ")
-    return lambda: unquoted(session.prompt(">>> "))
+    # asyncio's own handler of Ctrl-C: prompt_toolkit's drops one that comes before or after the terminal is its own.
+    return lambda: unquoted(session.prompt(">>> ", handle_sigint=False))
 
 
 def _plain() -> str:
