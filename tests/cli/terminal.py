@@ -13,20 +13,21 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 from typing import Self
 
 _ESCAPES = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-?]*[ -/]*[@-~]|\x1b[=>78M]")
 
 
 class Terminal:
-    """`tandem` with all three streams on a terminal of 100 columns; it is ended with the block."""
+    """`tandem`, or another program of Python, with all three streams on a terminal of 100 columns; it is ended with the block."""
 
-    def __init__(self, *arguments: str, **variables: str) -> None:
+    def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "tandem"), **variables: str) -> None:
         master, end = pty.openpty()
         fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
         environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40",
                        "OPENBLAS_NUM_THREADS": "1", **variables}
-        self.process = subprocess.Popen([sys.executable, "-m", "tandem", *arguments], stdin=end, stdout=end, stderr=end,
+        self.process = subprocess.Popen([sys.executable, *program, *arguments], stdin=end, stdout=end, stderr=end,
                                         env=environment, start_new_session=True,
                                         preexec_fn=_take_terminal)
         os.close(end)

@@ -82,7 +82,7 @@ def test_help_of_serve_lists_every_setting():
         (("serve", "demo", "--config", "/nowhere.toml"), "cannot read /nowhere.toml"),
         (("serve", "demo", "--api-key", ""), "--api-key: a key must not be empty"),
         (("serve", "demo", "--api-key-file", "/nowhere"), "--api-key-file: cannot read /nowhere"),
-        (("generate", "--prompt", "x"), "no model is given"),
+        (("generate", "--local", "--prompt", "x"), "no model is given"),
         (("generate", "/nowhere", "--prompt", "x"), "/nowhere: no such directory"),
         (("model", "path", "/nowhere"), "/nowhere: no such directory"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -12,10 +13,13 @@ import pytest
 
 from cli.terminal import Terminal
 from served import served
+from tandem.cli.main import main
+from tandem.cli.talk import command
 from tandem.cli.talk.conversation import Conversation, Ended
 from tandem.cli.talk.models import Served
 from tandem.cli.talk.prompt import unquoted
 from tandem.errors import UsageError
+from tandem.supervision.record import Background, Record
 from tandem.testing import tiny_model
 
 KEYS = ("--ignore-eos", "--max-tokens", "50000")
@@ -124,8 +128,6 @@ def test_a_chat_on_a_terminal(url, tmp_path):
         assert "tokens/s, cut at the limit" in terminal.text
         terminal.type("\x03")
         terminal.wait_for("Ctrl-C once more ends")
-        while ">>>" not in terminal.text.rpartition("once more ends")[2]:
-            assert terminal.read(120)  # a prompt that is being made may swallow it
         terminal.type("\x03")
         assert terminal.ends() == 0
     saved = json.loads((tmp_path / "saved").read_text())["messages"]
@@ -137,6 +139,33 @@ def test_a_chat_on_a_terminal(url, tmp_path):
         terminal.wait_for("question")
         terminal.type("\x03\x03")
         terminal.type("\x04")
+        assert terminal.ends() == 0
+
+
+INTERRUPTED = """
+import os, signal
+from prompt_toolkit.input.vt100 import raw_mode
+from tandem.cli.talk.prompt import make_prompt
+
+def interrupt(self, *words):
+    os.kill(os.getpid(), signal.SIGINT)
+    at(self, *words)
+
+at = raw_mode.__exit__
+raw_mode.__exit__ = interrupt
+try:
+    print("said", make_prompt()())
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_ctrl_c_counts_while_the_terminal_is_given_back(tmp_path):
+    with Terminal(program=("-c", INTERRUPTED), TANDEM_STATE_DIR=str(tmp_path)) as terminal:
+        terminal.wait_for(">>>")
+        terminal.type("a question\r")
+        terminal.wait_for("interrupted")
+        assert "said" not in terminal.text
         assert terminal.ends() == 0
 
 
@@ -158,6 +187,52 @@ def test_a_server_that_is_not_there_and_one_that_lacks_the_model(shared):
     assert "http://127.0.0.1:9 cannot be reached" in gone.stderr
     both = tandem("chat", "--url", "http://127.0.0.1:9", "--local")
     assert "--local and the name of a server contradict one another" in both.stderr
+
+
+@pytest.fixture
+def asks(tmp_path, monkeypatch, capsys):
+    """`tandem generate` in this process, with a state directory of its own."""
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+
+    def ask(*words):
+        code = main(["generate", *words, "--prompt", "a", "--max-tokens", "2"])
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return ask
+
+
+@pytest.mark.parametrize("words", [(), ("/there",)])
+def test_variables_that_tandem_up_has_read_too_do_not_hide_its_server(asks, url, monkeypatch, words):
+    place = Background("default")
+    lock = place.lock()
+    try:
+        place.write(Record(os.getpid(), "127.0.0.1", int(url.rpartition(":")[2]), "/there", time.time(), 1.0))
+        monkeypatch.setenv("TANDEM_MODEL", "/there")
+        monkeypatch.setenv("TANDEM_PIPELINE_PARALLEL_SIZE", "2")
+        code, text, _ = asks(*words)
+        assert (code, bool(text)) == (0, True)
+        code, _, error = asks(*words, "--layer-split", "1,2")  # an option does: the model is to be loaded here
+        assert (code, "/there: no such directory" in error) == (2, True)
+    finally:
+        os.close(lock)
+
+
+def test_without_a_model_the_server_of_the_usual_port_is_asked(asks, url, monkeypatch):
+    monkeypatch.setattr(command, "DEFAULT_URL", url)
+    code, text, _ = asks()
+    assert (code, bool(text)) == (0, True)
+    monkeypatch.setattr(command, "DEFAULT_URL", "http://127.0.0.1:9")
+    code, _, error = asks()
+    assert code == 2
+    assert error.startswith("tandem: no model is given, and http://127.0.0.1:9 cannot be reached: ")
+    assert error.endswith("or a running server with --url\n")
+
+
+def test_a_layout_for_a_server_that_is_named_is_refused(asks, url):
+    assert asks("--url", url, "-pp", "2") == (2, "", (
+        f"tandem: --pipeline-parallel-size is for a model that is loaded here, and {url} is a server; leave it out, or "
+        "give --local\n"))
 
 
 @pytest.fixture

@@ -11,17 +11,20 @@ from typing import Any
 from rich.console import Console
 
 from tandem.checkpoints.resolve import name_of, resolve
-from tandem.cli.address import api_key, named_url, record_url, started
+from tandem.cli.address import DEFAULT_URL, api_key, named_url, record_url, started
 from tandem.cli.arguments import load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
 from tandem.cli.talk.conversation import KEYS, Conversation, Ended
 from tandem.cli.talk.models import Loaded, Model, Served, Speed
 from tandem.cli.talk.prompt import make_prompt
 from tandem.cli.talk.screen import AnswerView, unechoed
+from tandem.config.loading import LoadedSettings
+from tandem.config.options import by_name
 from tandem.errors import RequestError, UsageError
 from tandem.log import set_up
 
 Other = Callable[[str], Model]
+NAME_ONE = "name a directory, a GGUF file, a hub id or demo, or a running server with --url"
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -115,16 +118,21 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Itera
     this model, else loaded here. Raises UsageError."""
     loaded = load_settings(arguments)
     given = loaded.given("model", "parallel", "scheduler", "speculation")
-    if (url := _server(arguments, given)) is not None:
+    if (server := _server(arguments, loaded, given)) is not None:
+        url, name = server
         key = api_key(arguments)
-        model = Served(url, key, _asked(given.get("model"), record=named_url(arguments) is None), defaults)
+        try:
+            model = Served(url, key, name, defaults)
+        except UsageError as error:
+            if url != DEFAULT_URL or named_url(arguments) is not None:
+                raise
+            raise UsageError(f"no model is given, and {error.message}: {NAME_ONE}", param="model") from None
         if sys.stderr.isatty():
             print(f"talking to the server at {url} (--local loads the model here)", file=sys.stderr)
         yield model, lambda other: Served(url, key, other, defaults)
         return
     if "model" not in given:
-        raise UsageError("no model is given: name a directory, a GGUF file, a hub id or demo, or a running server with "
-                         "--url", param="model")
+        raise UsageError(f"no model is given: {NAME_ONE}", param="model")
     with ExitStack() as stack:
         def load(name: str) -> Model:
             resolve(name, weights=False)  # is there such a model? The one before is ended first
@@ -136,26 +144,32 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Itera
         yield load(given["model"]), load
 
 
-def _asked(name: str | None, *, record: bool) -> str | None:
-    """What the server calls the model. `record`: it is the one that `tandem up` was given."""
-    found = None if record else started()
-    return None if record or (found is not None and found.model == name) else name
+def _server(arguments: argparse.Namespace, loaded: LoadedSettings,
+            given: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """Address of the server to talk to, and what it calls the model (None: its first); None where the model is to be
+    loaded here. Raises UsageError.
 
-
-def _server(arguments: argparse.Namespace, given: Mapping[str, Any]) -> str | None:
-    """Address of the server to talk to; None where the model is to be loaded here. Raises UsageError."""
-    named = named_url(arguments)
+    Options of this command line ask for another layout than a server's. Variables and files do not: `tandem up` has
+    read the same.
+    """
+    named, record, model = named_url(arguments), started(), given.get("model")
+    asked = None if record is not None and record.model == model else model
+    typed = {name: flag for name in given if loaded.sources[name] == (flag := by_name()[name].flag)}
+    layout = [name for name in typed if name != "model"]
     if arguments.local:
         if arguments.url or arguments.server_port or arguments.server_name:
             raise UsageError("--local and the name of a server contradict one another; give one", param="local")
         return None
     if named is not None:
-        return named
-    record = started()
-    if record is None or given.keys() - {"model"}:  # of another layout than that server's, perhaps
+        if layout:
+            raise UsageError(f"{typed[layout[0]]} is for a model that is loaded here, and {named} is a server; leave it "
+                             "out, or give --local", param=layout[0])
+        return named, asked if "model" in typed else None
+    if layout:
         return None
-    fits = "model" not in given or given["model"] in record.model.split(", ")
-    return record_url(record) if fits else None
+    if model is None:
+        return (DEFAULT_URL if record is None else record_url(record)), None
+    return (record_url(record), asked) if record is not None and model in record.model.split(", ") else None
 
 
 def _load(given: dict[str, Any], defaults: Mapping[str, Any]) -> Loaded:
