@@ -166,9 +166,10 @@ def test_requests_that_fail_are_counted(url: str) -> None:
     assert "context length" in done.stderr
 
 
-def test_top_shows_the_server(url: str) -> None:
+@pytest.mark.parametrize("words", [["--once"], []])  # its output goes into a pipe
+def test_top_shows_the_server(url: str, words: list[str]) -> None:
     tandem("bench", "latency", "--base-url", url, "--num-iters", "1", "--output-len", "4", "--input-len", "4")
-    done = tandem("top", "--base-url", url, "--once", "--interval", "0.2")
+    done = tandem("top", "--base-url", url, *words, "--interval", "0.2")
     assert done.returncode == 0, done.stderr
     assert "healthy" in done.stdout and re.search(r"tokens/s \d.* TTFT \d+ ms", done.stdout)
     ranks = re.findall(r"^ *(\d) +0 +(\d) +(\d-\d) ", done.stdout, re.MULTILINE)

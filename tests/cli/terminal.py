@@ -20,7 +20,7 @@ _ESCAPES = re.compile(r"\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[\[(][0-?]*[ -/]*[
 
 
 class Terminal:
-    """`tandem`, or another program of Python, with all three streams on a terminal of 100 columns; it is ended with the block."""
+    """`tandem` (or another program) with all three streams on a terminal of 100 columns; it is ended with the block."""
 
     def __init__(self, *arguments: str, program: Sequence[str] = ("-m", "tandem"), **variables: str) -> None:
         master, end = pty.openpty()

@@ -64,17 +64,21 @@ def look(url: str, key: str) -> Look:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Watch until interrupted, or print one picture. Raises UsageError."""
+    """Watch until interrupted; print one picture where that is asked for, or where there is no screen to draw on.
+
+    Raises UsageError.
+    """
     if not 0.1 <= arguments.interval <= 3600:
         raise UsageError(f"--interval {arguments.interval}: must be from 0.1 to 3600 seconds", param="interval")
     url, key = server_url(arguments), api_key(arguments)
     before = look(url, key)
-    if arguments.once:
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
         time.sleep(arguments.interval)
-        Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH).print(picture(url, before, look(url, key)))
+        console.print(picture(url, before, look(url, key)))
         return 0
-    with contextlib.suppress(KeyboardInterrupt), Live(picture(url, before, before), screen=True,
-                                                      auto_refresh=False) as live:
+    with contextlib.suppress(KeyboardInterrupt), Live(picture(url, before, before), console=console,
+                                                      screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(arguments.interval)
             try:

@@ -28,7 +28,8 @@ def add_top(commands: Any) -> Parser:
     top = add_command(commands, "top", TOP)
     add_server(top)
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks [1]")
-    top.add_argument("--once", action="store_true", help="print one picture, of one interval, and end.")
+    top.add_argument("--once", action="store_true", help="print one picture, of one interval, and end, as "
+                     "where the output goes to a file or a pipe.")
     return top
 
 

@@ -162,8 +162,8 @@ def _server(arguments: argparse.Namespace, loaded: LoadedSettings,
         return None
     if named is not None:
         if layout:
-            raise UsageError(f"{typed[layout[0]]} is for a model that is loaded here, and {named} is a server; leave it "
-                             "out, or give --local", param=layout[0])
+            raise UsageError(f"{typed[layout[0]]} is for a model that is loaded here, and {named} is a server; leave "
+                             "it out, or give --local", param=layout[0])
         return named, asked if "model" in typed else None
     if layout:
         return None

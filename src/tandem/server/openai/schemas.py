@@ -112,7 +112,7 @@ class SamplingFields(Strict):
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """0 is for requests about the prompt alone (`check`); -1 says that there is none, as for llama.cpp and LM Studio."""
+    """0 is for requests about the prompt alone (`check`); -1 is none, as for llama.cpp and LM Studio."""
     min_tokens: Annotated[int, Field(**RANGES["min_tokens"].bounds)] | None = None
     temperature: Annotated[float, Field(**RANGES["temperature"].bounds)] | None = None
     top_p: Annotated[float, Field(**RANGES["top_p"].bounds)] | None = None
