@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -60,6 +61,20 @@ def test_the_picture_is_there_in_light_and_dark() -> None:
         assert (ROOT / name).stat().st_size < 20_000
         root = ElementTree.parse(ROOT / name).getroot()
         assert root.find("{http://www.w3.org/2000/svg}title") is not None
+
+
+def test_package_indexes_get_no_relative_link() -> None:
+    hook = runpy.run_path(str(ROOT / "packaging" / "long_description.py"))
+    text = README.read_text()
+    runner = {"GITHUB_SERVER_URL": "https://github.com", "GITHUB_REPOSITORY": "o/r", "GITHUB_REF_NAME": "v1"}
+    at_home, elsewhere = (hook["long_description"](text, hook["repository"](one)) for one in (runner, {}))
+    for made in (at_home, elsewhere):
+        assert re.findall(r"\]\((?!https?:)|srcset|src=\"(?!https:)", made) == []
+        assert "[MLX](https://github.com/ml-explore/mlx)" in made
+    assert at_home.count("](http") == text.count("](")
+    assert "[The page at /ui](https://github.com/o/r/blob/v1/docs/page.md)" in at_home
+    assert 'src="https://github.com/o/r/raw/v1/docs/images/tandem-light.svg"' in at_home
+    assert "- The page at /ui (`docs/page.md`): chat" in elsewhere
 
 
 def anchors(page: Path) -> set[str]:
