@@ -84,9 +84,9 @@ class Window:
         return [one for one in found if "Failed to load resource" not in one]
 
     @contextmanager
-    def phone(self) -> Iterator[None]:
+    def phone(self, width: int = 390) -> Iterator[None]:
         """A small screen for a while."""
-        size = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+        size = {"width": width, "height": 844, "deviceScaleFactor": 2, "mobile": True}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
         try:
             yield

@@ -141,6 +141,27 @@ def test_a_server_that_does_not_answer_is_told_from_one_that_idles(page: Window)
     page.until(lambda: page.text("#state") == "healthy", "and it is back again")
 
 
+def test_the_narrowest_phone_has_room_for_long_names(page: Window, engine: Any) -> None:
+    name = "<b>a-model-with-a-name-that-is-longer-than-a-phone-is-wide-4bit</b>"
+    engine.set_status(model=name, num_layers=4, detail=name, degraded=name,
+                      ranks=[rank(0, (0, 4), name, 64, slowdown=4.0)])
+    with page.phone(320):
+        page.view("cluster")
+        page.until(lambda: name in page.text("#detail") and name in page.text(".rank"), "it is there")
+        for view in ("chat", "models", "cluster", "plan"):
+            page.view(view)
+            if view == "chat":
+                page.run("const option = new Option(arguments[0], 'x', true, true);"
+                         "document.getElementById('chat-model').append(option)", name)
+            if view == "plan":
+                page.until(lambda: page.texts(".machine"), "the machines")
+            wide = page.run("const e = document.querySelector('main > :not([hidden])'); return [e.scrollWidth -"
+                            "e.clientWidth, document.documentElement.scrollWidth - innerWidth]")
+            assert wide == [0, 0], view
+        page.run("document.querySelector('#chat-model [value=x]').remove()")
+        assert not page.texts("main b b"), "names are text"
+
+
 def test_events_of_another_server_take_the_place_of_those_before(page: Window) -> None:
     page.view("cluster")
     page.run("""
