@@ -10,8 +10,9 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -163,18 +164,22 @@ class Firefox:
 @contextmanager
 def firefox() -> Iterator[Firefox]:
     """A page, whose Firefox is ended at the end."""
-    with tempfile.TemporaryDirectory() as profile:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         program = shutil.which("firefox-esr") or shutil.which("firefox") or "firefox"
         command = [program, "--headless", "--no-remote", "--profile", profile, "--remote-debugging-port", "0"]
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
-                                   start_new_session=True, env={**os.environ, "HOME": profile})
-        page = None
+        log = Path(profile) / "log"
+        with log.open("w") as file:
+            process = subprocess.Popen(command, stderr=file, stdout=file, start_new_session=True,
+                                       env={**os.environ, "HOME": profile})
+        page, deadline = None, time.monotonic() + WAIT_S
         try:
-            assert process.stderr is not None
-            found = next(match for line in process.stderr if (match := re.search(r"(ws://\S+)", line)))
+            while (found := re.search(r"(ws://\S+)\n", log.read_text())) is None:
+                assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
             yield (page := Firefox(found[1]))
         finally:
             if page is not None:
                 page.close()
-            os.killpg(process.pid, signal.SIGKILL)  # its content processes too
-            process.communicate()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its content processes too
+            process.wait()
