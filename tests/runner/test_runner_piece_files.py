@@ -151,6 +151,19 @@ def test_a_file_of_the_future_and_one_that_is_too_large_go_first(tmp_path):
     assert files.read(NAME)
 
 
+def test_nothing_is_deleted_beyond_the_directory(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("mine.kv", ".mine.tmp"):
+        (elsewhere / name).write_bytes(bytes(100))
+        os.utime(elsewhere / name, (1, 1))
+    store(tmp_path / "kv", (0, 4), (0, 6))
+    (tmp_path / "kv" / "link").symlink_to(elsewhere)
+    store(tmp_path / "kv", (0, 4), (0, 6), limit=1, name=b"x" * 16)
+    assert not list((tmp_path / "kv").glob("space/*"))
+    assert len(list(elsewhere.iterdir())) == 2
+
+
 def test_what_others_write_and_delete_is_seen_in_time(tmp_path):
     """Several ranks and servers share the room, and one that no longer has a piece says so."""
     size = next(iter([path.stat().st_size for _ in [store(tmp_path, (0, 4), (0, 6))]

@@ -120,11 +120,11 @@ class PieceFiles:
         """Bytes written since the last look."""
         self._look()
 
-    def _note(self, path: Path) -> None:
-        name, _, label = path.stem.partition(".")
+    def _note(self, file: str) -> None:
+        name, _, label = file.removesuffix(".kv").partition(".")
         with suppress(ValueError, OverflowError):
             part = Part.read(label)
-            if len(part.layers) and len(part.heads) and path == self._file(bytes.fromhex(name), part):
+            if len(part.layers) and len(part.heads) and file == _file(bytes.fromhex(name), part):
                 self._parts.setdefault(bytes.fromhex(name), []).append(part)
 
     def names(self) -> list[bytes]:
@@ -164,11 +164,8 @@ class PieceFiles:
             raise Unusable(f"its parts are of several types: {sorted(types)}")
         return layers, types.pop(), sum(array.nbytes for _, held in files.values() for pair in held for array in pair)
 
-    def _file(self, name: bytes, part: Part) -> Path:
-        return self._path / f"{name.hex()}.{part.label}.kv"
-
     def _load(self, name: bytes, part: Part) -> tuple[_Header, list[Layer]]:
-        path = self._file(name, part)
+        path = self._path / _file(name, part)
         try:
             data = self._bytes(path)
             magic, length = _PREFIX.unpack_from(data)
@@ -199,7 +196,7 @@ class PieceFiles:
 
     def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
         """Keep this rank's part of a piece; returns the bytes. Raises OSError, with nothing left behind."""
-        target = self._file(name, self.need)
+        target = self._path / _file(name, self.need)
         blocks = [np.ascontiguousarray(array) for pair in layers for array in pair]
         checksum = 0
         for block in blocks:
@@ -231,16 +228,16 @@ class PieceFiles:
         """What is there by now; where it is too much, what was used least recently goes, of whichever space, until a
         tenth of the room is free."""
         files = sorted(self._all())
-        total = sum(size for _, size, _ in files)
+        total = sum(size for _, size, _, _ in files)
         room = 0.9 * self._limit if total > self._limit else total
         self._parts, before = {}, self._parts
-        for _, size, path in files:
+        for _, size, space, file in files:
             if total > room:
                 with suppress(OSError):
-                    path.unlink(missing_ok=True)
+                    (self._root / space / file).unlink(missing_ok=True)
                     total -= size
-            elif path.parent == self._path:
-                self._note(path)
+            elif space == self._space:
+                self._note(file)
         self._gone += [name for name, parts in before.items() if not set(parts) <= set(self._parts.get(name, ()))]
         self._unseen = 0
 
@@ -249,19 +246,33 @@ class PieceFiles:
         gone, self._gone = self._gone, []
         return gone
 
-    def _all(self) -> Iterator[tuple[float, int, Path]]:
-        """Every file of all spaces: when it was used last, bytes, path. Deletes what was left half written."""
+    def _all(self) -> Iterator[tuple[float, int, str, str]]:
+        """Every file: when it was used last, bytes, space, name. Deletes what was left half written."""
         now = time.time()
-        for path in self._root.glob("*/*"):
-            if path.suffix not in (".kv", ".tmp") or path.parent.is_symlink():
+        for space, file in _files(self._root):
+            half = file.name.startswith(".") and file.name.endswith(".tmp")
+            if not half and not file.name.endswith(".kv"):
                 continue
-            with suppress(OSError):
-                status = path.lstat()
-                if path.suffix == ".kv":
-                    wrong = status.st_mtime - now > STALE_S or status.st_size > self._limit
-                    yield 0.0 if wrong else status.st_mtime, status.st_size, path
-                elif path.name.startswith(".") and abs(now - status.st_mtime) > STALE_S:
-                    path.unlink()
+            with suppress(OSError):  # another may delete it just now
+                status = file.stat(follow_symlinks=False)
+                ahead = status.st_mtime - now
+                if not half:
+                    wrong = ahead > STALE_S or status.st_size > self._limit
+                    yield 0.0 if wrong else status.st_mtime, status.st_size, space, file.name
+                elif abs(ahead) > STALE_S:
+                    os.unlink(file)
+
+
+def _files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
+    for space in os.scandir(root):
+        if space.is_dir(follow_symlinks=False):
+            with suppress(OSError), os.scandir(space) as files:
+                for file in files:
+                    yield space.name, file
+
+
+def _file(name: bytes, part: Part) -> str:
+    return f"{name.hex()}.{part.label}.kv"
 
 
 def _cover(parts: Iterable[Part], heads: range) -> list[tuple[Part, range]]:
