@@ -208,8 +208,8 @@ def test_the_oldest_go_first_where_there_is_too_much(tmp_path):
         for number in range(100):
             key = "kept" if number == 0 else ""
             journal.keep(Entry(0, f"req-{number}", "g", key, b"d", "/v1/responses", now, 0), body, b"answer")
-    for _ in range(10):
-        journal.tidy(3600.0)
+    while journal.tidy(3600.0):
+        pass
     with journal.transaction():
         left = [number for number in range(100) if journal.find("g", f"req-{number}", everybody=False)]
     assert left[0] == 0, "an Idempotency-Key holds"

@@ -108,7 +108,8 @@ class Jobs:
     async def _keep(self) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
-            await self._writer.tidy(self._keep_s)
+            while await self._writer.tidy(self._keep_s):
+                pass  # what comes in must not outrun it
 
     # --- requests ---
 

@@ -171,9 +171,10 @@ class Journal:
 
     # --- outside of one ---
 
-    def tidy(self, keep_s: float) -> None:
+    def tidy(self, keep_s: float) -> bool:
         """Drop answers to requests that were accepted more than `keep_s` seconds ago, and the oldest where there is too
-        much; give free pages back; sync."""
+        much; give free pages back; sync. True when some were dropped for their size: there may still be too much."""
+        dropped = 0
         with self.transaction() as database:
             database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN answers
                 USING (number) WHERE created < ? LIMIT ?)""", (self._clock() - keep_s, ANSWERS_AT_ONCE))
@@ -181,12 +182,13 @@ class Journal:
         if (pages - free) * size > self._max_bytes:
             # Whoever gave an Idempotency-Key was promised the answer; whoever gave none, room permitting.
             with self.transaction():
-                database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN answers
-                    USING (number) WHERE key = '' ORDER BY number LIMIT ?)""", (ANSWERS_AT_ONCE // 8,))
+                dropped = database.execute("""DELETE FROM requests WHERE number IN (SELECT number FROM requests JOIN
+                    answers USING (number) WHERE key = '' ORDER BY number LIMIT ?)""", (ANSWERS_AT_ONCE // 8,)).rowcount
         if free * size > MOST_FREE and free > pages // 2:
             database.executescript(f"PRAGMA incremental_vacuum({PAGES_AT_ONCE})")  # `execute` ends after one page
         if self._sync == "everysec":
             database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        return dropped > 0
 
     def size(self) -> int:
         """Bytes on disk."""

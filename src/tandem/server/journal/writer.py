@@ -45,9 +45,9 @@ class Writer:
             self._task = start_task(self._work(), name="journal")
         return await future
 
-    async def tidy(self, keep_s: float) -> None:
+    async def tidy(self, keep_s: float) -> bool:
         """See Journal. What goes wrong is said in the log."""
-        await self._in_thread(self._try, functools.partial(self._journal.tidy, keep_s))
+        return await self._in_thread(self._try, functools.partial(self._journal.tidy, keep_s)) is True
 
     async def close(self) -> None:
         """Do what has been asked for, and close the journal."""
