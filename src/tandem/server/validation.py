@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from tandem.errors import RequestError
-from tandem.server.fields.policy import Unknown, fields_beside, unknown_field, without_strangers
+from tandem.server.fields.policy import LONGEST_PATH, Unknown, fields_beside, unknown_field, without_strangers
 
 LARGE_BODY = 256 * 1024
 """Bytes from which on a body is judged in a worker process before anything is made of it here."""
@@ -103,7 +103,7 @@ def _path(detail: ErrorDetails) -> str:
     path = ""
     for part in detail["loc"]:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path
+    return path[:LONGEST_PATH]
 
 
 def explain(detail: ErrorDetails, model: type[BaseModel] | None = None) -> RequestError:

@@ -129,11 +129,17 @@ def test_hostile_names_are_told_safely_and_in_bounds(serve):
     names = ["a\r\nset-cookie: x", "\u2028é" * 100, "x" * 100_000, "", "a,b"]
     shown = ignored(ask(server, **dict.fromkeys(names, 1)))
     assert shown[0] == "a\\r\\nset-cookie: x"
-    assert max(map(len, shown)) < 1000
+    assert max(map(len, shown)) <= 60
     many = ask(server, **{f"f{number}": 1 for number in range(30_000)})
     assert ignored(many)[-1] == "and 29980 more"
     large = {"messages": [{"role": "user", "content": "hi", f"f{'x' * 300_000}": 1}]}
     assert len(ask(server, **large).headers[HEADER]) < 1000  # judged by a worker first
+
+
+@pytest.mark.parametrize("fields", [{"x" * 100_000: 1}, {"stream_options": {"x" * 100_000: 1}}], ids=("top", "within"))
+def test_a_name_without_end_is_not_sent_back_in_whole(shared, fields):
+    refused = ask(shared, **fields)
+    assert fault(refused)["code"] == "unknown_parameter" and len(refused.content) < 2000
 
 
 def chunks(response):

@@ -19,6 +19,8 @@ Unknown = Literal["refuse", "warn", "ignore"]
 """As --unknown-fields has it."""
 MOST_NAMES, LONGEST_NAME = 20, 60
 """Of fields that were left out: so many are told, and so much of each."""
+LONGEST_PATH = 200
+"""So much is told of the place of a field at fault."""
 
 
 def without_strangers(
@@ -77,6 +79,7 @@ def _refuse(name: str, unknown: Unknown, left_out: list[str]) -> None:
 
 def unknown_field(path: str, known: Iterable[str]) -> RequestError:
     """A field that nobody knows: its path, and the field beside it that may have been meant."""
+    path = path[:LONGEST_PATH]
     *before, name = path.rsplit(".", 1)
     near = difflib.get_close_matches(name[:LONGEST_NAME], sorted(known), 1, cutoff=0.7)
     meant = f"; did you mean '{'.'.join([*before, near[0]])}'?" if near else "."
@@ -105,6 +108,7 @@ def _schema_in(annotation: Any) -> type[BaseModel] | None:
 
 def told(names: Iterable[str]) -> str:
     """Names for a header or a line of the log, whatever characters a client has put into them."""
-    shown = [ascii(name[:LONGEST_NAME])[1:-1].replace(",", "") for name in names]
-    more = [f"and {len(shown) - MOST_NAMES} more"] if len(shown) > MOST_NAMES else []
-    return ", ".join(shown[:MOST_NAMES] + more)
+    whole = list(names)
+    shown = [ascii(name[:LONGEST_NAME])[1:-1].replace(",", "")[:LONGEST_NAME] for name in whole[:MOST_NAMES]]
+    more = [f"and {len(whole) - MOST_NAMES} more"] if len(whole) > MOST_NAMES else []
+    return ", ".join(shown + more)
