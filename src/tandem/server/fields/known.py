@@ -58,6 +58,10 @@ OPENAI = _together((
 GENERATING = _together((
     OPENAI,
     _any("OpenAI", "metadata store verbosity prediction"),
+    _only("OpenAI", "audio web_search_options"),
+    _only("OpenAI", "modalities", ["text"]),
+    _only("OpenAI", "functions", []),
+    _only("OpenAI", "function_call", "none", "auto"),
     _any("vLLM", "priority request_id spaces_between_special_tokens guided_decoding_backend"),
     _only("vLLM", "skip_special_tokens", True),
     _only("vLLM", "include_stop_str_in_output use_beam_search early_stopping return_token_ids "
@@ -98,10 +102,6 @@ GENERATING = _together((
 
 CHAT = _together((
     GENERATING,
-    _only("OpenAI", "audio web_search_options"),
-    _only("OpenAI", "modalities", ["text"]),
-    _only("OpenAI", "functions", []),
-    _only("OpenAI", "function_call", "none", "auto"),
     _only("vLLM", "add_generation_prompt", True),
     _only("vLLM", "continue_final_message add_special_tokens echo", False),
     _only("vLLM", "documents", []),
@@ -114,10 +114,8 @@ CHAT = _together((
 COMPLETION = _together((
     GENERATING,
     _any("OpenAI", "parallel_tool_calls reasoning_effort reasoning"),
-    _only("OpenAI", "tools functions", []),
-    _only("OpenAI", "tool_choice function_call", "none", "auto"),
-    _only("OpenAI", "modalities", ["text"]),
-    _only("OpenAI", "audio web_search_options"),
+    _only("OpenAI", "tools", []),
+    _only("OpenAI", "tool_choice", "none", "auto"),
     _only("OpenAI", "suffix", ""),
     _only("vLLM", "add_special_tokens", True),
 ))
