@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -255,29 +256,42 @@ def model_dir(tmp_path_factory):
     return path
 
 
+@contextmanager
+def running_engine(model_dir, **status):
+    """An engine that has this to say of itself."""
+    fake = FakeEngine(model_dir)
+    fake.set_status(**status)
+    fake.start()
+    try:
+        yield fake
+    finally:
+        fake.stop()
+        Path(fake.path).unlink(missing_ok=True)
+
+
+@contextmanager
+def running_server(model, engine):
+    """A server over this engine, which is its `engine`."""
+    live = LiveServer(Settings(model=model, process=ProcessSettings(engine_socket=engine.endpoint)), 5.0)
+    live.engine = engine
+    try:
+        yield live.wait_ready()
+    finally:
+        live.stop()
+
+
 @pytest.fixture(scope="module")
 def shared(model_dir):
     """A server with its `engine`, for tests that leave both as they were."""
-    fake = FakeEngine(model_dir)
-    fake.start()
-    settings = Settings(
-        model=ModelSettings(model="org/tiny", served_name="tiny"), process=ProcessSettings(engine_socket=fake.endpoint)
-    )
-    live = LiveServer(settings, 5.0).wait_ready()
-    live.engine = fake
-    yield live
-    live.stop()
-    fake.stop()
-    Path(fake.path).unlink(missing_ok=True)
+    model = ModelSettings(model="org/tiny", served_name="tiny")
+    with running_engine(model_dir) as fake, running_server(model, fake) as live:
+        yield live
 
 
 @pytest.fixture
 def engine(model_dir):
-    fake = FakeEngine(model_dir)
-    fake.start()
-    yield fake
-    fake.stop()
-    Path(fake.path).unlink(missing_ok=True)
+    with running_engine(model_dir) as fake:
+        yield fake
 
 
 @pytest.fixture
@@ -327,16 +341,9 @@ def family(serve, engine, tmp_path):
 @pytest.fixture(scope="module")
 def scripted(model_dir, tmp_path_factory):
     """A server with its `engine`, whose template says that the model may think; tests give each its answers."""
-    fake = FakeEngine(model_dir)
-    fake.set_status(max_context=16384, model="my-model")
-    fake.start()
     template = tmp_path_factory.mktemp("template") / "think.jinja"
     template.write_text("{# <think> </think> #}" + CHAT_TEMPLATE)
-    settings = Settings(model=ModelSettings(model="org/tiny", served_name="my-model", chat_template=str(template)),
-                        process=ProcessSettings(engine_socket=fake.endpoint))
-    live = LiveServer(settings, 5.0).wait_ready()
-    live.engine = fake
-    yield live
-    live.stop()
-    fake.stop()
-    Path(fake.path).unlink(missing_ok=True)
+    model = ModelSettings(model="org/tiny", served_name="my-model", chat_template=str(template))
+    with (running_engine(model_dir, max_context=16384, model="my-model") as fake,
+          running_server(model, fake) as live):
+        yield live
