@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from types import SimpleNamespace
 
 import pytest
 
-from tandem.cli.main import main
+from tandem.cli.main import build_parser, main
 from tandem.config.sizes import memory_size
 from tandem.errors import ConfigError
+from tandem.planner.commands import Plainly, commands
 from tandem.planner.hardware import GIB
 from tandem.planner.hosts import Hosts, read_hosts, read_links
 from tandem.testing import tiny_model
@@ -154,7 +158,21 @@ def test_shapes_become_flags(model, capsys):
     }
     for layout, flags in expected.items():
         assert main(["plan", model, *hosts, "--layout", layout]) == 0
-        assert f"tandem serve {model} --hostfile hosts.json {flags}" in capsys.readouterr().out
+        out = capsys.readouterr().out
+        assert f"tandem serve {model} --hostfile hosts.json {flags}" in out
+        (command,) = re.findall("^tandem (serve .*)$", out, re.MULTILINE)
+        build_parser().parse_args(shlex.split(command))
+
+
+def test_the_command_names_what_can_be_served(model, capsys, tmp_path):
+    assert main(["plan", "qwen3-8b", "--quant", "4bit", "--hosts", "a=64GB:m4-max"]) == 0
+    assert "tandem serve Qwen/Qwen3-8B --hostfile" in capsys.readouterr().out
+    place = tmp_path / "my models"
+    place.symlink_to(model)
+    assert main(["plan", str(place), "--hosts", "a=2GB:m4", "--context", "128"]) == 0
+    assert f"tandem serve '{place}' --hostfile" in capsys.readouterr().out
+    asked = Plainly("org/name", "v1", None)
+    assert commands(SimpleNamespace(machines=(0,)), [], [], asked) == ["tandem serve org/name --revision v1"]
 
 
 def test_what_does_not_fit_ends_with_one_line(model, capsys):

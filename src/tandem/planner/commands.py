@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tandem.config.options import options
 from tandem.planner.hardware import Machine
 from tandem.planner.types import Layout, LayoutPlan
 
@@ -17,6 +16,7 @@ class Asked(Protocol):
     """What was planned for, by the names of the flags of `tandem plan`."""
 
     model: str
+    revision: str | None
     hosts: list[str] | None
     hostfile: str | None
     fast_sync: str
@@ -31,6 +31,7 @@ class Plainly:
     """A model on machines that are named, and the defaults for all else."""
 
     model: str
+    revision: str | None
     hosts: list[str] | None
     hostfile: str | None = None
     fast_sync: str = "off"
@@ -73,28 +74,26 @@ def serve_flags(plan: LayoutPlan, asked: Asked) -> list[str]:
     return flags
 
 
-def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine],
-             asked: Asked) -> list[str]:
+def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine], asked: Asked) -> list[str]:
     """What to type so that the model is served by the machines that were chosen, in their order."""
     chosen, where = list(layout.machines), []
+    serve = ["tandem serve", shlex.quote(asked.model)]
+    serve += ["--revision", shlex.quote(asked.revision)] if asked.revision else []
     if asked.hostfile and not asked.hosts:
         where = ["--hostfile", shlex.quote(asked.hostfile)]
         if chosen != list(range(len(machines))):
             where += ["--host-entries", ",".join(map(str, chosen))]
-        return [" ".join(["tandem serve", asked.model, *where, *flags])]
+        return [" ".join([*serve, *where, *flags])]
     if not asked.hosts:
-        return [" ".join(["tandem serve", asked.model, *flags])]
+        return [" ".join([*serve, *flags])]
     hosts = json.dumps([{"ssh": machines[i].name} for i in chosen])
     return [f"echo {shlex.quote(hosts)} > hosts.json   # names for ssh; localhost for this machine",
-            " ".join(["tandem serve", asked.model, "--hostfile hosts.json", *flags])]
+            " ".join([*serve, "--hostfile hosts.json", *flags])]
 
 
-def caveats(layout: Layout, flags: Sequence[str], machines: Sequence[Machine]) -> list[str]:
+def caveats(layout: Layout, machines: Sequence[Machine]) -> list[str]:
     """What the flags leave out."""
     lines = []
-    known = {option.flag for option in options()}
-    if missing := [f for f in flags if f.startswith("--") and f not in known]:
-        lines.append(f"This version's `tandem serve` does not have {', '.join(missing)} yet.")
     if len(layout.machines) > 1:
         lines.append(f"Ranks in order: {', '.join(machines[i].name for i in layout.machines)}.")
     uneven = [s for stages in layout.replicas for s in stages if _is_uneven(s.shares)]

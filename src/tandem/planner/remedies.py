@@ -91,7 +91,7 @@ def _fewer_bits(situation: Situation, layouts: Sequence[Layout], fixed: bool) ->
     for bits in _BITS:
         ratio = (bits + 32 / _GROUP) / 8 / stored
         if ratio < 0.95 and _fits(_scaled(situation, bits, ratio), layouts, fixed):
-            return f"a {bits}-bit model instead of {has}"
+            return f"{'an' if bits == 8 else 'a'} {bits}-bit model instead of {has}"
     return None
 
 

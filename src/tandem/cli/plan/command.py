@@ -47,6 +47,7 @@ def _model(arguments: argparse.Namespace) -> Planned:
     """The model of a preset, or of files. Raises ConfigError for --quant with files: they are as they are."""
     preset = find(arguments.model)
     if preset is not None and arguments.revision is None and not Path(arguments.model).exists():
+        arguments.model = preset[0]  # the hub id, which `tandem serve` takes
         return planned(*preset, arguments.quant or "native")
     if arguments.quant is not None:
         raise ConfigError(

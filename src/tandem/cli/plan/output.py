@@ -54,7 +54,7 @@ def print_plan(
         flags = serve_flags(plan, arguments)
         for line in commands(plan.chosen.layout, flags, machines, arguments):
             console.print(line, markup=False, style="bold", soft_wrap=True)
-        for line in caveats(plan.chosen.layout, flags, machines):
+        for line in caveats(plan.chosen.layout, machines):
             console.print(line, markup=False)
     elif plan.remedies:
         console.print("Would fit:", markup=False)

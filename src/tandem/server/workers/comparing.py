@@ -31,12 +31,12 @@ def compared(task: Compare) -> bytes:
     except NothingFits as refusal:
         found = refusal.plan
     told = [*cluster.notes, *notes, *([counted] if counted else [])]
-    asked = Plainly(task.model, task.hosts)
+    asked = Plainly(task.model, task.revision, task.hosts)
     layout = None if found.chosen is None else found.chosen.layout
     flags = [] if layout is None else serve_flags(found, asked)
     return json.encode({
         **plan_json(found, machines),
-        "notes": told if layout is None else [*told, *caveats(layout, flags, machines)],
+        "notes": told if layout is None else [*told, *caveats(layout, machines)],
         "layers": description.num_layers,
         "serve": None if layout is None else flags,
         "commands": [] if layout is None else commands(layout, flags, machines, asked),
