@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,6 +27,7 @@ def test_a_terminal_shows_live_lines_and_then_what_to_do(model):
         text = terminal.text
         assert "rank 0: " in text and "rank 1: " in text
         assert "rank 1: self-check of ranks and links" in text
+        assert "? bytes" not in text and not re.search(r"(starting|links) ━+ +\d", text)  # what has no size says none
         for unwanted in ("INFO", "Post-load barrier", "Uvicorn", "StepPlan"):
             assert unwanted not in text
         ready = text[text.rindex("Tandem is ready: "):].splitlines()

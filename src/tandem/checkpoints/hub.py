@@ -162,4 +162,4 @@ def _explained(repo: str, revision: str | None) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    return str(error).split("\n")[0][:200]
+    return str(error).split("\n")[0][:300]

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(resolve(arguments.name).path)
         return 0
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty()) as bars:
+    with Progress(*columns, console=Console(stderr=True), disable=not sys.stderr.isatty(), transient=True) as bars:
         task = bars.add_task(arguments.name, total=None)
 
         def report(done: int, total: int) -> None:

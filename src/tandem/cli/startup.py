@@ -25,23 +25,29 @@ def progress_lines() -> Iterator[Starting]:
         yield lambda engines: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskID, TextColumn
+    from rich.filesize import decimal
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30), DownloadColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30),
+               TextColumn("{task.fields[size]}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as lines:
-        tasks: dict[str, TaskID] = {"": lines.add_task("starting", total=None)}
+        starting = lines.add_task("starting", total=None, size="")
+        tasks: dict[str, TaskID] = {}
+        """By rank and phase: a phase may have no total, which a task cannot lose."""
 
         def show(engines: Mapping[int, Any]) -> None:
             several = len(engines) > 1
-            found = {f"replica {number}, rank {one.rank}" if several else f"rank {one.rank}": one
+            found = {f"{f'replica {number}, ' if several else ''}rank {one.rank}: {PHASES[one.phase]}": one
                      for number, status in engines.items() if status is not None for one in status.loading}
             details = [status.detail for status in engines.values() if status is not None and status.detail]
-            lines.update(tasks[""], description=details[0] if details else "starting", visible=not found)
-            for name, one in found.items():
-                if name not in tasks:
-                    tasks[name] = lines.add_task(name)
-                lines.update(tasks[name], description=f"{name}: {PHASES.get(one.phase, one.phase)}",
-                             total=one.total or None, completed=one.done)
+            lines.update(starting, description=details[0] if details else "starting", visible=not found)
+            for text in tasks.keys() - found.keys():
+                lines.update(tasks[text], visible=False)
+            for text, one in found.items():
+                if text not in tasks:
+                    tasks[text] = lines.add_task(text, total=None, size="")
+                size = f"{decimal(one.done)} of {decimal(one.total)}" if one.total else ""
+                lines.update(tasks[text], total=one.total or None, completed=one.done, size=size, visible=True)
 
         yield show
 
