@@ -73,19 +73,19 @@ class EngineMetrics:
 
     def disk(self, counts: DiskCounts) -> None:
         """What has been read from disk and written there so far."""
-        for counter, count in ((self.disk_hits, counts.hit_tokens), (self.disk_read, counts.read_bytes),
-                               (self.disk_written, counts.written_bytes), (self.disk_seconds, counts.read_s),
-                               (self.disk_failures, counts.failures)):
-            counter.inc(count - self._counted.get(counter, 0))
-            self._counted[counter] = count
+        self._count_up_to({self.disk_hits: counts.hit_tokens, self.disk_read: counts.read_bytes,
+                           self.disk_written: counts.written_bytes, self.disk_seconds: counts.read_s,
+                           self.disk_failures: counts.failures})
 
     def scheduled(self, preemptions: int, counts: SpeculationCounts) -> None:
         """What the scheduler has counted so far: sequences that were preempted, and what was guessed."""
-        for counter, count in ((self.preemptions, preemptions), (self.spec_drafts, counts.drafts),
-                               (self.spec_draft_tokens, counts.draft_tokens),
-                               (self.spec_accepted, counts.accepted_tokens)):
+        self._count_up_to({self.preemptions: preemptions, self.spec_drafts: counts.drafts,
+                           self.spec_draft_tokens: counts.draft_tokens, self.spec_accepted: counts.accepted_tokens})
+
+    def _count_up_to(self, counts: dict[Counter, float]) -> None:
+        for counter, count in counts.items():
             counter.inc(count - self._counted.get(counter, 0))
-            self._counted[counter] = count
+        self._counted |= counts
 
     def arrived(self, request_id: str, prompt_tokens: int) -> None:
         """A request was queued."""

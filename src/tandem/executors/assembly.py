@@ -32,7 +32,7 @@ from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import PIECE
 from tandem.runner.drafter import Drafter
-from tandem.runner.kv_disk import KVDisk, Report, takes_part
+from tandem.runner.kv_disk import KVDisk, Report, dtype_name, takes_part
 from tandem.runner.links import StageLink
 from tandem.runner.piece_files import MOST_HEADER, Part, PieceFiles
 from tandem.runner.prefix_store import trimmable
@@ -129,7 +129,7 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
     shard = shard_of(spec, description, _dequantizes(spec))
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
-    space = f"{spec.kv_space}-{str(stage.dtype).rpartition('.')[2]}"
+    space = f"{spec.kv_space}-{dtype_name(stage.dtype)}"
     most = MOST_HEADER + PIECE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
         return KVDisk(spec.rank, PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most), report), ""

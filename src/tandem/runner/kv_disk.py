@@ -81,7 +81,7 @@ class KVDisk:
             # Arrays of their own: MLX promises nothing for two threads at one.
             own = [(_plain(mx.contiguous(keys)), _plain(mx.contiguous(values))) for keys, values in cut]
             mx.async_eval(own)
-            self._jobs.put((_WRITE, next(self._number), (name, own, _dtype(state[0][0]), nbytes)))
+            self._jobs.put((_WRITE, next(self._number), (name, own, dtype_name(state[0][0].dtype), nbytes)))
 
     def fetch(self, order: Fetch) -> None:
         """Read a prefix; `Fetched` says when it is here."""
@@ -155,8 +155,9 @@ class KVDisk:
                 self._waiting -= nbytes
 
 
-def _dtype(array: mx.array) -> str:
-    return str(array.dtype).rpartition(".")[2]
+def dtype_name(dtype: mx.Dtype) -> str:
+    """As files have it: `bfloat16`."""
+    return str(dtype).rpartition(".")[2]
 
 
 def _plain(array: mx.array) -> mx.array:
