@@ -27,6 +27,7 @@ class StuckRunner:
     """Computes for good."""
 
     waiting = False
+    disk = None
 
     def __init__(self, over: threading.Event) -> None:
         self.over = over
