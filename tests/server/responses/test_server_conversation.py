@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import openai
 import pytest
 
 from tandem.config.settings import ModelSettings
 from tandem.server.journal.journal import Entry, Journal
+from tandem.server.responses import answering
 
 PLAIN = "{% for m in messages %}[{{ m.role }} {{ m.content }}]{% endfor %}"
 
@@ -73,8 +76,10 @@ def test_a_conversation_goes_on_from_what_is_kept(keeps, engine):
         client.responses.retrieve(unstored.id)
 
 
-def test_streams_are_stored_before_they_end(keeps, engine):
+def test_streams_are_stored_before_they_end(keeps, engine, monkeypatch):
     client = keeps().openai()
+    seconds = itertools.count(1_800_000_000)
+    monkeypatch.setattr(answering, "time", SimpleNamespace(time=lambda: next(seconds)))
     with client.responses.create(model="tiny", input="One?", store=True, stream=True) as stream:
         last = list(stream)[-1]
     assert last.type == "response.completed"

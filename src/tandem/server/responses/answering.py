@@ -36,6 +36,7 @@ class Answering(ChunkWriter):
         """What writes the response down when it is over, for those that are to be stored."""
         self._output = output
         self._status = "in_progress"
+        self._completed_at: int | None = None
         self._sent = 0
         self.stored = False
         """It is written down, or about to be."""
@@ -51,6 +52,7 @@ class Answering(ChunkWriter):
         events = self._output.read(delta.text, last=ended)
         if ended:
             self._status = "incomplete" if delta.finish_reason == "length" else "completed"
+            self._completed_at = int(time.time()) if self._status == "completed" else None
             events += self._output.close(self._status)
         return events
 
@@ -88,7 +90,7 @@ class Answering(ChunkWriter):
             **self._start,
             "store": self._start["store"] or self.stored,
             "status": self._status,
-            "completed_at": int(time.time()) if self._status == "completed" else None,
+            "completed_at": self._completed_at,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": self._output.items,
             "usage": self._usage() if over else None,
