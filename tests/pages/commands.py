@@ -12,6 +12,7 @@ import textwrap
 import time
 import tomllib
 from dataclasses import dataclass
+from functools import cache
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -55,6 +56,7 @@ class Command:
         return self.name.startswith(name[:-3]) if name.endswith("...") else self.name == name
 
 
+@cache
 def script() -> ModuleType:
     """scripts/readme."""
     loader = SourceFileLoader("readme_script", str(ROOT / "scripts" / "readme"))
@@ -91,6 +93,7 @@ def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
+@cache
 def table() -> dict[str, Any]:
     """Commands that another test runs, those that cannot run here, and what is put in place of words of a page."""
     return tomllib.loads(TABLE.read_text())
@@ -116,9 +119,11 @@ class Shell:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._end()
-        subprocess.run([sys.executable, "-m", "tandem", "down", "--now"], cwd=self._directory, check=False,
-                       env=self._variables, capture_output=True, timeout=PATIENCE_S)
+        try:
+            self._end()
+        finally:
+            subprocess.run([sys.executable, "-m", "tandem", "down", "--now"], cwd=self._directory, check=False,
+                           env=self._variables, capture_output=True, timeout=PATIENCE_S)
 
     def run(self, command: Command) -> str:
         """What it prints. Fails if it does."""
