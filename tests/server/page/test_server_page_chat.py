@@ -108,6 +108,13 @@ def test_reasoning_is_folded_and_no_part_of_the_answer(page: Window, scripted: A
     page.ask("And?")
     answered(page, 2)
     assert "hm" not in prompt(scripted), "what it thought is not sent back"
+    says(scripted, "<think>\nOn and on")
+    page.ask("More?")
+    answered(page, 3)
+    assert page.text(".message:last-child .markdown") == ""
+    page.ask("So?")
+    answered(page, 4)
+    assert all(text in prompt(scripted) for text in ("More?", "So?")), "an answer that is but a thought is one"
 
 
 def test_an_answer_that_was_cut_says_so_and_goes_on(page: Window, scripted: Any) -> None:

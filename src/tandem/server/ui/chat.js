@@ -17,7 +17,7 @@ const EXAMPLES = [
 const NEAR_END = 60;
 const SAVE_MS = 2000;
 let all = [];
-let talk = null;
+let talk = newTalk();
 let running = null; // { talk, message, controller, saved }
 let views = new Map(); // of messages that are shown
 let following = true;
@@ -29,7 +29,7 @@ export async function start() {
   await settings.start();
   all = await store.talks();
   const wanted = await store.setting("open");
-  show(all.find((one) => one.id === wanted) ?? newTalk());
+  show(all.find((one) => one.id === wanted) ?? talk);
   byId("ask").addEventListener("submit", (event) => {
     event.preventDefault();
     ask(byId("question").value);
@@ -213,10 +213,10 @@ async function answer(message, how) {
   const of = talk;
   const one = answerOf(message);
   const before = of.messages.slice(0, of.messages.indexOf(message));
-  const contents = before.map((other) => (other.role === "user" ? other.content : answerOf(other).content));
-  // A question without an answer is left out: many chat templates want turns.
-  const sent = before.map((other, i) => ({ role: other.role, content: contents[i + 1] === "" ? "" : contents[i] }))
-    .filter((other) => other.content);
+  const silent = (other) => other?.role === "assistant" && !answerOf(other).content && !answerOf(other).reasoning;
+  // A question that had no answer is left out with it: many chat templates want turns.
+  const sent = before.filter((other, i) => !silent(other) && !silent(before[i + 1])).map((other) => (
+    { role: other.role, content: other.role === "user" ? other.content : answerOf(other).content }));
   const system = settings.value("system").trim();
   const messages = [...(system ? [{ role: "system", content: system }] : []), ...sent];
   const wished = wishes();
