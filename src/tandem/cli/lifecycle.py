@@ -154,7 +154,7 @@ def run_down(arguments: argparse.Namespace) -> int:
                 os.kill(record.pid, signal.SIGKILL)  # its children hold a lifeline, and go with it
         time.sleep(POLL_S / 2)
     place.forget()
-    print(f"{place.name} has ended")
+    print(f"{place.name} has ended", flush=True)
     return 0
 
 

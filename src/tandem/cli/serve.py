@@ -219,8 +219,8 @@ class Supervisor:
             replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
         print(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), "
               f"{engines[0].stages} stage(s){replicas})", flush=True)
-        print(farewell(address, stop="Ctrl-C" if sys.stdin.isatty() else "Ctrl-C, or SIGTERM (tandem down after tandem "
-                       "up)"), flush=True)
+        print(farewell(address, stop="Ctrl-C" if sys.stdin.isatty() else "Ctrl-C or SIGTERM; tandem down, if tandem up "
+                       "started it"), flush=True)
 
     def _watch(self) -> int:
         while (code := self._look()) is None:

@@ -83,7 +83,7 @@ class Session:
 
     def __init__(self, model: str, options: dict[str, Any]) -> None:
         """Check the options and the layout; nothing is loaded but the tokenizer. Raises UsageError."""
-        settings = _settings({"model": model, **options})
+        settings = _settings({"model": model, "log_level": "WARNING", **options})  # text is wanted, not news of ranks
         self.layout = plan_layout(settings)
         say_what_is_idle(settings, self.layout)
         self.tokenizer: Tokenizer = load_tokenizer(self.layout.files, chat_template_file=settings.model.chat_template,

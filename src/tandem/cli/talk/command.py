@@ -179,7 +179,6 @@ def _load(given: dict[str, Any], defaults: Mapping[str, Any]) -> Loaded:
     from tandem.protocol.control import LoadProgress
 
     set_up("WARNING")
-    given.setdefault("log_level", "WARNING")  # of the ranks: their news would stand between the text
     name = given["model"]
     with progress_lines() as show:
         ranks: dict[int, LoadProgress] = {}
