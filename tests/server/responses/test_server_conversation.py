@@ -11,7 +11,7 @@ import pytest
 
 from tandem.config.settings import ModelSettings
 from tandem.server.journal.journal import Entry, Journal
-from tandem.server.responses import answering
+from tandem.server.responses import answering, background
 
 PLAIN = "{% for m in messages %}[{{ m.role }} {{ m.content }}]{% endfor %}"
 
@@ -196,6 +196,21 @@ def test_a_conversation_that_outgrows_the_body_limit_is_refused(keeps):
     first = ask(server.openai(), "x" * 6000)
     with pytest.raises(openai.BadRequestError, match="--max-body-mb"):
         ask(server.openai(), "x" * 6000, first.id)
+
+
+def test_a_response_that_is_deleted_while_it_is_read_is_not_there(keeps, monkeypatch):
+    client = keeps().openai()
+    first = ask(client, "One?")
+    kept = background.kept
+
+    async def found_and_gone(http, name):
+        stored = await kept(http, name)
+        await stored.jobs.forget(stored.entry)
+        return stored
+
+    monkeypatch.setattr(background, "kept", found_and_gone)
+    with pytest.raises(openai.NotFoundError, match="while it was read"):
+        ask(client, "Two?", first.id)
 
 
 def test_other_fields_are_named_once(keeps):

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from tandem.errors import ConfigError, RequestError, ServerError, UnavailableError
+from tandem.errors import ConfigError, NotFoundError, RequestError, ServerError, UnavailableError
 from tandem.server.journal.database import NOT_OURS, code_of, pragma, seal
 from tandem.server.journal.repair import open_whole
 
@@ -152,8 +152,12 @@ class Journal:
             JOIN requests USING (number) WHERE number = ?""", entry)
 
     def _sealed(self, query: str, entry: Entry) -> bytes:
-        """The last column of a row; the one before is the seal of all others."""
-        *values, sealed, body = self._database.execute(query, (entry.number,)).fetchone() or (None, b"")
+        """The last column of a row; the one before is the seal of all others. Raises NotFoundError for one that was
+        dropped since it was found."""
+        row = self._database.execute(query, (entry.number,)).fetchone()
+        if row is None:
+            raise NotFoundError("It was deleted, or dropped, while it was read.", code="request_not_found")
+        *values, sealed, body = row
         if sealed != seal(body, *values):
             raise ServerError("The journal is damaged here; send the request again, with another Idempotency-Key.",
                               code="journal_damaged")
