@@ -164,7 +164,7 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, engine, wait_until, p
     server.stop()
     [output] = (place / "files").glob("batch_*.output")
     before = output.read_bytes()
-    output.write_bytes(before + before.splitlines()[0][:40])  # torn
+    output.write_bytes(before + b"\0" * 40 + b"\n" + before.splitlines()[0][:40])  # torn, as by a loss of power
     asked = len(engine.submitted)
     left = [place / "files" / name for name in ("upload-x.tmp", "batch_x.in", "batch_x.output")]
     for path in left:
@@ -197,6 +197,7 @@ def test_overload_and_an_absent_engine_are_waited_for(keeps, engine, wait_until)
     ([line("a"), "", line("a")], "line 3: custom_id 'a' is there twice"),
     ([line("a", "/v1/completions")], "'url' is not the batch's endpoint /v1/chat/completions"),
     ([line("a", stream=True)], "'stream' has no place in a batch"),
+    ([line("a", background=True)], "'background' has no place in a batch"),
     ([json.dumps({"custom_id": "a", "url": CHAT})], "'body' must be a JSON object"),
     ([json.dumps({"custom_id": 5, "url": CHAT, "body": {}})], "'custom_id'"),
     (["[" * 100_000], "line 1"), (['{"custom_id": "\\ud800", "url": "/v1/x", "body": {}}'], "line 1"),

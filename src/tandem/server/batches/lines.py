@@ -26,6 +26,7 @@ class _Any(Struct):
 
 class _Body(Struct):
     stream: Any = None
+    background: Any = None
 
 
 def parse_line(raw: bytes) -> Line:
@@ -49,8 +50,9 @@ def parse_line(raw: bytes) -> Line:
         body = msgspec.json.decode(line.body, type=_Body)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
         raise ValueError("'body' must be a JSON object") from None
-    if body.stream:
-        raise ValueError("'stream' has no place in a batch")
+    for name in ("stream", "background"):
+        if getattr(body, name):
+            raise ValueError(f"'{name}' has no place in a batch")
     return Line(line.custom_id, url, bytes(line.body))
 
 
@@ -62,9 +64,12 @@ class _CustomId(Struct):
     custom_id: str
 
 
-def custom_id_of(raw: bytes) -> str:
-    """Whose answer a line is. Raises ValueError."""
-    return msgspec.json.decode(raw, type=_CustomId).custom_id
+def custom_id_of(raw: bytes) -> str | None:
+    """Whose answer a line is; None for one that is not whole."""
+    try:
+        return msgspec.json.decode(raw, type=_CustomId).custom_id if raw.endswith(b"\n") else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
 
 
 def answer_line(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:

@@ -121,16 +121,17 @@ class Results:
         self._sizes: dict[str, int] = {}
 
     def done(self) -> dict[str, set[str]]:
-        """Whose answers stand in each; a last line that is torn is cut off. Raises OSError, ValueError."""
+        """Whose answers stand in each; what follows a line that is torn is cut off, and asked again. Raises OSError."""
         found: dict[str, set[str]] = {}
         for kind, path in self.paths.items():
             found[kind], whole = set(), 0
             if path.exists():
                 with path.open("rb") as file:
                     for raw in file:
-                        if not raw.endswith(b"\n"):
+                        custom_id = custom_id_of(raw)
+                        if custom_id is None:
                             break
-                        found[kind].add(custom_id_of(raw))
+                        found[kind].add(custom_id)
                         whole += len(raw)
                 os.truncate(path, whole)
             self._sizes[kind] = whole
