@@ -158,7 +158,7 @@ class SchedulerSettings:
     fits there, until the machine is back."""
     canary: bool = True
     """Self-check: before serving, compute a prompt of two chunks twice in different ways over all ranks and links, and
-    refuse to serve if anything disagrees. Layouts of one rank skip it."""
+    refuse to serve if anything disagrees; then compare each step of the ranks. Layouts of one rank skip it."""
     max_restarts: int = 5
     """Gang restarts in a row, without a request served in between, before the engine gives up. Also most times that
     `tandem serve` starts an engine again within 5 minutes, or its api within one."""

@@ -2,9 +2,8 @@
 
 Links can corrupt in silence, often only when a prompt is long (docs/parity.md). So one prompt of a whole prefill chunk
 and a little more is computed twice: alone, and again with other chunk boundaries beside other sequences in the batch,
-on all lanes. Greedy tokens and log probabilities must agree as far as the arithmetic allows. Besides, ranks report
-digests of the hidden states they get and give: what leaves a stage must reach the next one bit for bit, and all ranks
-of a stage must hold the same bits.
+on all lanes. Greedy tokens and log probabilities must agree as far as the arithmetic allows. Besides, what every rank
+computes is compared in every step (`tandem.engine.quorum`).
 """
 
 from __future__ import annotations
@@ -16,12 +15,11 @@ from dataclasses import dataclass, replace
 
 from tandem.engine.drive import Drive, Driven, drive
 from tandem.engine.layout import GangLayout
+from tandem.engine.quorum import disagreement
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor
 from tandem.protocol.control import Ready
-from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.protocol.step import RankStep
 from tandem.scheduler.limits import Limits
 
 log = logging.getLogger(__name__)
@@ -84,7 +82,7 @@ def tolerance(layout: GangLayout, ready: list[Ready]) -> float:
 
 def _limits(limits: Limits, lanes: int, chunk: int) -> Limits:
     return replace(limits, lanes=lanes, prefill_chunk=chunk, max_batch_size=2 * lanes, prefix_tokens=0,
-                   speculation=None, max_queue=2 * lanes, max_queue_tokens=limits.kv_tokens * 2 * lanes)
+                   speculation=None, digests=True, max_queue=2 * lanes, max_queue_tokens=limits.kv_tokens * 2 * lanes)
 
 
 def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:
@@ -101,30 +99,11 @@ def _requests(limits: Limits, length: int, count: int) -> list[EngineRequest]:
 
 def _drive(executor: Executor, layout: GangLayout, limits: Limits, requests: list[EngineRequest],
            first_step: int) -> Drive:
-    run = drive(executor, limits, requests, ranks=len(layout.ranks), first_step=first_step, digest=True)
+    run = drive(executor, limits, requests, ranks=len(layout.ranks), first_step=first_step)
     for step_id, reports in run.steps.items():
-        _check_digests(step_id, reports, layout.ranks)
+        if found := disagreement(step_id, reports, layout.ranks):
+            raise _wrong(found)
     return run
-
-
-def _check_digests(step_id: int, reports: dict[int, RankStep], ranks: tuple[StageSpec, ...]) -> None:
-    """Every rank against the leader of its stage, and each stage's input against the output of the one before."""
-    arrived = leader = reports[0].digest
-    for spec in ranks:
-        found = reports[spec.rank].digest
-        if found is None:  # a step that only removes sequences
-            continue
-        if spec.tp_rank == 0:
-            if spec.stage and arrived is not None and found[0] != arrived[1]:
-                raise _disagreement(f"the activations that stage {spec.stage} sent in step {step_id} (digest "
-                                    f"{arrived[1]:08x}) are not those that stage {spec.stage + 1} received "
-                                    f"({found[0]:08x})")
-            arrived = leader = found
-        elif found != leader:
-            assert leader is not None
-            raise _disagreement(f"rank {spec.rank} holds other activations in step {step_id} (digests {found[0]:08x} "
-                                f"{found[1]:08x}) than rank {spec.rank - spec.tp_rank}, the leader of its stage "
-                                f"({leader[0]:08x} {leader[1]:08x})")
 
 
 def _compare(alone: Driven, crowd: Driven, allowed: float, vocab: int) -> float:
@@ -137,13 +116,13 @@ def _compare(alone: Driven, crowd: Driven, allowed: float, vocab: int) -> float:
         mine = {one.token: one.logprob, **dict(one.top)}
         worst = max((abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys()), default=float("inf"))
         if not worst <= allowed:
-            raise _disagreement(f"log probabilities of its token {i + 1} differ by {worst:.3g} between the prompt "
+            raise _wrong(f"log probabilities of its token {i + 1} differ by {worst:.3g} between the prompt "
                                 f"alone and in other chunks beside other sequences (tolerance {allowed:g})")
         largest = max(largest, worst)
         if alone.tokens[i] != crowd.tokens[i]:
             gap = abs(one.logprob - mine.get(crowd.tokens[i], -float("inf")))
             if not gap <= allowed:
-                raise _disagreement(f"its token {i + 1} is {alone.tokens[i]} alone and {crowd.tokens[i]} in other "
+                raise _wrong(f"its token {i + 1} is {alone.tokens[i]} alone and {crowd.tokens[i]} in other "
                                     f"chunks beside other sequences, {gap:.3g} apart in log probability (tolerance "
                                     f"{allowed:g})")
             break  # a tie: from here on the two are different texts
@@ -154,12 +133,12 @@ def _check_sound(answer: Driven, how: str, allowed: float, vocab: int) -> None:
     """Tokens within the vocabulary that their own log probabilities bear out."""
     for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         if not 0 <= token < vocab or not -float("inf") < entry.logprob <= allowed:
-            raise _disagreement(f"its token {i + 1} {how} is {token} with log probability {entry.logprob}, of a "
+            raise _wrong(f"its token {i + 1} {how} is {token} with log probability {entry.logprob}, of a "
                                 f"vocabulary of {vocab}")
         if entry.token != token or entry.top[0][1] > entry.logprob + allowed:
-            raise _disagreement(f"its token {i + 1} {how} is {token}, where token {entry.top[0][0]} is the most likely")
+            raise _wrong(f"its token {i + 1} {how} is {token}, where token {entry.top[0][0]} is the most likely")
 
 
-def _disagreement(what: str) -> RankFailure:
+def _wrong(what: str) -> RankFailure:
     return RankFailure(f"the canary failed: {what}; the ranks would give wrong answers. Check the links, and that all "
                        "hosts are alike; --no-canary serves all the same")

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from msgspec.structs import replace
-
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor
 from tandem.protocol.control import Output, Refused, Stepped
@@ -39,13 +37,12 @@ class Drive:
     """Number that the next plan for these ranks must have."""
 
 
-def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest], *, ranks: int, first_step: int = 0,
-          digest: bool = False) -> Drive:
+def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest], *, ranks: int,
+          first_step: int = 0) -> Drive:
     """Run `requests` to their end on a started executor of `ranks` ranks that report, and leave nothing behind there.
 
-    A scheduler of its own makes the plans, numbered from `first_step`; with `digest` each asks ranks for digests.
-    Raises RankFailure, also when the logits of a request are not finite, and RequestError. Calls the executor's
-    `on_wait` as long as it runs.
+    A scheduler of its own makes the plans, numbered from `first_step`. Raises RankFailure, also when the logits of a
+    request are not finite, and RequestError. Calls the executor's `on_wait` as long as it runs.
     """
     scheduler = Scheduler(limits, first_step=first_step)
     run = Drive({request.request_id: Driven() for request in requests}, {}, first_step)
@@ -54,7 +51,7 @@ def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest],
     while not (scheduler.idle and all(len(reports) == ranks for reports in run.steps.values())):
         while (plan := scheduler.next_plan()) is not None:
             run.steps[plan.step_id] = {}
-            executor.submit(replace(plan, digest=digest))
+            executor.submit(plan)
         if executor.on_wait is not None:
             executor.on_wait()
         for report in executor.collect(POLL_S):

@@ -213,7 +213,7 @@ class Engine:
             return
         self._report.stepped(report)
         self._guard.watch(self.gang.ready, report, self.scheduler)
-        whole = self._quorum.complete(report, len(self.gang.ready))
+        whole = self._quorum.complete(report, self.gang.layout.ranks)
         if whole is None or whole.result is None:
             return
         messages = self.scheduler.update(whole.result, time.monotonic(), whole.step.busy_s)

@@ -131,7 +131,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
     pause: bool = False
     """The lane's decoding sequences wait in this step, and `decode` is empty."""
     digest: bool = False
-    """Report what went into this rank's layers and what came out (`RankStep.digest`); for the canary."""
+    """Report what went into this rank's layers and what came out (`RankStep.digest`)."""
     tidy: bool = False
     """Give buffers that are kept for reuse back first: the memory of a device is nearly full."""
 
@@ -203,7 +203,7 @@ class RankStep(Struct, frozen=True, array_like=True):
     prefix_bytes: int = 0
     """Bytes of the prefix cache."""
     digest: tuple[int, int] | None = None
-    """32-bit digests of the hidden states that went into the rank's layers in this step and that came out of them;
+    """32-bit digests of the hidden states that went into the rank's layers in this step and of what came out of them;
     None unless the plan asked. Ranks of one stage, and both ends of a hand-off, must agree on every bit."""
 
 

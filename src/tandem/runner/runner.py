@@ -55,7 +55,8 @@ class PendingStep:
     """What is found out of prompts' tokens, on the rank that samples."""
     drafted: Drafted | None = None
     digests: list[tuple[mx.array, mx.array]] = field(default_factory=list)
-    """uint32 digests of each forward pass's input and output, where the plan asked for them."""
+    """uint32 digests of each forward pass's input and output, where the plan asked for them. Logits that the ranks of
+    a stage put together are part of its output."""
 
     def finish(self) -> StepResult:
         """Wait for the step; tokens come in the plan's order, and like vectors only from the last stage."""
@@ -233,6 +234,10 @@ class Runner:
         if not self.stage.is_last:
             return
         logits = self.stage.head(hidden)[:, -1]
+        if pending.plan.digest and self._group is not None:
+            before, after = pending.digests[-1]
+            pending.digests[-1] = before, after + digest(logits)
+            mx.async_eval(pending.digests[-1][1])
         if self._sampler is not None:
             if self._sampler.guided(ids):
                 mx.async_eval(logits)

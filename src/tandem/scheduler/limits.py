@@ -33,3 +33,5 @@ class Limits:
     """KV positions that a snapshot costs beside those that it holds: what states of recurrent layers take."""
     speculation: SpeculationLimits | None = None
     """How to draft tokens; None for no speculative decoding."""
+    digests: bool = False
+    """Plans ask every rank for digests of what it computes."""

@@ -174,7 +174,7 @@ class Scheduler:
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
             evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
-            spec_decode_plan=spec, tidy=self.pressed)
+            spec_decode_plan=spec, digest=self.limits.digests, tidy=self.pressed)
         self._commit(lane, plan, decode, prefill)
         return plan
 

@@ -32,6 +32,19 @@ def no_sums(module: ModuleType) -> None:
     module.StageGroup.sum = lambda self, x: x
 
 
+def torn_sums(module: ModuleType) -> None:
+    """As when a cable is pulled: while the file TORN is there, ranks keep their own parts, and MLX says nothing."""
+    import mlx.core as mx
+
+    whole = module.StageGroup.sum
+
+    def sum_(self: Any, x: mx.array) -> mx.array:
+        found = whole(self, x)
+        return mx.depends([x], [found])[0] if os.path.exists(os.environ["TORN"]) else found
+
+    module.StageGroup.sum = sum_
+
+
 def no_lifeline(module: ModuleType) -> None:
     if not {"engine", "tandem.executors.worker"} & set(sys.orig_argv):  # the others are to end with the test
         return
@@ -49,6 +62,7 @@ FAULTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "few files": ("tandem.descriptors", few_files),
     "later stages": ("tandem.loading.stage", later_stages),
     "no sums": ("tandem.comm.group", no_sums),
+    "torn sums": ("tandem.comm.group", torn_sums),
     "no lifeline": ("tandem.processes.child", no_lifeline),
     "wrong sums": ("tandem.processes.child", wrong_sums),
 }

@@ -1,0 +1,64 @@
+"""When the reports of a step count."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+
+from tandem.engine.quorum import Quorum
+from tandem.errors import RankFailure
+from tandem.protocol.control import Stepped
+from tandem.protocol.step import RankStep, StepResult
+
+
+class Place(NamedTuple):
+    """What counts of a `StageSpec` here."""
+
+    rank: int
+    stage: int
+    tp_rank: int
+
+
+RANKS: Any = (Place(0, 0, 0), Place(1, 0, 1), Place(2, 1, 0))
+"""Two ranks of a first stage, and one of a second."""
+
+
+def report(rank: int, before: int | None, after: int = 0, step: int = 3) -> Stepped:
+    digest = None if before is None else (before, after)
+    return Stepped(RankStep(rank, step, 0.1, 0, digest=digest), 0, StepResult(step, 0, [9]) if rank == 2 else None)
+
+
+def test_the_last_report_of_a_step_makes_it_count() -> None:
+    quorum = Quorum()
+    reports = [report(2, 20, 30), report(0, 10, 20), report(1, 10, 20)]
+    assert [quorum.complete(one, RANKS) for one in reports] == [None, None, reports[0]]
+    assert quorum.complete(report(0, None), RANKS) is None, "the next time it is another step"
+
+
+def test_steps_do_not_mix() -> None:
+    quorum = Quorum()
+    found = [quorum.complete(report(rank, None, step=step), RANKS) for rank in range(3) for step in (3, 4)]
+    assert [one.step.step_id for one in found if one is not None] == [3, 4]
+
+
+def test_what_ended_ranks_reported_does_not_count_for_the_next() -> None:
+    quorum = Quorum()
+    for rank in (0, 2):
+        quorum.complete(report(rank, None), RANKS)
+    quorum.forget()
+    assert quorum.complete(report(1, None), RANKS) is None
+
+
+@pytest.mark.parametrize(("digests", "words"), [
+    (((10, 20), (10, 21), (20, 30)), "rank 1 holds other activations in step 3"),
+    (((10, 20), (11, 20), (20, 30)), "rank 1 holds other activations in step 3"),
+    (((10, 20), (10, 20), (21, 30)), "that stage 1 sent in step 3"),
+])
+def test_ranks_that_disagree_make_it_no_step(digests: tuple[tuple[int, int], ...], words: str) -> None:
+    quorum = Quorum()
+    *first, last = [report(rank, before, after) for rank, (before, after) in enumerate(digests)]
+    assert [quorum.complete(one, RANKS) for one in first] == [None, None]
+    with pytest.raises(RankFailure, match=words) as raised:
+        quorum.complete(last, RANKS)
+    assert raised.value.cause == "link" and "does not count" in raised.value.message
