@@ -117,14 +117,14 @@ def _compare(alone: Driven, crowd: Driven, allowed: float, vocab: int) -> float:
         worst = max((abs(mine[token] - theirs[token]) for token in mine.keys() & theirs.keys()), default=float("inf"))
         if not worst <= allowed:
             raise _wrong(f"log probabilities of its token {i + 1} differ by {worst:.3g} between the prompt "
-                                f"alone and in other chunks beside other sequences (tolerance {allowed:g})")
+                         f"alone and in other chunks beside other sequences (tolerance {allowed:g})")
         largest = max(largest, worst)
         if alone.tokens[i] != crowd.tokens[i]:
             gap = abs(one.logprob - mine.get(crowd.tokens[i], -float("inf")))
             if not gap <= allowed:
                 raise _wrong(f"its token {i + 1} is {alone.tokens[i]} alone and {crowd.tokens[i]} in other "
-                                    f"chunks beside other sequences, {gap:.3g} apart in log probability (tolerance "
-                                    f"{allowed:g})")
+                             f"chunks beside other sequences, {gap:.3g} apart in log probability (tolerance "
+                             f"{allowed:g})")
             break  # a tie: from here on the two are different texts
     return largest
 
@@ -134,7 +134,7 @@ def _check_sound(answer: Driven, how: str, allowed: float, vocab: int) -> None:
     for i, (token, entry) in enumerate(zip(answer.tokens, answer.logprobs, strict=True)):
         if not 0 <= token < vocab or not -float("inf") < entry.logprob <= allowed:
             raise _wrong(f"its token {i + 1} {how} is {token} with log probability {entry.logprob}, of a "
-                                f"vocabulary of {vocab}")
+                         f"vocabulary of {vocab}")
         if entry.token != token or entry.top[0][1] > entry.logprob + allowed:
             raise _wrong(f"its token {i + 1} {how} is {token}, where token {entry.top[0][0]} is the most likely")
 
