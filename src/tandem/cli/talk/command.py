@@ -126,7 +126,7 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Itera
         except UsageError as error:
             if url != DEFAULT_URL or named_url(arguments) is not None:
                 raise
-            raise UsageError(f"no model is given, and {error.message}: {NAME_ONE}", param="model") from None
+            raise UsageError(f"no model is given, and {error.message}; {NAME_ONE}", param="model") from None
         if sys.stderr.isatty():
             print(f"talking to the server at {url} (--local loads the model here)", file=sys.stderr)
         yield model, lambda other: Served(url, key, other, defaults)
