@@ -49,7 +49,7 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
         max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
         eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
         speculation=_speculation(settings.speculation, layout.description, ranks),
-        digests=chosen.canary and len(layout.ranks) > 1)
+        digests=chosen.canary and len(ranks) > 1)
 
 
 def _speculation(settings: SpeculationSettings, model: ModelDescription,
