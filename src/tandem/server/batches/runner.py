@@ -167,7 +167,7 @@ class Batches:
         try:
             await self._through(batch, results, self._run)
         except FilesLost:
-            logger.error("%s fails: files of it were removed while it ran", batch.id)
+            logger.error("files of %s were removed while it ran; it fails", batch.id)
             batch.trouble, batch.errors = None, [{
                 "code": "files_lost", "line": None, "param": None,
                 "message": "Files of the batch were removed while it ran. Send the file again, for another batch."}]
