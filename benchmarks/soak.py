@@ -126,9 +126,7 @@ class Soak:
             self._clients.rise(2 + int((self._args.clients - 2) * min(spent / (whole * (1 - CALM)), 1.0)))
             if time.monotonic() > next_fault and spent < whole * (1 - CALM):
                 next_fault += self._args.every
-                what = self._family.hurt(self._rng, roles)
-                if what.endswith("api"):
-                    self._clients.excuse()
+                what = self._family.hurt(self._rng, roles, {"api": self._clients.excuse})
                 self._faults[what] += 1
                 self._tell(what)
             if time.monotonic() > self._told + 30:

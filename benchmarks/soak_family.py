@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -63,13 +64,15 @@ class Family:
         self._roles.update(living)
         return living
 
-    def hurt(self, rng: random.Random, roles: list[str]) -> str:
-        """Kill or stop one process; returns what was done."""
+    def hurt(self, rng: random.Random, roles: list[str], warned: Mapping[str, Callable[[], None]]) -> str:
+        """Kill or stop one process; returns what was done. Who is `warned`, by role, is so before it is done."""
         role = rng.choice(roles)
         victims = [one for one, is_a in self._all().items() if is_a == role]
         if not victims:
             return f"no {role}"
         victim, sig = rng.choice(victims), rng.choice([signal.SIGKILL, signal.SIGSTOP])
+        if role in warned:
+            warned[role]()
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim.pid, sig)
         return f"{sig.name} {role}"
