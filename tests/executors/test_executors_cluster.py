@@ -5,14 +5,19 @@ from __future__ import annotations
 import signal
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
+from tandem.errors import RankFailure, TransportError
 from tandem.executors import cluster
 from tandem.executors.cluster import ClusterExecutor
 from tandem.launchers.base import Launcher
+from tandem.protocol.control import Failure, Pong
 from tandem.protocol.step import StepPlan
+
+FULL = ("[METAL] Command buffer execution failed: Insufficient Memory "
+        "(00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)")
 
 
 class Away:
@@ -71,3 +76,25 @@ def test_who_may_be_to_blame_for_a_death(code: int, busy: bool, blame: bool) -> 
         executor._watchdog.planned(StepPlan(0, 0, decode=["a"]), time.monotonic())
     failure = executor._death(1, rank)
     assert (failure.cause, failure.rank, failure.blame) == ("died", 1, blame)
+
+
+class Gone:
+    """The bus when rank 1 has ended, and what it had said of it waits to be read."""
+
+    said: ClassVar = [("0:g", Pong(0, 1, 0, False)), ("1:g", Failure(1, "RuntimeError", FULL)), None]
+
+    def send(self, rank: int, generation: str, command: object) -> None:
+        if rank == 1:
+            raise TransportError("rank 1 is not connected to the bus: Host unreachable")
+
+    def receive(self, timeout_s: float) -> object:
+        return self.said.pop(0)
+
+
+def test_why_a_rank_ended_is_told_when_it_is_found_gone() -> None:
+    executor = an_executor(1)
+    executor._specs = [cast(Any, SimpleNamespace(rank=rank, stage=rank)) for rank in range(2)]
+    executor._bus, executor._generation = cast(Any, Gone()), "g"
+    with pytest.raises(RankFailure, match="memory is full") as failure:
+        executor.submit(StepPlan(0, 0, decode=["a"]))
+    assert (failure.value.cause, failure.value.rank) == ("memory", 1)

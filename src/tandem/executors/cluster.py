@@ -277,6 +277,7 @@ class ClusterExecutor(Executor):
             try:
                 self._bus.send(spec.rank, self._generation, command)
             except TransportError as error:
+                self._hear_last_words()
                 self._check_processes()
                 raise RankFailure(str(error), rank=spec.rank, cause="link") from error
 
@@ -360,6 +361,7 @@ class ClusterExecutor(Executor):
                            blame=blame)
 
     def _hear_last_words(self) -> None:
+        """Raise what a rank that is gone had said of it."""
         while (received := self._bus.receive(0.2) if self._bus else None) is not None:
             if isinstance(received[1], Failure):
                 raise self._translate(received[1])
