@@ -143,30 +143,64 @@ def test_a_chat_on_a_terminal(url, tmp_path):
 
 
 INTERRUPTED = """
-import os, signal
+import argparse, asyncio, contextlib, os, signal, sys
 from prompt_toolkit.input.vt100 import raw_mode
-from tandem.cli.talk.prompt import make_prompt
+from rich.console import Console
+from tandem.cli.talk import command
+from tandem.cli.talk.conversation import Conversation
 
-def interrupt(self, *words):
-    os.kill(os.getpid(), signal.SIGINT)
-    at(self, *words)
+class Piece:
+    text, reasoning = "word ", False
 
-at = raw_mode.__exit__
-raw_mode.__exit__ = interrupt
-try:
-    print("said", make_prompt()())
-except KeyboardInterrupt:
-    print("interrupted")
+class Talker:
+    name, where, can_chat, can_see = "echo", "loaded here", True, False
+
+    def answer(self, messages, params, speed):
+        yield from [Piece()] * 3
+
+@contextlib.contextmanager
+def opened(arguments, defaults):
+    yield Talker(), None
+
+def strike(*words, **named):
+    if said:
+        said.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+    return inner(*words, **named)
+
+def ask(self, text):
+    said.append(text)
+    asked(self, text)
+
+said, asked = [], Conversation.ask
+Conversation.ask = ask
+owner, name = {"loop": (asyncio.events, "new_event_loop"), "take": (raw_mode, "__enter__"),
+               "give": (raw_mode, "__exit__"), "print": (Console, "print"), "draw": (command.AnswerView, "add"),
+               "ask": (command, "_answer")}[sys.argv[1]]
+inner = getattr(owner, name)
+setattr(owner, name, strike)
+if sys.argv[1] == "ask":
+    said.append("")
+command._opened, command.asked_of = opened, lambda arguments: {}
+sys.exit(command.run_chat(argparse.Namespace(system=None)))
 """
 
 
-def test_ctrl_c_counts_while_the_terminal_is_given_back(tmp_path):
-    with Terminal(program=("-c", INTERRUPTED), TANDEM_STATE_DIR=str(tmp_path)) as terminal:
+@pytest.mark.parametrize(("where", "words"), [
+    ("loop", "Ctrl-C once more ends"), ("take", "Ctrl-C once more ends"), ("print", "Ctrl-C once more ends"),
+    ("give", "Ctrl-C once more ends"), ("draw", "(stopped)"), ("ask", "(stopped)")])
+def test_ctrl_c_counts_wherever_it_strikes(where, words, tmp_path):
+    """Python raises KeyboardInterrupt anywhere: in asyncio's set-up, or while a line is printed."""
+    with Terminal(where, program=("-c", INTERRUPTED), TANDEM_STATE_DIR=str(tmp_path)) as terminal:
         terminal.wait_for(">>>")
         terminal.type("a question\r")
-        terminal.wait_for("interrupted")
-        assert "said" not in terminal.text
+        if where == "give":
+            terminal.wait_for("tokens")
+            terminal.type("next\r")
+        terminal.wait_for(words)
+        terminal.type("/exit\r")
         assert terminal.ends() == 0
+    assert "Traceback" not in terminal.text and "Exception" not in terminal.text
 
 
 @pytest.mark.slow

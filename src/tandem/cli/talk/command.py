@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from rich.console import Console
@@ -15,6 +15,7 @@ from tandem.cli.address import DEFAULT_URL, api_key, named_url, record_url, star
 from tandem.cli.arguments import load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
 from tandem.cli.talk.conversation import KEYS, Conversation, Ended
+from tandem.cli.talk.interrupts import Interrupts
 from tandem.cli.talk.models import Loaded, Model, Served, Speed
 from tandem.cli.talk.prompt import make_prompt
 from tandem.cli.talk.screen import AnswerView, unechoed
@@ -51,11 +52,13 @@ def run_chat(arguments: argparse.Namespace) -> int:
     """A conversation until its end (cli/talk/conversation.py has the commands)."""
     params, console = asked_of(arguments), Console()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    with _opened(arguments, CHAT_DEFAULTS) as (model, other):
+    with _opened(arguments, CHAT_DEFAULTS) as (model, other), ExitStack() as stack:
         if not model.can_chat:
             raise UsageError("the model has no chat template; use `tandem generate`, or give --chat-template")
-        talk, prompt, interrupted = Conversation(model, params, other, system=arguments.system), make_prompt(), False
+        talk, interrupts, interrupted = Conversation(model, params, other, system=arguments.system), Interrupts(), False
+        prompt = make_prompt(interrupts)
         if terminal:
+            stack.enter_context(interrupts.held())
             console.print(f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}", style="dim",
                           highlight=False, markup=False)
         while True:
@@ -63,24 +66,23 @@ def run_chat(arguments: argparse.Namespace) -> int:
                 said = prompt()
                 interrupted = False
                 if said.startswith("/"):
-                    print(talk.command(said))
+                    with interrupts.heard():
+                        told = talk.command(said)
+                    print(told)
                 elif said:
-                    _answer(talk, said, console if terminal else None)
+                    _answer(talk, said, console if terminal else None, interrupts)
             except (EOFError, Ended):
                 return 0
             except KeyboardInterrupt:
                 if interrupted or not terminal:
                     return 0 if terminal else 130
                 interrupted = True
-                with suppress(KeyboardInterrupt):  # the second one may come before the first is told
-                    print("(Ctrl-C once more ends, as does /exit)")
-                    continue
-                return 0
+                print("(Ctrl-C once more ends, as does /exit)")
             except (UsageError, RequestError) as error:
                 print(f"tandem: {error.message}", file=sys.stderr)
 
 
-def _answer(talk: Conversation, said: str, screen: Console | None) -> None:
+def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: Interrupts) -> None:
     """Ask, and show the answer; Ctrl-C stops it, and what has come stays. Raises UsageError and RequestError."""
     talk.ask(said)
     text, speed, stopped = "", Speed(), False
@@ -91,7 +93,7 @@ def _answer(talk: Conversation, said: str, screen: Console | None) -> None:
             stack.callback(view.close)
         pieces = talk.model.answer(talk.messages, talk.params, speed)
         try:
-            for piece in pieces:
+            for piece in interrupts.each(pieces):
                 text += "" if piece.reasoning else piece.text
                 if view is not None:
                     view.add(piece.text, reasoning=piece.reasoning)

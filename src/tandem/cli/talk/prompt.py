@@ -6,6 +6,7 @@ import sys
 from typing import Protocol
 
 from tandem.cli.talk.conversation import COMMANDS
+from tandem.cli.talk.interrupts import Interrupts
 from tandem.env import state_dir
 
 QUOTES = '"""'
@@ -18,7 +19,7 @@ class Prompt(Protocol):
         """It. Raises EOFError, and KeyboardInterrupt."""
 
 
-def make_prompt() -> Prompt:
+def make_prompt(interrupts: Interrupts) -> Prompt:
     """One that fits to standard input."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _plain
@@ -48,8 +49,21 @@ def make_prompt() -> Prompt:
     session: PromptSession[str] = PromptSession(history=FileHistory(str(history)), key_bindings=keys, multiline=True,
                                                 completer=words, complete_while_typing=False,
                                                 prompt_continuation="... ")
-    # asyncio's own handler of Ctrl-C: prompt_toolkit's drops one that comes before or after the terminal is its own.
-    return lambda: unquoted(session.prompt(">>> ", handle_sigint=False))
+    app = session.app
+
+    def leave() -> None:
+        if app.future is not None and not app.future.done() and interrupts.taken():
+            app.exit(exception=KeyboardInterrupt)
+
+    def ask() -> str:
+        # Without prompt_toolkit's handler of Ctrl-C: it drops one that comes before or after the terminal is its own.
+        text = session.prompt(">>> ", pre_run=leave, handle_sigint=False)
+        if interrupts.taken():
+            raise KeyboardInterrupt
+        return unquoted(text)
+
+    interrupts.told = lambda: app.loop.call_soon_threadsafe(leave) if app.loop is not None else None
+    return ask
 
 
 def _plain() -> str:
