@@ -35,6 +35,23 @@ OF_FAMILY = {
     "kimi_linear": {
         "linear_attn_config": {"num_heads": 6, "head_dim": 32, "kda_layers": [1], "short_conv_kernel_size": 4},
     },
+    "kimi_k3": {
+        "linear_attn_config": {"num_heads": 6, "head_dim": 32, "kda_layers": [1, 2], "short_conv_kernel_size": 4},
+        "routed_expert_hidden_size": 64, "latent_moe_use_norm": True, "mla_use_output_gate": True,
+    },
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), {
+        "ffn_hidden_size": 192, "expert_ffn_hidden_size": 96,
+    }),
+    "minimax_m3_vl": {
+        "dense_intermediate_size": 192, "intermediate_size": 96, "sparse_attention_config": {
+            "sparse_num_index_heads": 3, "sparse_index_dim": 32, "sparse_block_size": 4, "sparse_topk_blocks": 2,
+            "sparse_local_block": 1, "sparse_attention_freq": [0, 1],
+        },
+    },
+    **dict.fromkeys(("gemma4", "gemma4_unified"), {
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    }),
     "llama4": {"intermediate_size_mlp": 96},
     "plamo2": {"mamba_num_heads": 6, "hidden_size_per_head": 16},
     "gemma4_text": {"num_global_key_value_heads": 3},
@@ -45,7 +62,7 @@ OF_FAMILY = {
     "step3p5": {"num_attention_groups": 3},
 }
 """What some need besides, so that three ranks can share their layers."""
-LAYERS = {"llama4": 4, "nemotron_h": 4}
+LAYERS = {"llama4": 4, "nemotron_h": 4, "gemma4": 3, "gemma4_unified": 3, "kimi_k3": 3}
 
 
 def wide_figures(family: str) -> dict[str, Any]:

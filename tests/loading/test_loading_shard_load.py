@@ -150,7 +150,10 @@ def test_figures_of_a_stage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "family", ["deepseek_v32", "glm4_moe_lite", "kimi_linear", "llama4", "minimax_m2", "nemotron_h"]
+    "family", [
+        "deepseek_v32", "gemma4", "glm4_moe_lite", "kimi_k3", "kimi_linear", "llama4", "longcat_flash", "minimax_m2",
+        "minimax_m3_vl", "nemotron_h",
+    ]
 )
 @pytest.mark.parametrize("quantized", [False, True])
 def test_bytes_of_a_rank_are_told_before_it_loads(family, quantized, tmp_path):

@@ -53,7 +53,7 @@ def assert_parity(files, layouts, *, stages=1, tolerance=1e-4, dequantize=False,
     want, steps = run([load_stage(files, d, range(d.num_layers), **options)], decode=decode)
     scale = max(np.abs(w).max() for w in want)
     for size, weights, *own in layouts:
-        ranges = split_layers(d.num_layers, own[0] if own else stages)
+        ranges = split_layers(d.num_layers, own[0] if own else stages, uncut=d.uncut)
         shards = plan_shards(d, size, weights=weights, dequantize=dequantize, **plan)
         group = ThreadGroup(size)
 
@@ -74,6 +74,9 @@ def assert_parity(files, layouts, *, stages=1, tolerance=1e-4, dequantize=False,
             assert len(sums) == 2 * d.num_layers * len(want)  # two a layer and step
 
 
+GROWS = {"gemma4": 3e-5, "gemma4_unified": 3e-5}
+"""Its attention scores are not scaled: what rounding changes is three times as much after each layer, and these have
+three."""
 TWO_SUMS = [name for name, one in SHARDING.items() if len(one.sums) == 2 and not one.norms | one.variants]
 EVEN, UNEVEN = [(3, None)], [(2, None), (2, (1, 3))]
 EXPANDED = sorted({*REQUIRED, *alike()})
@@ -86,7 +89,7 @@ def test_plain_weights(family, tmp_path):
     """Three ranks, and two ranks in each of two stages."""
     files = wide(tmp_path, family)
     layouts = EVEN + UNEVEN[1:] if family in REQUIRED else EVEN
-    assert_parity(files, [*layouts, (2, None, 2)], tolerance=1e-5, decode=DECODE)
+    assert_parity(files, [*layouts, (2, None, 2)], tolerance=GROWS.get(family, 1e-5), decode=DECODE)
 
 
 @pytest.mark.parametrize("family", sorted(SHARDING))

@@ -162,8 +162,10 @@ def test_a_reference_for_another_question_is_refused(models: dict[str, Path], tm
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["kimi_linear"], ["deepseek_v3", "--expert-parallel"]], ids=lambda one: one[0])
+@pytest.mark.parametrize(
+    "options", [["kimi_linear"], ["minimax_m3_vl"], ["deepseek_v3", "--expert-parallel"]], ids=lambda one: one[0])
 def test_a_type_is_tried_with_ranks_that_share_layers(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them computes its sequences one by one."""
     [name, *flags] = options
     code = main(["parity", "--tiny", name, "--tensor-parallel-size", "2", "--tokens", "3", *flags])
     printed = capsys.readouterr()

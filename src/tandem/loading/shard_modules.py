@@ -61,6 +61,34 @@ class SumOverRanks(nn.Module):
             return getattr(self["module"], name)
 
 
+class TakesSum(nn.Module):
+    """A module whose input is this rank's part of a sum: it gets the sum."""
+
+    def __init__(self, module: nn.Module, tensor_parallel: TensorParallel) -> None:
+        super().__init__()
+        self.module = module
+        self._tensor_parallel = tensor_parallel
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """What the module makes of inputs [B, L, W], summed over the ranks."""
+        return self.module(self._tensor_parallel.sum(x))
+
+
+class PassesNothing(nn.Module):
+    """A router for all ranks but one: experts beyond the routed ones, which pass on what they get, weigh nothing."""
+
+    def __init__(self, router: nn.Module, experts: int) -> None:
+        """`experts` is the number of those that are routed to."""
+        super().__init__()
+        self.router = router
+        self._experts = experts
+
+    def __call__(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Inputs [B, L, H] to experts' numbers and weights [B, L, K]."""
+        indices, weights = self.router(x)
+        return indices, mx.where(indices < self._experts, weights, 0)
+
+
 class NormOverRanks(nn.Module):
     """An RMS norm over an axis that ranks share, with or without a gate: squares are summed over the ranks."""
 
@@ -179,7 +207,8 @@ def layer_cutter(root: str, layer: nn.Module, shard: Shard, description: ModelDe
 
 def is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> bool:
     """An axis has as many entries in all layers as its parts say; else some layers have a multiple of them."""
-    return not (sharding.loose_heads and all(in_heads(description, kind) for kind in cut.kinds))
+    heads = sharding.loose_heads and all(in_heads(description, kind) for kind in cut.kinds)
+    return not heads and not (sharding.loose_mlp and set(cut.kinds) == {"mlp"})
 
 
 def head_cutter(root: str, shard: Shard, description: ModelDescription) -> Cutter:
@@ -244,6 +273,8 @@ def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> Non
             (own_range,) = part_of(Cut("rows", (kind,)), shard, description).pieces
             owner = at(layer, holder)
             setattr(owner, name, getattr(owner, name)[own_range.start : own_range.stop])
+    if sharding.passing and shard.rank and has(layer, sharding.passing):
+        put(layer, sharding.passing, PassesNothing(at(layer, sharding.passing), description.num_experts))
     if shard.whole_experts:
         for path in sorted(sharding.switches):
             if has(layer, path):
@@ -289,9 +320,10 @@ def sum_outputs(layer: nn.Module, shard: Shard, description: ModelDescription, t
         if has(layer, path):
             total = part_of(Cut("rows", (kind,)), shard, description).total
             put(layer, path, NormOverRanks(at(layer, path), total, tp))
-    for path in sharding.sums:
-        if has(layer, path):
-            put(layer, path, SumOverRanks(at(layer, path), tp))
+    for paths, wrapped in ((sharding.sums, SumOverRanks), (sharding.takers, TakesSum)):
+        for path in paths:
+            if has(layer, path):
+                put(layer, path, wrapped(at(layer, path), tp))
 
 
 def has(module: nn.Module, path: str) -> bool:

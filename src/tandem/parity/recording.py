@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from tandem.loading.stage import StageModel
+from tandem.loading.stage import Apart, StageModel
 
 
 class RecordingStage(StageModel):
@@ -27,7 +27,7 @@ class RecordingStage(StageModel):
     def forward(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
         """As `StageModel.forward`."""
         h = super().forward(h, caches)
-        if self.is_last:
+        if self.is_last and not isinstance(caches, Apart):  # rows apart have come through here one by one
             logits = self.head(h)
             mx.eval(logits)
             if self._keep is not None:

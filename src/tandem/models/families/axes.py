@@ -74,6 +74,22 @@ def mixed(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
+def indexed(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """MiniMax M3: heads of an index choose blocks of keys for the kv heads, each for as many, and are cut with them."""
+    sparse = config.get("sparse_attention_config")
+    own = sparse if isinstance(sparse, dict) else {}
+    heads, kv, size = (number(config, key) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    index = number(own, "sparse_num_index_heads") or number(config, "index_n_heads") or kv
+    count = max(math.gcd(kv, index), 1)
+    return {
+        "indexed_q": Axis("heads", count, heads // count * size),
+        "indexed_kv": Axis("heads", count, kv // count * size),
+        "index": Axis("heads", count, index // count * (
+            number(own, "sparse_index_dim") or number(config, "index_head_dim"))),
+        "index_heads": Axis("heads", count, index // count),
+    }
+
+
 def plamo(config: Mapping[str, Any]) -> dict[str, Axis]:
     """PLaMo 2's Mamba 2: heads that share one B and one C, which are made after the convolution."""
     heads, size = number(config, "mamba_num_heads"), number(config, "hidden_size_per_head")

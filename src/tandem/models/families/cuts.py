@@ -57,18 +57,24 @@ class Sharding:
     """Layers that have the module or parameter of this path are divided so instead."""
     loose_heads: bool = False
     """Layers differ in how many query heads a kv head has."""
+    loose_mlp: bool = False
+    """Some layers have an MLP that is a multiple as wide."""
+    takers: tuple[str, ...] = ()
+    """Modules whose inputs are partial and are summed over the ranks first."""
+    passing: str = ""
+    """A router that also chooses experts beyond the routed ones, which pass on what they get: one rank counts them."""
 
     def of(self, names: Collection[str]) -> Sharding:
         """How a layer with parameters of these names is divided."""
         for path, variant in self.variants.items():
             if any(name == path or name.startswith(f"{path}.") for name in names):
-                return variant
+                return variant.of(names)
         return self
 
     @property
     def all_cuts(self) -> list[tuple[str, Cut]]:
         """Those of all layers, with their paths."""
-        return [*self.cuts.items(), *(item for variant in self.variants.values() for item in variant.cuts.items())]
+        return [*self.cuts.items(), *(item for variant in self.variants.values() for item in variant.all_cuts)]
 
     @property
     def switches(self) -> set[str]:

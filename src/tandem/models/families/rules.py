@@ -11,6 +11,7 @@ from tandem.models.families.axes import (
     channels,
     delta,
     grouped_ssm,
+    indexed,
     kimi_delta,
     latent,
     lfm2_width,
@@ -299,6 +300,84 @@ PLAMO2 = Sharding(
         ),
     },
 )
+K3_LATENT = replace(
+    KIMI_LATENT,
+    cuts={**KIMI_LATENT.cuts, "self_attn.g_proj": rows("latent_out")},
+    whole=KIMI_LATENT.whole | {
+        "self_attention_res_proj", "mlp_res_proj", "mlp.routed_expert_down_proj", "mlp.routed_expert_up_proj",
+    },
+)
+K3_DELTA = replace(
+    K3_LATENT,
+    cuts={
+        **KIMI_MOE,
+        "self_attn.qkv_proj": rows("delta_width", "delta_width", "delta_width"),
+        "self_attn.qkv_conv.conv": first("delta_width", "delta_width", "delta_width"),
+        **{f"self_attn.{name}": rows("delta_width") for name in ("f_b_proj", "g_b_proj", "g_proj", "dt_bias")},
+        **{f"self_attn.{name}": rows("delta_heads") for name in ("b_proj", "A_log")},
+        "self_attn.o_proj": columns("delta_width"),
+    },
+    whole=K3_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
+    attention="",
+    counts={
+        "self_attn.num_heads": ("delta_heads",),
+        "self_attn.projection_dim": ("delta_width",),
+        "self_attn.qkv_conv.conv.groups": ("delta_width", "delta_width", "delta_width"),
+    },
+)
+
+
+def _normed_experts(sharding: Sharding) -> Sharding:
+    """With a norm over what routed experts gave together."""
+    norm = "mlp.routed_expert_norm"
+    return replace(sharding, variants={
+        norm: replace(sharding, sums=("self_attn", "mlp.shared_experts"), takers=(norm,)),
+    })
+
+
+KIMI_K3 = replace(_normed_experts(K3_LATENT), variants={
+    "self_attn.qkv_proj": _normed_experts(K3_DELTA), **_normed_experts(K3_LATENT).variants,
+})
+LONGCAT = Sharding(
+    cuts={
+        **{path.replace("self_attn", f"self_attn.{i}"): cut for path, cut in LATENT.items() for i in range(2)},
+        **glu("mlps.0"), **glu("mlps.1"), **glu("mlp.switch_mlp", "experts"),
+    },
+    sums=("self_attn.0", "self_attn.1", "mlps.0", "mlps.1", "mlp"),
+    attention="",
+    whole=frozenset({
+        *(path.replace("self_attn", f"self_attn.{i}") for path in LATENT_WHOLE for i in range(2)),
+        *(f"{norm}_layernorm.{i}" for norm in ("input", "post_attention") for i in range(2)),
+        "mlp.router.classifier", "mlp.router.e_score_correction_bias",
+    }),
+    mlp=("ffn_hidden_size",),
+    experts=("expert_ffn_hidden_size",),
+    axes=latent,
+    counts={f"self_attn.{i}.num_attention_heads": ("latent_heads",) for i in range(2)},
+    passing="mlp.router",
+)
+M3_DENSE = Sharding(
+    cuts={
+        **{f"self_attn.{name}_proj": rows("indexed_kv") for name in ("k", "v")},
+        "self_attn.q_proj": rows("indexed_q"),
+        "self_attn.o_proj": columns("indexed_q"),
+        "self_attn.index_q_proj": rows("index"),
+        **glu(),
+        **glu("block_sparse_moe.switch_mlp", "experts"),
+        **glu("block_sparse_moe.shared_experts", "shared"),
+    },
+    sums=("self_attn", "mlp", "block_sparse_moe"),
+    whole=frozenset({
+        "self_attn.index_k_proj", "block_sparse_moe.gate", "block_sparse_moe.e_score_correction_bias",
+    }),
+    mlp=("dense_intermediate_size",),
+    experts=WIDTH,
+    shared=("shared_intermediate_size",),
+    axes=indexed,
+)
+MINIMAX_M3 = replace(M3_DENSE, variants={
+    "self_attn.index_q_proj": replace(M3_DENSE, counts={"self_attn.index_n_heads": ("index_heads",)}),
+})
 MIXED = {
     **{f"self_attn.{name}_proj": rows("mixed_kv") for name in ("k", "v")},
     "self_attn.q_proj": rows("mixed_q"),
@@ -314,6 +393,7 @@ GEMMA4 = Sharding(
     experts=EXPERT,
     axes=mixed,
     loose_heads=True,
+    loose_mlp=True,
 )
 MIMO_V2 = Sharding(
     cuts={
