@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
+import termios
 import time
 
 import httpx
@@ -18,6 +20,7 @@ from tandem.cli.talk import command
 from tandem.cli.talk.conversation import Conversation, Ended
 from tandem.cli.talk.models import Served
 from tandem.cli.talk.prompt import unquoted
+from tandem.cli.talk.screen import unechoed
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
 from tandem.testing import tiny_model
@@ -35,6 +38,26 @@ def talk():
         raise UsageError(f"no {name}")
 
     return Conversation(Echo(), {}, other)
+
+
+def test_what_is_typed_while_an_answer_comes_does_not_show_and_an_error_of_the_answer_is_not_lost(monkeypatch):
+    master, end = pty.openpty()
+
+    def shows():
+        return bool(termios.tcgetattr(end)[3] & termios.ECHO)
+
+    def answer():
+        with unechoed():
+            assert not shows()
+            raise BrokenPipeError
+
+    with os.fdopen(end) as stdin, os.fdopen(master):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(BrokenPipeError):
+            answer()
+        assert shows()
+    with unechoed():  # no terminal
+        pass
 
 
 def test_a_conversation_is_saved_and_loaded(talk, tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -74,14 +74,11 @@ class AnswerView:
 @contextmanager
 def unechoed() -> Iterator[None]:
     """What is typed meanwhile does not show; Ctrl-C goes on to work."""
-    with suppress(termios.error, ValueError, OSError):
-        stream = sys.stdin.fileno()
-        before = termios.tcgetattr(stream)
-        silent = [*before[:3], before[3] & ~termios.ECHO, *before[4:]]
-        termios.tcsetattr(stream, termios.TCSANOW, silent)
-        try:
-            yield
-        finally:
-            termios.tcsetattr(stream, termios.TCSANOW, before)
-        return
-    yield
+    with ExitStack() as stack:
+        with suppress(termios.error, ValueError, OSError):  # no terminal
+            stream = sys.stdin.fileno()
+            before = termios.tcgetattr(stream)
+            stack.enter_context(suppress(termios.error))  # it may be gone by then
+            stack.callback(termios.tcsetattr, stream, termios.TCSANOW, before)
+            termios.tcsetattr(stream, termios.TCSANOW, [*before[:3], before[3] & ~termios.ECHO, *before[4:]])
+        yield
