@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
+from functools import cache, reduce
 from typing import cast
 
 import mlx.core as mx
@@ -11,6 +11,8 @@ import mlx.core as mx
 _SPREAD = 2654435761
 """Knuth's multiplicative constant: neighbouring positions get unrelated weights."""
 _MODULUS = 2**32
+_KEPT = 2**16
+"""Weights for so many elements are kept (256 KiB): a decode step of most layouts needs no more."""
 
 
 def digest(array: mx.array) -> mx.array:
@@ -20,8 +22,18 @@ def digest(array: mx.array) -> mx.array:
     always shows: its weight is odd, hence invertible.
     """
     bits = array.reshape(-1).view(mx.uint32 if array.dtype.size == 4 else mx.uint16).astype(mx.uint32)
-    weights = mx.arange(bits.size, dtype=mx.uint32) * mx.array(_SPREAD, dtype=mx.uint32) | mx.array(1, dtype=mx.uint32)
-    return (bits * weights).sum()
+    return (bits * (_kept()[:bits.size] if bits.size <= _KEPT else _weights(bits.size))).sum()
+
+
+def _weights(size: int) -> mx.array:
+    return mx.arange(size, dtype=mx.uint32) * mx.array(_SPREAD, dtype=mx.uint32) | mx.array(1, dtype=mx.uint32)
+
+
+@cache
+def _kept() -> mx.array:
+    weights = _weights(_KEPT)
+    mx.eval(weights)
+    return weights
 
 
 def chained(digests: Iterable[mx.array]) -> int:
