@@ -24,7 +24,7 @@ def part(layers, heads):
 
 
 def store(directory, layers, heads, limit=1 << 30, name=NAME, space="space"):
-    files = PieceFiles(directory, space, part(layers, heads), limit)
+    files = PieceFiles(directory, space, part(layers, heads), limit, 1 << 30)
     cut = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
     files.write(name, [(layer, -layer) for layer in cut], "float32")
     return files
@@ -35,7 +35,7 @@ def test_a_part_is_put_together_from_others(tmp_path, layers, heads):
     for one in ((0, 2), (2, 4)):
         for other in ((0, 2), (2, 6)):
             store(tmp_path, one, other)
-    files = PieceFiles(tmp_path, "space", part(layers, heads), 1 << 30)
+    files = PieceFiles(tmp_path, "space", part(layers, heads), 1 << 30, 1 << 30)
     assert files.names() == [NAME]
     found, dtype, nbytes = files.read(NAME)
     expected = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
@@ -48,11 +48,11 @@ def test_a_part_is_put_together_from_others(tmp_path, layers, heads):
 def test_a_piece_with_a_gap_is_none(tmp_path):
     store(tmp_path, (0, 2), (0, 6))
     store(tmp_path, (2, 4), (0, 3))
-    files = PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30)
+    files = PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
     assert files.names() == []
     with pytest.raises(Unusable, match="not there"):
         files.read(NAME)
-    assert PieceFiles(tmp_path, "another", part((0, 2), (0, 6)), 1 << 30).names() == []
+    assert PieceFiles(tmp_path, "another", part((0, 2), (0, 6)), 1 << 30, 1 << 30).names() == []
 
 
 def test_no_bit_of_a_file_can_change_unseen(tmp_path):
@@ -101,7 +101,7 @@ def test_half_a_file_is_left_by_nobody(tmp_path, monkeypatch):
     stale = tmp_path / "space" / ".dead.tmp"
     stale.write_bytes(b"half")
     os.utime(stale, (1, 1))
-    PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30)
+    PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
     assert not stale.exists()
 
 
@@ -128,10 +128,10 @@ def test_what_says_that_it_is_a_piece_is_not_believed(tmp_path):
     with path.open("wb") as file:
         file.truncate(2 << 30)
     with pytest.raises(Unusable, match="it is no piece"):
-        PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 4 << 30).read(NAME)
+        PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 4 << 30, 1 << 30).read(NAME)
     for label in ("0-99999999999999999999.0-9", "00-2.0-2", "0-2.0-0", "all.kv"):
         (path.parent / f"{NAME.hex()}.{label}.kv").write_bytes(data)
-    assert PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30).names() == []
+    assert PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30, 1 << 30).names() == []
 
 
 def test_a_file_of_the_future_and_one_that_is_too_large_go_first(tmp_path):
@@ -168,7 +168,7 @@ def test_what_others_write_and_delete_is_seen_in_time(tmp_path):
     """Several ranks and servers share the room, and one that no longer has a piece says so."""
     size = next(iter([path.stat().st_size for _ in [store(tmp_path, (0, 4), (0, 6))]
                       for path in tmp_path.glob("space/*.kv")]))
-    first, second = (PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 20 * size) for _ in range(2))
+    first, second = (PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 20 * size, 1 << 30) for _ in range(2))
     layers = [(layer, -layer) for layer in KEYS]
     for i in range(1, 30):
         (first if i % 2 else second).write(bytes([i]) * 16, layers, "float32")
@@ -188,7 +188,7 @@ def test_a_directory_that_was_emptied_is_filled_again(tmp_path):
         path.rmdir() if path.is_dir() else path.unlink()
     layers = [(layer, -layer) for layer in KEYS]
     files.write(NAME, layers, "float32")
-    assert PieceFiles(tmp_path / "kv", "space", part((0, 4), (0, 6)), 1 << 30).names() == [NAME]
+    assert PieceFiles(tmp_path / "kv", "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30).names() == [NAME]
     (tmp_path / "kv").rename(tmp_path / "away")  # the disk is not there any more: nothing is kept on the one below it
     with pytest.raises(FileNotFoundError):
         files.write(NAME, layers, "float32")
@@ -198,7 +198,7 @@ def test_a_directory_that_was_emptied_is_filled_again(tmp_path):
 def test_a_directory_of_others_is_left_alone(tmp_path):
     (tmp_path / "letters").write_text("mine")
     with pytest.raises(UsageError, match="--kv-disk .*has other things than Tandem's KV in it"):
-        PieceFiles(tmp_path, "space", part((0, 1), (0, 1)), 1)
+        PieceFiles(tmp_path, "space", part((0, 1), (0, 1)), 1, 1 << 30)
     assert not (tmp_path / MARK).exists()
     with pytest.raises(UsageError, match="cannot keep KV there"):
-        PieceFiles(tmp_path / "letters", "space", part((0, 1), (0, 1)), 1)
+        PieceFiles(tmp_path / "letters", "space", part((0, 1), (0, 1)), 1, 1 << 30)

@@ -214,8 +214,9 @@ class Engine:
         self._report.stepped(report)
         self._guard.watch(self.gang.ready, report, self.scheduler)
         whole = self._quorum.complete(report, self.gang.layout.ranks)
-        if whole is None or whole.result is None:
+        if whole is None:
             return
+        assert whole.result is not None
         messages = self.scheduler.update(whole.result, time.monotonic(), whole.step.busy_s)
         self.metrics.scheduled(self.scheduler.preemptions, self.scheduler.speculation.counts)
         if messages:

@@ -106,18 +106,18 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
 
 
 def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, group: StageGroup | None = None,
-                 files: ModelFiles | None = None, report: Report | None = None) -> Runner:
-    """A runner over `stage`. For sequences with a grammar it needs the tokenizer, from `files`; to keep prefixes on
-    disk, `report`, which tells what was read and written."""
+                 files: ModelFiles | None = None, report: Report | None = None) -> tuple[Runner, Ready]:
+    """A runner over `stage`, and what the engine must know of it. For sequences with a grammar it needs the tokenizer,
+    from `files`; to keep prefixes on disk, `report`, which tells what was read and written."""
     vocabulary = None
     if spec.samples and files is not None:
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
         vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
     disk, trouble = _open_disk(spec, stage, files, report) if report and files else (None, "")
-    return Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
-                  group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
-                  drafter=load_drafter(spec), attention=decode_attention(spec.attention),
-                  disk=disk, disk_trouble=trouble)
+    runner = Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
+                    group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
+                    drafter=load_drafter(spec), attention=decode_attention(spec.attention), disk=disk)
+    return runner, _ready(spec, runner, trouble)
 
 
 def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Report) -> tuple[KVDisk | None, str]:
@@ -137,8 +137,8 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
         return None, str(error)
 
 
-def ready_message(spec: StageSpec, runner: Runner) -> Ready:
-    """What the engine must know of this rank's memory, once the weights are wired: nothing but them is there yet."""
+def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
+    # Of memory once the weights are wired: nothing but them is there yet.
     wired = wire_weights(spec.wired, spec.memory_share)
     stages = [runner.stage, *([runner.drafter.stage] if runner.drafter else [])]
     per_token = sum(stage.cache_bytes.position for stage in stages)
@@ -149,4 +149,4 @@ def ready_message(spec: StageSpec, runner: Runner) -> Ready:
                  own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
                  cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
                  trimmable=trimmable(runner.stage.make_caches()),
-                 pieces=runner.disk.names if runner.disk else None, disk_trouble=runner.disk_trouble)
+                 pieces=runner.disk.names if runner.disk else None, disk_trouble=disk_trouble)

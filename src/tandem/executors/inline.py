@@ -9,7 +9,7 @@ import traceback
 from functools import partial
 
 from tandem.errors import EngineStuck, GpuSilent, RankFailure, UsageError
-from tandem.executors.assembly import build_runner, load_slice, ready_message, require_memory
+from tandem.executors.assembly import build_runner, load_slice, require_memory
 from tandem.executors.base import Executor, Progress, Report
 from tandem.executors.faults import rank_failure
 from tandem.executors.gpu_probe import probe_gpu
@@ -62,8 +62,7 @@ class InlineExecutor(Executor):
         files = obtain_files(self._spec, None, partial(progress, "fetch"),
                              accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
-        runner = build_runner(self._spec, stage, None, files=files, report=self._mailbox.put)
-        return runner, ready_message(self._spec, runner)
+        return build_runner(self._spec, stage, None, files=files, report=self._mailbox.put)
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step for the thread that owns the device."""

@@ -83,7 +83,7 @@ class Worker:
                progress: Report) -> tuple[Runner, Ready]:
         """In the thread that owns MLX: connect to the neighbours, load, and say so."""
         from tandem.comm.group import StageGroup
-        from tandem.executors.assembly import build_runner, load_slice, on_gpu, ready_message, require_memory
+        from tandem.executors.assembly import build_runner, load_slice, on_gpu, require_memory
         from tandem.executors.gpu_probe import probe_gpu
         from tandem.loading.memory import choose_device
 
@@ -100,8 +100,7 @@ class Worker:
         stage = load_slice(self._spec, partial(progress, "load"), group, files)
         if self._wrap is not None:
             stage = self._wrap(stage)
-        runner = build_runner(self._spec, stage, link, group, files, mailbox.put)
-        return runner, ready_message(self._spec, runner)
+        return build_runner(self._spec, stage, link, group, files, mailbox.put)
 
     def _greet(self, channel: TcpChannel | None) -> object:
         hello = Hello(rank=self._spec.rank, token=self._payload.generation, pid=os.getpid(), host=socket.gethostname(),

@@ -16,7 +16,7 @@ import numpy as np
 from tandem.comm.group import StageGroup
 from tandem.comm.ring import RingLink
 from tandem.engine.layout import GangLayout
-from tandem.executors.assembly import build_runner, load_slice, ready_message
+from tandem.executors.assembly import build_runner, load_slice
 from tandem.executors.base import Executor, Progress
 from tandem.parity.recording import dtype_file, recording
 from tandem.parity.reference import Recording, split_rows
@@ -49,8 +49,8 @@ class MemberExecutor(Executor):
         self.link = RingLink(spec.stages) if spec.stages > 1 else None
         group = StageGroup(spec.backend, spec.tp_size) if spec.tp_size > 1 else None
         stage = recording(load_slice(spec, None, group), self._path, keeps=spec.samples)
-        self._runner = build_runner(spec, stage, self.link, group)
-        return [ready_message(spec, self._runner)]
+        self._runner, ready = build_runner(spec, stage, self.link, group)
+        return [ready]
 
     def submit(self, plan: StepPlan) -> None:
         """Compute a step, as far as it can be without waiting for it."""

@@ -105,7 +105,7 @@ def _make_space(directory: Path, space: str) -> None:
 class PieceFiles:
     """The files of one space, as one rank sees them. Used by one thread at a time."""
 
-    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int = 1 << 30) -> None:
+    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int) -> None:
         """`limit`: bytes of all that is in `directory`, of other spaces and ranks too; `most`: of a file. Raises
         UsageError."""
         open_directory(directory, space)

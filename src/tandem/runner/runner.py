@@ -92,7 +92,7 @@ class Runner:
                  link: StageLink | None = None, group: StageGroup | None = None, samples: bool = True,
                  vocabulary: Vocabulary | None = None, drafts: int = 0,
                  drafter: Drafter | None = None, attention: Attention | None = None,
-                 disk: KVDisk | None = None, disk_trouble: str = "") -> None:
+                 disk: KVDisk | None = None) -> None:
         """`link` joins the stages of a pipeline, `group` the ranks of this stage; each None where there is one alone.
 
         `samples`: this is the one rank that chooses tokens. It needs `vocabulary` for sequences with a grammar.
@@ -103,7 +103,7 @@ class Runner:
         self.stage = stage
         """This rank's part of the model."""
         self._link = link
-        self.disk, self.disk_trouble = disk, disk_trouble
+        self.disk = disk
         """Where prefixes are kept for longer than in memory."""
         self._prefixes = PrefixStore(disk)
         self._lanes = [LaneBatch(stage.make_caches, self._prefixes, drafts, stage.one_by_one, attention)

@@ -84,8 +84,9 @@ def faults(path: Path, endpoint: str, longest: int) -> tuple[int, list[Json]]:
         for number, raw in enumerate(file, 1):
             blank = not raw.strip()
             count += not blank
+            too_long = max(count, number - count) > MOST_LINES
             try:
-                if max(count, number - count) > MOST_LINES:
+                if too_long:
                     raise ValueError(f"a file may hold {MOST_LINES} requests, and as many blank lines")
                 if blank:
                     continue
@@ -100,7 +101,7 @@ def faults(path: Path, endpoint: str, longest: int) -> tuple[int, list[Json]]:
             except ValueError as error:
                 found.append({"code": "invalid_request", "line": number, "message": f"line {number}: {error}.",
                               "param": None})
-                if len(found) == MOST_ERRORS or max(count, number - count) > MOST_LINES:
+                if len(found) == MOST_ERRORS or too_long:
                     break
     if not count:
         found.append({"code": "empty_file", "line": None, "message": "There are no requests in the file.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, WithJsonSchema, field_validator, model_validator
+from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.errors import RequestError
@@ -150,7 +150,9 @@ class SamplingFields(Strict):
 
     @field_validator("max_tokens", "max_completion_tokens", check_fields=False)
     @classmethod
-    def _unlimited(cls, value: int | None) -> int | None:
+    def _unlimited(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value == 0 and info.field_name == "max_completion_tokens":
+            raise PydanticCustomError("no_tokens", "must be at least 1, or -1 for no limit")
         return None if value == -1 else value
 
     def check(self, *, most_choices: int, prompts: int = 1, echo: bool = False) -> None:
@@ -200,13 +202,6 @@ class ChatRequest(SamplingFields):
     tools: Tools | None = None
     tool_choice: Annotated[ToolChoice, WithJsonSchema(TOOL_CHOICE)] | None = None
     parallel_tool_calls: bool | None = None
-
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _at_least_one(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise PydanticCustomError("no_tokens", "must be at least 1, or -1 for no limit")
-        return value
 
     @field_validator("reasoning", mode="before")
     @classmethod
