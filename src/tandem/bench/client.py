@@ -185,21 +185,26 @@ def _take(answer: Timed, event: dict[str, Any], now: float) -> None:
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
 
 
-def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None = 10.0, method: str = "GET") -> bytes:
-    """Body of an answer; of /health also when it says 503. Raises UsageError in one line that names the address."""
-    request = urllib.request.Request(base_url + path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-                                     method=method)
+def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None = 10.0, method: str = "GET",
+        body: Mapping[str, Any] | None = None) -> bytes:
+    """Body of an answer; of /health also when it says 503. `body` is sent as JSON. Raises UsageError in one line that
+    names the address."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    data = None if body is None else json.dumps(body).encode()
+    if data is not None:
+        headers["Content-Type"] = "application/json"
+    request = urllib.request.Request(base_url + path, data, headers, method=method)
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=timeout_s) as response:
             return bytes(response.read())
     except urllib.error.HTTPError as error:
         with error:
-            body = error.read()
+            said = error.read()
         if error.code == 503 and path == "/health":
-            return body
+            return said
         hint = "; give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY" if error.code == 401 else ""
-        raise UsageError(f"{base_url}{path} answers with status {error.code}{hint or _reason(body)}",
+        raise UsageError(f"{base_url}{path} answers with status {error.code}{hint or _reason(said)}",
                          param="base_url") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "reason", error)

@@ -38,6 +38,10 @@ class PieceIndex:
         for name in names:
             self._have.pop(name, None)
 
+    def __len__(self) -> int:
+        """Pieces that count."""
+        return sum(ranks == self._ranks for ranks in self._have.values()) if self._ranks else 0
+
     def __contains__(self, name: bytes) -> bool:
         return self._ranks > 0 and self._have.get(name) == self._ranks
 

@@ -9,7 +9,7 @@ decides; ranks save, restore and evict by plan, so prefix caching is alike on al
 from __future__ import annotations
 
 import hashlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +54,9 @@ class PrefixIndex:
         self._next_key = 0
         self.positions = 0
         """KV positions held by all snapshots, or that their states take as much memory as."""
-        self.queries = self.hits = 0
+        self.queries = self.hits = self.hit_tokens = 0
+        self._uses: Counter[str] = Counter()
+        """Hits of each snapshot."""
 
     @property
     def enabled(self) -> bool:
@@ -68,6 +70,11 @@ class PrefixIndex:
             return "any length" if self._trimmable else "blocks"
         dear = 0 < self._budget < BLOCK + self._extra and self._extra
         return f"off: a snapshot of its states takes as much memory as {self._extra} tokens" if dear else "off"
+
+    @property
+    def budget(self) -> int:
+        """KV positions that there is room for."""
+        return self._budget if self.enabled else 0
 
     def widen(self, budget: int) -> None:
         """Another budget, which is no smaller."""
@@ -91,11 +98,13 @@ class PrefixIndex:
         if best is not None:
             self._snapshots.move_to_end(best.key)
             self.hits += 1
+            self.hit_tokens += best.length
+            self._uses[best.key] += 1
         return best
 
     def peek(self, hashes: Sequence[bytes]) -> int:
         """Positions of the longest kept prefix of a prompt with these blocks, which counts as no use of it."""
-        return next((i * BLOCK for i, digest in enumerate(hashes) if digest not in self._by_hash), len(hashes) * BLOCK)
+        return max((i * BLOCK for i, digest in enumerate(hashes, 1) if digest in self._by_hash), default=0)
 
     def save_point(self, prompt_len: int) -> int:
         """After how many computed positions to save a prompt: at its end, or where only the exact length can be
@@ -114,12 +123,15 @@ class PrefixIndex:
         if known := self._by_hash.get(hashes[-1]):
             self._snapshots.move_to_end(next(reversed(known)))
             return None
+        uses = 0
         for digest in hashes[:-1] if self._trimmable else ():
             for key in [key for key in self._by_hash.get(digest, ()) if self._snapshots[key].hashes[-1] == digest]:
+                uses += self._uses[key]
                 self._evict(key)  # the new one serves all that it served
         if not self._room(length):
             return None
         snapshot = self._make(hashes if self._trimmable else hashes[-1:], length)
+        self._uses[snapshot.key] = uses
         self._keep(snapshot)
         return snapshot
 
@@ -139,6 +151,15 @@ class PrefixIndex:
         self._snapshots[snapshot.key] = snapshot
         for digest in snapshot.hashes:
             self._by_hash.setdefault(digest, {})[snapshot.key] = None
+
+    def kept(self) -> list[tuple[Snapshot, int]]:
+        """Snapshots and their hits, the most recently used first."""
+        return [(one, self._uses[one.key]) for one in reversed(self._snapshots.values())]
+
+    def holding(self, tokens: Sequence[int]) -> str | None:
+        """Key of a snapshot that has all whole blocks of `tokens`."""
+        hashes = block_hashes(tokens)
+        return next(reversed(self._by_hash[hashes[-1]])) if hashes and hashes[-1] in self._by_hash else None
 
     def hashes(self, key: str) -> tuple[bytes, ...]:
         """Of the blocks of a snapshot; none of one that has been evicted since."""
@@ -171,6 +192,7 @@ class PrefixIndex:
     def _evict(self, key: str) -> None:
         snapshot = self._snapshots.pop(key)
         self.positions -= snapshot.length + self._extra
+        self._uses.pop(key, None)
         for digest in snapshot.hashes:
             del self._by_hash[digest][key]
             if not self._by_hash[digest]:
@@ -183,6 +205,11 @@ class PrefixIndex:
         while self._snapshots and self.positions > goal:
             self._evict(next(iter(self._snapshots)))
 
+    @property
+    def leaving(self) -> bool:
+        """Ranks have not been told yet of some that they must drop."""
+        return bool(self._evicted)
+
     def take_evicted(self) -> list[str]:
         """Keys that ranks must drop, since the last call."""
         evicted, self._evicted = self._evicted, []
@@ -194,6 +221,7 @@ class PrefixIndex:
         self._reserved.clear()
         self._by_hash.clear()
         self._evicted.clear()
+        self._uses.clear()
         self.positions = 0
 
     def check(self) -> None:

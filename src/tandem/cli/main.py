@@ -11,7 +11,19 @@ from collections.abc import Callable, Sequence
 
 from tandem.borders import own_process
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
-from tandem.cli.options import agent, bench, doctor, firstlight, installed, lifecycle, parity, plan, sampling, vllm_mlx
+from tandem.cli.options import (
+    agent,
+    bench,
+    cache,
+    doctor,
+    firstlight,
+    installed,
+    lifecycle,
+    parity,
+    plan,
+    sampling,
+    vllm_mlx,
+)
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -28,7 +40,7 @@ GROUPS = {
     "a model": ("serve", "chat", "generate", "model"),
     "a server in the background": ("up", "status", "logs", "restart", "down", "service"),
     "several machines": ("plan", "hosts", "agent", "rank", "doctor", "firstlight", "parity"),
-    "a running server": ("top", "replica", "batch", "bench"),
+    "a running server": ("top", "replica", "cache", "batch", "bench"),
     "parts of a server, and of this command": ("api", "engine", "completions", "version"),
 }
 Run = Callable[[argparse.Namespace], int]
@@ -57,6 +69,7 @@ def build_parser() -> Parser:
     _add_generate(commands)
     _add_model(commands)
     _add_replica(commands)
+    cache.add_parser(commands).set_defaults(run=_cache)
     plan.add_parser(commands).set_defaults(run=_plan)
     parity.add_parser(commands).set_defaults(run=_parity)
     doctor.add_parser(commands).set_defaults(run=_doctor)
@@ -209,6 +222,12 @@ def _model(arguments: argparse.Namespace) -> int:
 
 def _replica(arguments: argparse.Namespace) -> int:
     from tandem.cli.replica import run
+
+    return run(arguments)
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    from tandem.cli.cache.command import run
 
     return run(arguments)
 

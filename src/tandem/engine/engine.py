@@ -11,6 +11,7 @@ import secrets
 import time
 
 from tandem.config.settings import Settings
+from tandem.engine.desk import CacheDesk, Reply
 from tandem.engine.drain_rate import DrainRate
 from tandem.engine.layout import GangLayout, make_executor
 from tandem.engine.memory_guard import MemoryGuard
@@ -21,6 +22,8 @@ from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report
 from tandem.protocol.control import EngineMessage, EngineStatus, Output, Refused, Stepped, Trial
+from tandem.protocol.kept import QueryCache
+from tandem.protocol.pieces import Surveyed
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.suspicion import REST_S
 from tandem.scheduler.scheduler import Scheduler
@@ -41,6 +44,7 @@ class Engine:
         self.metrics = EngineMetrics()
         self.gang = Gang(settings, layout, executor or make_executor(settings, layout), self.metrics)
         self._report = StatusReport(self.gang, self.metrics)
+        self._desk = CacheDesk(self.gang, self._report)
         self._quorum = Quorum()
         self._guard = MemoryGuard(settings.scheduler.memory_fraction)
         self._scheduler: Scheduler | None = None
@@ -110,6 +114,10 @@ class Engine:
         self.metrics.forget(request_id)
         return live
 
+    def query_cache(self, query: QueryCache, reply: Reply) -> None:
+        """Which prefixes are kept; `reply` is called with the answer, now or in a `pump` to come."""
+        self._desk.ask(query, reply, self._scheduler)
+
     def noted(self, request_id: str) -> None:
         """The request's api knows that it is on trial: it may run. What it kills at once could not tell any more."""
         sequence = None if self._scheduler is None else self._scheduler.sequences.get(request_id)
@@ -142,6 +150,7 @@ class Engine:
                 self._take(report)
             # At once, so that the ranks have their next step before anybody looks at this one's outcome.
             self._send_plans()
+            self._desk.look(self._scheduler)
         except EngineStuck:
             self.gang.state = "failed"
             raise
@@ -151,6 +160,7 @@ class Engine:
 
     def _recover(self, scheduler: Scheduler, failure: RankFailure | None) -> None:
         self._resting = None
+        self._desk.give_up()
         self._quorum.forget()
         self.gang.recover(scheduler, failure, self._out)
 
@@ -179,11 +189,12 @@ class Engine:
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 
     def _order_fetches(self, now: float) -> None:
-        """Of prefixes on disk; nobody waits for a disk that says nothing for long."""
+        """Of prefixes on disk, and looks there; nobody waits for a disk that says nothing for long."""
         disk = self.scheduler.disk
-        for order in disk.orders:
-            self.executor.fetch(order)
-        disk.orders.clear()
+        for orders in (disk.orders, self._desk.orders):
+            for order in orders:
+                self.executor.fetch(order)
+            orders.clear()
         if disk.fetching != self._fetching[0]:
             self._fetching = disk.fetching, now
         elif disk.fetching and now - self._fetching[1] > FETCH_S:
@@ -210,6 +221,8 @@ class Engine:
         if not isinstance(report, Stepped):
             self.scheduler.disk.take(report, self.scheduler.prefixes)
             self.metrics.disk(self.scheduler.disk.counts)
+            if isinstance(report, Surveyed):
+                self._desk.take(report, self.scheduler)
             return
         self._report.stepped(report)
         self._guard.watch(self.gang.ready, report, self.scheduler)

@@ -28,6 +28,7 @@ from tandem.protocol.control import (
     QueryStatus,
     Submit,
 )
+from tandem.protocol.kept import QueryCache
 from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = tuple[Client, Submit | Abort | Noted | Detach]
+Inbound = tuple[Client, Submit | Abort | Noted | QueryCache | Detach]
 
 
 class Gateway:

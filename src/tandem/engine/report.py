@@ -59,6 +59,17 @@ class Report:
         self._step_s[rank] = OLD * self._step_s.get(rank, busy) + (1 - OLD) * busy
         self._latest[rank] = report
 
+    @property
+    def prefix_bytes(self) -> int:
+        """Of the prefixes that ranks keep in memory."""
+        there = self._latest.values() if self._layout is self._gang.layout else ()
+        return sum(one.step.prefix_bytes for one in there)
+
+    @property
+    def kv_disk(self) -> str:
+        """Whether prefixes are kept on disk, in words of `/model/info`."""
+        return _kv_disk(self._gang.layout, self._gang.ready)
+
     def status(self, scheduler: Scheduler | None) -> EngineStatus:
         """Snapshot for the api; also refreshes the gauges. `scheduler` is None while the first ranks load."""
         gang, layout = self._gang, self._gang.layout
@@ -79,7 +90,7 @@ class Report:
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0,
             prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=gang.load_s, degraded=gang.degraded,
-            kv_disk=_kv_disk(layout, gang.ready),
+            kv_disk=self.kv_disk,
             speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,
             generated_tokens=self._metrics.generated,
             draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -33,6 +34,7 @@ from tandem.protocol.control import (
     Trial,
 )
 from tandem.protocol.events import History
+from tandem.protocol.kept import QueryCache
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -144,7 +146,7 @@ class EngineService:
             self._publish()
         return self._engine.idle or time.monotonic() > self._deadline
 
-    def _handle(self, client: Client, message: Submit | Abort | Noted | Detach) -> None:
+    def _handle(self, client: Client, message: Submit | Abort | Noted | QueryCache | Detach) -> None:
         if isinstance(message, Submit):
             self._submit(client, message.request)
         elif isinstance(message, Abort):
@@ -154,6 +156,8 @@ class EngineService:
         elif isinstance(message, Noted):
             if self._owners.get(message.request_id) == client and not message.resting:
                 self._engine.noted(message.request_id)
+        elif isinstance(message, QueryCache):
+            self._engine.query_cache(message, partial(self._gateway.send, client))
         else:
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 del self._owners[request_id]

@@ -34,7 +34,7 @@ from tandem.protocol.pieces import PIECE
 from tandem.runner.drafter import Drafter
 from tandem.runner.kv_disk import KVDisk, Report, dtype_name, takes_part
 from tandem.runner.links import StageLink
-from tandem.runner.piece_files import MOST_HEADER, Part, PieceFiles
+from tandem.runner.piece_files import MOST_HEADER, Part, PieceFiles, note_model
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import decode_attention
 from tandem.runner.runner import Runner
@@ -132,7 +132,9 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
     space = f"{spec.kv_space}-{dtype_name(stage.dtype)}"
     most = MOST_HEADER + PIECE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
-        return KVDisk(spec.rank, PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most), report), ""
+        disk = KVDisk(spec.rank, PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most), report)
+        note_model(Path(spec.kv_disk), space, spec.model_name)
+        return disk, ""
     except (UsageError, OSError) as error:
         return None, str(error)
 

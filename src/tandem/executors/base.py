@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import Fetch, Fetched, Written
+from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import StepPlan
 
-Report = Stepped | Fetched | Written
+Report = Stepped | Fetched | Written | Surveyed
 """What ranks tell while they serve."""
 Progress = Callable[[int, int, int, str], None]
 """Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""
@@ -30,8 +30,8 @@ class Executor(ABC):
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to all ranks; returns before it is done. Raises RankFailure."""
 
-    def fetch(self, order: Fetch) -> None:
-        """Have all ranks read a prefix from their disks. Raises RankFailure."""
+    def fetch(self, order: Fetch | Survey) -> None:
+        """Have all ranks read a prefix from their disks, or look what is there. Raises RankFailure."""
         raise NotImplementedError
 
     @abstractmethod

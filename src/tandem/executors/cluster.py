@@ -41,7 +41,7 @@ from tandem.protocol.control import (
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
-from tandem.protocol.pieces import Fetch, Fetched, Written
+from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus
@@ -233,7 +233,7 @@ class ClusterExecutor(Executor):
         self._watchdog.planned(plan, time.monotonic())
         self._broadcast(Plan(plan))
 
-    def fetch(self, order: Fetch) -> None:
+    def fetch(self, order: Fetch | Survey) -> None:
         """Send the order to every rank."""
         self._broadcast(order)
 
@@ -242,7 +242,7 @@ class ClusterExecutor(Executor):
         reports: list[Report] = []
         message = self._receive(min(timeout_s, POLL_S))
         while message is not None:
-            if isinstance(message, Fetched | Written):
+            if isinstance(message, Fetched | Written | Surveyed):
                 reports.append(message)
             elif isinstance(message, Stepped):
                 reports.append(message)

@@ -20,7 +20,7 @@ from tandem.executors.weights import obtain_files
 from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import Fetch, Fetched, Written
+from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
 
@@ -71,7 +71,7 @@ class InlineExecutor(Executor):
         self._watchdog.planned(plan, time.monotonic())
         self._loop.submit(plan)
 
-    def fetch(self, order: Fetch) -> None:
+    def fetch(self, order: Fetch | Survey) -> None:
         """Handed to the thread for the disk."""
         if self._loop is None:
             raise RankFailure("the executor is not started", rank=0)
@@ -79,7 +79,8 @@ class InlineExecutor(Executor):
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Steps that are done; waits up to `timeout_s` seconds for one. Raises EngineStuck."""
-        reports = [event for event in self._wait(timeout_s) if isinstance(event, Stepped | Fetched | Written)]
+        kinds = Stepped | Fetched | Written | Surveyed
+        reports = [event for event in self._wait(timeout_s) if isinstance(event, kinds)]
         for report in reports:
             if isinstance(report, Stepped):
                 self._watchdog.reported(report, time.monotonic())

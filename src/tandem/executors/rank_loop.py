@@ -17,7 +17,7 @@ from msgspec import Struct
 from tandem.borders import start_thread
 from tandem.executors.lent_threads import LentThread
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.pieces import Fetch, Fetched, Written
+from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 
@@ -30,7 +30,7 @@ class Loaded(Struct, frozen=True):
     total: int
 
 
-Event = Loaded | Ready | Stepped | Fetched | Written | Exception
+Event = Loaded | Ready | Stepped | Fetched | Written | Surveyed | Exception
 
 
 class Mailbox:
@@ -94,11 +94,14 @@ class RankLoop:
         """Queue a plan; returns at once."""
         self._plans.put(plan)
 
-    def fetch(self, order: Fetch) -> None:
-        """Read a prefix from disk, beside whatever is computed."""
+    def fetch(self, order: Fetch | Survey) -> None:
+        """Read a prefix from disk, or look what is there, beside whatever is computed."""
         assert self._runner is not None
         assert self._runner.disk is not None
-        self._runner.disk.fetch(order)
+        if isinstance(order, Survey):
+            self._runner.disk.survey(order)
+        else:
+            self._runner.disk.fetch(order)
 
     def where(self) -> tuple[int, bool]:
         """The last step begun, -1 before the first, and whether it waits for another stage. From any thread."""

@@ -28,7 +28,7 @@ from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.protocol.payloads import WorkerPayload
-from tandem.protocol.pieces import Fetch
+from tandem.protocol.pieces import Fetch, Survey
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
 from tandem.transport.bus import RankBus
@@ -144,7 +144,7 @@ class Worker:
                     return
                 if isinstance(command, Plan):
                     loop.submit(command.plan)
-                elif isinstance(command, Fetch):
+                elif isinstance(command, Fetch | Survey):
                     loop.fetch(command)
                 elif isinstance(command, Begin):
                     log.info("Post-load barrier passed")

@@ -31,7 +31,11 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 def check_request(request: EngineRequest, vocab_size: int) -> None:
     """Raise RequestError for parameters out of their ranges, and for a pooled request that asks for tokens too."""
-    if request.pooling is None:
+    if request.warms:
+        if request.params.max_tokens or request.pooling is not None:
+            raise RequestError(f"max_tokens is {request.params.max_tokens}; it must be 0 where a prompt is warmed, "
+                               "which yields no tokens", param="max_tokens")
+    elif request.pooling is None:
         check_params(request.params, vocab_size)
     elif request.params.max_tokens or request.produced:
         raise RequestError(f"max_tokens is {request.params.max_tokens}; it must be 0 with pooling, which yields no "

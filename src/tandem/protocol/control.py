@@ -8,8 +8,9 @@ from __future__ import annotations
 from msgspec import Struct
 
 from tandem.protocol.events import Event
+from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
-from tandem.protocol.pieces import Fetch, Fetched, Written
+from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
 from tandem.protocol.step import RankStep, StepPlan, StepResult
 
@@ -54,7 +55,7 @@ class Noted(Struct, frozen=True, tag=True):
     """As the `Trial` had it."""
 
 
-ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | Detach
+ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | Detach
 
 # --- engine -> api ---------------------------------------------------------------------------------------------
 
@@ -197,7 +198,7 @@ class Trial(Struct, frozen=True, tag=True):
     """Nothing runs, to see whether the engine dies without it; else it runs alone as soon as this is `Noted`."""
 
 
-EngineMessage = Output | Refused | Trial | EngineStatus | MetricsText
+EngineMessage = Output | Refused | Trial | EngineStatus | MetricsText | CacheReport
 
 # --- engine -> rank --------------------------------------------------------------------------------------------
 
@@ -228,7 +229,7 @@ class Ping(Struct, frozen=True, tag=True):
     number: int
 
 
-RankCommand = Plan | Fetch | Stop | Connect | Begin | Ping
+RankCommand = Plan | Fetch | Survey | Stop | Connect | Begin | Ping
 
 # --- rank -> engine --------------------------------------------------------------------------------------------
 
@@ -321,4 +322,4 @@ class Pong(Struct, frozen=True, tag=True):
     """It waits for what another stage sends."""
 
 
-RankMessage = Hello | LoadProgress | Ready | Stepped | Fetched | Written | Failure | Pong
+RankMessage = Hello | LoadProgress | Ready | Stepped | Fetched | Written | Surveyed | Failure | Pong

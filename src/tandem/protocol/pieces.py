@@ -27,6 +27,29 @@ class Fetch(Struct, frozen=True, tag=True):
     names: list[bytes]
 
 
+class Survey(Struct, frozen=True, tag=True):
+    """Look what is on disk, once all that waits to be written has been; what others have put there counts too."""
+
+    number: int
+    drop: bool = False
+    """Delete the pieces of this model, adapter and type first, whoever wrote them."""
+
+
+class Surveyed(Struct, frozen=True, tag=True):
+    """What a rank has seen there."""
+
+    rank: int
+    number: int
+    names: list[bytes]
+    """Pieces that it can put together."""
+    gone: list[bytes] = []
+    """Others, that were there when it last looked."""
+    nbytes: int = 0
+    """Of the files of this model, adapter and type."""
+    total_bytes: int = 0
+    """Of all files in the directory."""
+
+
 class Fetched(Struct, frozen=True, tag=True):
     """A rank has read a prefix, or could not."""
 

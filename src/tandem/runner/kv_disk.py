@@ -17,7 +17,7 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
 from tandem.log import Seldom
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Written
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 from tandem.runner.piece_files import Layer, PieceFiles, Unusable
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ FULL_S = 60.0
 """Nothing is written for so long after a disk was full."""
 _READ, _WRITE, _END = range(3)
 
-Report = Callable[[Fetched | Written], None]
+Report = Callable[[Fetched | Written | Surveyed], None]
 
 
 def takes_part(caches: Sequence[Any]) -> bool:
@@ -87,6 +87,10 @@ class KVDisk:
         """Read a prefix; `Fetched` says when it is here."""
         self._jobs.put((_READ, next(self._number), order))
 
+    def survey(self, order: Survey) -> None:
+        """Look what is there, once what waits has been written; `Surveyed` says it."""
+        self._jobs.put((_WRITE, next(self._number), order))
+
     def has(self, key: str) -> bool:
         """A prefix has been fetched under this key, or could not be."""
         return key in self._arrived
@@ -116,6 +120,8 @@ class KVDisk:
                 return
             if kind == _READ:
                 self._read(job)
+            elif isinstance(job, Survey):
+                self._survey(job)
             else:
                 self._write(*job)
 
@@ -138,6 +144,14 @@ class KVDisk:
             lost = order.names[len(pieces):] or order.names
         self._arrived[order.key] = arrived
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes))
+
+    def _survey(self, order: Survey) -> None:
+        try:
+            nbytes, total = self._files.survey(drop=order.drop)
+        except OSError as error:
+            seldom.warning("the directory for KV cannot be read: %s; what it has is computed", error.strerror or error)
+            nbytes = total = 0
+        self._report(Surveyed(self._rank, order.number, self._files.names(), self._files.take_gone(), nbytes, total))
 
     def _write(self, name: bytes, own: list[tuple[mx.array, mx.array]], dtype: str, nbytes: int) -> None:
         started = time.monotonic()

@@ -30,6 +30,8 @@ from tandem.protocol.pieces import PIECE
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
 """A file in a directory that is ours."""
+ABOUT = "model"
+"""A file in each space: what its model is called, for people."""
 _PREFIX = struct.Struct("<8sI")
 MOST_HEADER = 1 << 20
 """Bytes before the arrays of a file."""
@@ -241,6 +243,19 @@ class PieceFiles:
         self._gone += [name for name, parts in before.items() if not set(parts) <= set(self._parts.get(name, ()))]
         self._unseen = 0
 
+    def survey(self, *, drop: bool = False) -> tuple[int, int]:
+        """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
+        space's files before that, and of all that is left. Raises OSError."""
+        own = 0
+        for _, size, space, file in self._all():
+            if space == self._space:
+                own += size
+                if drop:
+                    with suppress(OSError):
+                        (self._path / file).unlink(missing_ok=True)
+        self._look()
+        return own, sum(size for _, size, _, _ in self._all())
+
     def take_gone(self) -> list[bytes]:
         """Pieces of which something was deleted, since the last call."""
         gone, self._gone = self._gone, []
@@ -313,3 +328,12 @@ def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]
         arrays.append(np.frombuffer(payload, dtype, math.prod(shape), at).reshape(shape))
         at += arrays[-1].nbytes
     return zip(arrays[::2], arrays[1::2], strict=True)
+
+
+def note_model(directory: Path, space: str, model: str) -> None:
+    """Have the space say whose it is. What cannot be written is left out."""
+    path = directory / space / ABOUT
+    with suppress(OSError):
+        if not path.exists():
+            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+                file.write(model)

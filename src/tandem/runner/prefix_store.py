@@ -69,6 +69,8 @@ class PrefixStore:
 
     def store(self, op: StoreOp) -> None:
         """Have pieces of a snapshot written to disk. Raises BatchDesync for an unknown key."""
+        if self._disk is not None and self._disk.has(op.key):
+            return  # it came from there, and nobody has restored it yet
         if self._disk is None or op.key not in self._saved:
             raise BatchDesync(f"prefix {op.key} is to be stored, which is not here")
         self._disk.store(op, [saved.state[:2] for saved in self._saved[op.key]])

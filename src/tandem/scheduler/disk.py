@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.cache.pieces import PieceIndex, piece_names
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Written
-from tandem.protocol.step import SnapshotOp
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Surveyed, Written
 from tandem.scheduler.sequence import Sequence as Running
 
 OLD = 0.8
@@ -122,10 +121,14 @@ class DiskTier:
             return True
         return tokens / self._reading.tokens_s < gain / self.computing.tokens_s
 
-    def take(self, report: Fetched | Written, prefixes: PrefixIndex) -> None:
-        """What a rank has read or written."""
+    def take(self, report: Fetched | Written | Surveyed, prefixes: PrefixIndex) -> None:
+        """What a rank has read, written or seen."""
         if isinstance(report, Fetched):
             self._fetched(report, prefixes)
+            return
+        if isinstance(report, Surveyed):
+            self._pieces.lose(report.gone)
+            self._pieces.keep(report.rank, report.names)
             return
         self._pieces.keep(report.rank, report.names)
         self._pieces.lose(report.gone)
@@ -161,16 +164,25 @@ class DiskTier:
         for fetching in self._fetching.values():
             _let_go(fetching)
 
-    def stores(self, saves: Sequence[SnapshotOp], prefixes: PrefixIndex) -> list[StoreOp]:
-        """Which pieces of prefixes that are being saved are not on all disks yet."""
+    def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
+        """Which pieces of these prefixes are not on all disks yet."""
         if not self._ranks:
             return []
         found = []
-        for save in saves:
-            names = piece_names(prefixes.hashes(save.key))
+        for key in keys:
+            names = piece_names(prefixes.hashes(key))
             if missing := [(i, name) for i, name in enumerate(names) if name not in self._pieces]:
-                found.append(StoreOp(save.key, missing))
+                found.append(StoreOp(key, missing))
         return found
+
+    def has(self, hashes: Sequence[bytes]) -> int:
+        """Positions of a prompt with these blocks that lie on the disks, from its beginning."""
+        return len(self._pieces.leading(piece_names(hashes))) * PIECE
+
+    @property
+    def positions(self) -> int:
+        """All that lie there, in pieces that every rank has its part of."""
+        return len(self._pieces) * PIECE
 
 
 def _let_go(fetching: _Fetching) -> None:

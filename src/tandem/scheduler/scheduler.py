@@ -27,6 +27,7 @@ from tandem.protocol.step import (
 )
 from tandem.scheduler.admission import check_admission
 from tandem.scheduler.disk import DiskTier
+from tandem.scheduler.invariants import check_invariants
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.placement import choose_lane
@@ -110,7 +111,8 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """True when there is nothing to plan and nothing to wait for."""
-        return not (self.sequences or self._under_way or any(lane.removes for lane in self.lanes))
+        return not (self.sequences or self._under_way or self.prefixes.leaving
+                    or any(lane.removes for lane in self.lanes))
 
     @property
     def kv_positions(self) -> int:
@@ -165,10 +167,11 @@ class Scheduler:
         inserts, restores = self._admit(lane)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
         prefill = lane.prefill(self.limits.prefill_chunk)
-        if not (lane.removes or decode or prefill):
+        if not (lane.removes or decode or prefill or self.prefixes.leaving):
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
-        stores = self.disk.stores(saves, self.prefixes)
+        keys = dict.fromkeys([*(save.key for save in saves), *self._warmed(lane, prefill)])
+        stores = self.disk.stores(keys, self.prefixes)
         plan = StepPlan(
             step_id=self.next_step, lane=lane.index, removes=lane.removes, inserts=inserts, restores=restores,
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
@@ -248,6 +251,13 @@ class Scheduler:
             return None
         snapshot = self.prefixes.save(sequence.tokens[:op.start + op.count])
         return None if snapshot is None else SnapshotOp(sequence.request_id, snapshot.key, snapshot.length)
+
+    def _warmed(self, lane: Lane, prefill: list[PrefillOp]) -> Iterator[str]:
+        """Prefixes in memory already that somebody warms: they may be missing on disk."""
+        for op in prefill:
+            sequence = lane.members[op.request_id]
+            if sequence.request.warms and op.last and (key := self.prefixes.holding(sequence.tokens)):
+                yield key
 
     def _fits(self, lane: Lane, sequence: Sequence) -> bool:
         """True if there is a place in the batch and room in the KV cache."""
@@ -397,9 +407,9 @@ class Scheduler:
             return None
         found = sequence.take_logprobs()
         self._finish(sequence)
-        if not (found.finite if found is not None else vector):
+        if not (sequence.request.warms or (found.finite if found is not None else vector)):
             return no_token(request_id, NOT_FINITE)
-        return Output(request_id, finish_reason="length" if found is not None else "stop",
+        return Output(request_id, finish_reason="stop" if sequence.request.pooling else "length",
                       cached_tokens=sequence.cached, vector=vector, prompt_logprobs=found)
 
     def _finish(self, sequence: Sequence) -> None:
@@ -481,18 +491,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise AssertionError unless every invariant holds; for tests and debugging."""
-        for sequence in self.sequences.values():
-            places = (sequence in self.waiting) + sum(
-                sequence.request_id in lane.members for lane in self.lanes)
-            parked = sequence.finished or sequence.complete
-            assert places == 1 or (parked and places == 0 and sequence.inflight > 0), sequence
-            assert sequence.inflight == sum([*p.sampled(), *p.ended()].count(sequence.request_id)
-                                            for p in self._under_way.values())
-            if sequence.lane is not None and sequence.decoding:
-                assert sequence.computed == len(sequence.tokens) + sequence.inflight - 1, sequence
-            assert sequence.finished or sequence.produced < max(sequence.request.params.max_tokens, 1)
-        for lane in self.lanes:
-            assert lane.outstanding == sum(p.lane == lane.index for p in self._under_way.values())
-            assert set(lane.members) <= set(self.sequences)
-        self.prefixes.check()
-        assert self.running <= 1 or self.running <= self.limits.max_batch_size
+        check_invariants(self, self._under_way.values())

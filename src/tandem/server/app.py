@@ -19,6 +19,7 @@ from tandem.server.anthropic import routes as anthropic
 from tandem.server.batches import routes as batch_routes
 from tandem.server.batches.runner import Batches
 from tandem.server.body import refuse_query
+from tandem.server.cache import routes as cache
 from tandem.server.context import Api
 from tandem.server.engines.protocol import Engines
 from tandem.server.engines.residents import Residents
@@ -59,8 +60,8 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.api, app.state.jobs, app.state.batches = api, jobs, batches
-    for module in (anthropic, batch_routes, chat, completions, embeddings, events, info, models, page, plan, requests,
-                   responses, tokens):
+    for module in (anthropic, batch_routes, cache, chat, completions, embeddings, events, info, models, page, plan,
+                   requests, responses, tokens):
         app.include_router(module.router)
     add_handlers(app)
     app.add_exception_handler(RequestValidationError, refuse_query)

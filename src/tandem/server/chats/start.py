@@ -29,9 +29,15 @@ async def prepare_chat(http: Request, served: Served, fields: ChatRequest) -> tu
     """What the request comes to, for a model that is loaded. Raises RequestError."""
     fields.check(most_choices=served.settings.server.max_choices)
     texts = await RequestTexts.of(http, served)
-    variables = _template_kwargs(fields)
-    note_ignored(http, *add_thinking(wish_of(fields), texts.tokenizer, variables))
+    variables = template_variables(http, fields, texts.tokenizer)
     return await plan_chat(served, texts, fields, variables), texts.tokenizer, texts.status
+
+
+def template_variables(http: Request, fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the chat template is told beside messages and tools. Raises RequestError."""
+    variables = _template_kwargs(fields)
+    note_ignored(http, *add_thinking(wish_of(fields), tokenizer, variables))
+    return variables
 
 
 async def start_chat(

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 import zmq
@@ -32,6 +34,7 @@ from tandem.protocol.control import (
     Submit,
     Trial,
 )
+from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.request import EngineRequest
 from tandem.server.engines.protocol import EngineLost, Sink, refusal
 from tandem.server.failures import internal_error
@@ -46,6 +49,8 @@ MISSED_BEATS = 5
 not seconds, so that a suspended api does not take the engine for dead when it wakes."""
 REFRESH_S = 0.5
 """Seconds for a fresh answer, before the last one must do."""
+CACHE_S = 60.0
+"""Seconds for an engine to say which prefixes it keeps: its ranks may have to look at slow disks."""
 DRAIN_BATCH = 512
 """Most messages read before other tasks get their turn."""
 
@@ -151,7 +156,13 @@ class EngineClient:
         """Have `status` as of now, or as it was if the engine does not answer in `timeout` seconds."""
         await self._ask(QueryStatus(next(self._queries)), timeout)
 
-    async def _ask(self, question: QueryMetrics | QueryStatus, timeout: float) -> EngineMessage | None:
+    async def cache(self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "",
+                    timeout: float = CACHE_S) -> CacheReport:
+        """Which prefixes it keeps, once those of `drop` are gone, and how much of a prompt that is."""
+        answer = await self._ask(QueryCache(next(self._queries), list(tokens), drop), timeout)
+        return answer if isinstance(answer, CacheReport) else CacheReport(0, trouble="the engine does not answer")
+
+    async def _ask(self, question: QueryMetrics | QueryStatus | QueryCache, timeout: float) -> EngineMessage | None:
         if not self.alive:
             return None
         future: asyncio.Future[EngineMessage] = asyncio.get_running_loop().create_future()
@@ -216,7 +227,7 @@ class EngineClient:
             self._fresh = True
             self._missed = 0
             self._answered(message)
-        elif isinstance(message, MetricsText):
+        elif isinstance(message, MetricsText | CacheReport):
             self._answered(message)
         elif isinstance(message, Trial):
             if (sink := self._sinks.get(message.request_id)) is not None:
@@ -227,7 +238,7 @@ class EngineClient:
             if sink is not None:
                 sink.fail(refusal(message))
 
-    def _answered(self, message: EngineStatus | MetricsText) -> None:
+    def _answered(self, message: EngineStatus | MetricsText | CacheReport) -> None:
         future = self._questions.get(message.query_id)
         if future is not None and not future.done():
             future.set_result(message)

@@ -27,8 +27,11 @@ class Carrier(Protocol):
 class Flight:
     """A request, the tokens that its client has, and where it is. Takes the engine's answers as a `Sink`."""
 
-    def __init__(self, request: EngineRequest, subscription: Subscription, carrier: Carrier) -> None:
-        """A seed is drawn where the client gave none, so that the text goes on alike on any replica."""
+    def __init__(self, request: EngineRequest, subscription: Subscription, carrier: Carrier,
+                 only: int | None = None) -> None:
+        """A seed is drawn where the client gave none, so that the text goes on alike on any replica. `only`: no other
+        replica will do."""
+        self.only = only
         params = request.params
         if params.seed is None and not params.greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))

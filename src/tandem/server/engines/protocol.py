@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 from msgspec import Struct
 
@@ -18,6 +18,7 @@ from tandem.errors import (
 )
 from tandem.protocol.control import EngineStatus, Output, Refused
 from tandem.protocol.events import Event
+from tandem.protocol.kept import CacheReport
 from tandem.protocol.request import EngineRequest
 from tandem.server.engines.subscription import Subscription
 
@@ -93,8 +94,14 @@ class Overview(Protocol):
 class Engines(Overview, Protocol):
     """Those of one model (`Replicas`)."""
 
-    def open(self, requests: Sequence[EngineRequest]) -> Subscription:
-        """Start requests that belong together; whoever opened must `release`. Raises UnavailableError."""
+    def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> Subscription:
+        """Start requests that belong together, each at its replica if these are named; whoever opened must `release`.
+        Raises UnavailableError."""
+
+    async def cache(self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "",
+                    replica: int | None = None) -> dict[int, CacheReport]:
+        """Which prefixes each replica that answers keeps, or this one, once those of `drop` are gone, and how much of a
+        prompt that is."""
 
     def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
         """Abort what still runs of a subscription and forget it."""

@@ -10,13 +10,15 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import repeat
+from typing import Literal, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tandem.errors import OverloadedError, RequestError, ServerError, UnavailableError
 from tandem.protocol.control import EngineStatus, Output
 from tandem.protocol.events import Event, History
+from tandem.protocol.kept import CacheReport
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.supervisor import NoteEvent, ReplicaInfo
 from tandem.server.engines.client import HEARTBEAT_S, EngineClient
@@ -243,16 +245,25 @@ class Replicas:
         """Ask all engines how they are."""
         await asyncio.gather(*(member.client.refresh() for member in self._members.values()))
 
+    async def cache(self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "",
+                    replica: int | None = None) -> dict[int, CacheReport]:
+        """What each replica that answers keeps of prefixes, or one of them."""
+        asked = {index: one.client for index, one in self._members.items()
+                 if one.client.alive and replica in (None, index)}
+        reports = await asyncio.gather(*(client.cache(tokens, drop) for client in asked.values()))
+        return dict(zip(asked, reports, strict=True))
+
     # --- requests ---
 
-    def open(self, requests: Sequence[EngineRequest]) -> Subscription:
-        """Start requests that belong together. The caller must `release` what it got. Raises UnavailableError."""
+    def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> Subscription:
+        """Start requests that belong together, each at its replica if these are named. The caller must `release` what
+        it got. Raises UnavailableError."""
         self.check()
         request_ids = [request.request_id for request in requests]
         subscription = Subscription(request_ids, self.abort)
         self._refresh()
-        for request in requests:
-            flight = Flight(request, subscription, self)
+        for request, only in zip(requests, replicas or repeat(None), strict=False):
+            flight = Flight(request, subscription, self, only)
             self._flights[flight.request_id] = flight
             if not self._send(flight):
                 self.release(subscription, request_ids)
@@ -286,8 +297,9 @@ class Replicas:
         while True:
             flight.replica = None
             request = flight.depart()
+            others = () if flight.only is None else self._members.keys() - {flight.only}
             index = self._router.place(request.request_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
-                                       avoid=flight.refused_by)
+                                       avoid=flight.refused_by.union(others))
             if index is None:
                 return False
             flight.replica = index

@@ -179,6 +179,7 @@ BY_SCHEMA: Mapping[str, Fields] = {
     "CountRequest": MESSAGES,
     "TokenizeRequest": TOKENS,
     "DetokenizeRequest": TOKENS,
+    "WarmRequest": CHAT,
 }
 """By the name of the body's schema."""
 

@@ -34,6 +34,7 @@ ENDPOINTS = {
     "status": "/v1/status",
     "events": "/v1/events",
     "metrics": "/metrics",
+    "cache": "/v1/cache",
     "plan": "/v1/plan",
     "page": "/ui",
 }

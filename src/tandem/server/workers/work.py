@@ -15,6 +15,7 @@ from tandem.errors import RequestError, UsageError
 from tandem.guided.grammar import grammar_of
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
+from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.fitting import encode_fitting
 from tandem.server.chats.prompt import prompt_text
 from tandem.server.chats.texts import tokenizer_of
@@ -27,7 +28,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     model.__name__: model
     for model in (openai.ChatRequest, openai.CompletionRequest, openai.EmbeddingRequest, openai.TokenizeRequest,
                   openai.DetokenizeRequest, anthropic.MessagesRequest, anthropic.CountRequest,
-                  responses.ResponsesRequest)
+                  responses.ResponsesRequest, WarmRequest)
 }
 """Every body that is judged here, by the name of its schema."""
 _tokenizer = lru_cache(maxsize=2)(tokenizer_of)

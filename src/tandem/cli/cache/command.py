@@ -1,0 +1,172 @@
+"""`tandem cache`: the prefixes that a server keeps, or a directory of `--kv-disk`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from rich.console import Console
+from rich.table import Table
+
+from tandem.bench.client import get
+from tandem.cli.address import api_key, server_url
+from tandem.cli.cache.directory import clear, look
+from tandem.errors import UsageError
+from tandem.server.cache.warm_file import read_warm_file, text_body
+
+_WIDTH = 160
+"""Columns of a table that does not go to a terminal."""
+_DAY_S = 86400.0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """One of the actions. Raises UsageError."""
+    if arguments.action == "warm":
+        return _warm(arguments)
+    if arguments.kv_disk is not None:
+        return _of_directory(arguments)
+    if arguments.action == "drop":
+        return _drop(arguments)
+    (_list if arguments.action == "list" else _info)(_ask(arguments))
+    return 0
+
+
+def _ask(arguments: argparse.Namespace, method: str = "GET", **query: str) -> Any:
+    given = {**query, **({"model": arguments.model} if arguments.model else {})}
+    path = f"/v1/cache?{urlencode(given)}" if given else "/v1/cache"
+    return json.loads(get(server_url(arguments), path, api_key(arguments), timeout_s=90.0, method=method))
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in ("model", "type", "last used") else "right")
+    return table
+
+
+def _print(table: Table) -> None:
+    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
+
+
+def _list(answer: Any) -> None:
+    table = _table("model", "replica", "tokens", "on disk", "hits")
+    more = 0
+    for model in answer["data"]:
+        for one in model["replicas"]:
+            for prefix in one["prefixes"]:
+                table.add_row(model["model"], str(one["replica"]), str(prefix["tokens"]), str(prefix["disk_tokens"]),
+                              str(prefix["hits"]))
+            more += one["memory"]["prefixes"] - len(one["prefixes"])
+    if table.row_count:
+        _print(table)
+    else:
+        print("no prefix is in memory; `tandem cache info` says what is on disk")
+    if more:
+        print(f"and {more} more")
+
+
+def _info(answer: Any) -> None:
+    for model in answer["data"]:
+        if not model["replicas"]:
+            print(f"{model['model']}: no engine answers")
+        for one in model["replicas"]:
+            print(f"{model['model']}, replica {one['replica']}")
+            if one["detail"]:
+                print(f"  {one['detail']}")
+            memory, disk = one["memory"], one["disk"]
+            print(f"  prefix cache  {one['prefix_cache']}")
+            print(f"  memory        {memory['prefixes']} prefixes, {memory['tokens']} of {memory['limit_tokens']} "
+                  f"tokens, {_size(memory['bytes'])}")
+            print(f"  used          {memory['hits']} of {memory['queries']} prompts, {memory['hit_tokens']} tokens")
+            print(f"  disk          {_disk(disk) if disk else one['kv_disk'] or '-'}")
+            if disk:
+                print(f"  disk used     {disk['hit_tokens']} tokens, {_size(disk['read_bytes'])} read in "
+                      f"{disk['read_s']:.1f} s, {_size(disk['written_bytes'])} written, {disk['failures']} failures")
+
+
+def _disk(disk: Any) -> str:
+    machines = f" on {disk['machines']} machines" if disk["machines"] > 1 else ""
+    return (f"{disk['directory']}{machines}: {disk['tokens']} tokens, {_size(disk['bytes'])}; all models "
+            f"{_size(disk['total_bytes'])}, at most {_size(disk['limit_bytes'])}{' each' if machines else ''}")
+
+
+def _drop(arguments: argparse.Namespace) -> int:
+    if arguments.unused_days is not None:
+        raise UsageError("--unused-days: is about a directory; name it with --kv-disk", param="unused_days")
+    answer = _ask(arguments, "DELETE", tier=arguments.tier)
+    for one in answer["replicas"]:
+        print(f"{answer['model']}, replica {one['replica']}: {one['memory_tokens']} tokens are gone from memory, "
+              f"{_size(one['disk_bytes'])} from disk")
+    return 0
+
+
+def _warm(arguments: argparse.Namespace) -> int:
+    if arguments.file == "-":
+        text = sys.stdin.read()
+        if not text.strip():
+            raise UsageError("FILE -: has no text in it", param="file")
+        bodies = [text_body(text, arguments.role)]
+    else:
+        bodies = read_warm_file(Path(arguments.file), arguments.role)
+    url, key, kept = server_url(arguments), api_key(arguments), True
+    for number, body in enumerate(bodies, 1):
+        which = f"{arguments.file}, prompt {number}" if len(bodies) > 1 else arguments.file
+        given = {**body, **({"model": arguments.model} if arguments.model else {})}
+        answer = json.loads(get(url, "/v1/cache/warm", key, timeout_s=None, method="POST", body=given))
+        print(f"{which}: {answer['prompt_tokens']} tokens, {answer['seconds']:.1f} s")
+        for one in answer["replicas"]:
+            print(f"  replica {one['replica']}: {one['computed_tokens']} computed, {one['cached_tokens']} were there; "
+                  f"kept in memory {one['memory_tokens']}, on disk {one['disk_tokens']}")
+            kept &= bool(one["memory_tokens"] or one["disk_tokens"])
+    if not kept:
+        print("Not all is kept: a prompt has fewer than 32 tokens, or there is no room (`tandem cache info`).")
+    return 0 if kept else 1
+
+
+def _of_directory(arguments: argparse.Namespace) -> int:
+    for flag, value in (("--url", arguments.url), ("--port", arguments.server_port), ("--name", arguments.server_name),
+                        ("--model", arguments.model)):
+        if value is not None:
+            raise UsageError(f"--kv-disk and {flag}: one is about a directory, one about a server; give one",
+                             param="kv_disk")
+    directory = Path(arguments.kv_disk).expanduser()
+    if arguments.action == "drop":
+        return _clear(directory, arguments)
+    spaces = look(directory)
+    if arguments.action == "list":
+        table = _table("model", "type", "tokens", "files", "size", "last used")
+        for one in spaces:
+            table.add_row(one.model or "?", one.type, str(one.tokens), str(one.files), _size(one.nbytes),
+                          time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)))
+        if table.row_count:
+            _print(table)
+        else:
+            print("nothing is kept there")
+        return 0
+    print(f"directory  {directory}")
+    print(f"kept       {sum(one.tokens for one in spaces)} tokens of {len(spaces)} models and types, "
+          f"{sum(one.files for one in spaces)} files, {_size(sum(one.nbytes for one in spaces))}")
+    print(f"free       {_size(shutil.disk_usage(directory).free)} of this disk")
+    return 0
+
+
+def _clear(directory: Path, arguments: argparse.Namespace) -> int:
+    days = 0.0 if arguments.unused_days is None else arguments.unused_days
+    if not 0 <= days < math.inf:
+        raise UsageError(f"--unused-days {days:g}: must be 0 or more", param="unused_days")
+    if arguments.tier != "all":
+        raise UsageError("--tier memory: a directory has no memory; leave one out", param="tier")
+    count, nbytes = clear(directory, days * _DAY_S)
+    print(f"{count} files are gone from {directory}; {_size(nbytes)} are free again")
+    return 0

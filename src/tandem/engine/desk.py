@@ -1,0 +1,115 @@
+"""Answers to what apis ask of the prefixes that an engine keeps; where disks have part in it, once all ranks have
+looked there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from tandem.cache.prefix import block_hashes
+from tandem.engine.recovery import Gang
+from tandem.engine.report import Report
+from tandem.protocol.kept import MOST_PREFIXES, CacheReport, DiskReport, KeptPrefix, QueryCache
+from tandem.protocol.pieces import Survey, Surveyed
+from tandem.scheduler.scheduler import Scheduler
+
+PATIENCE_S = 30.0
+"""Seconds for ranks to write what waits, and to look at their disks."""
+REPLACED = "the ranks are being replaced; ask again when they are ready"
+
+Reply = Callable[[CacheReport], None]
+
+
+@dataclass
+class _Question:
+    query: QueryCache
+    reply: Reply
+    until: float
+    dropped_tokens: int
+    seen: dict[int, Surveyed] = field(default_factory=dict)
+    """What each rank has said."""
+
+
+class CacheDesk:
+    """Used by the engine's thread."""
+
+    def __init__(self, gang: Gang, report: Report) -> None:
+        self.orders: list[Survey] = []
+        """For all ranks; whoever sends them empties the list."""
+        self._gang, self._report = gang, report
+        self._questions: dict[int, _Question] = {}
+        self._numbers = 0
+
+    def ask(self, query: QueryCache, reply: Reply, scheduler: Scheduler | None) -> None:
+        """Answer by `reply`, now or later."""
+        if scheduler is None or self._gang.state in ("starting", "recovering", "failed"):
+            reply(CacheReport(query.query_id, trouble=REPLACED if scheduler else "the model is still being loaded"))
+            return
+        before = scheduler.prefixes.positions
+        if query.drop:
+            scheduler.prefixes.shrink(before)
+        question = _Question(query, reply, time.monotonic() + PATIENCE_S, before - scheduler.prefixes.positions)
+        if not self._on_disk:
+            self._answer(question, scheduler)
+            return
+        self._numbers += 1
+        self._questions[self._numbers] = question
+        self.orders.append(Survey(self._numbers, drop=query.drop == "all"))
+
+    @property
+    def _on_disk(self) -> bool:
+        return bool(self._gang.ready) and all(ready.pieces is not None for ready in self._gang.ready)
+
+    def take(self, seen: Surveyed, scheduler: Scheduler) -> None:
+        """A rank has looked; the scheduler knows what it has seen."""
+        question = self._questions.get(seen.number)
+        if question is None:
+            return
+        question.seen[seen.rank] = seen
+        if len(question.seen) == len(self._gang.ready):
+            del self._questions[seen.number]
+            self._answer(question, scheduler)
+
+    def look(self, scheduler: Scheduler) -> None:
+        """Whoever has waited for too long is told so."""
+        now = time.monotonic()
+        for number in [number for number, one in self._questions.items() if now > one.until]:
+            question = self._questions.pop(number)
+            silent = sorted({ready.rank for ready in self._gang.ready} - set(question.seen))
+            self._answer(question, scheduler, f"the disk of rank {', '.join(map(str, silent))} has not answered for "
+                         f"{PATIENCE_S:.0f} s")
+
+    def give_up(self) -> None:
+        """The ranks are gone, and what they were asked with them."""
+        questions, self._questions = self._questions, {}
+        self.orders.clear()
+        for question in questions.values():
+            question.reply(CacheReport(question.query.query_id, trouble=REPLACED))
+
+    def _answer(self, question: _Question, scheduler: Scheduler, trouble: str = "") -> None:
+        query, prefixes, disk = question.query, scheduler.prefixes, scheduler.disk
+        hashes = block_hashes(query.tokens)
+        kept = prefixes.kept()
+        report = CacheReport(
+            query.query_id, trouble=trouble, serves=prefixes.serves, kv_disk=self._report.kv_disk, count=len(kept),
+            prefixes=[KeptPrefix(one.length, min(disk.has(one.hashes), one.length), hits)
+                      for one, hits in kept[:MOST_PREFIXES]],
+            tokens=prefixes.positions, limit_tokens=prefixes.budget, nbytes=self._report.prefix_bytes,
+            queries=prefixes.queries, hits=prefixes.hits, hit_tokens=prefixes.hit_tokens,
+            memory_has=prefixes.peek(hashes), disk_has=disk.has(hashes), dropped_tokens=question.dropped_tokens)
+        if not question.seen:
+            question.reply(report)
+            return
+        machines: dict[str, tuple[int, int]] = {}
+        for rank, seen in question.seen.items():
+            ready = self._gang.ready[rank]
+            machines[ready.machine or ready.host] = seen.nbytes, seen.total_bytes
+        spec, counts = self._gang.layout.ranks[0], disk.counts
+        held, total = (sum(sizes) for sizes in zip(*machines.values(), strict=True))
+        dropped = held if query.drop == "all" else 0
+        question.reply(replace(report, dropped_bytes=dropped, disk=DiskReport(
+            spec.kv_disk, spec.kv_disk_bytes, disk.positions, held - dropped, total, len(machines),
+            counts.hit_tokens, counts.read_bytes, counts.read_s, counts.written_bytes, counts.failures)))

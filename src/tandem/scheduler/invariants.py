@@ -1,0 +1,29 @@
+"""What must hold between a scheduler's tables, whatever has happened."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from tandem.protocol.step import StepPlan
+
+if TYPE_CHECKING:
+    from tandem.scheduler.scheduler import Scheduler
+
+
+def check_invariants(scheduler: Scheduler, under_way: Collection[StepPlan]) -> None:
+    """Raise AssertionError unless every invariant holds."""
+    for sequence in scheduler.sequences.values():
+        places = (sequence in scheduler.waiting) + sum(
+            sequence.request_id in lane.members for lane in scheduler.lanes)
+        parked = sequence.finished or sequence.complete
+        assert places == 1 or (parked and places == 0 and sequence.inflight > 0), sequence
+        assert sequence.inflight == sum([*p.sampled(), *p.ended()].count(sequence.request_id) for p in under_way)
+        if sequence.lane is not None and sequence.decoding:
+            assert sequence.computed == len(sequence.tokens) + sequence.inflight - 1, sequence
+        assert sequence.finished or sequence.produced < max(sequence.request.params.max_tokens, 1)
+    for lane in scheduler.lanes:
+        assert lane.outstanding == sum(p.lane == lane.index for p in under_way)
+        assert set(lane.members) <= set(scheduler.sequences)
+    scheduler.prefixes.check()
+    assert scheduler.running <= 1 or scheduler.running <= scheduler.limits.max_batch_size

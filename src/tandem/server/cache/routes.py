@@ -1,0 +1,86 @@
+"""Prefixes that the engines keep: /v1/cache says which, drops them, and warms prompts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from tandem.errors import UnavailableError
+from tandem.protocol.kept import CacheReport
+from tandem.server.body import parse, require_known
+from tandem.server.cache.prompts import warm_prompts
+from tandem.server.cache.schemas import WarmRequest
+from tandem.server.cache.warming import warm
+from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.context import get_api
+from tandem.server.engines.served_model import Served
+from tandem.server.openapi import documented
+from tandem.server.sse import encode_json
+
+router = APIRouter()
+
+Model = Annotated[str | None, Query(description="of several models, the one that it is about")]
+
+
+@router.get("/v1/cache")
+async def kept(http: Request, model: Model = None) -> Response:
+    """Prefixes in the memory and on the disks of each replica, of each model that is loaded."""
+    require_known(http.query_params, ("model",))
+    api = get_api(http)
+    among = [api.find(model)] if model is not None else api.served
+    data = [{"model": served.name, "replicas": [_replica(index, one) for index, one in
+                                                (await served.client.cache()).items()]} for served in among]
+    return Response(encode_json({"object": "cache", "data": data}), media_type="application/json")
+
+
+@router.delete("/v1/cache")
+async def drop(http: Request, model: Model = None, tier: Annotated[
+        Literal["memory", "all"], Query(description="what to let go: memory alone, or disks too")] = "all") -> Response:
+    """Let go of the prefixes of a model at each replica; by default those on disk too, whoever wrote them."""
+    require_known(http.query_params, ("model", "tier"))
+    api = get_api(http)
+    served = api.find(model)
+    served.client.check()
+    reports = await served.client.cache(drop=tier)
+    for index, one in reports.items():
+        _refuse(index, one)
+    body = {"object": "cache.dropped", "model": served.name, "tier": tier, "replicas": [
+        {"replica": index, "memory_tokens": one.dropped_tokens, "disk_bytes": one.dropped_bytes}
+        for index, one in reports.items()]}
+    return Response(encode_json(body), media_type="application/json")
+
+
+@router.post("/v1/cache/warm", openapi_extra=documented(WarmRequest))
+async def warm_route(http: Request) -> Response:
+    """Compute a prompt at every replica, so that those that begin like it are answered sooner."""
+    fields = await parse(http, WarmRequest)
+    served = await get_api(http).engage(http, fields.model)
+    return Response(encode_json(await warm_request(http, served, fields)), media_type="application/json")
+
+
+async def warm_request(http: Request, served: Served, fields: WarmRequest,
+                       replicas: list[int] | None = None) -> dict[str, Any]:
+    """What came of it, for a model that is loaded. Raises RequestError."""
+    prompts = await warm_prompts(await RequestTexts.of(http, served), fields)
+    return await warm(get_api(http), http, served, prompts, timeout=fields.timeout, replicas=replicas)
+
+
+def _refuse(index: int, report: CacheReport) -> None:
+    """Raises UnavailableError for a replica that has not done what it was told."""
+    if report.trouble:
+        raise UnavailableError(f"Replica {index} has not dropped its prefixes: {report.trouble}.")
+
+
+def _replica(index: int, report: CacheReport) -> dict[str, Any]:
+    disk = None if report.disk is None else msgspec.to_builtins(report.disk)
+    return {
+        "replica": index, "detail": report.trouble, "prefix_cache": report.serves, "kv_disk": report.kv_disk,
+        "memory": {"prefixes": report.count, "tokens": report.tokens, "limit_tokens": report.limit_tokens,
+                   "bytes": report.nbytes, "queries": report.queries, "hits": report.hits,
+                   "hit_tokens": report.hit_tokens},
+        "disk": disk,
+        "prefixes": msgspec.to_builtins(report.prefixes),
+    }

@@ -1,0 +1,34 @@
+"""The body of POST /v1/cache/warm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from tandem.server.openai.messages import Conversation
+from tandem.server.openai.schemas import ChatRequest, normalise_prompt
+
+
+class WarmRequest(ChatRequest):
+    """A chat request as it will be sent, of which only what makes the prompt counts; or prompts of completions."""
+
+    messages: Conversation = []
+    prompt: list[Any] | None = None
+    """Strings or lists of token ids, as /v1/completions takes them."""
+    unfinished: bool = False
+    """The last message goes on in requests to come."""
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _normalise(cls, value: Any) -> Any:
+        return normalise_prompt(value)
+
+    @model_validator(mode="after")
+    def _one_of(self) -> WarmRequest:
+        if (self.prompt is None) != bool(self.messages):
+            raise PydanticCustomError("one_of", "give either 'prompt' or 'messages'")
+        if self.unfinished and (not self.messages or self.messages[-1].tool_calls):
+            raise PydanticCustomError("unfinished", "'unfinished' is about the text of the last of 'messages'")
+        return self

@@ -1,0 +1,86 @@
+"""Files with prompts to warm: a text, a chat request, or several of either."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.errors import UsageError
+
+Role = Literal["system", "user", "none"]
+"""What a text is: a system message, the beginning of the first user's message, or a prompt without a template."""
+Body = dict[str, Any]
+
+
+def read_warm_file(path: Path, role: Role = "system", *, flag: str = "FILE") -> list[Body]:
+    """Bodies for POST /v1/cache/warm. `.json` is a request or its messages, `.jsonl` one of these on each line, or
+    a message on each; anything else is text. Raises UsageError that begins with `flag`."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{flag} {path}: is not text in UTF-8 (byte {error.start})", param="warm") from None
+    except OSError as error:
+        raise UsageError(f"{flag} {path}: cannot be read: {error.strerror or error}", param="warm") from None
+    kind = path.suffix.lower()
+    if not text.strip():
+        raise UsageError(f"{flag} {path}: has no text in it", param="warm")
+    try:
+        if kind == ".jsonl":
+            return _lines(text)
+        return [_body(_json(text))] if kind == ".json" else [text_body(text, role)]
+    except ValueError as error:
+        raise UsageError(f"{flag} {path}: {error}", param="warm") from None
+
+
+def text_body(text: str, role: Role) -> Body:
+    """A text as a body."""
+    if role == "none":
+        return {"prompt": text}
+    return {"messages": [{"role": role, "content": text}], "unfinished": role == "user"}
+
+
+def _lines(text: str) -> list[Body]:
+    """Raises ValueError that names the line."""
+    found: list[Any] = []
+    bodies: list[Body] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            one = _json(line)
+            found.append(one)
+            if not _is_message(one):
+                bodies.append(_body(one))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+    messages = [one for one in found if _is_message(one)]
+    if messages and bodies:
+        raise ValueError("some lines are messages and some are requests; give one kind")
+    return [{"messages": messages}] if messages else bodies
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("the JSON is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"is not valid JSON: {error}") from None
+
+
+def _is_message(data: Any) -> bool:
+    return isinstance(data, dict) and "role" in data and "messages" not in data
+
+
+def _body(data: Any) -> Body:
+    """A request, a line of a batch, or messages. Raises ValueError."""
+    if isinstance(data, dict) and isinstance(data.get("body"), dict):
+        data = data["body"]
+    if isinstance(data, list) and data and all(_is_message(one) for one in data):
+        return {"messages": data}
+    if isinstance(data, dict) and ("messages" in data or "prompt" in data):
+        return data
+    if _is_message(data):
+        return {"messages": [data]}
+    raise ValueError("must be a chat request with 'messages', a request with 'prompt', or a list of messages")
