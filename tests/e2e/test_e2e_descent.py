@@ -15,6 +15,7 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from clients.page import blocks
 from served import PATIENCE_S, address, end
 from tandem.config.legacy import MAPPED, NOT_MAPPED
 from tandem.launchers.worlds import free_ports
@@ -108,7 +109,14 @@ def test_the_ring_projects_commands(ring: Ring) -> None:
     first = ring.chat(conversation_id="c1")
     assert first["conversation_id"] == "c1" and first["usage"]["completion_tokens"] <= 7
     assert {"prompt_eval_tokens_per_second", "eval_tokens_per_second", "cache_hit"} <= first["performance"].keys()
-    assert ring.chat(conversation_id="c1", max_tokens=100)["performance"]["cache_hit"] is True
+    again = ring.chat(conversation_id="c1", max_tokens=100)
+    assert again["conversation_messages"] == 2 and again["performance"]["cache_hit"] is True
+    assert again["usage"]["prompt_tokens"] > first["usage"]["prompt_tokens"] + first["usage"]["completion_tokens"]
+    [commands] = [code for heading, code in blocks("bash") if heading == "Conversations"]
+    for count, command in enumerate(re.split(r"\n(?=curl )", commands.strip())):
+        words = command.replace("curl ", "curl -sS -f ", 1).replace("http://127.0.0.1:8100", ring.base)
+        said = subprocess.run(["bash", "-c", words], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+        assert json.loads(said.stdout)["conversation_messages"] == 2 * count
     with httpx.stream("POST", f"{ring.base}/v1/chat/completions", timeout=PATIENCE_S, json={
             "messages": [{"role": "user", "content": "a"}], "stream": True}) as stream:
         assert stream.status_code == 200 and "data: [DONE]" in stream.read().decode()

@@ -22,6 +22,9 @@ MAPPED = {
 }
 """Legacy variable -> field."""
 
+RING_DEFAULTS = {"port": 8100, "keep_conversations": 3600.0}
+"""What the profile sets where nothing else does."""
+
 NOT_MAPPED = {
     "MODEL_CACHE_DIR": "set HF_HUB_CACHE, the hub's own variable for where models are kept",
     "WORKER_HOSTS": "use --hostfile, which names the machines of the ranks; `tandem hosts write` makes the file",

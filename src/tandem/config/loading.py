@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.config.legacy import ring_values
+from tandem.config.legacy import RING_DEFAULTS, ring_values
 from tandem.config.options import Option, by_name, nearest, options, section_class, section_names
 from tandem.config.settings import ModelsSettings, NamedModel, Settings
 from tandem.config.several import check_table, named_models, settings_of, unload_after
@@ -90,8 +90,9 @@ def load(
         warnings += notes
     if config_file is not None:
         _add_file(merged, config_file)
-    if profile == "ring" and "port" not in merged.values:
-        merged.put("port", 8100, "profile ring")
+    if profile == "ring":
+        for name, value in RING_DEFAULTS.items():
+            merged.put(name, value, "profile ring")
     settings = dataclasses.replace(build(merged.values), named=merged.named)
     warnings += validate(settings, merged.label)
     for one in named_models(settings):

@@ -231,6 +231,9 @@ class ServerSettings:
     the context."""
     request_timeout: float | None = None
     """Seconds after which a request is ended with 504; by default never."""
+    keep_conversations: float = 0.0
+    """Seconds for which a conversation is kept in memory after an answer: a chat request with its `conversation_id`
+    goes on from what was said (docs/clients.md). 0: none is kept."""
     tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "deepseek", "deepseek-dsml", "kimi",
                          "minimax", "muse", "longcat", "pythonic", "glm", "qwen-coder", "gemma", "generic"] = "auto"
     """How the model writes tool calls. auto: told from its chat template; none: requests with tools are refused."""

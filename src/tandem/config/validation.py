@@ -60,6 +60,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_body_mb": _POSITIVE,
     "default_max_tokens": _AT_LEAST_ONE,
     "request_timeout": _POSITIVE,
+    "keep_conversations": (0.0, math.inf),
     "max_choices": _AT_LEAST_ONE,
     "max_concurrent_requests": (1, MOST),
     "requests_per_minute": (1, MOST),

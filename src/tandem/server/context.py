@@ -16,6 +16,7 @@ from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
 from tandem.errors import NotFoundError, RequestError, TimeoutExceeded, UnavailableError
+from tandem.server.chats.conversations import Conversations
 from tandem.server.chats.texts import THREADS
 from tandem.server.engines.protocol import Engines, Overview
 from tandem.server.engines.residents import Residents
@@ -66,6 +67,8 @@ class Api:
         self.grammar_turns = Turns(AT_ONCE, settings.scheduler.max_queue)
         """Whose grammar is tried next."""
         self.metrics = ApiMetrics()
+        keep_s = settings.server.keep_conversations
+        self.conversations = Conversations(keep_s) if keep_s else None
         self.live: dict[str, LiveRequest] = {}
         self.at_end: list[Callable[[RequestError], None]] = []
         """Called with what whoever still waits is to be told."""

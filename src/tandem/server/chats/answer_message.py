@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tandem.server.chats.plan import ChatPlan
-from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
+from tandem.server.tools.events import CallStart, Content, Event, Reasoning
 from tandem.server.tools.scan import StreamParser
 
 
@@ -55,22 +55,10 @@ class Reply:
 
     def message(self, text: str) -> dict[str, Any]:
         """The whole text as a message."""
-        content, reasoning, calls = "", "", []
+        whole = WholeMessage()
         for event in self.read(text, last=True):
-            if isinstance(event, CallStart):
-                calls.append(self._call(event))
-            elif isinstance(event, CallArguments):
-                calls[event.index]["function"]["arguments"] += event.text
-            elif isinstance(event, Reasoning):
-                reasoning += event.text
-            else:
-                content += event.text
-        message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        if calls:
-            message["tool_calls"] = calls
-        return message
+            whole.add(self.delta(event))
+        return whole.message()
 
     def _call(self, call: CallStart) -> dict[str, Any]:
         function = {"name": call.name, "arguments": ""}
@@ -83,3 +71,34 @@ class Reply:
             self._used.add(call.id)
             return call.id
         return fresh[:9] if self._plan.short_ids else f"{prefix}_{fresh[:24]}"
+
+
+class WholeMessage:
+    """A message put together from its pieces."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def add(self, delta: dict[str, Any]) -> None:
+        """The next piece, as `Reply.delta` has it."""
+        self._content.append(delta.get("content", ""))
+        self._reasoning.append(delta.get("reasoning_content", ""))
+        for piece in delta.get("tool_calls", ()):
+            if "id" in piece:
+                call = {name: value for name, value in piece.items() if name != "index"}
+                self._calls.append({**call, "function": dict(call["function"])})
+            else:
+                self._calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+
+    def message(self) -> dict[str, Any]:
+        """What there is so far."""
+        content, reasoning = "".join(self._content), "".join(self._reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": content or (None if self._calls else ""),
+                                   "refusal": None}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.protocol.logprobs import TokenLogprob
-from tandem.server.body import parse
-from tandem.server.chats.answer_message import Reply
+from tandem.server.chats.answer_message import Reply, WholeMessage
 from tandem.server.chats.plan import ChatPlan
 from tandem.server.chats.start import start_chat
 from tandem.server.chats.texts import LARGE, off_loop
@@ -21,6 +19,7 @@ from tandem.server.generation.answer import Answer, collect
 from tandem.server.generation.generate import Delta, Generation
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import FINGERPRINT, new_id
+from tandem.server.openai.conversation import Turn, parse_turn
 from tandem.server.openai.logprobs import chat_logprobs, prompt_places
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.openapi import documented
@@ -32,29 +31,34 @@ router = APIRouter()
 @router.post("/v1/chat/completions", openapi_extra=documented(ChatRequest, streams=True))
 async def chat_completions(http: Request) -> Response:
     """Answer a conversation, in one piece or as a stream."""
-    fields = await parse(http, ChatRequest)
-    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields), stream=fields.stream)
+    fields, turn = await parse_turn(http)
+    return await answered_by(http, fields.model, lambda served: _answer(http, served, fields, turn),
+                             stream=fields.stream)
 
 
-async def _answer(http: Request, served: Served, fields: ChatRequest) -> Response:
+async def _answer(http: Request, served: Served, fields: ChatRequest, turn: Turn) -> Response:
     api = get_api(http)
     plan, generation, model = await start_chat(http, served, fields, new_id("chatcmpl"))
     n = fields.n or 1
-    conversation_id = fields.conversation_id or str(uuid.uuid4())
+    replies = [Reply(plan, hides_reasoning=fields.hides_reasoning) for _ in range(n)]
     if fields.stream:
-        replies = [Reply(plan, hides_reasoning=fields.hides_reasoning) for _ in range(n)]
-        writer = ChatWriter(generation, model, conversation_id, replies, fields)
+        writer = ChatWriter(generation, model, turn, replies, fields)
         return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
     answers = await collect(generation, n)
     size = len(plan.prompt) * ((fields.prompt_logprobs or 0) + 1) if fields.prompt_logprobs is not None else 0
-    return await off_loop(size > LARGE, lambda: _whole(plan, generation, answers, conversation_id, fields, model))
+    messages = [reply.message(answer.text) for reply, answer in zip(replies, answers, strict=True)]
+    if fields.max_tokens != 0:
+        turn.answered(messages[0])
+    finishes = [reply.finish_reason(answer.finish_reason) for reply, answer in zip(replies, answers, strict=True)]
+    choices = list(zip(messages, finishes, strict=True))
+    return await off_loop(size > LARGE, lambda: _whole(plan, generation, answers, choices, turn, fields, model))
 
 
 def _whole(
-    plan: ChatPlan, generation: Generation, answers: list[Answer], conversation_id: str, fields: ChatRequest, model: str
+    plan: ChatPlan, generation: Generation, answers: list[Answer], choices: list[tuple[dict[str, Any], str]],
+    turn: Turn, fields: ChatRequest, model: str
 ) -> Response:
     tokenizer, asked, of_prompt = generation.tokenizer, fields.prompt_logprobs, answers[0].prompt
-    replies = [Reply(plan, hides_reasoning=fields.hides_reasoning) for _ in answers]
     places = {} if asked is None or of_prompt is None else {
         "prompt_logprobs": prompt_places(tokenizer, plan.prompt, of_prompt, asked)}
     body = {
@@ -66,14 +70,14 @@ def _whole(
         "choices": [
             {
                 "index": index,
-                "message": reply.message(answer.text),
+                "message": message,
                 "logprobs": chat_logprobs(tokenizer, answer.logprobs) if fields.logprobs else None,
-                "finish_reason": reply.finish_reason(answer.finish_reason),
+                "finish_reason": finish,
             }
-            for index, (reply, answer) in enumerate(zip(replies, answers, strict=True))
+            for index, (answer, (message, finish)) in enumerate(zip(answers, choices, strict=True))
         ],
         **places,
-        "conversation_id": conversation_id,
+        **turn.shown,
         "usage": generation.usage(),
         "performance": generation.performance(),
     }
@@ -87,7 +91,7 @@ class ChatWriter(ChunkWriter):
         self,
         generation: Generation,
         model: str,
-        conversation_id: str,
+        turn: Turn,
         replies: list[Reply],
         fields: ChatRequest,
     ) -> None:
@@ -95,7 +99,8 @@ class ChatWriter(ChunkWriter):
         self._replies = replies
         self._entries: list[list[TokenLogprob]] = [[] for _ in replies]
         self._logprobs = bool(fields.logprobs)
-        self._conversation = {"conversation_id": conversation_id}
+        self._turn = turn
+        self._said = WholeMessage() if turn.kept else None
         self._envelope = Envelope(
             {
                 "id": generation.request_id,
@@ -111,7 +116,7 @@ class ChatWriter(ChunkWriter):
     def head(self) -> bytes:
         """The role of each choice."""
         return b"".join(
-            self._envelope.chunk(_choice(index, {"role": "assistant", "content": ""}), self._conversation)
+            self._envelope.chunk(_choice(index, {"role": "assistant", "content": ""}), self._turn.shown)
             for index in range(len(self._replies))
         )
 
@@ -125,17 +130,21 @@ class ChatWriter(ChunkWriter):
             pieces = [{"content": ""}]
         chunks = b""
         for piece in pieces:
+            if self._said is not None and not delta.index:
+                self._said.add(piece)
             logprobs = chat_logprobs(self._tokenizer, entries) if self._logprobs else None
             entries.clear()
             chunks += self._envelope.chunk(_choice(delta.index, piece, logprobs))
         if delta.finish_reason is not None:
+            if self._said is not None and not delta.index:
+                self._turn.answered(self._said.message())
             end = _choice(delta.index, {}, finish_reason=reply.finish_reason(delta.finish_reason))
-            chunks += self._envelope.chunk(end, {**self._conversation, **(extras or {})})
+            chunks += self._envelope.chunk(end, {**self._turn.shown, **(extras or {})})
         return chunks
 
     def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The last chunk, without choices."""
-        return self._envelope.without_choice({"usage": usage, **self._conversation, **extras})
+        return self._envelope.without_choice({"usage": usage, **self._turn.shown, **extras})
 
 
 def _choice(
