@@ -35,6 +35,7 @@ from tandem.protocol.control import (
     Submit,
     Trial,
 )
+from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest
 from tandem.router.router import Router
@@ -178,6 +179,8 @@ class FakeEngine:
             self._send(identity, msgspec.structs.replace(self.status, query_id=message.query_id))
         elif isinstance(message, QueryMetrics):
             self._send(identity, MetricsText(message.query_id, b"tandem_engine_up 1\n"))
+        elif isinstance(message, QueryCache):
+            self._send(identity, CacheReport(message.query_id, serves="any length", dropped_tokens=len(message.drop)))
         elif isinstance(message, Submit):
             self.submitted[message.request.request_id] = message.request
             if self.refusal is not None:
