@@ -1,5 +1,5 @@
-"""For all tests: a file that collects no test is a mistake, and fails; machines to test on (netns.py); what tests were
-skipped for (system_packages.py)."""
+"""For all tests: their order; a file that collects no test is a mistake, and fails; machines to test on (netns.py);
+what tests were skipped for (system_packages.py)."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Reports:
         report.outcome = "failed"
         report.longrepr = f"{collector.nodeid}: no test is collected from this file"
     return report
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with slow tests first: where several files run at a time, none of them is left alone at the end."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
