@@ -71,7 +71,7 @@ def test_a_head_that_is_killed_leaves_nothing_on_any_machine_not_even_one_that_i
 
 def test_a_cable_that_is_cut_during_the_load_ends_the_start_with_its_reason(machines: Machines, tiny: Path) -> None:
     path = hostfile(machines, ["h1", "h2"])
-    with serving(machines, str(tiny), "--hostfile", path, ready=False) as server:
+    with serving(machines, str(tiny), "--hostfile", path, "--rejoin-timeout", "2", ready=False) as server:
         server.wait_for(r"\[h2\] .*stage 2/2")
         machines.cut("h2")
         try:
