@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Collection
 from contextlib import suppress
 
 from tandem.env import child_environment
@@ -61,9 +62,15 @@ def _struck(task: Task, number: signal.Signals) -> Figures:
         after = server.ranks()
         if wrong := sum(one != other for one, other in zip(calm, found, strict=True)):
             raise Differs(f"the answers of a calm server, expected; {wrong} of {PROMPTS} differ, seen", figures)
-    if left := [pid for pid in {*before, *after} if not until(lambda pid=pid: gone(pid), GONE_S)]:  # type: ignore[misc]
+    if left := _left({*before, *after}):
         raise Differs(f"no process is left when the server has ended, expected; {len(left)}, seen", figures)
     return figures
+
+
+def _left(pids: Collection[int]) -> list[int]:
+    """Those that have not ended within `GONE_S`."""
+    until(lambda: all(map(gone, pids)), GONE_S)
+    return [pid for pid in pids if not gone(pid)]
 
 
 def orphans(task: Task) -> Figures:
@@ -73,7 +80,7 @@ def orphans(task: Task) -> Figures:
         began = time.monotonic()
         server.process.kill()
         server.process.wait(10.0)
-        left = [pid for pid in pids if not until(lambda pid=pid: gone(pid), GONE_S)]  # type: ignore[misc]
+        left = _left(pids)
         figures: Figures = {"processes below a supervisor": len(pids), "gone after, s": seconds(began)}
     if left:
         for pid in left:
