@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 from pathlib import Path
@@ -21,7 +22,7 @@ from tandem.models.description import describe
 from tandem.models.footprint import slice_bytes
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
-from tandem.testing import ThreadGroup, tiny_model
+from tandem.testing import ThreadGroup, ThreadRank, tiny_model
 
 WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
 AWQ_NUMBERS = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -60,9 +61,9 @@ def logits_of_mlx_lm(path: Path, *, dequantize: bool = False) -> np.ndarray:
 class Twin:
     """A tiny model twice: as another program quantises it, and the same numbers in MLX's format."""
 
-    def __init__(self, directory: Path, family: str) -> None:
+    def __init__(self, directory: Path, family: str, **widths: int) -> None:
         self.rng = np.random.default_rng(0)
-        self.source = tiny_model(directory / "plain", family, layers=3, config=WIDTHS)
+        self.source = tiny_model(directory / "plain", family, layers=3, config={**WIDTHS, **widths})
         arrays = mx.load(str(self.source / "model.safetensors"))
         # Exact in bfloat16 and in float16.
         self.plain = {
@@ -245,6 +246,32 @@ def test_ranks_compute_with_their_part(form, tmp_path):
     want = logits_of_mlx_lm(own, dequantize=dequantize)
     for got in logits(foreign, size=2, dequantize=dequantize):
         np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
+
+
+BEYOND = {**dict.fromkeys(("AWQ", "fp8 in blocks", "fp8 by rows"), 4.0),
+          **dict.fromkeys(("4 bits, a scale for each row", "8 bits with zero points", "GPTQ of 8 bits"), 1.0)}
+"""Largest tensors, as if in float32, that loading takes besides its result. AWQ has its bits in another order than MLX,
+and fp8 becomes floats; else half a one."""
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_rank_takes_the_memory_of_its_part_and_little_more(form, tmp_path):
+    """The largest tensor is a layer's experts, joined."""
+    twin = Twin(tmp_path, "qwen3_moe", hidden_size=256, intermediate_size=1024, moe_intermediate_size=256, head_dim=64)
+    foreign, _ = FORMATS[form](twin)
+    files = resolve(str(foreign))
+    description = describe(files)
+    expand = form == "4 bits, a scale for each row"
+    shard = plan_shards(description, 2, dequantize=expand)[0]
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    stage = load_stage(files, description, range(3), dtype="float32", dequantize=expand, shard=shard,
+                       tensor_parallel=ThreadRank(ThreadGroup(2), 0))
+    beyond = mx.get_peak_memory() - before - stage.nbytes
+    tensor = 4 * 256 * 256 * 4  # in float32
+    assert beyond < tensor * BEYOND.get(form, 0.5), (beyond / tensor, stage.nbytes)
 
 
 @pytest.mark.parametrize("form", FORMATS)
