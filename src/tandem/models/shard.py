@@ -77,7 +77,7 @@ def plan_shards(
     shares = _shares(weights, size)
     if size == 1:
         return (_whole(d),)
-    sharding = _sharding(d)
+    sharding = _sharding(d, size)
     kv = _divided(d, sharding, shares, "heads", dequantize)
     states = _divided(d, sharding, shares, "states", dequantize)
     queries = _queries(d, sharding, kv, 1 if dequantize else _group(d, sharding, "q"))
@@ -161,12 +161,13 @@ def _shares(weights: Sequence[float] | None, size: int) -> list[float]:
     return [w / sum(given) for w in given]
 
 
-def _sharding(d: ModelDescription) -> Sharding:
+def _sharding(d: ModelDescription, size: int) -> Sharding:
     sharding = SHARDING.get(d.layer_type or d.family)
     if sharding is None:
         reason = NOT_SHARDED.get(d.family, "its layers are not divided yet")
+        stages = min(size, d.num_layers - len(d.uncut))
         raise LayoutError(
-            f"{d.family} does not run tensor-parallel: {reason}; use --pipeline-parallel-size", param=_PARAM
+            f"{d.family} does not run tensor-parallel: {reason}; use --pipeline-parallel-size {stages}", param=_PARAM
         )
     if sharding.mlp and not d.mlp_width and not d.expert_width:
         raise LayoutError(
