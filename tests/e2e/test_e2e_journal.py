@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 
 import served
-from served import wait_until
+from served import TLS, wait_until
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def test_what_was_accepted_is_answered_after_everything_was_killed(tmp_path: Pat
         assert drawn(url, unkept).json()["choices"] == seen.json()["choices"], "though its answer was on no disk"
         again = post(url, **{"idempotency-key": "waiting"})
         assert again.headers["idempotent-replayed"] == "true"
-        wait_until(lambda: httpx.get(f"{url}/v1/requests/{name}", timeout=240).json()["status"] == "completed")
+        wait_until(lambda: _status(url, name) == "completed")
         fetched = httpx.get(f"{url}/v1/requests/{name}", timeout=240).json()["response"]
         text = undisturbed.json()["choices"][0]["text"]
         assert again.json()["choices"][0]["text"] == text == fetched["choices"][0]["text"]
@@ -158,14 +158,14 @@ def no_line_of_a_batch_is_lost_or_answered_twice(url: str, server: psutil.Proces
 
 def _healthy(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/health/ready", timeout=240).status_code == 200
+        return httpx.get(f"{url}/health/ready", timeout=240, verify=TLS).status_code == 200
     except httpx.TransportError:
         return False
 
 
 def _status(url: str, name: str) -> str | None:
     try:
-        found = httpx.get(f"{url}/v1/requests/{name}", timeout=240)
+        found = httpx.get(f"{url}/v1/requests/{name}", timeout=240, verify=TLS)
     except httpx.TransportError:
         return None
     return str(found.json()["status"]) if found.status_code == 200 else None

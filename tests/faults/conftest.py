@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import socket
-import ssl
 import subprocess
 import tempfile
 import threading
@@ -18,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from served import PATIENCE_S, address, assert_gone, end, start
+from served import PATIENCE_S, TLS, address, assert_gone, end, start
 from tandem.testing import tiny_model
 
 FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--start-timeout", "120", "--max-restarts", "100")
@@ -33,8 +32,6 @@ MIX: list[dict[str, Any]] = [
     {"prompt": [21, 22, 23, 24], "max_tokens": 80, "temperature": 0, "min_tokens": 60},
     {"prompt": LONG, "max_tokens": 8, "temperature": 0, "stream": True},
 ]
-TLS = ssl.create_default_context()
-"""Made once: a client of httpx that makes its own takes as long for it as the server for twenty tokens."""
 
 
 class Call:
@@ -186,7 +183,7 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples whose name and labels begin like `name`."""
-        text = httpx.get(f"{self.url}/metrics", timeout=240).text
+        text = httpx.get(f"{self.url}/metrics", timeout=240, verify=TLS).text
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
 
     def tail(self) -> str:
