@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import random
 import signal
 import threading
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 
-from submitted import ask, check
+from submitted import ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.errors import UsageError
+from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.pieces import PIECE
+from tandem.protocol.request import EngineRequest
 from tandem.testing import tiny_model
 
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -50,6 +53,12 @@ def answers(llm: LLM, expected: Any) -> int:
     assert [e.logprob for e in got.logprobs] == pytest.approx([e.logprob for e in expected.logprobs], abs=1e-4)
     check(llm)
     return int(got.cached_tokens)
+
+
+def asked(llm: LLM, query: QueryCache) -> CacheReport:
+    reports: queue.SimpleQueue[CacheReport] = queue.SimpleQueue()
+    ask(llm, lambda engine: engine.query_cache(query, reports.put))
+    return reports.get(timeout=120)
 
 
 def wait(condition: Callable[[], bool]) -> None:
@@ -115,8 +124,13 @@ def test_another_model_or_type_finds_nothing(serve, expected, model, tmp_path):
 
 def test_a_part_of_a_prompt_and_several_who_ask_at_once(serve, expected, tmp_path):
     with serve("one") as llm:
+        private = EngineRequest(request_id="private", prompt=[9] * 300, params=PARAMS, on_disk=False)
+        assert list(submitted(llm, [private]))
         answers(llm, expected)
-        wait(lambda: len(files(tmp_path)) == 2)
+        report = asked(llm, QueryCache(1, tokens=PROMPT))  # once all that waits is written
+        assert (report.memory_has, report.disk_has) == (len(PROMPT) // 32 * 32, 2 * PIECE)
+        assert len(files(tmp_path)) == 2
+        assert asked(llm, QueryCache(2, tokens=private.prompt)).memory_has == 288
     branch = PROMPT[:PIECE + 30] + [11] * 300
     with serve("one") as llm:
         first, second, third = llm.generate([PROMPT, branch, PROMPT], PARAMS)
@@ -142,6 +156,32 @@ def test_a_model_with_windows_is_served_without(tmp_path):
         status = ask(llm, lambda engine: engine.status())
     assert status.kv_disk.startswith("off: ")
     assert not files(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2", "tp2"])
+def test_a_prompt_is_warmed_and_dropped_on_all_ranks(serve, expected, tmp_path, layout):
+    warming = EngineRequest(request_id="warm", prompt=PROMPT, params=SamplingParams(max_tokens=0), warms=True)
+    with serve(layout) as llm:
+        for drop, there in (("", 0), ("memory", 2 * PIECE)):
+            asked(llm, QueryCache(1, drop=drop))
+            [output] = submitted(llm, [warming])
+            assert (output.tokens, output.cached_tokens) == ([], there)
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * PIECE
+        assert answers(llm, expected) == len(PROMPT) // 32 * 32
+        report = asked(llm, QueryCache(1, drop="all"))
+        assert (report.count, report.tokens) == (0, 0)
+        assert (report.disk.tokens, report.disk.bytes, report.disk.machines) == (0, 0, 1)
+        assert report.dropped_bytes > 0
+        assert not files(tmp_path)
+        assert answers(llm, expected) == 0
+        # What is in memory and not on disk is written when it is warmed.
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * PIECE
+        for path in files(tmp_path):
+            path.unlink()
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 0
+        assert list(submitted(llm, [warming]))
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * PIECE
 
 
 @pytest.mark.slow

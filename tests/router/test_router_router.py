@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from tandem.cache.prefix import BLOCK
 from tandem.router.affinity import MOST_BLOCKS, SentPrefixes, prompt_hashes
-from tandem.router.router import EXPECTED_OUTPUT, TAIL, Router
+from tandem.router.router import EXPECTED_OUTPUT, KEY_TOKENS, TAIL, Router
 
 STATES = ("ready", "starting", "recovering", "draining", "failed", "silent")
 TAKING = ("ready", "recovering")
@@ -70,6 +70,25 @@ def test_a_prefix_draws_its_like_until_the_saving_is_used_up():
     # Each is 101 tokens of work there, and 741 elsewhere: the seventh finds 606 waiting, the eighth 707.
     assert placed == [first] * 7 + [1 - first]
     assert router.place("other", tokens(40, 5000), 100) == first, "now the other one has 741 to do, this one 707"
+
+
+def test_requests_with_one_key_go_together_until_that_is_dear():
+    router = ready(3)
+    homes = {key: router.place(f"first {key}", tokens(40), 100, key=key) for key in map(str, range(30))}
+    assert set(homes.values()) == {0, 1, 2}, "keys are spread"
+    for key in homes:
+        router.end(f"first {key}")
+    again = ready(3)  # another api, or the same one later, knows nothing of these
+    assert [again.place(f"r{i}", tokens(40, 100 * i), 100, key="7") for i in range(9)] == [homes["7"]] * 9
+    again.place("long", tokens(KEY_TOKENS), 10, key="7")
+    assert again.place("late", tokens(40, 9000), 100, key="7") != homes["7"], "it has more to do than that is worth"
+    for i in range(9):
+        again.end(f"r{i}")
+    again.end("long")
+    again.set_state(homes["7"], "draining")
+    other = {again.place(f"o{i}", tokens(40, 100 * i), 100, key="7") for i in range(4)}
+    assert len(other - {homes["7"]}) == len(other) == 1, "they go together elsewhere"
+    again.check()
 
 
 def test_short_common_beginnings_hardly_matter():

@@ -103,13 +103,13 @@ class CacheDesk:
         if not question.seen:
             question.reply(report)
             return
-        machines: dict[str, tuple[int, int]] = {}
-        for rank, seen in question.seen.items():
+        machines: dict[str, Surveyed] = {}
+        for rank, seen in sorted(question.seen.items()):
             ready = self._gang.ready[rank]
-            machines[ready.machine or ready.host] = seen.nbytes, seen.total_bytes
-        spec, counts = self._gang.layout.ranks[0], disk.counts
-        held, total = (sum(sizes) for sizes in zip(*machines.values(), strict=True))
-        dropped = held if query.drop == "all" else 0
-        question.reply(replace(report, dropped_bytes=dropped, disk=DiskReport(
-            spec.kv_disk, spec.kv_disk_bytes, disk.positions, held - dropped, total, len(machines),
+            machines[ready.machine or ready.host] = seen
+        spec, counts, drops = self._gang.layout.ranks[0], disk.counts, query.drop == "all"
+        held = sum(seen.nbytes for seen in (question.seen if drops else machines).values())
+        total = sum(seen.total_bytes for seen in machines.values())
+        question.reply(replace(report, dropped_bytes=held if drops else 0, disk=DiskReport(
+            spec.kv_disk, spec.kv_disk_bytes, disk.positions, 0 if drops else held, total, len(machines),
             counts.hit_tokens, counts.read_bytes, counts.read_s, counts.written_bytes, counts.failures)))

@@ -45,7 +45,7 @@ class Surveyed(Struct, frozen=True, tag=True):
     gone: list[bytes] = []
     """Others, that were there when it last looked."""
     nbytes: int = 0
-    """Of the files of this model, adapter and type."""
+    """Of the files of this model, adapter and type; or of those that this rank has deleted."""
     total_bytes: int = 0
     """Of all files in the directory."""
 

@@ -112,5 +112,9 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """What speaks against it, if engines were lost while they worked on it; its api hears when it runs alone."""
     pooling: Pooling | None = None
     """It ends with its prompt, and asks for the pooled hidden state of that in place of tokens."""
+    cache_key: str = ""
+    """Requests with the same one go to the same replica, where that can be."""
+    on_disk: bool = True
+    """Its prompt may be kept on disk."""
     warms: bool = False
     """It ends with its prompt, and asks for nothing: the prompt is to be kept for those that begin like it."""

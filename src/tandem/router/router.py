@@ -7,6 +7,7 @@ least loaded one by exactly the tokens that it saves. Pure: no clock, no sockets
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +17,9 @@ EXPECTED_OUTPUT = 256
 """Tokens of output that a request is expected to have, when its limit is higher: few come near their limit."""
 TAIL = 32
 """Tokens that are still expected of one that has gone beyond that."""
+
+KEY_TOKENS = 8192
+"""What it is worth, in tokens of work, that requests with one key are together."""
 
 _RANK = {"ready": 0, "recovering": 1}
 """States in which a replica takes requests; a rank above 0 only while none of a lower one can. One that loads for the
@@ -90,10 +94,11 @@ class Router:
     # --- requests ---
 
     def place(self, request_id: str, tokens: Sequence[int], max_tokens: int, *, done: int = 0,
-              avoid: Collection[int] = ()) -> int | None:
+              avoid: Collection[int] = (), key: str = "") -> int | None:
         """Choose a replica for a request and count it there; None when none but those in `avoid` takes requests.
 
         `tokens` is all that has to be computed: the prompt, and the `done` tokens that another replica has produced.
+        Requests with the same `key` go to the same replica, unless that has `KEY_TOKENS` more work before it.
         """
         candidates = self._candidates(avoid)
         if not candidates:
@@ -101,7 +106,8 @@ class Router:
         several = self._affinity and len(self._replicas) > 1
         hashes = prompt_hashes(tokens) if several else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
-        best = min(candidates, key=lambda i: (self._replicas[i].load - saved[i], self._replicas[i].last))
+        worth = saved | ({home: max(saved[home], KEY_TOKENS)} if (home := _home(key, candidates)) is not None else {})
+        best = min(candidates, key=lambda i: (self._replicas[i].load - worth[i], self._replicas[i].last))
         self._count(request_id, _AtReplica(best, max_tokens, len(tokens) - saved[best], done))
         self._replicas[best].sent.note(hashes)
         self._choices += 1
@@ -144,3 +150,11 @@ class Router:
             assert replica.jobs == len(jobs)
             assert replica.load == sum(job.left for job in jobs) >= 0
         assert all(job.replica in self._replicas for job in self._jobs.values())
+
+
+def _home(key: str, replicas: Collection[int]) -> int | None:
+    """Where requests with this key go: the same for all apis, and when a replica joins or leaves, few keys move
+    (rendezvous hashing, Thaler and Ravishankar 1998). None for no key, or one replica."""
+    if not key or len(replicas) < 2:
+        return None
+    return max(replicas, key=lambda index: hashlib.blake2b(f"{index}:{key}".encode(), digest_size=8).digest())

@@ -245,14 +245,14 @@ class PieceFiles:
 
     def survey(self, *, drop: bool = False) -> tuple[int, int]:
         """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
-        space's files before that, and of all that is left. Raises OSError."""
+        space's files, or of those that were deleted, and of all that is left. Raises OSError."""
         own = 0
         for _, size, space, file in self._all():
             if space == self._space:
-                own += size
-                if drop:
-                    with suppress(OSError):
-                        (self._path / file).unlink(missing_ok=True)
+                with suppress(OSError):  # another rank deletes them too
+                    if drop:
+                        (self._path / file).unlink()
+                    own += size
         self._look()
         return own, sum(size for _, size, _, _ in self._all())
 

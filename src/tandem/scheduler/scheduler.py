@@ -170,8 +170,7 @@ class Scheduler:
         if not (lane.removes or decode or prefill or self.prefixes.leaving):
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
-        keys = dict.fromkeys([*(save.key for save in saves), *self._warmed(lane, prefill)])
-        stores = self.disk.stores(keys, self.prefixes)
+        stores = self.disk.stores(self._lasting(lane, saves, prefill), self.prefixes)
         plan = StepPlan(
             step_id=self.next_step, lane=lane.index, removes=lane.removes, inserts=inserts, restores=restores,
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
@@ -252,12 +251,11 @@ class Scheduler:
         snapshot = self.prefixes.save(sequence.tokens[:op.start + op.count])
         return None if snapshot is None else SnapshotOp(sequence.request_id, snapshot.key, snapshot.length)
 
-    def _warmed(self, lane: Lane, prefill: list[PrefillOp]) -> Iterator[str]:
-        """Prefixes in memory already that somebody warms: they may be missing on disk."""
-        for op in prefill:
-            sequence = lane.members[op.request_id]
-            if sequence.request.warms and op.last and (key := self.prefixes.holding(sequence.tokens)):
-                yield key
+    def _lasting(self, lane: Lane, saves: list[SnapshotOp], prefill: list[PrefillOp]) -> set[str]:
+        """Prefixes that are to be on disk too: new ones, and some in memory already, which are warmed."""
+        warmed = (lane.members[op.request_id] for op in prefill if op.last)
+        old = (self.prefixes.holding(one.tokens) for one in warmed if one.request.warms and one.request.on_disk)
+        return {save.key for save in saves if lane.members[save.request_id].request.on_disk} | {*filter(None, old)}
 
     def _fits(self, lane: Lane, sequence: Sequence) -> bool:
         """True if there is a place in the batch and room in the KV cache."""

@@ -240,7 +240,7 @@ def test_the_official_clients_fields_are_taken(shared):
         prediction={"type": "content", "content": "x"})
     assert answer.parse().choices[0].message.content
     assert set(answer.headers[HEADER].split(", ")) == {
-        "verbosity", "store", "metadata", "user", "safety_identifier", "service_tier", "prompt_cache_key",
+        "verbosity", "store", "metadata", "user", "safety_identifier", "service_tier",
         "prediction", "reasoning_effort"}
     response = client.responses.create(model="tiny", input="hi", text={"verbosity": "high"}, max_tool_calls=3,
                                        reasoning={"effort": "low", "generate_summary": "concise"})

@@ -61,7 +61,7 @@ async def start_chat(
         get_api(http),
         http,
         served,
-        engine_requests(request_id, get_group(http), work),
+        engine_requests(request_id, get_group(http), work, fields.caching),
         tokenizer,
         request_id=request_id,
         prompt_tokens=len(plan.prompt),

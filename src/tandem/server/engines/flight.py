@@ -69,6 +69,11 @@ class Flight:
         return self._request.group
 
     @property
+    def cache_key(self) -> str:
+        """Its key, which is its client's own; empty for none."""
+        return f"{self.group}:{self._request.cache_key}" if self._request.cache_key else ""
+
+    @property
     def wire_id(self) -> str:
         """The id that the replica knows: another one each time, as a slow engine may still be busy with the last."""
         return self.request_id if self._sendings == 1 else f"{self.request_id}+{self._sendings - 1}"

@@ -52,7 +52,7 @@ class Placement(Protocol):
         """Tokens of work before a replica."""
 
     def place(self, request_id: str, tokens: Sequence[int], max_tokens: int, *, done: int = 0,
-              avoid: Collection[int] = ()) -> int | None:
+              avoid: Collection[int] = (), key: str = "") -> int | None:
         """Choose a replica, and count the request there."""
 
     def advance(self, request_id: str, tokens: int) -> None:
@@ -299,7 +299,7 @@ class Replicas:
             request = flight.depart()
             others = () if flight.only is None else self._members.keys() - {flight.only}
             index = self._router.place(request.request_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
-                                       avoid=flight.refused_by.union(others))
+                                       avoid=flight.refused_by.union(others), key=flight.cache_key)
             if index is None:
                 return False
             flight.replica = index

@@ -50,10 +50,12 @@ def _together(parts: Iterable[Fields]) -> Fields:
 
 
 OPENAI = _together((
-    _any("OpenAI", "user safety_identifier prompt_cache_key prompt_cache_retention prompt_cache_options service_tier"),
+    _any("OpenAI", "user safety_identifier prompt_cache_options service_tier"),
     _only("OpenAI", "moderation"),
 ))
 """Say nothing about the text."""
+CACHING = _any("OpenAI", "prompt_cache_key prompt_cache_retention")
+"""Of prompts whose prefixes are not kept."""
 
 GENERATING = _together((
     OPENAI,
@@ -122,6 +124,7 @@ COMPLETION = _together((
 
 EMBEDDING = _together((
     OPENAI,
+    CACHING,
     _any("OpenAI", "metadata"),
     _any("vLLM", "priority request_id"),
     _any("Ollama", "keep_alive"),
@@ -133,6 +136,7 @@ EMBEDDING = _together((
 
 TOKENS = _together((
     OPENAI,
+    CACHING,
     _any("OpenAI", "metadata"),
     _only("vLLM", "continue_final_message", False),
     _only("vLLM", "mm_processor_kwargs", {}),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -43,10 +44,10 @@ async def collect(generation: Generation, choices: int) -> list[Answer]:
 
 
 def engine_requests(
-    request_id: str, group: str, work: Sequence[tuple[list[int], SamplingParams]]
+    request_id: str, group: str, work: Sequence[tuple[list[int], SamplingParams]], caching: Mapping[str, Any]
 ) -> list[EngineRequest]:
-    """One engine request for each (prompt, parameters)."""
+    """One engine request for each (prompt, parameters); `caching` is what all say of the prefix cache."""
     return [
-        EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, group=group)
+        EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, group=group, **caching)
         for index, (prompt, params) in enumerate(work)
     ]

@@ -53,7 +53,7 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
     form = await form_of(texts, fields)
     request_id = new_id("cmpl")
     work = _work(fields, prompts, served, status, n, form)
-    requests = engine_requests(request_id, get_group(http), work)
+    requests = engine_requests(request_id, get_group(http), work, fields.caching)
     echoes = await _echoes(texts, fields, n)
     generation = Generation(
         api,

@@ -107,6 +107,13 @@ Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LE
 StopTokens = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)]
 
 
+CacheKey = Annotated[str, Field(max_length=1024)]
+"""Requests with the same one go to the same replica."""
+Retention = Literal["in_memory", "in-memory", "24h"]
+"""How long a prompt's prefix may be kept: in memory alone, or on disk too, where there is one. OpenAI has both ways to
+write the first."""
+
+
 class SamplingFields(Strict):
     """How to choose tokens; the same for chat and completions."""
 
@@ -132,6 +139,8 @@ class SamplingFields(Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
+    prompt_cache_key: CacheKey | None = None
+    prompt_cache_retention: Retention | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredFields | None = None
     guided_json: str | dict[str, Any] | None = None
@@ -173,6 +182,12 @@ class SamplingFields(Strict):
         if self.stream and self.prompt_logprobs is not None:
             message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
             raise RequestError(message, param="prompt_logprobs", code="invalid_value")
+
+    @property
+    def caching(self) -> dict[str, Any]:
+        """What an engine request says of the prefix cache."""
+        return {"cache_key": self.prompt_cache_key or "",
+                "on_disk": self.prompt_cache_retention not in ("in_memory", "in-memory")}
 
     @property
     def include_usage(self) -> bool:

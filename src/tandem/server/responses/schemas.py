@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from tandem.protocol.ranges import RANGES
 from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, FunctionSpec, Strict, at_most, only_type
-from tandem.server.openai.schemas import Effort, StreamOptions
+from tandem.server.openai.schemas import CacheKey, Effort, Retention, StreamOptions
 
 _NEEDS = {
     "message": {"role", "content"},
@@ -176,6 +176,8 @@ class ResponsesRequest(Strict):
     include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
     """Accepted, as clients always send it: reasoning is not encrypted here, and the tools are not here."""
     previous_response_id: str | None = None
+    prompt_cache_key: CacheKey | None = None
+    prompt_cache_retention: Retention | None = None
     store: bool | None = None
     background: bool | None = None
 

@@ -24,7 +24,8 @@ Json = dict[str, Any]
 
 def chat_request(fields: ResponsesRequest) -> ChatRequest:
     """The same request in the words of chat completions. Raises RequestError."""
-    same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls")
+    same = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "prompt_cache_key",
+            "prompt_cache_retention")
     data: Json = {name: getattr(fields, name) for name in same}
     data |= {"messages": _conversation(fields), "max_tokens": fields.max_output_tokens}
     data["tool_choice"] = fields.tool_choice

@@ -1,0 +1,26 @@
+"""What requests say of the prefix cache reaches the engine, in every dialect that has words for it."""
+
+from __future__ import annotations
+
+import pytest
+
+HELLO = [{"role": "user", "content": "hi"}]
+BODIES = {"/v1/chat/completions": {"messages": HELLO}, "/v1/completions": {"prompt": "hi"},
+          "/v1/responses": {"input": "hi"}}
+
+
+@pytest.mark.parametrize(("route", "body"), BODIES.items())
+def test_key_and_retention_reach_the_engine(shared, route, body):
+    for fields, said in (({}, ("", True)), ({"prompt_cache_key": "agent"}, ("agent", True)),
+                         ({"prompt_cache_retention": "in_memory"}, ("", False)),
+                         ({"prompt_cache_retention": "24h", "prompt_cache_key": None}, ("", True))):
+        shared.engine.submitted.clear()
+        answer = shared.http.post(route, json={"model": "tiny", **body, **fields})
+        assert answer.status_code == 200, answer.text
+        assert "x-tandem-ignored-fields" not in answer.headers
+        [request] = shared.engine.submitted.values()
+        assert (request.cache_key, request.on_disk) == said
+    for field, value in (("prompt_cache_retention", "7d"), ("prompt_cache_key", 5), ("prompt_cache_key", "k" * 2000)):
+        refused = shared.http.post(route, json={"model": "tiny", **body, field: value})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["param"] == field
