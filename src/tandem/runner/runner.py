@@ -54,9 +54,11 @@ class PendingStep:
     scores: dict[str, Scores] = field(default_factory=dict)
     """What is found out of prompts' tokens, on the rank that samples."""
     drafted: Drafted | None = None
-    digests: list[tuple[mx.array, mx.array]] = field(default_factory=list)
-    """uint32 digests of each forward pass's input and output, where the plan asked for them. Logits that the ranks of
-    a stage put together are part of its output."""
+    received: list[mx.array] = field(default_factory=list)
+    """uint32 digests of what each forward pass was given by another stage, where the plan asked for them."""
+    made: list[mx.array] = field(default_factory=list)
+    """uint32 digests of each forward pass's output, where another rank gets or has it too. Logits that the ranks of a
+    stage put together are part of it."""
 
     def finish(self) -> StepResult:
         """Wait for the step; tokens come in the plan's order, and like vectors only from the last stage."""
@@ -79,10 +81,9 @@ class PendingStep:
         return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors, drafts, scores)
 
     def digest(self) -> tuple[int, int] | None:
-        """Of all that went through the stage's layers in this step; waits for it. None if the plan did not ask."""
-        if not self.digests:
-            return None
-        return chained(before for before, _ in self.digests), chained(after for _, after in self.digests)
+        """Of all that went through the stage's layers in this step, in and out; waits for it. None if the plan did not
+        ask, or there is nobody to compare with."""
+        return (chained(self.received), chained(self.made)) if self.received or self.made else None
 
 
 class Runner:
@@ -152,6 +153,8 @@ class Runner:
         self._hand_out(plan, pending)
         if self.drafter is not None and plan.spec_decode_plan is not None and plan.spec_decode_plan.ask:
             pending.drafted = self._draft(self.drafter, plan, plan.spec_decode_plan.ask, pending)
+        if plan.digest:
+            mx.async_eval(pending.received, pending.made)
         pending.kv_bytes = sum(one.nbytes for one in self._lanes) + (self.drafter.nbytes if self.drafter else 0)
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
@@ -235,9 +238,7 @@ class Runner:
             return
         logits = self.stage.head(hidden)[:, -1]
         if pending.plan.digest and self._group is not None:
-            before, after = pending.digests[-1]
-            pending.digests[-1] = before, after + digest(logits)
-            mx.async_eval(pending.digests[-1][1])
+            pending.made[-1] += digest(logits)
         if self._sampler is not None:
             if self._sampler.guided(ids):
                 mx.async_eval(logits)
@@ -263,14 +264,15 @@ class Runner:
         """One pass of [rows, positions]: from tokens or the stage before, to the stage after or the sampler."""
         step_id = pending.plan.step_id
         given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size))
-        before, hidden = given, self.stage.forward(given, caches)
-        if pending.plan.digest:
-            pending.digests.append((digest(before), digest(hidden)))
-            mx.async_eval(*pending.digests[-1])
+        hidden = self.stage.forward(given, caches)
+        if pending.plan.digest and not self.stage.is_first:
+            pending.received.append(digest(given))
+        if pending.plan.digest and (self._group is not None or not self.stage.is_last):
+            pending.made.append(digest(hidden))
         if self._link is not None and not self.stage.is_last:
             pending.outcome = hidden.reshape(-1)[:1].astype(mx.float32)
             # Before the send, whose thread then has the buffer to itself.
-            mx.async_eval(pending.outcome)
+            mx.async_eval(pending.outcome, pending.received, pending.made)
             self._link.send(hidden, step_id)
         return hidden
 
