@@ -39,6 +39,8 @@ OF_FAMILY = {
         "linear_attn_config": {"num_heads": 6, "head_dim": 32, "kda_layers": [1, 2], "short_conv_kernel_size": 4},
         "routed_expert_hidden_size": 64, "latent_moe_use_norm": True, "mla_use_output_gate": True,
     },
+    **dict.fromkeys(("bailing_hybrid", "bailing_moe_linear"), {"group_norm_size": 3}),
+    "bailing_moe_v3": {"moe_shared_expert_intermediate_size": 96, "num_attention_heads": 6},
     **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), {
         "ffn_hidden_size": 192, "expert_ffn_hidden_size": 96,
     }),

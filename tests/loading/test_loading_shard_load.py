@@ -151,8 +151,8 @@ def test_figures_of_a_stage(tmp_path):
 
 @pytest.mark.parametrize(
     "family", [
-        "deepseek_v32", "gemma4", "glm4_moe_lite", "kimi_k3", "kimi_linear", "llama4", "longcat_flash", "minimax_m2",
-        "minimax_m3_vl", "nemotron_h",
+        "bailing_hybrid", "deepseek_v32", "gemma4", "glm4_moe_lite", "kimi_k3", "kimi_linear", "llama4",
+        "longcat_flash", "minimax_m2", "minimax_m3_vl", "nemotron_h",
     ]
 )
 @pytest.mark.parametrize("quantized", [False, True])

@@ -116,7 +116,7 @@ def test_a_single_group_of_states_is_cut_between_its_heads(family, tmp_path):
 
 FOUR = {  # two kv heads with two query heads each; four of what is not attention
     **dict.fromkeys(("num_attention_heads", "linear_num_key_heads", "linear_num_value_heads", "mamba_n_groups",
-                     "n_groups", "mamba_n_heads", "mamba_num_heads"), 4),
+                     "n_groups", "mamba_n_heads", "mamba_num_heads", "group_norm_size"), 4),
     **dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size", "intermediate_size_mlp",
                      "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
                      "shared_intermediate_size", "block_dim", "block_ff_dim", "mamba_d_ssm"), 128),

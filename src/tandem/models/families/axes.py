@@ -130,6 +130,29 @@ def kimi_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
+def ling_delta(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """As `kimi_delta`, where both have the same heads."""
+    heads = number(config, "num_attention_heads")
+    return {
+        **latent(config),
+        "delta_heads": Axis("states", heads, 1),
+        "delta_width": Axis("states", heads, number(config, "head_dim")),
+    }
+
+
+def lightning(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Lightning attention, cut between the groups of heads that its norm has; beside it latent or plain attention."""
+    heads, groups = number(config, "num_attention_heads"), number(config, "group_norm_size") or 1
+    plain, beside = number(config, "hidden_size") // max(heads, 1), number(config, "kv_lora_rank") > 0
+    size = number(config, "head_dim") or plain if beside else plain
+    return {
+        **(latent(config) if beside else {}),
+        "lightning": Axis("states", groups, heads // groups * size),
+        "lightning_heads": Axis("states", groups, heads // groups),
+        "lightning_groups": Axis("states", groups, 1),
+    }
+
+
 def ssm(config: Mapping[str, Any]) -> dict[str, Axis]:
     """Mamba 2 (Dao and Gu: Transformers are SSMs, 2024): cut between groups, each of heads with one B and one C.
 

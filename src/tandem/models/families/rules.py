@@ -15,6 +15,8 @@ from tandem.models.families.axes import (
     kimi_delta,
     latent,
     lfm2_width,
+    lightning,
+    ling_delta,
     mixed,
     plamo,
     ssm,
@@ -338,6 +340,73 @@ def _normed_experts(sharding: Sharding) -> Sharding:
 KIMI_K3 = replace(_normed_experts(K3_LATENT), variants={
     "self_attn.qkv_proj": _normed_experts(K3_DELTA), **_normed_experts(K3_LATENT).variants,
 })
+LING = Sharding(
+    cuts={**glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.shared_experts", "shared")},
+    sums=("attention", "mlp"),
+    attention="attention",
+    whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
+    experts=EXPERT,
+    shared=BAILING_SHARED,
+)
+LING_LATENT = replace(
+    LING,
+    cuts={
+        **LING.cuts,
+        **{path.replace("self_attn", "attention"): cut for path, cut in LATENT.items() if "o_proj" not in path},
+        "attention.dense": columns("latent_out"),
+        "attention.g_proj": rows("latent_heads"),
+    },
+    whole=LING.whole | {path.replace("self_attn", "attention") for path in LATENT_WHOLE},
+)
+LING_DELTA = replace(LING_LATENT, axes=ling_delta, variants={
+    "attention.q_conv1d": replace(
+        LING,
+        cuts={
+            **LING.cuts,
+            **{f"attention.{name}_proj": rows("delta_width") for name in "qkvfg"},
+            **{f"attention.{name}_conv1d": first("delta_width") for name in "qkv"},
+            **{f"attention.{name}": rows("delta_heads") for name in ("b_proj", "A_log")},
+            "attention.dt_bias": rows("delta_width"),
+            "attention.o_proj": columns("delta_width"),
+        },
+        attention="",
+        axes=ling_delta,
+        counts={
+            "attention.num_heads": ("delta_heads",),
+            "attention.projection_size": ("delta_width",),
+            **{f"attention.{name}_conv1d.groups": ("delta_width",) for name in "qkv"},
+        },
+    ),
+})
+LIGHTNING = {
+    "attention.g_norm": replace(
+        LING,
+        cuts={
+            **LING.cuts,
+            "attention.query_key_value": rows("lightning", "lightning", "lightning"),
+            "attention.g_proj": rows("lightning"),
+            "attention.g_norm": Cut("last", ("lightning",)),
+            "attention.dense": columns("lightning"),
+        },
+        attention="",
+        axes=lightning,
+        counts={
+            "attention.num_attention_heads": ("lightning_heads",),
+            "attention.num_key_value_heads": ("lightning_heads",),
+            "attention.g_norm.groups": ("lightning_groups",),
+        },
+        lists={"attention._slope": "lightning_heads"},
+    ),
+}
+LING_HYBRID = replace(LING_LATENT, axes=lightning, variants=LIGHTNING)
+LING_LINEAR = replace(
+    LING,
+    cuts={
+        **LING.cuts, "attention.query_key_value": rows("q", "kv", "kv"), "attention.dense": columns("q"),
+    },
+    axes=lightning,
+    variants=LIGHTNING,
+)
 LONGCAT = Sharding(
     cuts={
         **{path.replace("self_attn", f"self_attn.{i}"): cut for path, cut in LATENT.items() for i in range(2)},
