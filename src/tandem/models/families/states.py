@@ -1,0 +1,380 @@
+"""Rules of layers that keep states: delta rules, lightning attention, Mamba, convolutions. Plain data, no mlx."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tandem.models.families.axes import (
+    channels,
+    delta,
+    grouped_ssm,
+    kimi_delta,
+    lfm2_width,
+    lightning,
+    ling_delta,
+    plamo,
+    ssm,
+)
+from tandem.models.families.cuts import Cut, Sharding, attention, columns, first, glu, rows, two
+from tandem.models.families.rules import (
+    BAILING_SHARED,
+    EXPERT,
+    LATENT,
+    LATENT_WHOLE,
+    NORMED,
+    NORMS,
+    QWEN_MOE,
+    SUMS,
+    WIDTH,
+)
+
+DELTA_COUNTS = {
+    "linear_attn.num_k_heads": ("delta_k_heads",),
+    "linear_attn.num_v_heads": ("delta_v_heads",),
+    "linear_attn.key_dim": ("delta_k",),
+    "linear_attn.value_dim": ("delta_v",),
+}
+DELTA_HEADS = {"linear_attn.A_log": rows("delta_v_heads"), "linear_attn.dt_bias": rows("delta_v_heads")}
+GATED = attention() | {"self_attn.q_proj": rows("q_gate")}
+QWEN_DELTA = Sharding(
+    cuts={
+        **GATED,
+        **glu(),
+        **QWEN_MOE,
+        **DELTA_HEADS,
+        "linear_attn.conv1d": first("delta_k", "delta_k", "delta_v"),
+        "linear_attn.in_proj_qkvz": rows("delta_qkvz"),
+        "linear_attn.in_proj_ba": rows("delta_ba"),
+        "linear_attn.in_proj_qkv": rows("delta_k", "delta_k", "delta_v"),
+        "linear_attn.in_proj_z": rows("delta_v"),
+        "linear_attn.in_proj_b": rows("delta_v_heads"),
+        "linear_attn.in_proj_a": rows("delta_v_heads"),
+        "linear_attn.out_proj": columns("delta_v"),
+    },
+    sums=("self_attn", "linear_attn", "mlp"),
+    whole=frozenset({"mlp.gate", "mlp.shared_expert_gate"}),
+    experts=EXPERT,
+    shared=("shared_expert_intermediate_size",),
+    axes=delta,
+    counts={
+        **DELTA_COUNTS,
+        "linear_attn.conv_dim": ("delta_k", "delta_k", "delta_v"),
+        "linear_attn.conv1d.groups": ("delta_k", "delta_k", "delta_v"),
+    },
+)
+OLMO_HYBRID = Sharding(
+    cuts={
+        **NORMED,
+        **glu(),
+        **DELTA_HEADS,
+        **{f"linear_attn.{name}": rows("delta_k") for name in ("q_proj", "k_proj")},
+        **{f"linear_attn.{name}": rows("delta_v") for name in ("v_proj", "g_proj")},
+        **{f"linear_attn.{name}": rows("delta_v_heads") for name in ("a_proj", "b_proj")},
+        "linear_attn.q_conv1d": first("delta_k"),
+        "linear_attn.k_conv1d": first("delta_k"),
+        "linear_attn.v_conv1d": first("delta_v"),
+        "linear_attn.o_proj": columns("delta_v"),
+    },
+    sums=("self_attn", "linear_attn", "mlp"),
+    axes=delta,
+    norms=NORMS,
+    counts={
+        **DELTA_COUNTS,
+        "linear_attn.q_conv1d.groups": ("delta_k",),
+        "linear_attn.k_conv1d.groups": ("delta_k",),
+        "linear_attn.v_conv1d.groups": ("delta_v",),
+    },
+)
+KIMI_MOE = glu() | glu("mlp.switch_mlp", "experts") | glu("mlp.shared_experts", "shared")
+KIMI_LATENT = Sharding(
+    cuts=LATENT | KIMI_MOE,
+    sums=SUMS,
+    whole=LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
+    experts=EXPERT,
+    shared=("moe_intermediate_size", "num_shared_experts"),
+    axes=kimi_delta,
+)
+KIMI_LINEAR = replace(
+    KIMI_LATENT,
+    variants={
+        "self_attn.q_conv": replace(
+            KIMI_LATENT,
+            cuts={
+                **KIMI_MOE,
+                **{f"self_attn.{name}_proj": rows("delta_width") for name in ("q", "k", "v", "f_b", "g_b")},
+                **{f"self_attn.{name}_conv.conv": first("delta_width") for name in ("q", "k", "v")},
+                "self_attn.b_proj": rows("delta_heads"),
+                "self_attn.A_log": Cut("heads", ("delta_heads",)),
+                "self_attn.dt_bias": rows("delta_width"),
+                "self_attn.o_proj": columns("delta_width"),
+            },
+            whole=KIMI_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
+            attention="",
+            counts={
+                "self_attn.num_heads": ("delta_heads",),
+                "self_attn.projection_dim": ("delta_width",),
+                **{f"self_attn.{name}_conv.conv.groups": ("delta_width",) for name in ("q", "k", "v")},
+            },
+        ),
+    },
+)
+
+
+def mamba2(path: str) -> Sharding:
+    """A Mamba 2 mixer alone."""
+    inputs = ("ssm_width", "ssm_b", "ssm_b")
+    return Sharding(
+        cuts={
+            f"{path}.in_proj": rows("ssm_width", *inputs, "ssm_heads"),
+            f"{path}.conv1d": first(*inputs),
+            f"{path}.norm": Cut("last", ("ssm_width",)),
+            f"{path}.out_proj": columns("ssm_width"),
+            **{f"{path}.{name}": rows("ssm_heads") for name in ("dt_bias", "A_log", "D")},
+        },
+        sums=(path,),
+        attention="",
+        axes=ssm,
+        norms={f"{path}.norm": "ssm_width"},
+        mlp=(),
+        counts={
+            f"{path}.num_heads": ("ssm_heads",),
+            f"{path}.intermediate_size": ("ssm_width",),
+            f"{path}.n_groups": ("ssm_groups",),
+            f"{path}.conv_dim": inputs,
+            f"{path}.conv1d.groups": inputs,
+        },
+    )
+
+
+MIXER, MAMBA = mamba2("mixer"), mamba2("mamba")
+GRANITE_HYBRID = replace(
+    MAMBA,
+    cuts={
+        **MAMBA.cuts,
+        **attention(),
+        **glu(),
+        **glu("block_sparse_moe.switch_mlp", "experts"),
+        "shared_mlp.input_linear": rows("shared", "shared"),
+        "shared_mlp.output_linear": columns("shared"),
+    },
+    sums=("self_attn", "mamba", "mlp", "block_sparse_moe", "shared_mlp"),
+    attention="self_attn",
+    whole=frozenset({"block_sparse_moe.router.layer"}),
+    mlp=WIDTH,
+    experts=WIDTH,
+    shared=("shared_intermediate_size",),
+)
+FALCON = replace(
+    MAMBA,
+    cuts={**MAMBA.cuts, **attention(), **glu("feed_forward")},
+    sums=("self_attn", "mamba", "feed_forward"),
+    attention="self_attn",
+    mlp=WIDTH,
+)
+NEMOTRON_H = Sharding(
+    cuts={
+        **attention("mixer"),
+        **two("up_proj", "down_proj", "mixer"),
+        "mixer.switch_mlp.fc1": rows("experts"),
+        "mixer.switch_mlp.fc2": columns("experts"),
+        "mixer.shared_experts.up_proj": rows("shared"),
+        "mixer.shared_experts.down_proj": columns("shared"),
+    },
+    sums=("mixer",),
+    attention="mixer",
+    whole=frozenset({"mixer.gate", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"}),
+    experts=EXPERT,
+    shared=("moe_shared_expert_intermediate_size",),
+    axes=grouped_ssm,
+    variants={"mixer.in_proj": replace(MIXER, norms={}, axes=grouped_ssm)},
+)
+JAMBA = Sharding(
+    cuts={
+        **attention(),
+        **glu("feed_forward"),
+        **glu("feed_forward.switch_mlp", "experts"),
+        "mamba.in_proj": rows("channels", "channels"),
+        "mamba.conv1d": first("channels"),
+        "mamba.x_proj": columns("channels"),
+        "mamba.dt_proj": rows("channels"),
+        "mamba.A_log": Cut("heads", ("channels",)),
+        "mamba.D": rows("channels"),
+        "mamba.out_proj": columns("channels"),
+    },
+    sums=("self_attn", "mamba.x_proj", "mamba", "feed_forward"),
+    whole=frozenset({"feed_forward.router"}),
+    experts=WIDTH,
+    axes=channels("mamba_expand", "hidden_size"),
+    counts={"mamba.intermediate_size": ("channels",), "mamba.conv1d.groups": ("channels",)},
+)
+PLAMO_MLP = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
+PLAMO2 = Sharding(
+    cuts={
+        "mixer.qkv_proj": rows("q", "kv", "kv"),
+        "mixer.o_proj": columns("q"),
+        "mixer.q_weight": Cut("heads", ("q_heads",)),
+        "mixer.k_weight": Cut("heads", ("kv_heads",)),
+        **PLAMO_MLP,
+    },
+    sums=("mixer", "mlp"),
+    attention="",
+    axes=plamo,
+    counts={
+        "mixer.q_num_heads": ("q_heads",),
+        "mixer.k_num_heads": ("kv_heads",),
+        "mixer.v_num_heads": ("kv_heads",),
+        "mixer.q_proj_dim": ("q",),
+        "mixer.k_proj_dim": ("kv",),
+    },
+    variants={
+        "mixer.in_proj": Sharding(
+            cuts={
+                "mixer.in_proj": rows("ssm_gated"),
+                "mixer.conv1d": first("ssm_width"),
+                "mixer.bcdt_proj": columns("ssm_width"),
+                **{f"mixer.{name}": rows("ssm_heads") for name in ("dt_proj", "dt_bias", "A_log", "D")},
+                "mixer.out_proj": columns("ssm_width"),
+                **PLAMO_MLP,
+            },
+            sums=("mixer.bcdt_proj", "mixer", "mlp"),
+            attention="",
+            counts={
+                "mixer.num_heads": ("ssm_heads",),
+                "mixer.intermediate_size": ("ssm_width",),
+                "mixer.conv1d.groups": ("ssm_width",),
+            },
+        ),
+    },
+)
+K3_LATENT = replace(
+    KIMI_LATENT,
+    cuts={**KIMI_LATENT.cuts, "self_attn.g_proj": rows("latent_out")},
+    whole=KIMI_LATENT.whole | {
+        "self_attention_res_proj", "mlp_res_proj", "mlp.routed_expert_down_proj", "mlp.routed_expert_up_proj",
+    },
+)
+K3_DELTA = replace(
+    K3_LATENT,
+    cuts={
+        **KIMI_MOE,
+        "self_attn.qkv_proj": rows("delta_width", "delta_width", "delta_width"),
+        "self_attn.qkv_conv.conv": first("delta_width", "delta_width", "delta_width"),
+        **{f"self_attn.{name}": rows("delta_width") for name in ("f_b_proj", "g_b_proj", "g_proj", "dt_bias")},
+        **{f"self_attn.{name}": rows("delta_heads") for name in ("b_proj", "A_log")},
+        "self_attn.o_proj": columns("delta_width"),
+    },
+    whole=K3_LATENT.whole | {"self_attn.f_a_proj", "self_attn.g_a_proj"},
+    attention="",
+    counts={
+        "self_attn.num_heads": ("delta_heads",),
+        "self_attn.projection_dim": ("delta_width",),
+        "self_attn.qkv_conv.conv.groups": ("delta_width", "delta_width", "delta_width"),
+    },
+)
+
+
+def _normed_experts(sharding: Sharding) -> Sharding:
+    """With a norm over what routed experts gave together."""
+    norm = "mlp.routed_expert_norm"
+    return replace(sharding, variants={
+        norm: replace(sharding, sums=("self_attn", "mlp.shared_experts"), takers=(norm,)),
+    })
+
+
+KIMI_K3 = replace(_normed_experts(K3_LATENT), variants={
+    "self_attn.qkv_proj": _normed_experts(K3_DELTA), **_normed_experts(K3_LATENT).variants,
+})
+LING = Sharding(
+    cuts={**glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.shared_experts", "shared")},
+    sums=("attention", "mlp"),
+    attention="attention",
+    whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
+    experts=EXPERT,
+    shared=BAILING_SHARED,
+)
+LING_LATENT = replace(
+    LING,
+    cuts={
+        **LING.cuts,
+        **{path.replace("self_attn", "attention"): cut for path, cut in LATENT.items() if "o_proj" not in path},
+        "attention.dense": columns("latent_out"),
+        "attention.g_proj": rows("latent_heads"),
+    },
+    whole=LING.whole | {path.replace("self_attn", "attention") for path in LATENT_WHOLE},
+)
+LING_DELTA = replace(LING_LATENT, axes=ling_delta, variants={
+    "attention.q_conv1d": replace(
+        LING,
+        cuts={
+            **LING.cuts,
+            **{f"attention.{name}_proj": rows("delta_width") for name in "qkvfg"},
+            **{f"attention.{name}_conv1d": first("delta_width") for name in "qkv"},
+            **{f"attention.{name}": rows("delta_heads") for name in ("b_proj", "A_log")},
+            "attention.dt_bias": rows("delta_width"),
+            "attention.o_proj": columns("delta_width"),
+        },
+        attention="",
+        axes=ling_delta,
+        counts={
+            "attention.num_heads": ("delta_heads",),
+            "attention.projection_size": ("delta_width",),
+            **{f"attention.{name}_conv1d.groups": ("delta_width",) for name in "qkv"},
+        },
+    ),
+})
+LIGHTNING = {
+    "attention.g_norm": replace(
+        LING,
+        cuts={
+            **LING.cuts,
+            "attention.query_key_value": rows("lightning", "lightning", "lightning"),
+            "attention.g_proj": rows("lightning"),
+            "attention.g_norm": Cut("last", ("lightning",)),
+            "attention.dense": columns("lightning"),
+        },
+        attention="",
+        axes=lightning,
+        counts={
+            "attention.num_attention_heads": ("lightning_heads",),
+            "attention.num_key_value_heads": ("lightning_heads",),
+            "attention.g_norm.groups": ("lightning_groups",),
+        },
+        lists={"attention._slope": "lightning_heads"},
+    ),
+}
+LING_HYBRID = replace(LING_LATENT, axes=lightning, variants=LIGHTNING)
+LING_LINEAR = replace(
+    LING,
+    cuts={
+        **LING.cuts, "attention.query_key_value": rows("q", "kv", "kv"), "attention.dense": columns("q"),
+    },
+    axes=lightning,
+    variants=LIGHTNING,
+)
+CONV = {
+    "conv.conv": first("channels"),
+    "conv.in_proj": rows("channels", "channels", "channels"),
+    "conv.out_proj": columns("channels"),
+}
+LFM2 = Sharding(
+    cuts={
+        **attention(out="out_proj"),
+        **CONV,
+        "feed_forward.w1": rows("mlp"),
+        "feed_forward.w3": rows("mlp"),
+        "feed_forward.w2": columns("mlp"),
+    },
+    sums=("self_attn", "conv", "feed_forward"),
+    mlp=lfm2_width,
+    axes=channels("hidden_size"),
+    counts={"conv.conv.groups": ("channels",), "conv.args.hidden_size": ("channels",)},
+)
+LFM2_MOE = replace(
+    LFM2,
+    cuts={
+        **attention(out="out_proj"), **CONV, **glu("feed_forward"), **glu("feed_forward.switch_mlp", "experts"),
+    },
+    whole=frozenset({"feed_forward.gate", "feed_forward.expert_bias"}),
+    mlp=WIDTH,
+    experts=EXPERT,
+)
