@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def two(place: Path) -> Iterator[Server]:
     with serving(place / "tiny", "--data-parallel-size", "2", "--kv-disk", place / "kv", "--api-key-file",
-                 place / "keys", "--default-max-tokens", "4") as server:
+                 place / "keys", "--default-max-tokens", "4", "--warm", place / "system.txt") as server:
         server.headers["Authorization"] = "Bearer sesame"
         server.client = server.client.with_options(api_key="sesame")
         yield server
@@ -51,6 +51,16 @@ def cached(server: Server, system: str) -> int:
     assert answer.usage is not None
     assert answer.usage.prompt_tokens_details is not None
     return answer.usage.prompt_tokens_details.cached_tokens or 0
+
+
+def test_the_prompts_of_warm_are_there_when_the_server_is_ready(two, place):
+    for replica in ask(two, "GET", "/v1/cache").json()["data"][0]["replicas"]:
+        assert [one["tokens"] >= 512 and one["disk_tokens"] == 512 for one in replica["prefixes"]] == [True]
+    assert cached(two, SYSTEM) > 512
+    told = two.command("serve", str(place / "tiny"), "--warm", str(place / "none.txt"))
+    assert told.returncode == 2
+    assert told.stderr.startswith(f"tandem: --warm {place / 'none.txt'}: cannot be read")
+    command(two, place, "drop")
 
 
 def test_a_system_prompt_is_warmed_listed_and_dropped(two, place):

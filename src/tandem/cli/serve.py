@@ -46,6 +46,7 @@ from tandem.protocol.supervisor import (
     SupervisorRequest,
     UnloadModel,
 )
+from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.connections.tls import Certificate
 from tandem.server.journal.journal import make_directory
 from tandem.server.listener import listen
@@ -97,6 +98,7 @@ def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda 
         Certificate(settings.server.tls_cert, settings.server.tls_key)  # the api would say the same, after a while
     if settings.server.journal is not None:
         make_directory(Path(settings.server.journal))  # likewise
+    warm_bodies(settings)  # likewise
     listener = listen(settings.server.host, settings.server.port)
     with listener, _with_cluster(settings) as settings:
         completed = _completed(settings, listener)

@@ -231,6 +231,9 @@ class ServerSettings:
     the context."""
     request_timeout: float | None = None
     """Seconds after which a request is ended with 504; by default never."""
+    warm: tuple[str, ...] = ()
+    """Files with prompts that are computed before the server says that it is ready, and again when ranks were replaced,
+    so that prompts that begin like them are answered sooner: as `tandem cache warm` takes them (docs/kv.md)."""
     keep_conversations: float = 0.0
     """Seconds for which a conversation is kept in memory after an answer: a chat request with its `conversation_id`
     goes on from what was said (docs/clients.md). 0: none is kept."""

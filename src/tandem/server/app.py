@@ -20,6 +20,8 @@ from tandem.server.batches import routes as batch_routes
 from tandem.server.batches.runner import Batches
 from tandem.server.body import refuse_query
 from tandem.server.cache import routes as cache
+from tandem.server.cache.at_start import Warmer
+from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.context import Api
 from tandem.server.engines.protocol import Engines
 from tandem.server.engines.residents import Residents
@@ -46,7 +48,7 @@ _PRELOAD_FIRST_S = 0.05
 def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
     """The application over the engines of one model, or over several models. Its lifespan starts and closes `client`.
 
-    Raises ConfigError when the file with API keys cannot be read, or the journal cannot be used.
+    Raises UsageError when a file with API keys or of `--warm` cannot be read, or the journal cannot be used.
     """
     api = Api(settings, client, api_keys(settings))
     jobs = Jobs(api) if settings.server.journal is not None else None
@@ -60,6 +62,7 @@ def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
         lifespan=_lifespan,
     )
     app.state.api, app.state.jobs, app.state.batches = api, jobs, batches
+    app.state.warmer = Warmer(app, api, warm_bodies(settings))
     for module in (anthropic, batch_routes, cache, chat, completions, embeddings, events, info, models, page, plan,
                    requests, responses, tokens):
         app.include_router(module.router)
@@ -92,6 +95,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await batches.start()
     # Where there are several models, each gets its tokenizer when it is loaded.
     preload = [start_task(_preload(api), name="tokenizer-preload")] if api.residents is None else []
+    preload.append(start_task(app.state.warmer.run(), name="warmer"))
     try:
         yield
     finally:

@@ -95,7 +95,10 @@ class Api:
 
     def ready(self) -> bool:
         """True when a request sent now would be worked on at once, or as soon as its model is loaded."""
-        return not self.draining and (self.residents.alive if self.residents is not None else self.served[0].ready())
+        if self.residents is not None:
+            return not self.draining and self.residents.alive
+        client = self.served[0].client
+        return not self.draining and self.served[0].ready() and (client.warmed is None or client.reached() > 0)
 
     def find(self, name: str | None) -> Served:
         """The model of that name. Raises NotFoundError, which names those that there are."""

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any, Literal
 
+from tandem.config.settings import Settings
 from tandem.errors import UsageError
 
 Role = Literal["system", "user", "none"]
@@ -31,6 +32,12 @@ def read_warm_file(path: Path, role: Role = "system", *, flag: str = "FILE") -> 
         return [_body(_json(text))] if kind == ".json" else [text_body(text, role)]
     except ValueError as error:
         raise UsageError(f"{flag} {path}: {error}", param="warm") from None
+
+
+def warm_bodies(settings: Settings) -> list[Body]:
+    """What the files of `--warm` say. Raises UsageError."""
+    return [body for name in settings.server.warm
+            for body in read_warm_file(Path(name).expanduser(), flag="--warm")]
 
 
 def text_body(text: str, role: Role) -> Body:

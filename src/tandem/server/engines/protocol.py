@@ -94,6 +94,15 @@ class Overview(Protocol):
 class Engines(Overview, Protocol):
     """Those of one model (`Replicas`)."""
 
+    warmed: set[int] | None
+    """Replicas that have the prompts of `--warm`, without which none counts as reached; None where there are none."""
+
+    def parts(self) -> list[tuple[int, EngineStatus]]:
+        """Number and status of each engine that answers."""
+
+    def reached(self) -> int:
+        """Replicas that are connected and take requests at once."""
+
     def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> Subscription:
         """Start requests that belong together, each at its replica if these are named; whoever opened must `release`.
         Raises UnavailableError."""

@@ -101,6 +101,8 @@ class Replicas:
         """What this api has noticed, and, without a supervisor, what engines tell."""
         self.tell: Callable[[NoteEvent], None] | None = None if link is None else link.tell
         """Takes what the supervisor is to know."""
+        self.warmed: set[int] | None = None
+        """Replicas that have the prompts of `--warm`; None where there are none."""
         self._closing = False
         self._over = ""
         """Why no engine will come any more."""
@@ -167,7 +169,8 @@ class Replicas:
 
     def reached(self) -> int:
         """Replicas that are connected and take requests at once."""
-        return sum(self._state(member) == "ready" for member in self._members.values())
+        return sum(self._state(member) == "ready" and (self.warmed is None or index in self.warmed)
+                   for index, member in self._members.items())
 
     def _refresh(self) -> None:
         """Tell the router how the replicas are."""
