@@ -82,7 +82,7 @@ def test_an_answer_may_follow_something_else(check: GrammarCheck, walk: Any) -> 
     (StructuredOutputs(json={"$ref": "#/$defs/none"}), "none"),
     (StructuredOutputs(json={"type": "integer", "minimum": 5, "maximum": 1}), "minimum"),
     (StructuredOutputs(json={"x-guidance": {"lenient": True}}), "x-guidance"),
-    (StructuredOutputs(json='{"items":' * 5000 + "{}" + "}" * 5000), "deep"),
+    (StructuredOutputs(json='{"items":' * 20_000 + "{}" + "}" * 20_000), "deep"),
     (StructuredOutputs(json=deep(150)), "recursion"),
     (StructuredOutputs(json={"enum": ["x" * 300_000]}), "characters long"),
     (StructuredOutputs(regex="(unclosed"), "unclosed"),
@@ -93,7 +93,7 @@ def test_an_answer_may_follow_something_else(check: GrammarCheck, walk: Any) -> 
     (StructuredOutputs(grammar="not a grammar"), ""),
     (StructuredOutputs(grammar='{"grammars": []}'), "grammars"),
     (StructuredOutputs(grammar='{"grammars": [5]}'), "of objects"),
-    (StructuredOutputs(grammar='{"a":' * 5000), "deep"),
+    (StructuredOutputs(grammar='{"a":' * 20_000), "deep"),
     (StructuredOutputs(grammar="start: <|no such token|>"), "token"),
 ], ids=lambda value: str(value)[:60])
 def test_what_cannot_be_followed_is_refused_with_the_reason(
