@@ -157,10 +157,8 @@ def test_stream_shows_text_as_soon_as_it_is_safe(tokenizer):
 
 
 def test_stream_options(tokenizer, tmp_path):
-    kept = TextStream(tokenizer, ["b"], keep_stop=True)
-    assert kept.push(tokenizer.encode("abc")) == "ab"
-    special = TextStream(tokenizer, skip_special_tokens=False)
-    assert special.push([2]) == "<|im_end|>"
+    assert TextStream(tokenizer).push([2]) == ""
+    assert TextStream(tokenizer, shown=frozenset([2])).push([2]) == "<|im_end|>"
     spm = sentencepiece(tmp_path)
     ids = spm.encode("hello", False)
     assert TextStream(spm).push(ids) == "hello"

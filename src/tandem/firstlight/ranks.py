@@ -55,11 +55,11 @@ class Found(Struct, frozen=True, kw_only=True):
 class Pair:
     """The ranks, as processes that end with this one; a context manager."""
 
-    def __init__(self, work: str, *, late_s: float = 0.0, backend: str = "ring", ranks: int = RANKS,
+    def __init__(self, work: str, *, late_s: float = 0.0, ranks: int = RANKS,
                  variables: Mapping[str, str] | None = None) -> None:
         """Start so many of the `RANKS` ranks."""
         self._directory = tempfile.TemporaryDirectory(prefix="tandem-firstlight-")
-        self._world = make_world(backend, RANKS, 0)
+        self._world = make_world("ring", RANKS, 0)
         self.processes: list[ChildProcess] = []
         launcher = LocalLauncher(1, MODULE)
         for rank in range(ranks):

@@ -8,7 +8,7 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,12 +49,12 @@ class Server:
 
 
 @contextmanager
-def serving(model: str, *options: str, variables: Mapping[str, str | None] | None = None,
-            start_s: float = START_S) -> Iterator[Server]:
+def serving(model: str, *options: str, start_s: float = START_S) -> Iterator[Server]:
     """A server on a free port of loopback; it is ended after. Raises TandemError when it does not become ready."""
     with tempfile.TemporaryFile() as log:
         words = ["serve", model, "--host", "127.0.0.1", "--port", "0", "--log-level", "WARNING", *options]
-        process = start(words, log.fileno(), variables)
+        process = ChildProcess(MODULE, msgspec.json.encode(words), env=child_environment(), name="tandem serve",
+                               output=log.fileno())
         try:
             yield Server(process, _ready(process, log, start_s))
         finally:
@@ -62,12 +62,6 @@ def serving(model: str, *options: str, variables: Mapping[str, str | None] | Non
             if not process.wait(END_S):
                 process.kill()
                 process.wait(END_S)
-
-
-def start(words: list[str], output: int, variables: Mapping[str, str | None] | None = None) -> ChildProcess:
-    """`tandem` with these words, which ends when this process does; it writes to the file `output`."""
-    return ChildProcess(MODULE, msgspec.json.encode(words), env=child_environment(variables),
-                        name=f"tandem {words[0]}", output=output)
 
 
 def _ready(process: ChildProcess, log: Any, start_s: float) -> str:
@@ -84,12 +78,11 @@ def _ready(process: ChildProcess, log: Any, start_s: float) -> str:
     raise TandemError(f"the server is not ready after {start_s:g} s")
 
 
-def tandem(*words: str, timeout_s: float, variables: Mapping[str, str | None] | None = None
-           ) -> subprocess.CompletedProcess[str]:
+def tandem(*words: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """A command that ends by itself, with what it printed. Raises TandemError when it takes too long."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(module_command(MODULE), stdin=subprocess.PIPE, stdout=out, stderr=errors,
-                                   env=child_environment(variables), start_new_session=True)
+                                   env=child_environment(), start_new_session=True)
         assert process.stdin is not None
         process.stdin.write(msgspec.json.encode(words) + b"\n")
         process.stdin.flush()

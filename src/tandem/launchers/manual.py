@@ -46,34 +46,34 @@ class ManualLauncher(HostsLauncher):
                 f"THIS-MACHINE:{self.roster.port} --token-file FILE` on their machines")
 
 
-def make_token(path: str, label: str = "--token-file") -> ClusterKeys:
+def make_token(path: str) -> ClusterKeys:
     """The keys in a token file, which is made when it is missing. Raises ConfigError."""
     try:
         descriptor = os.open(Path(path).expanduser(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
-        return read_token(path, label)
+        return read_token(path)
     except OSError as error:
-        raise ConfigError(f"{label}: cannot make {path}: {error.strerror}", param="token_file") from None
+        raise ConfigError(f"--token-file: cannot make {path}: {error.strerror}", param="token_file") from None
     keys = ClusterKeys.generate()
     with os.fdopen(descriptor, "wb") as file:
         file.write(msgspec.json.encode(keys) + b"\n")
     return keys
 
 
-def read_token(path: str, label: str = "--token-file") -> ClusterKeys:
+def read_token(path: str) -> ClusterKeys:
     """The keys in a token file. Raises ConfigError: missing, readable by others, or not one."""
     try:
         file = Path(path).expanduser()
         content, mode = file.read_bytes(), file.stat().st_mode
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
-        raise ConfigError(f"{label}: cannot read {path}: {reason}; copy it from the head, which makes it",
+        raise ConfigError(f"--token-file: cannot read {path}: {reason}; copy it from the head, which makes it",
                           param="token_file") from None
     if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"{label}: others can read {path}, and whoever has it may join; mend that with `chmod 600 "
-                          f"{path}`", param="token_file")
+        raise ConfigError(f"--token-file: others can read {path}, and whoever has it may join; mend that with "
+                          f"`chmod 600 {path}`", param="token_file")
     try:
         return msgspec.json.decode(content, type=ClusterKeys)
     except UNREADABLE:
-        raise ConfigError(f"{label}: {path} is not a token file; delete it, and let the head make a new one",
+        raise ConfigError(f"--token-file: {path} is not a token file; delete it, and let the head make a new one",
                           param="token_file") from None

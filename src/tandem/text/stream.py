@@ -15,9 +15,8 @@ class TextStream:
     the tokens are split into pushes. Text is held back while it is an incomplete character or could be the start of
     a stop string. The first stop string is the one that is complete first; of several that end there, the longest.
 
-    With `keep_stop` the stop string stays in the text. With `continues` the text goes on from a prompt, so that a
-    leading space, which some tokenizers drop at the start of a text, is kept. Special tokens whose ids are `shown` are
-    not skipped.
+    With `continues` the text goes on from a prompt, so that a leading space, which some tokenizers drop at the start of
+    a text, is kept. Special tokens are skipped, but for those whose ids are `shown`.
     """
 
     def __init__(
@@ -25,19 +24,16 @@ class TextStream:
         tokenizer: Tokenizer,
         stop: Sequence[str] = (),
         *,
-        skip_special_tokens: bool = True,
-        keep_stop: bool = False,
         continues: bool = False,
         shown: frozenset[int] = frozenset(),
     ) -> None:
-        skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
         self._pieces: _Bytes | _Library = (
-            _Bytes(tokenizer, skipped, strip=tokenizer.scheme.strips_first_space and not continues)
+            _Bytes(tokenizer, tokenizer.special_ids - shown,
+                   strip=tokenizer.scheme.strips_first_space and not continues)
             if tokenizer.scheme.has_bytes
-            else _Library(tokenizer, skip_special_tokens and not shown)
+            else _Library(tokenizer, not shown)
         )
         self._stop = tuple(s for s in stop if s)
-        self._keep_stop = keep_stop
         self._held = ""
         self.stopped = False
         """A stop string has been found; no more text follows."""
@@ -64,7 +60,7 @@ class TextStream:
         if found := self._first_stop(text):
             start, stop = found
             self.stopped, self.matched, self._held = True, stop, ""
-            return text[: start + len(stop)] if self._keep_stop else text[:start]
+            return text[:start]
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

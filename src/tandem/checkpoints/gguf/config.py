@@ -24,6 +24,7 @@ CLASSES = {
 
 
 _WITH_EXPERTS = ("qwen3moe", "gpt-oss", "deepseek2")
+_LLAMA3_CONTEXT = 8192
 
 
 def model_config(
@@ -200,14 +201,14 @@ def _rope_scaling(
 def _llama3_scaling(factors: np.ndarray, base: float, dim: int, source: str) -> dict[str, Any]:
     """The file has the factors alone; Llama 3's settings are the ones known to make such factors."""
     settings = {"rope_type": "llama3", "factor": (factor := float(np.max(factors))), "low_freq_factor": 1.0}
-    settings |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    settings |= {"high_freq_factor": 4.0, "original_max_position_embeddings": _LLAMA3_CONTEXT}
     if factors.shape == (dim // 2,) and np.allclose(factors, _llama3(factor, base, dim), rtol=1e-3):
         return {"rope_scaling": settings}
     raise UnsupportedModel(f"{source}: the rotary factors of rope_freqs.weight are not Llama 3's", param="model")
 
 
-def _llama3(factor: float, base: float, dim: int, original: int = 8192) -> np.ndarray:
+def _llama3(factor: float, base: float, dim: int) -> np.ndarray:
     """Divisors of the rotary frequencies, as llama.cpp's converter computes them for Llama 3."""
     wavelength = 2 * math.pi * base ** (np.arange(0, dim, 2, dtype=np.float64) / dim)
-    smooth = np.clip((original / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
+    smooth = np.clip((_LLAMA3_CONTEXT / wavelength - 1.0) / (4.0 - 1.0), 0.0, 1.0)
     return 1 / ((1 - smooth) / factor + smooth)
