@@ -54,6 +54,14 @@ OF_FAMILY = {
         "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     }),
+    "nemotron-nas": {
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 5.0}},
+            {"attention": {"n_heads_in_group": 1}, "ffn": {"no_op": True}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"replace_with_linear": True}},
+        ],
+    },
     "llama4": {"intermediate_size_mlp": 96},
     "plamo2": {"mamba_num_heads": 6, "hidden_size_per_head": 16},
     "gemma4_text": {"num_global_key_value_heads": 3},
@@ -64,7 +72,7 @@ OF_FAMILY = {
     "step3p5": {"num_attention_groups": 3},
 }
 """What some need besides, so that three ranks can share their layers."""
-LAYERS = {"llama4": 4, "nemotron_h": 4, "gemma4": 3, "gemma4_unified": 3, "kimi_k3": 3}
+LAYERS = {"llama4": 4, "nemotron_h": 4, "gemma4": 3, "gemma4_unified": 3, "kimi_k3": 3, "nemotron-nas": 4}
 
 
 def wide_figures(family: str) -> dict[str, Any]:

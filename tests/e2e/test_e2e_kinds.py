@@ -18,7 +18,7 @@ from tandem.testing import EOS, tiny_model
 pytestmark = pytest.mark.slow
 
 TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k25", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "minimax_m2",
-         "llama4", "gemma3", "nemotron_h", "granitemoehybrid", "lfm2", "kimi_linear", "mamba2", "mistral3")
+         "llama4", "gemma3", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2", "kimi_linear", "mamba2", "mistral3")
 LAYOUTS = {"pp": TYPES, "tp": tuple(one for one in TYPES if one in SHARDING)}
 PROMPTS = ("Once upon a time", "the rain in Spain stays mainly in the plain, and so does the river " * 2)
 MESSAGES = [{"role": "user", "content": "the other one"}]

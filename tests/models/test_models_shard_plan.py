@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tandem.errors import LayoutError
 from tandem.models.description import ModelDescription
-from tandem.models.families.axes import Axis, delta, kimi_delta, latent, mixed
+from tandem.models.families.axes import Axis, blocks, delta, kimi_delta, latent, lightning, ling_delta, mixed
 from tandem.models.families.cuts import Cut
 from tandem.models.families.sharding import NOT_SHARDED, SHARDING
 from tandem.models.families.table import FAMILIES
@@ -158,7 +158,8 @@ def models(draw):
         size = draw(st.sampled_from(sharing))
     head_dim, value_dim = draw(st.sampled_from([16, 32, 64, 128])), draw(st.sampled_from([16, 48, 128]))
     width = st.integers(size, 400).map(lambda n: n * group)
-    hidden = draw(st.sampled_from([64, 576, 4096]))
+    hidden = heads * head_dim if axes in (blocks, lightning) else draw(st.sampled_from([64, 576, 4096]))
+    latents = axes in (latent, kimi_delta, ling_delta) or family == "bailing_hybrid"
     groups = 1 if family != "nemotron_h" and draw(st.booleans()) else states
     each = draw(st.integers(1, 3))
     figures = {
@@ -169,11 +170,12 @@ def models(draw):
         "linear_value_head_dim": value_dim, "linear_attn_config": {"num_heads": states, "head_dim": value_dim},
         **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "num_heads"), each * states),
         **dict.fromkeys(("mamba_n_groups", "n_groups"), groups), "mamba_d_head": value_dim, "mamba_d_state": 24,
-        "hidden_size_per_head": value_dim, "mamba_expand": 2,
+        "hidden_size_per_head": value_dim, "mamba_expand": 2, "kv_lora_rank": 32 * latents, "index_head_dim": 32,
+        "group_norm_size": max(size, kv), "block_configs": [{"attention": {"n_heads_in_group": heads // kv}}],
     }
     d = description(
         family=family,
-        num_kv_heads=heads if axes in (latent, kimi_delta) else kv,
+        num_kv_heads=heads if latents else kv,
         num_heads=heads,
         head_dim=head_dim,
         hidden_size=hidden,

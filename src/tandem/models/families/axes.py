@@ -74,6 +74,29 @@ def mixed(config: Mapping[str, Any]) -> dict[str, Axis]:
     }
 
 
+def _blocks(config: Mapping[str, Any], part: str, figure: str) -> list[float]:
+    """A figure of the blocks of Nemotron's layers, of those that have it."""
+    listed = config.get("block_configs")
+    blocks = [block.get(part) for block in listed if isinstance(block, dict)] if isinstance(listed, list) else []
+    found = [block.get(figure) for block in blocks if isinstance(block, dict)]
+    return [one for one in found if isinstance(one, int | float) and one > 0]
+
+
+def blocks(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Nemotron's attention, of which each layer says how many query heads share a kv head."""
+    heads = number(config, "num_attention_heads")
+    size = number(config, "hidden_size") // max(heads, 1)
+    count = math.gcd(*(heads // int(one) for one in _blocks(config, "attention", "n_heads_in_group"))) or 1
+    whole = Axis("heads", count, heads // count * size)
+    return {"mixed_q": whole, "mixed_kv": Axis("heads", count, size), "mixed_out": whole}
+
+
+def blocks_width(config: Mapping[str, Any]) -> int:
+    """Of Nemotron's MLPs, of which each has its own: what divides them all. They are rounded up to 256."""
+    width = number(config, "hidden_size")
+    return math.gcd(*(-(-int(2 * one * width / 3) // 256) * 256 for one in _blocks(config, "ffn", "ffn_mult")))
+
+
 def indexed(config: Mapping[str, Any]) -> dict[str, Axis]:
     """MiniMax M3: heads of an index choose blocks of keys for the kv heads, each for as many, and are cut with them."""
     sparse = config.get("sparse_attention_config")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.models.families.axes import indexed, latent, mixed
+from tandem.models.families.axes import blocks, blocks_width, indexed, latent, mixed
 from tandem.models.families.cuts import Cut, Sharding, Width, attention, columns, first, glu, rows
 
 FUSED_GLU = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
@@ -128,6 +128,16 @@ GEMMA4 = Sharding(
     loose_heads=True,
     loose_mlp=True,
 )
+NEMOTRON_NAS = Sharding(
+    cuts=MIXED | glu(),
+    sums=("self_attn.o_proj", "mlp.down_proj"),
+    whole=frozenset({"self_attn.linear", "mlp.linear"}),
+    mlp=blocks_width,
+    axes=blocks,
+    loose_heads=True,
+    loose_mlp=True,
+)
+"""Layers may lack either part, or have one matrix in its place, which is whole."""
 MIMO_V2 = Sharding(
     cuts={
         **MIXED, "self_attn.attention_sink_bias": rows("mixed_heads"), **glu(), **glu("mlp.switch_mlp", "experts"),

@@ -27,6 +27,7 @@ from tandem.models.families.rules import (
     MLA,
     MLA_DENSE,
     MOE_SHARED,
+    NEMOTRON_NAS,
     NORMED,
     NORMS,
     OLMO,
@@ -127,6 +128,7 @@ SHARDING: dict[str, Sharding] = {
     ),
     "mixtral": BLOCK,
     "nemotron": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=SUMS),
+    "nemotron-nas": NEMOTRON_NAS,
     "phi": Sharding(cuts=attention(out="dense") | two("fc1", "fc2"), sums=SUMS),
     "phimoe": BLOCK,
     "qwen2_moe": moe(
