@@ -166,9 +166,12 @@ def test_a_prompt_is_warmed_and_dropped_on_all_ranks(serve, expected, tmp_path, 
         for drop, there in (("", 0), ("memory", 2 * PIECE)):
             asked(llm, QueryCache(1, drop=drop))
             [output] = submitted(llm, [warming])
-            assert (output.tokens, output.cached_tokens) == ([], there)
+            assert (output.tokens, output.cached_tokens, output.disk_tokens) == ([], there, there)
         assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * PIECE
         assert answers(llm, expected) == len(PROMPT) // 32 * 32
+        text = ask(llm, lambda engine: engine.metrics.text()).decode()
+        assert f'tandem_prefix_cache_hits_total{{tier="disk"}} {2 * PIECE:.1f}' in text
+        assert f'tandem_prefix_cache_hits_total{{tier="memory"}} {len(PROMPT) // 32 * 32:.1f}' in text
         report = asked(llm, QueryCache(1, drop="all"))
         assert (report.count, report.tokens) == (0, 0)
         assert (report.disk.tokens, report.disk.bytes, report.disk.machines) == (0, 0, 1)

@@ -97,6 +97,9 @@ class Sequence:
             )
             for start in range(0, max(len(tokens), 1), size)
         )
+        if any(engine.cached):
+            cached, disk = engine.cached
+            self.outputs[0] = msgspec.structs.replace(self.outputs[0], cached_tokens=cached, disk_tokens=disk)
         if params.prompt_logprobs is not None:
             first = self.outputs.popleft()
             found = prompt_logprobs_of(request.prompt, params.prompt_logprobs)
@@ -118,6 +121,8 @@ class FakeEngine:
         self.endpoint = f"ipc://{self.path}"
         self.reply = self.tokenizer.encode("Hello, wörld 漢🙂!")
         self.tokens_per_output = 1
+        self.cached = 0, 0
+        """Tokens of each prompt that it has, and those of them that are on disk."""
         self.delay = 0.0
         self.hold = self.silent = self.garbage = self.rests = False
         self.refusal: tuple[int, str, str | None, float | None] | None = None

@@ -58,6 +58,11 @@ class EngineMetrics:
         self.spec_drafts = counter("spec_decode_num_drafts", "Times that a sequence's tokens were guessed.")
         self.spec_draft_tokens = counter("spec_decode_num_draft_tokens", "Tokens that were guessed.")
         self.spec_accepted = counter("spec_decode_num_accepted_tokens", "Guessed tokens that became output.")
+        self.prefix_hits = counter("prefix_cache_hits", "Prompt tokens that were not computed, by where their KV was.",
+                                   "tier")
+        for tier in ("memory", "disk"):
+            self.prefix_hits.labels(tier)
+        self.prefix_bytes = gauge("prefix_cache_bytes", "Bytes of prefixes in the memory of a rank.", "rank")
         self.disk_hits = counter("kv_disk_hit_tokens", "Prompt tokens whose KV was read from disk.")
         self.disk_read = counter("kv_disk_read_bytes", "Bytes of KV that ranks have read from disk.")
         self.disk_written = counter("kv_disk_written_bytes", "Bytes of KV that ranks have written to disk.")
@@ -76,6 +81,11 @@ class EngineMetrics:
         self._count_up_to({self.disk_hits: counts.hit_tokens, self.disk_read: counts.read_bytes,
                            self.disk_written: counts.written_bytes, self.disk_seconds: counts.read_s,
                            self.disk_failures: counts.failures})
+
+    def cached(self, tokens: int, from_disk: int) -> None:
+        """Tokens of a prompt that were not computed, and those of them that were read from disk."""
+        self.prefix_hits.labels("memory").inc(tokens - from_disk)
+        self.prefix_hits.labels("disk").inc(from_disk)
 
     def scheduled(self, preemptions: int, counts: SpeculationCounts) -> None:
         """What the scheduler has counted so far: sequences that were preempted, and what was guessed."""
@@ -130,6 +140,7 @@ class EngineMetrics:
         rank = str(report.step.rank)
         self.step.labels(rank).observe(report.step.busy_s)
         self.kv_bytes.labels(rank).set(report.step.kv_bytes)
+        self.prefix_bytes.labels(rank).set(report.step.prefix_bytes)
         self.rank_peak.labels(rank).set(report.peak_bytes)
 
     def text(self) -> bytes:

@@ -73,6 +73,8 @@ class Output(Struct, frozen=True, tag=True):
     """The last of `tokens` is the end-of-sequence or stop token, which does not belong to the text."""
     cached_tokens: int = 0
     """Prompt tokens whose KV came from the prefix cache; with the first tokens, or the vector, only."""
+    disk_tokens: int = 0
+    """Those of them that were read from disk for it."""
     vector: bytes = b""
     """The pooled hidden state that a request with `pooling` asked for: float32, little-endian."""
     prompt_logprobs: PromptLogprobs | None = None

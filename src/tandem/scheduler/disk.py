@@ -97,6 +97,7 @@ class DiskTier:
     def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
         reading takes less time than computing, as far as is known."""
+        sequence.fetched = 0
         if self._silent or not self._pieces or sequence.whole or sequence.suspicion.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
@@ -114,7 +115,7 @@ class DiskTier:
             self.orders.append(Fetch(key, names))
             fetching = self._fetching[key] = _Fetching(names, gain, set(range(self._ranks)))
         fetching.waiting.append(sequence)
-        sequence.awaits = True
+        sequence.awaits, sequence.fetched = True, gain
 
     def _pays(self, tokens: int, gain: int) -> bool:
         if not (self._reading.tokens_s and self.computing.tokens_s):
@@ -156,7 +157,7 @@ class DiskTier:
             self.counts.hit_tokens += fetching.gain
             self._reading.measure(len(fetching.names) * PIECE, fetching.seconds)
             prefixes.arrived(report.key)
-        _let_go(fetching)
+        _let_go(fetching, arrived=not fetching.lost)
 
     def lose_patience(self) -> None:
         """Whoever waits is computed instead, and so is all else until disks answer; what comes then is for others."""
@@ -185,7 +186,8 @@ class DiskTier:
         return len(self._pieces) * PIECE
 
 
-def _let_go(fetching: _Fetching) -> None:
+def _let_go(fetching: _Fetching, *, arrived: bool = False) -> None:
     for sequence in fetching.waiting:
         sequence.awaits = False
+        sequence.fetched = sequence.fetched if arrived else 0
     fetching.waiting.clear()

@@ -380,7 +380,8 @@ class Scheduler:
             self.waiting.appendleft(sequence)
         logprobs = result.logprobs.get(sequence.request_id, [])[:taken]
         return Output(sequence.request_id, tokens[:taken], logprobs, reason, reason == "stop",
-                      sequence.cached if first else 0, prompt_logprobs=prompt_logprobs)
+                      sequence.cached if first else 0, sequence.from_disk if first else 0,
+                      prompt_logprobs=prompt_logprobs)
 
     @staticmethod
     def _got(sequence: Sequence, positions: int) -> None:
@@ -408,7 +409,8 @@ class Scheduler:
         if not (sequence.request.warms or (found.finite if found is not None else vector)):
             return no_token(request_id, NOT_FINITE)
         return Output(request_id, finish_reason="stop" if sequence.request.pooling else "length",
-                      cached_tokens=sequence.cached, vector=vector, prompt_logprobs=found)
+                      cached_tokens=sequence.cached, disk_tokens=sequence.from_disk, vector=vector,
+                      prompt_logprobs=found)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True

@@ -39,6 +39,8 @@ class Sequence:
     """A chunk of its prompt must end here, so that the prefix cache can keep it; 0 for nowhere."""
     cached: int = 0
     """Positions that came from the prefix cache when it was last inserted."""
+    fetched: int = 0
+    """Positions beyond what was in memory that were read from disk for it."""
     awaits: bool = False
     """Its prefix is being read from disk; it joins nobody before."""
     deaths: int = 0
@@ -131,6 +133,11 @@ class Sequence:
         fresh = found.after(sum(map(len, self._prompt_logprobs)) - start)
         if len(fresh):
             self._prompt_logprobs.append(fresh)
+
+    @property
+    def from_disk(self) -> int:
+        """Those of `cached` that were read from disk for it."""
+        return min(self.fetched, self.cached)
 
     def take_logprobs(self) -> PromptLogprobs | None:
         """Those of the whole prompt, which is computed now; None if nobody waits for them."""

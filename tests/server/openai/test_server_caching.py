@@ -9,6 +9,14 @@ BODIES = {"/v1/chat/completions": {"messages": HELLO}, "/v1/completions": {"prom
           "/v1/responses": {"input": "hi"}}
 
 
+def test_usage_says_what_was_read_from_disk(server, engine):
+    for cached, disk, said in ((3, 0, {"cached_tokens": 3}), (3, 2, {"cached_tokens": 3, "disk_cached_tokens": 2})):
+        engine.cached = cached, disk
+        assert server.chat(model="tiny").json()["usage"]["prompt_tokens_details"] == said
+        answer = server.http.post("/v1/responses", json={"model": "tiny", "input": "hi"}).json()
+        assert answer["usage"]["input_tokens_details"] == {**said, "cache_write_tokens": 0}
+
+
 @pytest.mark.parametrize(("route", "body"), BODIES.items())
 def test_key_and_retention_reach_the_engine(shared, route, body):
     for fields, said in (({}, ("", True)), ({"prompt_cache_key": "agent"}, ("agent", True)),

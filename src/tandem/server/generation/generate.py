@@ -137,7 +137,7 @@ class Generation(Running):
             for index, request in enumerate(requests)
         }
         self._left = len(requests)
-        self._cached = 0
+        self._cached = self._from_disk = 0
         self._first_at = self._last_at = 0.0
 
     @property
@@ -158,6 +158,7 @@ class Generation(Running):
                 continue
             if output.tokens:
                 self._cached += output.cached_tokens
+                self._from_disk += output.disk_tokens
                 self._last_at = now
                 if not self._first_at:
                     self._first_at = now
@@ -174,13 +175,14 @@ class Generation(Running):
         return deltas
 
     def usage(self) -> dict[str, object]:
-        """OpenAI's `usage` object."""
+        """OpenAI's `usage` object; where some of the prompt was read from disk, it says how much."""
         output = self._live.completion_tokens
+        tiers = {"disk_cached_tokens": min(self._from_disk, self.prompt_tokens)} if self._from_disk else {}
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": output,
             "total_tokens": self.prompt_tokens + output,
-            "prompt_tokens_details": {"cached_tokens": min(self._cached, self.prompt_tokens)},
+            "prompt_tokens_details": {"cached_tokens": min(self._cached, self.prompt_tokens), **tiers},
         }
 
     def performance(self) -> dict[str, object]:
