@@ -259,6 +259,25 @@ def test_too_few_devices_are_named_in_seconds(cluster: Cluster, model: str) -> N
         assert part in line
 
 
+SIGTERM = """
+import os, ray, signal, sys
+from tandem.launchers.ray.sigterm import sigterm_kept
+heard = []
+signal.signal(signal.SIGTERM, lambda *args: heard.append("heard"))
+with sigterm_kept():
+    ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
+os.kill(os.getpid(), signal.SIGTERM)
+print(*heard, signal.getitimer(signal.ITIMER_REAL)[0])
+"""
+"""Ray's handler of SIGTERM ends the process, and sets an alarm that aborts it."""
+
+
+def test_sigterm_does_what_it_did_before_ray(cluster: Cluster) -> None:
+    done = subprocess.run([sys.executable, "-c", SIGTERM, cluster.address], capture_output=True, text=True,
+                          timeout=START_S, env=cluster.environment(), cwd="/")
+    assert done.stdout.split() == ["heard", "0.0"], done.stderr
+
+
 def test_replicas_spread_and_a_later_node_carries_another(cluster: Cluster, model: str, expected: str) -> None:
     with serving(cluster, model, "-dp", "2") as server:
         nodes = re.findall(r"ranks go to Ray nodes (\S+)", server.log)

@@ -117,14 +117,19 @@ def test_the_table_of_overrides_is_needed() -> None:
     targets = {override.target for override in OVERRIDES}
     assert targets == {"torch.accelerator.empty_cache", "torch.accelerator.empty_host_cache",
                        "vllm.engine.arg_utils.EngineArgs.create_model_config",
-                       "vllm.config.VllmConfig._validate_v2_model_runner"}
+                       "vllm.config.VllmConfig._validate_v2_model_runner",
+                       "vllm.v1.engine.utils.CoreEngineActorManager.__init__"}
     source = inspect.getsource(parallel_state.cleanup_dist_env_and_memory)
     assert "torch.accelerator.empty_cache()" in source and "torch.accelerator.empty_host_cache()" in source
     if not torch.accelerator.is_available():
         with pytest.raises(RuntimeError, match="accelerator"):
             torch._C._accelerator_emptyCache()
+    import ray
     from vllm.config import vllm as config_module
+    from vllm.v1.engine.utils import CoreEngineActorManager
 
+    assert "ray.init()" in inspect.getsource(CoreEngineActorManager.__init__)
+    assert "set_sigterm_handler(" in inspect.getsource(ray.init)
     assert "Model Runner V2 requires Triton" in inspect.getsource(config_module)
 
 

@@ -72,6 +72,23 @@ def _look_at_models_first() -> None:
     EngineArgs.create_model_config = create_model_config
 
 
+def _keep_sigterm() -> None:
+    from vllm.v1.engine.utils import CoreEngineActorManager
+
+    stock = CoreEngineActorManager.__init__
+    if hasattr(stock, "__wrapped__"):
+        return  # this is
+
+    @wraps(stock)
+    def initialise(manager: Any, *args: Any, **kwargs: Any) -> None:
+        from tandem.vllm_plugin.ray_cluster import join
+
+        join()
+        stock(manager, *args, **kwargs)
+
+    CoreEngineActorManager.__init__ = initialise
+
+
 OVERRIDES = (
     Override(
         target="vllm.engine.arg_utils.EngineArgs.create_model_config",
@@ -86,6 +103,13 @@ OVERRIDES = (
         "Triton for kernels that are not used here",
         versions="vllm 0.32",
         apply=_replace_validation,
+    ),
+    Override(
+        target="vllm.v1.engine.utils.CoreEngineActorManager.__init__",
+        reason="ray.init takes SIGTERM over from the server of replicas, which then ends with code 15 or, when that "
+        "takes more than 3 s, by SIGABRT",
+        versions="vllm 0.32, ray 2.60",
+        apply=_keep_sigterm,
     ),
     *(Override(
         target=f"torch.accelerator.{name}",

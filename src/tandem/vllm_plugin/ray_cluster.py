@@ -15,6 +15,7 @@ import msgspec
 
 from tandem.env import child_environment, set_default, set_variables, variable
 from tandem.errors import UsageError
+from tandem.launchers.ray.sigterm import sigterm_kept
 from tandem.launchers.worlds import visible_gpus
 from tandem.processes.interpreter import module_command
 from tandem.vllm_plugin.options import RESOURCE
@@ -23,7 +24,7 @@ log = logging.getLogger("vllm.tandem")
 MODULE = "tandem.vllm_plugin.ray_cluster"
 GPU = "GPU"
 """Ray counts these by itself, an Apple-silicon machine's among them."""
-LOOK_S = 120.0
+LOOK_S = 300.0
 """A machine that is busy takes long to import Ray; the wait for an address that does not answer is Ray's own."""
 MARK = "tandem-ray-cluster "
 START = f"ray start --head --resources='{{\"{RESOURCE}\": 1}}'"
@@ -130,6 +131,15 @@ def ask() -> Cluster | None:
     said = ([line.strip() for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"])[-1]
     other = ", or set RAY_ADDRESS" if given is None else ""
     raise UsageError(f"no Ray cluster can be used {where}: start one with {START}{other} ({said[:300]})")
+
+
+def join(**options: Any) -> None:
+    """`ray.init`, where this process has not joined a cluster yet; SIGTERM stays vLLM's."""
+    import ray
+
+    if not ray.is_initialized():
+        with sigterm_kept():
+            ray.init(**options)
 
 
 def device_key() -> str:

@@ -10,7 +10,7 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.executor import ray_executor_v2
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 
-from tandem.vllm_plugin.ray_cluster import look
+from tandem.vllm_plugin.ray_cluster import join, look
 
 logger = init_logger("vllm.tandem")
 
@@ -41,8 +41,7 @@ class TandemRayExecutor(RayExecutorV2):
 
     def _init_executor(self) -> None:
         parallel = self.parallel_config
-        if not ray.is_initialized():
-            ray.init(runtime_env=parallel.ray_runtime_env)
+        join(runtime_env=parallel.ray_runtime_env)
         if parallel.placement_group is None:
             look().require(parallel.world_size, get_ip())
         stock = ray_executor_v2.RayWorkerProc

@@ -37,6 +37,7 @@ from tandem.env import child_environment
 from tandem.errors import UsageError
 from tandem.launchers.facts import is_own
 from tandem.launchers.ray.nodes import UNIT, RayNode, check_addresses, choose, shortage
+from tandem.launchers.ray.sigterm import sigterm_kept
 from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
 from tandem.processes.interpreter import module_command
 from tandem.protocol.payloads import HostPayload
@@ -275,7 +276,8 @@ def _connect(payload: DriverPayload) -> str:
     elif address != "auto":
         _check_answers(address)
     try:
-        return str(ray.init(address=address, **quiet).address_info["gcs_address"])
+        with sigterm_kept():
+            return str(ray.init(address=address, **quiet).address_info["gcs_address"])
     except ConnectionError as error:
         raise UsageError(f"this machine is no node of a Ray cluster, or not of that at {address} ({_line(error)}). Run "
                          f"`ray start --head --node-ip-address=ADDRESS --resources='{{\"{UNIT}\": 1}}'` here or, to "
