@@ -141,6 +141,20 @@ def test_json(model, capsys):
     assert {c["reason"] for c in answer["candidates"]} != {""}
 
 
+def test_quantised_kv_takes_less(tmp_path, capsys):
+    directory = str(tiny_model(tmp_path / "wide", config={"head_dim": 64}))
+
+    def kv(*flags):
+        assert main(["plan", directory, "--hosts", "a=64GB:m4-max", "--context", "512", "--json", *flags]) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert not flags or "--kv-dtype" in plan["serve"]
+        return plan["candidates"][0]["prediction"]["memory"][0]["kv"]
+
+    assert kv("--kv-dtype", "8bit") / kv() == pytest.approx((8 + 32 / 64) / 16)
+    assert main(["plan", str(tiny_model(tmp_path / "narrow")), "--kv-dtype", "8bit"]) == 2
+    assert "--kv-dtype 8bit: llama has no layer that it would change" in capsys.readouterr().err
+
+
 def test_this_machine(model, capsys):
     assert main(["plan", model, "--context", "128"]) == 0
     out = capsys.readouterr().out

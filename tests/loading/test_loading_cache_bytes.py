@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import KVCache
 
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import UnsupportedModel
@@ -53,6 +54,9 @@ def test_what_is_told_is_what_arrays_take(family: str, tmp_path: Path) -> None:
                                      state_bytes(description, layers, kind, gpu=False)), kind
     assert_as_listed(family, stage)
     caches = stage.make_caches()
+    # A layer that is planned as quantised under --kv-dtype keeps all positions, by head.
+    assert not any(description.kv_groups[i][0] for at, cache in enumerate(caches) if type(cache) is not KVCache
+                   for i in stage.layers_of(at))
     mx.eval(stage.forward(mx.array([[5] * 256]), caches))
     assert sum(cache.nbytes for cache in caches) == 256 * stage.cache_bytes.position + stage.cache_bytes.state
 

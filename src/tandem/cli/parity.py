@@ -97,7 +97,9 @@ def _prepared(arguments: argparse.Namespace, world: World | None) -> Comparison:
     if arguments.tolerance is not None and not 0 <= arguments.tolerance < math.inf:
         raise ConfigError(f"--tolerance {arguments.tolerance}: must be at least 0", param="tolerance")
     settings = replace(settings, process=replace(settings.process, log_level="WARNING"),
-                       parallel=replace(settings.parallel, executor="cluster"))
+                       parallel=replace(settings.parallel, executor="cluster"),
+                       # With quantised KV the same sums in another order can give another code: no two layouts agree.
+                       scheduler=replace(settings.scheduler, kv_dtype="auto"))
     if world is not None:
         settings = member_settings(settings, world)
     layout = plan_layout(settings)

@@ -135,6 +135,9 @@ class SchedulerSettings:
     """Most prompt tokens that wait; a request beyond it is refused with 429."""
     kv_tokens: int | None = None
     """Tokens that the KV cache may hold; by default what fits into memory."""
+    kv_dtype: Literal["auto", "8bit", "4bit"] = "auto"
+    """Type in which keys and values are kept. auto: that of computation; 8bit and 4bit: quantised, so that the same
+    memory holds about two or three times as many tokens (docs/kv.md)."""
     prefix_cache: float = 0.3
     """Share of the KV cache that may hold prefixes of past prompts, so that they need not be computed again; 0 turns
     prefix caching off."""

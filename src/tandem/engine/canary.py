@@ -34,6 +34,8 @@ NEIGHBOUR = 5
 TOLERANCE = {"float32": 0.02, "float16": 0.3, "bfloat16": 1.0}
 """Difference of log probabilities that other chunk boundaries and batch sizes may cause: they change the order of
 sums. Corrupted activations are off by several nats."""
+QUANTIZED_KV = {"auto": 0.0, "8bit": 0.3, "4bit": 1.0}
+"""The same of quantised KV, where that is more: a number at the border of two codes may get either."""
 REPEAT_S = 1.0
 """A canary that took less is sent again when the ranks were replaced."""
 
@@ -73,11 +75,12 @@ def send_canary(executor: Executor, layout: GangLayout, limits: Limits, ready: l
 
 
 def tolerance(layout: GangLayout, ready: list[Ready]) -> float:
-    """Difference of log probabilities to put up with, by the type that the ranks compute in."""
-    chosen = layout.ranks[0].dtype
+    """Difference of log probabilities to put up with, by the types that the ranks compute and keep KV in."""
+    chosen, least = layout.ranks[0].dtype, QUANTIZED_KV[layout.ranks[0].kv_dtype]
     if chosen != "auto":
-        return TOLERANCE[chosen]
-    return max(TOLERANCE.get(layout.description.dtype, 1.0) if one.gpu else TOLERANCE["float32"] for one in ready)
+        return max(TOLERANCE[chosen], least)
+    return max(least, *(TOLERANCE.get(layout.description.dtype, 1.0) if one.gpu else TOLERANCE["float32"]
+                        for one in ready))
 
 
 def _limits(limits: Limits, lanes: int, chunk: int) -> Limits:

@@ -56,6 +56,7 @@ class Alternatives:
                             gpu=self._facts[slot].gpu) for slot in present]
         wanted = Request(context=min(full.max_context, settings.scheduler.kv_tokens or full.max_context),
                          goal="latency", dtype=settings.model.dtype, dequantize=settings.model.dequantize,
+                         kv_dtype=settings.scheduler.kv_dtype,
                          memory_fraction=settings.scheduler.memory_fraction)
         try:
             candidates = plan(full.description, machines, [LINK], wanted).candidates

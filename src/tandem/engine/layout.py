@@ -26,6 +26,7 @@ from tandem.launchers.machines import stage_memory, told_memory, with_layout
 from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
+from tandem.models.kv_types import require_quantizable
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
@@ -99,6 +100,8 @@ def plan_layout(settings: Settings) -> GangLayout:
     if drafts and not description.can_be_cut:
         raise ConfigError(f"{description.family} keeps recurrent states, which cannot take back drafts that were not "
                           "accepted; serve it without speculative decoding", param="speculative_method")
+    if settings.scheduler.kv_dtype != "auto":
+        require_quantizable(description, settings.scheduler.kv_dtype)
     draft = find_draft_model(settings, files, description)
     kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
     specs = [
@@ -116,7 +119,7 @@ def plan_layout(settings: Settings) -> GangLayout:
             adapter_path=str(Path(model.adapter_path).expanduser().absolute()) if model.adapter_path else "",
             draft_path=str(draft.path) if draft else "", expert_parallel=parallel.expert_parallel,
             kv_disk=kv_disk, kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
-            kv_space=kv_space(model, files) if kv_disk else "")
+            kv_dtype=settings.scheduler.kv_dtype, kv_space=kv_space(model, files) if kv_disk else "")
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
     return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling), defaults)
 

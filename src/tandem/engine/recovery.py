@@ -20,7 +20,7 @@ from tandem.engine.canary import REPEAT_S, send_canary
 from tandem.engine.fallback import Alternatives, Fallback
 from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
-from tandem.engine.sizing import make_limits
+from tandem.engine.sizing import make_limits, require_quantized
 from tandem.errors import RankFailure, UsageError
 from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import EngineMessage, Ready, Refused
@@ -141,6 +141,7 @@ class Gang:
                     self._whole = self._laid = _Laid(replace(self.layout, ranks=tuple(specs)))
                 if trouble := next((ready for ready in self.ready if ready.disk_trouble), None):
                     raise UsageError(f"rank {trouble.rank}: {trouble.disk_trouble}", param="kv_disk")
+                require_quantized(self.layout, self.ready)
                 limits = self._limits()
                 scheduler = Scheduler(limits, first_step=self._canary(limits, 0, progress))
                 break

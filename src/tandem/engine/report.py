@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import groupby
 
 from tandem.engine.handoffs import Handoffs
 from tandem.engine.layout import GangLayout
@@ -90,7 +91,8 @@ class Report:
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0,
             prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=gang.load_s, degraded=gang.degraded,
-            kv_disk=self.kv_disk,
+            kv_disk=self.kv_disk, kv_dtype=_kv_dtype(layout, gang.ready),
+            kv_bytes_per_token=sum(ready.kv_bytes_per_token for ready in gang.ready),
             speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,
             generated_tokens=self._metrics.generated,
             draft_tokens=counts.draft_tokens, accepted_tokens=counts.accepted_tokens,
@@ -136,6 +138,18 @@ class Report:
         elif slowdown < SLOW / 2 and rank in self._told_slow:
             self._told_slow.discard(rank)
             self._gang.history.note("rank_usual", f"rank {rank} is at its usual pace again", rank=rank)
+
+
+def _kv_dtype(layout: GangLayout, ranks: Sequence[Ready]) -> str:
+    """In words of `/model/info`."""
+    asked = layout.ranks[0].kv_dtype
+    layers = sorted({layer for ready in ranks for layer in ready.quantized_layers})
+    if asked == "auto" or not layers:
+        return "auto"
+    runs = [list(run) for _, run in groupby(layers, key=lambda layer: layer - layers.index(layer))]
+    named = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    others = "" if len(layers) == layout.description.num_layers else "; others stay in the type of computation"
+    return f"{asked} in layers {named}{others}"
 
 
 def _kv_disk(layout: GangLayout, ranks: Sequence[Ready]) -> str:

@@ -11,8 +11,9 @@ from tandem.cache.prefix import BLOCK
 from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.layout import GangLayout
-from tandem.errors import OutOfMemory
+from tandem.errors import OutOfMemory, UnsupportedModel
 from tandem.models.description import ModelDescription
+from tandem.models.kv_types import nothing_to_quantize
 from tandem.protocol.control import Ready
 from tandem.scheduler.limits import Limits
 from tandem.speculation.proposers import SpeculationLimits
@@ -50,6 +51,13 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
         eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
         speculation=_speculation(settings.speculation, layout.description, ranks),
         digests=chosen.canary and len(ranks) > 1)
+
+
+def require_quantized(layout: GangLayout, ranks: Sequence[Ready]) -> None:
+    """Raises UnsupportedModel where quantised KV was asked for, and no rank has a layer for it."""
+    asked = layout.ranks[0].kv_dtype
+    if asked != "auto" and not any(ready.quantized_layers for ready in ranks):
+        raise UnsupportedModel(nothing_to_quantize(asked, layout.description.family), param="kv_dtype")
 
 
 def _speculation(settings: SpeculationSettings, model: ModelDescription,

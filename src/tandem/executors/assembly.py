@@ -32,7 +32,7 @@ from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import PIECE
 from tandem.runner.drafter import Drafter
-from tandem.runner.kv_disk import KVDisk, Report, dtype_name, takes_part
+from tandem.runner.kv_disk import KVDisk, Layers, Report, dtype_name, takes_part
 from tandem.runner.links import StageLink
 from tandem.runner.piece_files import MOST_HEADER, Part, PieceFiles, note_model
 from tandem.runner.prefix_store import trimmable
@@ -54,7 +54,7 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     require_memory(spec, files)
     log.info("Loading sharded model: %s (%s)", spec.model_name, spec.label)
     stage = load_stage(files, description, range(*spec.layers), dtype=spec.dtype, dequantize=dequantize,
-                       progress=progress, shard=shard, tensor_parallel=group,
+                       progress=progress, shard=shard, tensor_parallel=group, kv_dtype=spec.kv_dtype,
                        adapter=read_adapter(spec.adapter_path, description) if spec.adapter_path else None)
     log.info("Sharded model loaded successfully")
     log.info("computing on %s", device_name())
@@ -129,10 +129,11 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
     shard = shard_of(spec, description, _dequantizes(spec))
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
-    space = f"{spec.kv_space}-{dtype_name(stage.dtype)}"
+    space = f"{spec.kv_space}-{dtype_name(stage.dtype)}" + (f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else "")
     most = MOST_HEADER + PIECE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
-        disk = KVDisk(spec.rank, PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most), report)
+        kept = PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most)
+        disk = KVDisk(spec.rank, kept, Layers(caches, stage.dtype, as_bytes=spec.kv_dtype != "auto"), report)
         note_model(Path(spec.kv_disk), space, spec.model_name)
         return disk, ""
     except (UsageError, OSError) as error:
@@ -150,5 +151,5 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
                  peak_bytes=peak_bytes(), gpu=on_gpu(), host=socket.gethostname(), pid=os.getpid(),
                  own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
                  cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
-                 trimmable=trimmable(runner.stage.make_caches()),
+                 trimmable=trimmable(runner.stage.make_caches()), quantized_layers=runner.stage.quantized_layers,
                  pieces=runner.disk.names if runner.disk else None, disk_trouble=disk_trouble)

@@ -8,12 +8,18 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import base
 
+from tandem.loading import quantized_kv
+from tandem.loading.quantized_kv import Quantized
+
 _of_mlx_lm = base.scaled_dot_product_attention
 
 
-def _attend(queries: mx.array, keys: mx.array, values: mx.array, cache: Any, scale: float, mask: Any,
+def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float, mask: Any,
             sinks: mx.array | None = None) -> mx.array:
-    """As mlx-lm's function, whose place it takes: queries [B, heads, L, D], keys and values [B, kv_heads, S, D]."""
+    """As mlx-lm's function, whose place it takes: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or
+    quantised ones, which say so."""
+    if isinstance(keys, Quantized):
+        return quantized_kv.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     own = getattr(cache, "attend", None)
     out = own(queries, keys, values, scale=scale, mask=mask, sinks=sinks) if own is not None else None
     if out is not None:

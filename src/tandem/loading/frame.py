@@ -73,6 +73,10 @@ class Frame:
         made = make_prompt_cache(self.model)
         return [made[i] for i in self._kept]
 
+    def layers_of(self, at: int) -> set[int]:
+        """Numbers of the own layers that are given this one of the stage's caches."""
+        return {i for i in self.own if self._cache_of[i] == self._kept[at]}
+
     def run(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Tokens [B, L] on the first stage, elsewhere what the stage before returned, to hidden states [B, L, H].
 

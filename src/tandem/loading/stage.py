@@ -6,7 +6,7 @@ Chained stages compute what mlx-lm's own model computes in one process, bit for 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
 from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
+from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.recurrence import bound_recurrences
 from tandem.loading.shard_modules import (
     Cutter,
@@ -39,6 +40,7 @@ from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_
 from tandem.models.adapter_files import Adapter
 from tandem.models.description import ModelDescription, part_of_tensor
 from tandem.models.families.table import family_of, module_of
+from tandem.models.kv_types import KV_BITS
 from tandem.models.shard import Shard
 
 DTYPES = {"float32": mx.float32, "bfloat16": mx.bfloat16, "float16": mx.float16}
@@ -94,6 +96,7 @@ class StageModel:
         self.modules = modules
         """What is loaded: layers by number, others by path."""
         self._frame = frame
+        self._kv: tuple[Groups | None, ...] = ()
 
     def forward(self, x: mx.array, caches: Sequence[Any]) -> mx.array:
         """Through this stage's layers, to hidden states [B, L, H]; `caches` take up keys and values, or states.
@@ -128,10 +131,7 @@ class StageModel:
         """Read off the shapes of what two calls leave in caches, of which nothing is computed."""
 
         def held(tokens: int) -> int:
-            caches = self.make_caches()
-            x = mx.zeros((1, tokens), mx.int32)
-            self._frame.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
-            arrays = (array for cache in caches for _, array in tree_flatten(cache.state))
+            arrays = (array for cache in self._traced(tokens) for _, array in tree_flatten(cache.state))
             return sum(array.nbytes for array in arrays if isinstance(array, mx.array))
 
         once, twice = held(_STEP), held(2 * _STEP)
@@ -139,7 +139,44 @@ class StageModel:
 
     def make_caches(self) -> list[Any]:
         """Fresh single-sequence caches of mlx-lm: those of the own layers."""
-        return self._frame.make_caches()
+        made = self._frame.make_caches()
+        return [GroupedKVCache(groups) if groups else one for one, groups in zip(made, self._kv, strict=True)] \
+            if self._kv else made
+
+    def quantize_kv(self, kv_dtype: str, latent: Collection[int] = ()) -> None:
+        """Have the caches that `make_caches` makes from here on keep keys and values in such a type; those of layers in
+        `latent`, of windows, and of heads that are not of whole groups stay as they are.
+
+        Raises UnsupportedModel where a model computes with keys and values itself.
+        """
+        caches = self._traced(1)
+        kept = [None if self.layers_of(at) & set(latent) else groups_for(cache, KV_BITS[kv_dtype])
+                for at, cache in enumerate(caches)]
+        self._kv = tuple(kept) if any(kept) else ()
+        for groups in {one for one in kept if one}:
+            require_products(groups)
+        try:
+            self._traced(1)
+        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            raise UnsupportedModel(f"--kv-dtype {kv_dtype}: this model's attention computes with keys and values "
+                                   "itself, and cannot read quantised ones; leave it out", param="kv_dtype") from error
+        self.__dict__.pop("cache_bytes", None)
+
+    def layers_of(self, at: int) -> set[int]:
+        """Numbers of the layers that are given this one of the caches."""
+        return self._frame.layers_of(at)
+
+    @property
+    def quantized_layers(self) -> list[int]:
+        """Numbers of the layers whose keys and values are quantised."""
+        return sorted(i for at, groups in enumerate(self._kv) if groups for i in self.layers_of(at))
+
+    def _traced(self, tokens: int) -> list[Any]:
+        """Fresh caches after a call of which nothing is computed."""
+        caches = self.make_caches()
+        x = mx.zeros((1, tokens), mx.int32)
+        self._frame.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
+        return caches
 
     def caches_of_all_stages(self) -> list[Any]:
         """As `make_caches`, for every layer of the model: the same on each rank."""
@@ -157,6 +194,7 @@ def load_stage(
     shard: Shard | None = None,
     tensor_parallel: TensorParallel | None = None,
     adapter: Adapter | None = None,
+    kv_dtype: str = "auto",
 ) -> StageModel:
     """Load layers `layers` of a model, evaluated; with layer 0 the embedding, with the last layer norm and head.
 
@@ -164,7 +202,8 @@ def load_stage(
     With `dequantize` packed weights are expanded. `progress` gets stored bytes done and in all. With `shard` (of
     `plan_shards`) only that part of each layer is kept, and computes together with the other ranks' parts through
     `tensor_parallel`. What `adapter` adds to these layers is loaded too. Peak memory is this stage's (or shard's)
-    weights plus about one tensor. Raises `BrokenModel` for weights that do not fit, `LayoutError` for a range that is
+    weights plus about one tensor. `kv_dtype` (auto, 8bit, 4bit) is what caches keep keys and values in.
+    Raises `BrokenModel` for weights that do not fit, `LayoutError` for a range that is
     not the model's or a shard that cannot be cut, `UsageError` for an unknown dtype.
     """
     if shard is not None and shard.size == 1:
@@ -196,6 +235,8 @@ def load_stage(
         if shard is not None:
             divide(frame.layers[i], shard, description)
     stage = StageModel(frame, modules, description, compute, nbytes, shard)
+    if kv_dtype != "auto":
+        stage.quantize_kv(kv_dtype, description.latent_layers)
     if tensor_parallel is not None and shard is not None:
         stage.cache_bytes  # noqa: B018 - measured while a call of this rank alone still goes through
         for i in layers:

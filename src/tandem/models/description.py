@@ -21,6 +21,7 @@ from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
 from tandem.models.families.table import FAMILIES, REFUSED, Family, family_of, module_of
+from tandem.models.kv_types import kv_groups
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -107,6 +108,11 @@ class ModelDescription:
     """The last positions of every cache can be taken back."""
     replicated_cache: bool = False
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
+    kv_groups: tuple[tuple[int, float], ...] = ()
+    """For each layer the size of the groups in which its keys and values can be quantised (0: they stay as they are),
+    and their elements of one token."""
+    latent_layers: frozenset[int] = frozenset()
+    """Layers that keep a latent."""
     uncut: frozenset[int] = frozenset()
     """Layers at which no stage can begin, since they take keys and values from earlier ones."""
     left_out: tuple[str, ...] = ()
@@ -146,7 +152,8 @@ def describe(files: ModelFiles) -> ModelDescription:
         kv_heads = facts.num_heads  # each makes keys and values of its own of the latent
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
     layer_type = _layer_type(files.path, str(name))
-    caches = layer_caches({**family.defaults, **config}, facts.num_layers, 2 * kv_heads * head_dim)
+    known = {**family.defaults, **config}
+    caches = layer_caches(known, facts.num_layers, 2 * kv_heads * head_dim)
     return ModelDescription(
         family=str(name),
         num_layers=facts.num_layers,
@@ -160,6 +167,8 @@ def describe(files: ModelFiles) -> ModelDescription:
         float32_elements=sum(cache.float32 for cache in caches) / len(caches),
         can_be_cut=all(cache.can_be_cut for cache in caches),
         replicated_cache=any(cache.replicated for cache in caches),
+        kv_groups=tuple(zip(kv_groups(known, caches, head_dim), (cache.position for cache in caches), strict=True)),
+        latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),
         max_context=facts.max_context(),
         dtype=_stored_dtype(tensors),
         quantization=quantization.settings,
@@ -168,7 +177,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         embed_bytes=embed,
         head_bytes=norm if tied else norm + head,
         eos_token_ids=eos_token_ids(files.path),
-        uncut=uncut({**family.defaults, **config}, facts.num_layers),
+        uncut=uncut(known, facts.num_layers),
         left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
         generates=not headless,
         whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),

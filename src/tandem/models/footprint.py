@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tandem.models.description import ModelDescription
+from tandem.models.kv_types import element_bytes
 
 
 def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequantize: bool, share: float, *,
@@ -24,9 +25,16 @@ def slice_bytes(description: ModelDescription, layers: range, dtype: str, dequan
     return int(stored * item / (4 if description.dtype == "float32" else 2))
 
 
-def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:
+def kv_bytes_per_token(description: ModelDescription, layers: int, dtype: str, *, gpu: bool,
+                       kv_dtype: str = "auto") -> int:
     """Bytes of the cache of one position in so many layers, over all ranks of the stage."""
-    return int(token_elements(description) * layers) * compute_item(description, dtype, gpu=gpu)
+    return int(token_bytes(description, compute_item(description, dtype, gpu=gpu), kv_dtype) * layers)
+
+
+def token_bytes(description: ModelDescription, item: int, kv_dtype: str = "auto") -> float:
+    """Bytes of the cache of one position in one layer, on average; `item`: of a number in the type of computation."""
+    less = sum(elements * (item - element_bytes(kv_dtype, group, item)) for group, elements in description.kv_groups)
+    return token_elements(description) * item - less / description.num_layers
 
 
 def state_bytes(description: ModelDescription, layers: int, dtype: str, *, gpu: bool) -> int:

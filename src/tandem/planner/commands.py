@@ -22,6 +22,7 @@ class Asked(Protocol):
     fast_sync: str
     dtype: str
     dequantize: str
+    kv_dtype: str
     prefill_chunk: int | None
     memory_fraction: float
 
@@ -37,6 +38,7 @@ class Plainly:
     fast_sync: str = "off"
     dtype: str = "auto"
     dequantize: str = "auto"
+    kv_dtype: str = "auto"
     prefill_chunk: int | None = None
     memory_fraction: float = 0.85
 
@@ -67,7 +69,8 @@ def serve_flags(plan: LayoutPlan, asked: Asked) -> list[str]:
         flags += ["--lanes", str(prediction.lanes)] if plan.streams > 1 and prediction.lanes != len(stages) else []
     flags += ["--max-context", str(plan.context)]  # the engine reserves for the model's own limit otherwise
     flags += ["--max-batch-size", str(max(1, -(-plan.streams // len(layout.replicas))))] if plan.streams > 1 else []
-    defaults = {"dtype": "auto", "dequantize": "auto", "prefill_chunk": None, "memory_fraction": 0.85}
+    defaults = {"dtype": "auto", "dequantize": "auto", "kv_dtype": "auto", "prefill_chunk": None,
+                "memory_fraction": 0.85}
     for name, default in defaults.items():
         value = getattr(asked, name)
         flags += [f"--{name.replace('_', '-')}", str(value)] if value != default else []

@@ -27,7 +27,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from tandem.models.description import ModelDescription
-from tandem.models.footprint import compute_item, layer_state_bytes, token_elements
+from tandem.models.footprint import compute_item, layer_state_bytes, token_bytes, token_elements
 from tandem.planner.hardware import Link, Machine, Network
 from tandem.planner.types import Experts, Request
 
@@ -113,7 +113,7 @@ class Costs:
         """A rank's KV bytes of one token in one layer, on average. Layers with a window count as full, as in the
         engine's budget."""
         share = 1.0 if self.model.replicated_cache else part.kv
-        return token_elements(self.model) * self.item(part.machine) * share
+        return token_bytes(self.model, self.item(part.machine), self.request.kv_dtype) * share
 
     def state(self, part: RankShare, layers: int, streams: int) -> float:
         """A rank's bytes of recurrent state, which is divided also where a latent cannot be."""

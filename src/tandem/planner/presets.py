@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tandem.errors import ConfigError
+from tandem.models.caches import LayerCache
 from tandem.models.description import ModelDescription
 from tandem.models.families.axes import Axis, Base
+from tandem.models.kv_types import kv_groups
 from tandem.planner.types import Experts
 
 _PLAIN = 16
@@ -132,6 +134,9 @@ def planned(name: str, preset: Preset, quant: str) -> Planned:
 def _description(preset: Preset, layers: list[int], packing: Packing | None, expert: Packing | None
                  ) -> ModelDescription:  # fmt: skip
     count = len(layers)
+    caches = [LayerCache("latent" if preset.latent else "positions", tokens, state, float32)
+              for n, tokens, state, float32 in preset.cache for _ in range(n)]
+    groups = kv_groups({"model_type": preset.family}, caches, preset.head_dim)
     shown = packing or expert
     settings: dict[str, Any] | None = None
     if shown is not None:
@@ -161,6 +166,7 @@ def _description(preset: Preset, layers: list[int], packing: Packing | None, exp
         state_elements=sum(n * state for n, _, state, _ in preset.cache) / count,
         float32_elements=sum(n * float32 for n, _, _, float32 in preset.cache) / count,
         replicated_cache=preset.latent,
+        kv_groups=tuple((group, cache.position) for group, cache in zip(groups, caches, strict=True)),
     )
 
 

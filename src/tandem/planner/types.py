@@ -39,6 +39,7 @@ class Request:
     tokens. By default latency for one stream, else throughput."""
     dtype: str = "auto"
     dequantize: str = "auto"
+    kv_dtype: str = "auto"
     prefill_chunk: int | None = None
     """Prompt tokens computed at once; by default 512 on a GPU and 192 on a CPU."""
     memory_fraction: float = 0.85

@@ -154,6 +154,10 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """What of a prompt is taken up again: `any length`, `blocks` (its last whole one), or `off`, and why."""
     kv_disk: str = ""
     """Whether prefixes are kept on disk: `on`, or `off`, and why."""
+    kv_dtype: str = ""
+    """In what keys and values are kept, and in which layers."""
+    kv_bytes_per_token: int = 0
+    """Bytes of a position in the caches of all ranks together, of one replica."""
     speculation: str = ""
     """`ngram`, `draft_model`, or `off`, and why where the model cannot do it."""
     load_s: float = 0.0
@@ -286,6 +290,8 @@ class Ready(Struct, frozen=True, tag=True):
     """Weights that the system may not take from the GPU."""
     metal: bool = False
     """That GPU is a Mac's."""
+    quantized_layers: list[int] = []
+    """Layers whose keys and values it keeps quantised."""
     pieces: list[bytes] | None = None
     """Names of the pieces of prefixes on its disk (tandem.protocol.pieces); None where it keeps none there."""
     disk_trouble: str = ""

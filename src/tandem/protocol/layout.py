@@ -102,6 +102,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     """Directory, on the rank's machine, of a LoRA adapter to apply."""
     expert_parallel: bool = False
     """The stage's ranks share out experts whole."""
+    kv_dtype: str = "auto"
+    """Type in which keys and values are kept: `auto`, `8bit` or `4bit`."""
     kv_disk: str = ""
     """Directory, on the rank's machine, in which it keeps prefixes of prompts; empty for none."""
     kv_disk_bytes: int = 0

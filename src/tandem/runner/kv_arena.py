@@ -8,6 +8,8 @@ With a sliding window the row is a ring: the token at position p lies in slot p 
 the order of keys, whose positions are rotated into them, so that nothing is ever rolled. The ring is as long as the
 window, and longer by the most drafts that a row may have: what drafts overwrite is not needed again when they are not
 accepted. Cutting a row is not the arena's business: what lies beyond a row's length is masked, then overwritten.
+
+Quantised keys are three such arrays (codes, scales, biases), and so are values; tokens are quantised when written.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from tandem.loading.quantized_kv import GroupedKVCache, Groups, Quantized, quantized
 from tandem.runner.kv_layers import RowStep
 
 Attention = Callable[[mx.array, mx.array, mx.array, mx.array, int, float], mx.array | None]
@@ -31,17 +34,20 @@ GROWTH = 256
 class ArenaLayer:
     """Rows of one attention layer; it is itself the cache that mlx-lm's model code sees."""
 
-    def __init__(self, window: int = 0, drafts: int = 0, attention: Attention | None = None) -> None:
+    def __init__(self, window: int = 0, drafts: int = 0, attention: Attention | None = None,
+                 groups: Groups | None = None) -> None:
         """`window`: positions that a sliding-window layer keeps, 0 for all; `drafts`: most drafts in a row;
-        `attention` takes the place of mlx-lm's in steps of one token a row."""
+        `attention` takes the place of mlx-lm's in steps of one token a row; `groups`: how a layer without a window
+        quantises, if it does."""
         self._attention = attention
+        self._groups = groups
         self._window = window
         self._ring = window + drafts if window else 0
         self._steady = mx.cuda.is_available()
         """With several positions a row attention reads all that the arena can hold, masked. There it is cuDNN's, which
         plans anew for every length: tens of milliseconds a step if that were another one each time."""
         self._parts: list[mx.array] = []
-        """Keys and values; empty while there are no rows."""
+        """Keys and values, of quantised ones the parts; empty while there are no rows."""
         self._rows = 0
         self._step: RowStep | None = None
         self._written = True
@@ -53,10 +59,11 @@ class ArenaLayer:
         """Rotary position of the token that is being computed: int, or int32 [rows]."""
         return self._now().offset
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write the step's tokens, keys and values [rows, kv_heads, width, head_dim]; return all up to the longest.
 
-        Returns [rows, kv_heads, positions, head_dim] views of the arena. Raises RuntimeError outside a step.
+        Returns [rows, kv_heads, positions, head_dim] views of the arena, or Quantized of such. Raises RuntimeError
+        outside a step.
         """
         step = self._now()
         if self._written or keys.shape[0] != self._rows or keys.shape[2] != step.width:
@@ -66,15 +73,17 @@ class ArenaLayer:
         self._resize(self._rows_cap, max(self._len_cap, self._round_up(used)))
         start = step.longest % self._ring if self._ring else step.longest
         together = step.aligned and not (self._ring and start + step.width > self._ring)
-        for part, new in zip(self._parts, (keys, values), strict=True):
+        groups = self._groups
+        news = (keys, values) if groups is None else (*quantized(keys, groups).parts, *quantized(values, groups).parts)
+        for part, new in zip(self._parts, news, strict=True):
             if together:
                 part[: self._rows, :, start : start + step.width] = new
             elif step.width == 1:
                 part[step.rows, :, step.slots(self._ring)[:, 0]] = new[:, :, 0]
             else:
                 part[step.rows[:, None], :, step.slots(self._ring)] = new.swapaxes(1, 2)
-        all_keys, all_values = (part[: self._rows, :, :used] for part in self._parts)
-        return all_keys, all_values
+        views = [part[: self._rows, :, :used] for part in self._parts]
+        return (views[0], views[1]) if groups is None else _pair(views, groups)
 
     def make_mask(
         self, N: int, window_size: int | None = None, return_array: bool = False
@@ -122,7 +131,7 @@ class ArenaLayer:
 
     def join(self, cache: Any, length: int) -> None:
         """Append a row: copies one sequence, touches no other row."""
-        new = _in_order(cache, self._window)
+        new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
         capacity = max(self._len_cap, self._round_up(self._used(length + 1)))
         if not self._parts:
@@ -165,8 +174,13 @@ class ArenaLayer:
             raise RuntimeError("a decode step began before the forward pass of the last one was built")
         self._step, self._written = step, False
 
-    def extract(self, row: int, length: int) -> KVCache | RotatingKVCache:
+    def extract(self, row: int, length: int) -> KVCache | RotatingKVCache | GroupedKVCache:
         """A single sequence's cache with a copy of the row (lazy: evaluate before the next step)."""
+        if self._groups is not None:
+            keys_then, values_then = _pair(self._gathered(row, length), self._groups)
+            grouped = GroupedKVCache(self._groups)
+            grouped.state = (keys_then.parts, values_then.parts, length, self._groups.size, self._groups.bits)
+            return grouped
         keys, values = self._gathered(row, self._used(length))
         if not self._window:
             plain = KVCache()
@@ -236,6 +250,17 @@ def _resized(old: mx.array, rows: int, rows_cap: int, len_cap: int) -> mx.array:
     keep = min(old.shape[2], len_cap)
     new[:rows, :, :keep] = old[:rows, :, :keep]
     return new
+
+
+def _pair(parts: Sequence[mx.array], groups: Groups) -> tuple[Quantized, Quantized]:
+    codes, scales, biases, *values = parts
+    return Quantized(codes, scales, biases, groups), Quantized(values[0], values[1], values[2], groups)
+
+
+def _parts_of(cache: GroupedKVCache) -> list[mx.array]:
+    """Those of a single sequence's keys, then of its values, [1, kv_heads, held, ...] each."""
+    keys, values, length, *_ = cache.state
+    return [part[:, :, :length] for part in (*keys, *values)]
 
 
 def _in_order(cache: KVCache | RotatingKVCache, window: int) -> tuple[mx.array, mx.array]:

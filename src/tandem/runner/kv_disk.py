@@ -16,6 +16,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
+from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 from tandem.runner.piece_files import Layer, PieceFiles, Unusable
@@ -36,7 +37,51 @@ Report = Callable[[Fetched | Written | Surveyed], None]
 
 def takes_part(caches: Sequence[Any]) -> bool:
     """True for caches whose pieces can be kept: keys and values of each position, and nothing else."""
-    return bool(caches) and all(type(cache) is KVCache for cache in caches)
+    return bool(caches) and all(type(cache) in (KVCache, GroupedKVCache) for cache in caches)
+
+
+class Layers:
+    """A rank's layers as files have them: keys and values of one position side by side, [1, heads, positions, width].
+
+    As bytes they are, of a position and head, those of codes, scales and biases, or of numbers that are not quantised.
+    """
+
+    def __init__(self, caches: Sequence[Any], dtype: mx.Dtype, *, as_bytes: bool) -> None:
+        """`caches`: fresh ones that take part, one a layer; `dtype`: the type of computation; `as_bytes`: where any
+        rank of any layout may have quantised ones, so that they can read one another's."""
+        self._kinds, self._dtype, self._bytes = caches, dtype, as_bytes
+
+    def stored(self, states: Sequence[tuple[Any, ...]], where: slice) -> list[tuple[mx.array, mx.array]]:
+        """Keys and values at some positions of caches with these states."""
+        return [(self._one(keys, where), self._one(values, where)) for keys, values, *_ in states]
+
+    def revived(self, pairs: Sequence[tuple[mx.array, mx.array]], length: int) -> list[Any]:
+        """Caches that hold what `stored` made of them."""
+        caches = []
+        for kind, (keys, values) in zip(self._kinds, pairs, strict=True):
+            if type(kind) is GroupedKVCache:
+                sides = _split(keys, kind, self._dtype), _split(values, kind, self._dtype)
+                caches.append(GroupedKVCache.from_state((*sides, length, kind.group_size, kind.bits)))
+            else:
+                plain = (keys.view(self._dtype), values.view(self._dtype)) if self._bytes else (keys, values)
+                caches.append(KVCache.from_state((*plain, length)))
+        return caches
+
+    def _one(self, side: Any, where: slice) -> mx.array:
+        parts = [part[..., where, :] for part in (side if isinstance(side, tuple | list) else (side,))]
+        if not self._bytes:
+            return parts[0]
+        return mx.concatenate([mx.contiguous(part).view(mx.uint8) for part in parts], axis=-1)
+
+
+def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.array, ...]:
+    """Codes, scales and biases of keys or values, out of their bytes."""
+    bits, size = kind.groups
+    groups = side.shape[-1] * 8 // (size * bits + 16 * dtype.size)
+    codes, scales = groups * size * bits // 8, groups * dtype.size
+    parts = side[..., :codes], side[..., codes : codes + scales], side[..., codes + scales :]
+    return tuple(mx.contiguous(part).view(kind_of) for part, kind_of in zip(parts, (mx.uint32, dtype, dtype),
+                                                                            strict=True))
 
 
 @dataclass
@@ -49,9 +94,9 @@ class _Arrived:
 class KVDisk:
     """`store` and `take` are for the thread that owns MLX, `fetch` for any."""
 
-    def __init__(self, rank: int, files: PieceFiles, report: Report) -> None:
+    def __init__(self, rank: int, files: PieceFiles, layers: Layers, report: Report) -> None:
         """`report` is called from a thread of this class."""
-        self._rank, self._files, self._report = rank, files, report
+        self._rank, self._files, self._layers, self._report = rank, files, layers, report
         self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._number = itertools.count()
         self._lock = threading.Lock()
@@ -64,14 +109,13 @@ class KVDisk:
         """Pieces that were there at the start."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
-    def store(self, op: StoreOp, state: Sequence[tuple[mx.array, mx.array]]) -> None:
-        """Write pieces of a prefix whose layers have these keys and values, [1, heads, positions, width] each."""
-        if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in state):
-            seldom.warning("this model's KV is not divided as its description says; it is not kept on disk")
-            return
+    def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
+        """Write pieces of a prefix whose layers' caches have these states."""
         for number, name in op.pieces:
-            where = slice(number * PIECE, (number + 1) * PIECE)
-            cut = [(keys[..., where, :], values[..., where, :]) for keys, values in state]
+            cut = self._layers.stored(states, slice(number * PIECE, (number + 1) * PIECE))
+            if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in cut):
+                seldom.warning("this model's KV is not divided as its description says; it is not kept on disk")
+                return
             nbytes = sum(array.nbytes for pair in cut for array in pair)
             with self._lock:
                 if self._waiting + nbytes > WAITING_BYTES:
@@ -81,7 +125,7 @@ class KVDisk:
             # Arrays of their own: MLX promises nothing for two threads at one.
             own = [(_plain(mx.contiguous(keys)), _plain(mx.contiguous(values))) for keys, values in cut]
             mx.async_eval(own)
-            self._jobs.put((_WRITE, next(self._number), (name, own, dtype_name(state[0][0].dtype), nbytes)))
+            self._jobs.put((_WRITE, next(self._number), (name, own, dtype_name(cut[0][0].dtype), nbytes)))
 
     def fetch(self, order: Fetch) -> None:
         """Read a prefix; `Fetched` says when it is here."""
@@ -95,13 +139,13 @@ class KVDisk:
         """A prefix has been fetched under this key, or could not be."""
         return key in self._arrived
 
-    def take(self, key: str) -> list[tuple[mx.array, mx.array, int]] | None:
-        """Keys, values and length of each layer of a prefix that has been fetched; None where it could not be."""
+    def take(self, key: str) -> list[Any] | None:
+        """Caches, one a layer, of a prefix that has been fetched; None where it could not be."""
         arrived = self._arrived.pop(key)
         if arrived is None:
             return None
-        return [(_array(keys, arrived.dtype), _array(values, arrived.dtype), arrived.length)
-                for keys, values in arrived.layers]
+        pairs = [(_array(keys, arrived.dtype), _array(values, arrived.dtype)) for keys, values in arrived.layers]
+        return self._layers.revived(pairs, arrived.length)
 
     def drop(self, key: str) -> None:
         """Forget what was fetched under this key."""

@@ -16,6 +16,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 
 from tandem.errors import UnsupportedModel
+from tandem.loading.quantized_kv import GroupedKVCache
 
 
 @dataclass(frozen=True)
@@ -236,7 +237,9 @@ class MergedLayer:
 
 
 def batchable(cache: Any) -> bool:
-    """True when mlx-lm can merge single caches of this kind into a batch."""
+    """True when single caches of this kind can be put into a batch: by the arenas, or by mlx-lm."""
+    if type(cache) is GroupedKVCache:
+        return True
     if isinstance(cache, mlx_caches.CacheList):
         return all(batchable(inner) for inner in cache.caches)
     return hasattr(cache, "merge") and not getattr(cache, "keep", 0)  # mlx-lm's batches forget `keep`

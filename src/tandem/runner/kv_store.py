@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from tandem.errors import UnsupportedModel
+from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.runner.kv_apart import RowsApart
 from tandem.runner.kv_arena import ArenaLayer, Attention
 from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable, require_batchable
@@ -135,6 +136,8 @@ def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerS
     """The store for a layer whose single-sequence cache is of this kind. Exact types: subclasses may differ."""
     if type(cache) is KVCache:
         return ArenaLayer(attention=attention)
+    if type(cache) is GroupedKVCache:
+        return ArenaLayer(groups=cache.groups)
     if type(cache) is RotatingKVCache and not cache.keep:
         return ArenaLayer(window=cache.max_size, drafts=drafts, attention=attention)
     # Layers with two caches of positions write into mlx-lm's own arrays (deepseek_v32's index): they get its batches.

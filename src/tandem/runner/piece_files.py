@@ -311,7 +311,8 @@ def _heads(pair: Layer, part: Part, heads: range) -> Layer:
 
 
 _NUMPY: dict[str, np.dtype[Any]] = {
-    "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32)}
+    "bfloat16": np.dtype(np.uint16), "float16": np.dtype(np.float16), "float32": np.dtype(np.float32),
+    "uint8": np.dtype(np.uint8)}
 
 
 def _arrays(payload: memoryview, header: _Header, heads: int) -> Iterator[Layer]:

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache
 
 from tandem.errors import BatchDesync
+from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.protocol.pieces import StoreOp
 from tandem.runner.kv_disk import KVDisk
 
@@ -30,9 +31,13 @@ class _Saved:
         return own + [array for member in self.members for array in member.arrays]
 
 
+_BY_POSITION = (KVCache, GroupedKVCache)
+"""Kinds that hold keys and values of each position, and nothing else."""
+
+
 def trimmable(caches: Sequence[Any]) -> bool:
     """True when caches of these kinds can be cut to any length."""
-    return all(trimmable(cache.caches) if type(cache) is CacheList else type(cache) is KVCache for cache in caches)
+    return all(trimmable(cache.caches) if type(cache) is CacheList else type(cache) in _BY_POSITION for cache in caches)
 
 
 class PrefixStore:
@@ -54,8 +59,7 @@ class PrefixStore:
     def restore(self, key: str, length: int) -> list[Any]:
         """Fresh caches that hold the first `length` positions of a snapshot. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
-            fetched = self._disk.take(key) or []
-            self._saved[key] = [_Saved(KVCache, state) for state in fetched]
+            self._saved[key] = [_Saved(type(cache), cache.state) for cache in self._disk.take(key) or []]
         if not self._saved.get(key):
             raise BatchDesync(f"prefix {key} is to be restored, which is not here")
         return [_revive(one, length) for one in self._saved[key]]
@@ -73,7 +77,7 @@ class PrefixStore:
             return  # it came from there, and nobody has restored it yet
         if self._disk is None or op.key not in self._saved:
             raise BatchDesync(f"prefix {op.key} is to be stored, which is not here")
-        self._disk.store(op, [saved.state[:2] for saved in self._saved[op.key]])
+        self._disk.store(op, [saved.state for saved in self._saved[op.key]])
 
     @property
     def nbytes(self) -> int:
@@ -85,20 +89,22 @@ def _save(cache: Any, length: int) -> _Saved:
     """A copy, since the cache goes on writing into its own arrays."""
     if type(cache) is CacheList:
         return _Saved(CacheList, (), tuple(_save(one, length) for one in cache.caches))
-    state = _cut(cache.state, length) if type(cache) is KVCache else cache.state
+    state = _cut(cache.state, length) if type(cache) in _BY_POSITION else cache.state
     return _Saved(type(cache), _each_array(mx.contiguous, state))
 
 
 def _cut(state: tuple[Any, ...], length: int) -> tuple[Any, ...]:
-    """A KVCache's (keys, values, offset), [1, H, positions, D] each, for its first `length` positions."""
-    keys, values, _ = state
-    return keys[..., :length, :], values[..., :length, :], length
+    """A cache's (keys, values, offset, how they are quantised if they are), [1, H, positions, D] each or parts of such,
+    for its first `length` positions."""
+    keys, values, _, *groups = state
+    keys, values = _each_array(lambda part: part[..., :length, :], (keys, values))
+    return keys, values, length, *groups
 
 
 def _revive(saved: _Saved, length: int) -> Any:
     if saved.kind is CacheList:
         return CacheList(*(_revive(one, length) for one in saved.members))
-    state = _cut(saved.state, length) if saved.kind is KVCache else saved.state
+    state = _cut(saved.state, length) if saved.kind in _BY_POSITION else saved.state
     # Caches write into their array objects in place: each gets objects of its own over the shared buffers, which MLX
     # copies on the first write.
     return saved.kind.from_state(_each_array(lambda array: array[...], state))

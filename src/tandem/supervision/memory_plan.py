@@ -151,7 +151,7 @@ def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
     """Bytes of a position on one rank."""
     count = len(range(*spec.layers))
     heads = layout.description.num_kv_heads
-    whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu)
+    whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
     draft = _draft(spec)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
     if layout.description.replicated_cache:

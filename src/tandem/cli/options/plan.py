@@ -84,6 +84,7 @@ def _add_wanted(parser: argparse.ArgumentParser) -> None:
     types = ("auto", "float32", "bfloat16", "float16")
     group.add_argument("--dtype", choices=types, default="auto", help=same + "[auto]")
     group.add_argument("--dequantize", choices=("auto", "yes", "no"), default="auto", help=same + "[auto]")
+    group.add_argument("--kv-dtype", choices=("auto", "8bit", "4bit"), default="auto", help=same + "[auto]")
     group.add_argument("--prefill-chunk", type=int, metavar="N", help=same)
     group.add_argument(
         "--memory-fraction",

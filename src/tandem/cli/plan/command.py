@@ -16,6 +16,7 @@ from tandem.checkpoints.resolve import resolve
 from tandem.cli.plan.output import as_json, print_plan
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription, describe
+from tandem.models.kv_types import require_quantizable
 from tandem.planner.experts import read_experts
 from tandem.planner.hardware import Link, Machine, with_fences
 from tandem.planner.hosts import read_hosts, read_links, this_machine
@@ -83,12 +84,15 @@ def _request(arguments: argparse.Namespace, description: ModelDescription) -> Re
             f"--context {arguments.context}: the model was made for {description.max_context}; choose at most that",
             param="context",
         )
+    if arguments.kv_dtype != "auto":
+        require_quantizable(description, arguments.kv_dtype)
     return Request(
         context=arguments.context,
         streams=arguments.streams,
         goal=arguments.goal,
         dtype=arguments.dtype,
         dequantize=arguments.dequantize,
+        kv_dtype=arguments.kv_dtype,
         prefill_chunk=arguments.prefill_chunk,
         memory_fraction=arguments.memory_fraction,
         layouts=tuple(parse_layout(text) for text in arguments.layout or ()),

@@ -118,6 +118,8 @@ async def health(http: Request) -> Response:
         "uptime_seconds": round(time.time() - api.started, 1),
         "restarts": status.restarts if status else 0,
         "degraded": status.degraded if status and reachable else "",
+        "kv_dtype": status.kv_dtype if status and reachable else "",
+        "kv_bytes_per_token": status.kv_bytes_per_token if status and reachable else 0,
         "world_size": len(status.ranks) if status else 0,
         "ranks": msgspec.to_builtins(status.ranks) if status and reachable else [],
         "replicas": msgspec.to_builtins(api.client.replicas()),
@@ -145,7 +147,8 @@ async def model_info(http: Request) -> Response:
         "num_devices": len(status.ranks),
     }
     more: dict[str, Any] = {"vocab_size": status.vocab_size, "stages": status.stages, "lanes": status.lanes}
-    more |= {"prefix_cache": status.prefix_cache, "kv_disk": status.kv_disk, "speculation": status.speculation,
+    more |= {"kv_dtype": status.kv_dtype, "kv_bytes_per_token": status.kv_bytes_per_token,
+             "prefix_cache": status.prefix_cache, "kv_disk": status.kv_disk, "speculation": status.speculation,
              "generation_config": served.settings.model.generation_config}
     more |= {"default_sampling_params": status.defaults.given() | ({"max_tokens": limit} if limit else {})}
     return _json({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})

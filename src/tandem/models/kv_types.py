@@ -1,0 +1,111 @@
+"""Types of keys and values: which layers' can be quantised, told from config.json, and what they take. No mlx.
+
+A rank sees its own caches, which is exact (`loading/quantized_kv.py`); this is for whoever plans before a rank is
+there, and counts what it does not know as not quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from tandem.errors import UnsupportedModel
+from tandem.models.caches import LayerCache
+
+KV_BITS = {"auto": 0, "8bit": 8, "4bit": 4}
+"""Bits of a number by the name of the type; 0: the type of computation."""
+GROUPS = (64, 32)
+"""Numbers that share a scale and a bias in MLX's affine format; the first of which a head is made."""
+_LARGEST = {8: 64, 4: 32}
+"""By bits: with 4 a group of 32 loses half as much as one of 64 (docs/kv.md)."""
+_WINDOWS = frozenset((
+    "afmoe", "cohere2", "exaone4", "exaone_moe", "gear", "gemma3", "gemma3_text", "gemma3n", "gemma4", "gemma4_text",
+    "gemma4_unified", "gpt_oss", "iquestloopcoder", "laguna", "llama", "llama4", "mellum", "mimo_v2_flash",
+    "ministral3", "mistral3", "muse_glimmer", "olmo3", "plamo3", "recurrent_gemma", "spark2_5", "step3p5"))
+"""Types of which mlx-lm keeps no more of some layers than a window, where the config has one."""
+
+
+class Described(Protocol):
+    """Of a ModelDescription, which is made of what is here."""
+
+    @property
+    def family(self) -> str:
+        """`model_type` of config.json."""
+
+    @property
+    def kv_groups(self) -> tuple[tuple[int, float], ...]:
+        """As `kv_groups` returns them, with the elements of a position."""
+
+_PLAIN = frozenset(("llama", "mistral3"))
+"""Those of them without a window where the config does not say which layers have one."""
+_EVERY = {"cohere2": 4, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+"""Of how many layers one has no window, where the config does not say."""
+
+
+def group_size(widths: Iterable[int]) -> int:
+    """Numbers in a group for keys and values of heads that are so wide; 0 if there is none."""
+    return next((size for size in GROUPS if all(width % size == 0 for width in widths)), 0)
+
+
+def group_for(bits: int, size: int) -> int:
+    """Numbers in a group of so many bits where `group_size` says `size`."""
+    return min(size, _LARGEST[bits])
+
+
+def kv_groups(config: Mapping[str, Any], caches: Sequence[LayerCache], width: int) -> tuple[int, ...]:
+    """For each layer the size of its groups, 0 for what stays as it is: windows, states, latents, and heads that are
+    not made of whole groups. `width` is that of a head where nothing is special."""
+    return tuple(group_size(_widths(config, i, width)) if _is_plain(config, i, cache) else 0
+                 for i, cache in enumerate(caches))
+
+
+def require_quantizable(description: Described, kv_dtype: str) -> None:
+    """Raises UnsupportedModel for a model of which nothing can be quantised, as far as config.json tells."""
+    if description.family not in _WINDOWS - _PLAIN and not any(group for group, _ in description.kv_groups):
+        raise UnsupportedModel(nothing_to_quantize(kv_dtype, description.family), param="kv_dtype")
+
+
+def nothing_to_quantize(kv_dtype: str, family: str) -> str:
+    """What to tell who asks for it."""
+    return (f"--kv-dtype {kv_dtype}: {family} has no layer that it would change: windows, states and latents stay as "
+            "they are, and so do heads whose width is no multiple of 32; leave it out")
+
+
+def element_bytes(kv_dtype: str, group: int, item: int) -> float:
+    """Bytes of an element of keys and values; `item`: of a number in the type of computation, as scales and biases
+    are."""
+    bits = KV_BITS[kv_dtype]
+    return bits / 8 + 2 * item / group_for(bits, group) if bits and group else float(item)
+
+
+def _is_plain(config: Mapping[str, Any], i: int, cache: LayerCache) -> bool:
+    """Keys and values of all positions by head, in a cache of their own."""
+    return cache.kind == "positions" and not cache.state and config.get("model_type") != "minimax_m3_vl" \
+        and not _is_window(config, i)
+
+
+def _widths(config: Mapping[str, Any], i: int, width: int) -> tuple[int, ...]:
+    kind = config.get("model_type")
+    if kind in ("gemma4", "gemma4_text", "gemma4_unified"):
+        return (int(config.get("global_head_dim", 512)),)
+    rope, plain, values = (config.get(key) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"))
+    if isinstance(rope, int) and isinstance(plain, int) and isinstance(values, int):
+        return rope + plain, values
+    return (width, values) if isinstance(values, int) else (width,)
+
+
+def _is_window(config: Mapping[str, Any], i: int) -> bool:
+    kind = config.get("model_type")
+    if kind not in _WINDOWS:
+        return False
+    if kind == "llama4":
+        return bool((i + 1) % 4)
+    if isinstance(pattern := config.get("hybrid_layer_pattern"), list):
+        return i < len(pattern) and bool(pattern[i])
+    listed = config.get("layer_types")
+    if isinstance(listed, list) and i < len(listed):
+        return bool(listed[i] != "full_attention")
+    every = config.get("sliding_window_pattern", _EVERY.get(str(kind)))
+    if isinstance(every, int) and every > 0:
+        return bool((i + 1) % every)
+    return kind not in _PLAIN
