@@ -57,6 +57,31 @@ def test_a_model_that_is_closed_ends_no_thread_that_has_computed(tmp_path: Path)
     assert {one.name for one in threading.enumerate()} & {"results", "engine"} == set()
 
 
+IMPORTED = """
+import asyncio, sys, threading
+from tandem import AsyncLLM
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mlx.nn":
+            print(threading.current_thread().name)
+
+async def main():
+    sys.meta_path.insert(0, Finder())
+    async with AsyncLLM(sys.argv[1]):
+        pass
+
+asyncio.run(main())
+"""
+
+
+def test_no_thread_of_asyncio_imports_mlx(tmp_path: Path) -> None:
+    """They end with the loop, a moment before the interpreter."""
+    done = subprocess.run([sys.executable, "-P", "-c", IMPORTED, str(tiny_model(tmp_path))], capture_output=True,
+                          text=True, timeout=240, check=True)
+    assert done.stdout == "mlx\n"
+
+
 @pytest.mark.slow
 def test_tandem_generate_ends_with_0_on_a_busy_machine(tmp_path: Path) -> None:
     words = [sys.executable, str(EXITS), str(tiny_model(tmp_path)), "--times", "2", "--burners", "1"]

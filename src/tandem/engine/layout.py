@@ -6,6 +6,7 @@ import logging
 import sys
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from tandem.config.speculation import with_speculative_config
 from tandem.engine.draft import find_draft_model
 from tandem.errors import ConfigError, LayoutError
 from tandem.executors.base import Executor
+from tandem.executors.lent_threads import lent
 from tandem.launchers.base import Place
 from tandem.launchers.machines import stage_memory, told_memory, with_layout
 from tandem.launchers.registry import launcher_kind, make_launcher
@@ -210,6 +212,7 @@ def make_executor(settings: Settings, layout: GangLayout) -> Executor:
 
         prepare_metal(layout.ranks[0].fast_fences)
         preload_blas(settings.parallel.blas)
+        lent(partial(import_module, "tandem.executors.inline"))
         from tandem.executors.inline import InlineExecutor
 
         return InlineExecutor(layout.ranks[0], step_timeout_s=settings.scheduler.step_timeout)

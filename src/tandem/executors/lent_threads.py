@@ -10,10 +10,13 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
+from typing import TypeVar
 
 from tandem.borders import start_thread
 
+T = TypeVar("T")
 _Work = tuple[Callable[[], None], threading.Event]
 _unused: list[queue.SimpleQueue[_Work]] = []
 """Each is what one thread waits at. `append` and `pop` are safe in any thread."""
@@ -39,6 +42,23 @@ class LentThread:
     def is_alive(self) -> bool:
         """It works still."""
         return not self._over.is_set()
+
+
+def lent(work: Callable[[], T]) -> T:
+    """Have `work` done in such a thread, and wait for it: the caller's own may end at any time. Raises what it raises.
+
+    Importing MLX is such work: what `mlx.nn` compiles for later is kept for the thread that imports it.
+    """
+    future: Future[T] = Future()
+
+    def do() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            future.set_exception(error)
+
+    LentThread(do)
+    return future.result()
 
 
 def _serve(orders: queue.SimpleQueue[_Work]) -> None:
