@@ -81,7 +81,7 @@ class Warmer:
         except (OverloadedError, UnavailableError):
             raise
         except RequestError as error:
-            logger.warning("a prompt of --warm is left out: %s", error.message)
+            logger.warning("a prompt of --warm: %s; the server goes on without it", error.message)
         except Exception as error:  # noqa: BLE001 - whatever it is, the server serves
             internal_error(error, "--warm")
         finally:
