@@ -23,6 +23,10 @@ _WINDOWS = frozenset((
     "gemma4_unified", "gpt_oss", "iquestloopcoder", "laguna", "llama", "llama4", "mellum", "mimo_v2_flash",
     "ministral3", "mistral3", "muse_glimmer", "olmo3", "plamo3", "recurrent_gemma", "spark2_5", "step3p5"))
 """Types of which mlx-lm keeps no more of some layers than a window, where the config has one."""
+_PLAIN = frozenset(("llama", "mistral3"))
+"""Those of them without a window where the config does not say which layers have one."""
+_EVERY = {"cohere2": 4, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
+"""Of how many layers one has no window, where the config does not say."""
 
 
 class Described(Protocol):
@@ -35,11 +39,6 @@ class Described(Protocol):
     @property
     def kv_groups(self) -> tuple[tuple[int, float], ...]:
         """As `kv_groups` returns them, with the elements of a position."""
-
-_PLAIN = frozenset(("llama", "mistral3"))
-"""Those of them without a window where the config does not say which layers have one."""
-_EVERY = {"cohere2": 4, "gemma3": 6, "gemma3_text": 6, "gpt_oss": 2}
-"""Of how many layers one has no window, where the config does not say."""
 
 
 def group_size(widths: Iterable[int]) -> int:
