@@ -22,7 +22,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_helpers import START_S
+from vllm_helpers import START_S, VLLM
 
 from netns import Machines, why_not
 
@@ -133,6 +133,19 @@ def two_machines(tiny: Path) -> Iterator[Cluster]:
         cluster.run("h0", block("Ray, two machines, pipeline parallelism", 0))
         cluster.run("h1", block("Ray, two machines, pipeline parallelism", 1))
         yield cluster
+
+
+def test_a_cluster_that_is_not_there_is_the_last_of_the_log(tiny: Path, tmp_path: Path) -> None:
+    """In this file, since Ray finds the clusters of other tests on this machine, whatever their machine is."""
+    environment = {**os.environ, "RAY_TMPDIR": str(tmp_path)}
+    environment.pop("RAY_ADDRESS", None)
+    done = subprocess.run([str(VLLM), "serve", str(tiny), "--distributed-executor-backend", "ray"], capture_output=True,
+                          text=True, timeout=400, env=environment, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "vllm: no Ray cluster can be used on this machine: start one with ray start --head --resources='{\"mlx\": 1}', "
+        "or set RAY_ADDRESS")
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 def test_one_machine(one_machine: Cluster, wanted: list[int], tmp_path: Path) -> None:
