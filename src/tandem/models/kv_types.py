@@ -54,7 +54,7 @@ def group_for(bits: int, size: int) -> int:
 def kv_groups(config: Mapping[str, Any], caches: Sequence[LayerCache], width: int) -> tuple[int, ...]:
     """For each layer the size of its groups, 0 for what stays as it is: windows, states, latents, and heads that are
     not made of whole groups. `width` is that of a head where nothing is special."""
-    return tuple(group_size(_widths(config, i, width)) if _is_plain(config, i, cache) else 0
+    return tuple(group_size(_widths(config, width)) if _is_plain(config, i, cache) else 0
                  for i, cache in enumerate(caches))
 
 
@@ -83,7 +83,7 @@ def _is_plain(config: Mapping[str, Any], i: int, cache: LayerCache) -> bool:
         and not _is_window(config, i)
 
 
-def _widths(config: Mapping[str, Any], i: int, width: int) -> tuple[int, ...]:
+def _widths(config: Mapping[str, Any], width: int) -> tuple[int, ...]:
     kind = config.get("model_type")
     if kind in ("gemma4", "gemma4_text", "gemma4_unified"):
         return (int(config.get("global_head_dim", 512)),)

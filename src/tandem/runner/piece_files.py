@@ -226,13 +226,14 @@ class PieceFiles:
             self._look()
         return size
 
-    def _look(self) -> None:
+    def _look(self) -> tuple[int, int]:
         """What is there by now; where it is too much, what was used least recently goes, of whichever space, until a
-        tenth of the room is free."""
+        tenth of the room is free. Returns the bytes of this space's files, and of all."""
         files = sorted(self._all())
         total = sum(size for _, size, _, _ in files)
         room = 0.9 * self._limit if total > self._limit else total
         self._parts, before = {}, self._parts
+        own = 0
         for _, size, space, file in files:
             if total > room:
                 with suppress(OSError):
@@ -240,21 +241,22 @@ class PieceFiles:
                     total -= size
             elif space == self._space:
                 self._note(file)
+                own += size
         self._gone += [name for name, parts in before.items() if not set(parts) <= set(self._parts.get(name, ()))]
         self._unseen = 0
+        return own, total
 
     def survey(self, *, drop: bool = False) -> tuple[int, int]:
         """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
         space's files, or of those that were deleted, and of all that is left. Raises OSError."""
-        own = 0
-        for _, size, space, file in self._all():
+        dropped = 0
+        for _, size, space, file in self._all() if drop else ():
             if space == self._space:
                 with suppress(OSError):  # another rank deletes them too
-                    if drop:
-                        (self._path / file).unlink()
-                    own += size
-        self._look()
-        return own, sum(size for _, size, _, _ in self._all())
+                    (self._path / file).unlink()
+                    dropped += size
+        own, total = self._look()
+        return dropped if drop else own, total
 
     def take_gone(self) -> list[bytes]:
         """Pieces of which something was deleted, since the last call."""
