@@ -111,6 +111,18 @@ def test_nccl_ranks_take_the_gpus_in_order(monkeypatch: pytest.MonkeyPatch) -> N
         make_world("nccl", 3, 1)
 
 
+def test_ranks_with_gpus_of_their_own_are_joined_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backend(asked: str, gpus: str, cuda: bool) -> str:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        world = LocalLauncher(1, cuda=cuda).world(asked, [1, 2])
+        world.remove()
+        return world.backend
+
+    assert backend("auto", "0,1,2", cuda=True) == "nccl"
+    assert backend("auto", "0,1", cuda=True) == backend("auto", "0,1,2", cuda=False) == "ring"
+    assert backend("ring", "0,1,2", cuda=True) == "ring"
+
+
 def test_ranks_have_gpus_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     for gpus, count, own in (("0,1", 2, True), ("0,1", 3, False), ("0,1", 1, False), ("", 2, False)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)

@@ -67,7 +67,8 @@ class ParallelSettings:
     """Ranks of a stage each hold some of a mixture's experts whole, in place of a part of each; the rest of a layer is
     divided as ever."""
     backend: Literal["auto", "ring", "jaccl", "jaccl-ring", "nccl", "mpi", "any"] = "auto"
-    """MLX backend between the ranks of a stage. auto: that of the hostfile, else ring."""
+    """MLX backend between the ranks of a stage. auto: that of the hostfile; on one machine NCCL if each rank
+    has an NVIDIA GPU of its own; else ring."""
     layer_split: tuple[int, ...] | None = None
     """Layers per stage, such as 20,16; by default in proportion to each machine's memory."""
     lanes: int | None = None

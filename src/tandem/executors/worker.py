@@ -30,6 +30,7 @@ from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress
 from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.pieces import Fetch, Survey
 from tandem.system.awake import keep_awake
+from tandem.system.cuda import prepare_cuda
 from tandem.system.metal import prepare_metal
 from tandem.transport.bus import RankBus
 from tandem.transport.channel import TcpChannel
@@ -170,6 +171,8 @@ def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
     spec = payload.spec
     set_up(spec.log_level, prefix=f"[Rank {spec.rank}]")
     prepare_metal(spec.fast_fences and spec.device != "cpu")
+    if spec.tp_size > 1 or spec.channel == "mlx":
+        prepare_cuda()
     log.info("%s, pid %d", spec.label, os.getpid())
     bus = RankBus(payload.bus_endpoint, payload.keys, spec.rank, payload.generation)
     try:

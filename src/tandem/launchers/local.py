@@ -22,10 +22,12 @@ class LocalLauncher(Launcher):
     """Starts ranks as child processes, with the machine's cores shared out among them, and a GPU for each if there are
     enough."""
 
-    def __init__(self, threads_per_rank: int | None, module: str = WORKER_MODULE) -> None:
-        """`module` is the ranks' entry point, run as `python -m`."""
+    def __init__(self, threads_per_rank: int | None, module: str = WORKER_MODULE, cuda: bool = False) -> None:
+        """`module` is the ranks' entry point, run as `python -m`. With `cuda` ranks compute on NVIDIA GPUs if there are
+        some."""
         self._threads = threads_per_rank
         self._module = module
+        self._cuda = cuda
 
     @property
     def bus_host(self) -> str:
@@ -41,7 +43,9 @@ class LocalLauncher(Launcher):
         return [here] * count
 
     def world(self, backend: str, ranks: Sequence[int]) -> World:
-        """A group on loopback."""
+        """A group on loopback; by default over NCCL if each of the ranks has an NVIDIA GPU of its own, else a ring."""
+        if backend == "auto":
+            backend = "nccl" if self._cuda and len(visible_gpus()) > max(ranks) else "ring"
         return make_world(backend, len(ranks), ranks[0])
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> ChildProcess:

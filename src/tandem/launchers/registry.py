@@ -10,6 +10,7 @@ from tandem.config.settings import ParallelSettings, Settings
 from tandem.launchers.base import Launcher
 from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.machines import hosts_for, ranks_of, with_layout
+from tandem.system.cuda import uses_cuda
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +32,7 @@ class LauncherKind:
 def _local(settings: Settings) -> Launcher:
     from tandem.launchers.local import LocalLauncher
 
-    return LocalLauncher(settings.parallel.threads_per_rank)
+    return LocalLauncher(settings.parallel.threads_per_rank, cuda=uses_cuda(settings.parallel.device))
 
 
 def _ssh(settings: Settings) -> Launcher:

@@ -70,7 +70,7 @@ class NcclWorld(World):
 
 def make_world(backend: str, size: int, first_rank: int) -> World:
     """The group of `size` ranks that starts at the gang's rank `first_rank`. Raises LayoutError."""
-    if backend in ("auto", "ring", "any"):
+    if backend in ("ring", "any"):
         return RingWorld(size)
     if backend == "nccl":
         return NcclWorld(size, first_rank)

@@ -29,8 +29,8 @@ class RecordingPayload(Struct, frozen=True, kw_only=True):
 class RecordingLauncher(LocalLauncher):
     """Starts ranks on this machine that record to `path`; the one that samples writes."""
 
-    def __init__(self, threads_per_rank: int, path: Path) -> None:
-        super().__init__(threads_per_rank, MODULE)
+    def __init__(self, threads_per_rank: int, path: Path, cuda: bool) -> None:
+        super().__init__(threads_per_rank, MODULE, cuda)
         self._path = path
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> ChildProcess:

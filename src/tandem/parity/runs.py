@@ -19,6 +19,7 @@ from tandem.parity.reference import Recording, split_rows
 from tandem.parity.task import Task
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.scheduler.limits import Limits
+from tandem.system.cuda import uses_cuda
 
 THREADS = 1
 """CPU threads of each rank unless the user says otherwise. A BLAS may add up in another order with another number of
@@ -36,7 +37,8 @@ def run_layout(settings: Settings, layout: GangLayout, task: Task) -> Recording:
     """Start the layout's ranks on this machine, compute `task`, end them. Raises UsageError and RankFailure."""
     with tempfile.TemporaryDirectory(prefix="tandem-parity-") as directory:
         path = Path(directory) / "logits"
-        launcher = RecordingLauncher(settings.parallel.threads_per_rank or THREADS, path)
+        parallel = settings.parallel
+        launcher = RecordingLauncher(parallel.threads_per_rank or THREADS, path, uses_cuda(parallel.device))
         executor = ClusterExecutor(list(layout.ranks), launcher, start_timeout_s=settings.scheduler.start_timeout,
                                    step_timeout_s=settings.scheduler.step_timeout,
                                    rejoin_timeout_s=settings.scheduler.rejoin_timeout)

@@ -23,6 +23,7 @@ from tandem.env import set_variables
 from tandem.models.footprint import token_elements
 from tandem.protocol.step import StepPlan
 from tandem.system.awake import keep_awake
+from tandem.system.cuda import prepare_cuda
 from tandem.system.identity import machine_id
 from tandem.system.metal import prepare_metal
 from tandem.transport.channel import TcpChannel
@@ -54,6 +55,8 @@ class TandemWorker(WorkerBase):
         self.device = torch.device("cpu")
         self._options = options = read_options()
         prepare_metal()
+        if parallel.tensor_parallel_size > 1:
+            prepare_cuda()
         keep_awake()
         self._blas = preload_blas(options.blas)
         from tandem.vllm_plugin.rank import MlxThread, WorkerLayout  # imports mlx, after the BLAS
