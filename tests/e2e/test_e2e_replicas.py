@@ -214,6 +214,33 @@ def test_one_replica_may_become_several_and_its_layout_is_kept(tmp_path: Path) -
         assert not list(Path(runtime).glob(f"*-{port}*")), "sockets were left behind"
 
 
+def test_what_a_draining_replica_has_computed_is_read_by_another(tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path / "model", dtype="float32", config={"max_position_embeddings": 8192}))
+    prompts = [[3 + i * step % 400 for i in range(600)] for step in (7, 11, 13)]
+    with serving(model, "-dp", "2", "-pp", "2", "--kv-disk", str(tmp_path / "kv"), "--drain-timeout", "200") as server:
+        for prompt in prompts[:2]:  # one at each replica
+            server.complete(prompt, max_tokens=1)
+        assert min(server.counted("tandem_prompt_tokens_total").values()) == 600
+        undisturbed = server.complete(prompts[2], max_tokens=600)
+        wait_until(lambda: len(list((tmp_path / "kv").glob("*/*.kv"))) == 3 * 2 * 2)
+        with server.client.completions.create(model="default", prompt=prompts[2], stream=True, **{
+                **LONG, "max_tokens": 7000}) as stream:
+            pieces = [next(stream).choices[0].text for _ in range(20)]
+            [victim] = [index for index, one in server.replicas().items() if one["outstanding_tokens"]]
+            assert server.command("drain", str(victim)).returncode == 0
+            wait_until(server.moved)  # it is not finished where it was
+            pieces += [next(stream).choices[0].text for _ in range(300)]
+        text = "".join(pieces)[:len(undisturbed)]
+        assert undisturbed.startswith(text)
+        wait_until(lambda: victim not in server.replicas())
+        assert server.counted("tandem_kv_disk_hit_tokens_total")[str(1 - victim)] >= 512
+        cached = [server.client.completions.create(model="default", prompt=prompt, max_tokens=1)
+                  .usage.prompt_tokens_details for prompt in prompts[:2]]
+        # What the other one computed is read; its own is in memory.
+        assert cached[victim].model_dump()["disk_cached_tokens"] == 512
+        assert min(one.cached_tokens for one in cached) >= 512
+
+
 def test_killing_the_supervisor_leaves_no_orphan(tmp_path: Path) -> None:
     process = start(tiny_model(tmp_path), "-dp", "2", "-pp", "2")
     try:

@@ -204,3 +204,42 @@ def test_after_a_fault_a_long_prompt_is_read_and_not_computed(serve, expected, t
         assert ask(llm, lambda engine: engine.status()).kv_disk.startswith("off: --kv-disk")
     with pytest.raises(UsageError, match="rank .: --kv-disk .* cannot keep KV there"):  # but none begins so
         serve("pp2").close()
+
+
+def handed_over(llm: LLM, request: EngineRequest, count: int) -> tuple[list[int], int]:
+    """The tokens of a request that leaves after at least so many, and how many positions are on disk then."""
+    tokens: list[int] = []
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    llm._session.engine.submit([request], events.put).result()
+    while len(tokens) < count:
+        tokens += events.get(timeout=120).tokens
+    ask(llm, lambda engine: engine.hand_over(request.request_id))
+    wait(lambda: not ask(llm, lambda engine: engine.scheduler.sequences))
+    while not events.empty():
+        tokens += events.get().tokens
+    check(llm)
+    known = [*request.prompt, *request.produced, *tokens]
+    return tokens, asked(llm, QueryCache(1, tokens=known)).disk_has
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [("tp2", "pp3", "one"), ("one", "pp2", "tp2")])
+def test_a_running_sequence_goes_on_in_another_layout(serve, model, layouts):
+    params = SamplingParams(max_tokens=380, temperature=0.9, seed=5, ignore_eos=True)
+    with LLM(model, prefix_cache=0.0) as llm:
+        expected = llm.generate([PROMPT], params)[0].token_ids
+    first, second, third = layouts
+    with serve(second) as heir:  # it looked at the disk before anything was there
+        with serve(first) as llm:
+            tokens, kept = handed_over(llm, EngineRequest(request_id="a", prompt=PROMPT, params=params), 40)
+        assert kept == 2 * PIECE
+        moved = EngineRequest(request_id="a", prompt=PROMPT, params=params, produced=tokens, kept=kept)
+        more, kept = handed_over(heir, moved, 190 - len(tokens))
+        assert ask(heir, lambda engine: engine.scheduler.disk.counts.hit_tokens) == 2 * PIECE
+        assert kept == 3 * PIECE, "what it has said is kept like its prompt"
+        moved = EngineRequest(request_id="a", prompt=PROMPT, params=params, produced=[*tokens, *more], kept=kept)
+        with serve(third) as last:
+            rest = [token for output in submitted(last, [moved]) for token in output.tokens]
+            assert ask(last, lambda engine: engine.scheduler.disk.counts.hit_tokens) == 3 * PIECE
+            check(last)
+    assert [*tokens, *more, *rest] == expected

@@ -72,6 +72,39 @@ def test_a_prefix_draws_its_like_until_the_saving_is_used_up():
     assert router.place("other", tokens(40, 5000), 100) == first, "now the other one has 741 to do, this one 707"
 
 
+def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
+    router = ready(3)
+    prompt = tokens(20 * BLOCK)  # two pieces, and four blocks more
+    for index, store in enumerate(("disk", "disk", "")):
+        router.set_disk(index, store, 0.5)
+    assert router.place("a", prompt, 100) == 0
+    assert router.kept("a") == 0 == router.kept("nobody")
+    assert router.place("b", [*prompt, 1], 100) == 1, "740 wait at the first; here it reads 512 tokens, at no wait"
+    assert router.kept("b") == 512
+    assert router.outstanding(1) == 20 * BLOCK + 1 - 256 + 100
+    router.end("a")
+    assert router.place("c", [*prompt, 2], 100) == 0, "nothing waits there now, and it has all in memory"
+    assert router.kept("c") == 0
+    router.end("b")
+    router.end("c")
+    router.set_state(0, "recovering")
+    router.set_state(1, "recovering")
+    assert router.place("d", [*prompt, 3], 100) == 2, "what is only in memory, or on another's disk, is not there"
+    router.end("d")
+    router.set_state(0, "ready")
+    assert router.place("e", [*prompt, 4], 100) == 2
+    router.set_state(2, "failed")
+    assert router.place("f", [*prompt, 4], 100) == 0
+    assert router.kept("f") == 512, "its ranks are new, the disk is not"
+    secret = tokens(20 * BLOCK, 9000)
+    assert router.place("g", secret, 100, on_disk=False) == 0
+    router.set_state(1, "ready")
+    router.set_state(0, "failed")
+    assert router.place("h", secret, 100) == 1
+    assert router.kept("h") == 0
+    router.check()
+
+
 def test_requests_with_one_key_go_together_until_that_is_dear():
     router = ready(3)
     homes = {key: router.place(f"first {key}", tokens(40), 100, key=key) for key in map(str, range(30))}

@@ -26,6 +26,8 @@ from tandem.protocol.control import (
     ApiMessage,
     Detach,
     EngineStatus,
+    HandedOver,
+    HandOver,
     MetricsText,
     Output,
     QueryMetrics,
@@ -201,6 +203,10 @@ class FakeEngine:
             if message.answered:
                 self.answered.add(message.request_id)
             self._live.pop(message.request_id, None)
+        elif isinstance(message, HandOver):
+            for request_id in [one for one, live in self._live.items() if live.identity == identity]:
+                del self._live[request_id]
+                self._send(identity, HandedOver(request_id, 768))
         elif isinstance(message, Detach):
             self.detached += 1
 

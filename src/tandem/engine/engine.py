@@ -21,7 +21,7 @@ from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report
-from tandem.protocol.control import EngineMessage, EngineStatus, Output, Refused, Stepped, Trial
+from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped, Trial
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.pieces import Surveyed
 from tandem.protocol.request import EngineRequest
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 FETCH_S = 20.0
 """Seconds without a prefix from disk, after which nobody waits for one any more."""
+WRITE_S = 10.0
+"""Seconds in which disks write nothing of a request that leaves, after which those that leave do not wait for them."""
 
 
 class Engine:
@@ -55,6 +57,8 @@ class Engine:
         """For whom nothing runs, and until when."""
         self._fetching: tuple[str | None, float] = (None, 0.0)
         """Which prefix on disk has been waited for longest, and since when it is that one."""
+        self._writing: tuple[object, float] = (None, 0.0)
+        """How far disks are with what leaves, and since when."""
 
     @property
     def executor(self) -> Executor:
@@ -113,6 +117,11 @@ class Engine:
             self.metrics.aborted.inc()
         self.metrics.forget(request_id)
         return live
+
+    def hand_over(self, request_id: str) -> None:
+        """Let a request go on at another replica (`HandedOver`), if it can leave."""
+        if self._scheduler is not None and (sequence := self._scheduler.sequences.get(request_id)) is not None:
+            self._scheduler.departures.ask(sequence)
 
     def query_cache(self, query: QueryCache, reply: Reply) -> None:
         """Which prefixes are kept; `reply` is called with the answer, now or in a `pump` to come."""
@@ -176,11 +185,14 @@ class Engine:
             elif isinstance(message, Refused):
                 self.metrics.refused.labels(str(message.status)).inc()
                 self.metrics.forget(message.request_id)
+            elif isinstance(message, HandedOver):
+                self.metrics.forget(message.request_id)
         return messages
 
     def _send_plans(self) -> None:
         now = time.monotonic()
         self._order_fetches(now)
+        self._let_leave(now)
         self._rest(now)
         if (suspect := self.scheduler.unannounced) is not None:
             suspect.announced = True
@@ -201,6 +213,16 @@ class Engine:
         elif disk.fetching and now - self._fetching[1] > FETCH_S:
             log.warning("KV has not come from disk for %.0f s; what waits for it is computed", FETCH_S)
             disk.lose_patience()
+
+    def _let_leave(self, now: float) -> None:
+        departures = self.scheduler.departures
+        self._out += departures.depart()
+        if departures.progress != self._writing[0]:
+            self._writing = departures.progress, now
+        elif self._writing[0] and now - self._writing[1] > WRITE_S:
+            log.warning("what requests that leave have computed is not written in %.0f s; it is computed again where "
+                        "they go", WRITE_S)
+            departures.lose_patience()
 
     def _rest(self, now: float) -> None:
         """Nothing runs for a while before a suspect does, to see whether ranks die without it."""

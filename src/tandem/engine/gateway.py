@@ -22,6 +22,7 @@ from tandem.protocol.control import (
     Detach,
     EngineMessage,
     EngineStatus,
+    HandOver,
     MetricsText,
     Noted,
     QueryMetrics,
@@ -40,7 +41,7 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = tuple[Client, Submit | Abort | Noted | QueryCache | Detach]
+Inbound = tuple[Client, Submit | Abort | Noted | QueryCache | HandOver | Detach]
 
 
 class Gateway:

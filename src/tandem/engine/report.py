@@ -91,7 +91,8 @@ class Report:
             prefix_queries=scheduler.prefixes.queries if scheduler else 0,
             prefix_hits=scheduler.prefixes.hits if scheduler else 0,
             prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=gang.load_s, degraded=gang.degraded,
-            kv_disk=self.kv_disk, kv_dtype=_kv_dtype(layout, gang.ready),
+            kv_disk=self.kv_disk, kv_store=_kv_store(gang.ready),
+            disk_saves=scheduler.disk.saves if scheduler else 0.0, kv_dtype=_kv_dtype(layout, gang.ready),
             kv_bytes_per_token=sum(ready.kv_bytes_per_token for ready in gang.ready),
             speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,
             generated_tokens=self._metrics.generated,
@@ -150,6 +151,12 @@ def _kv_dtype(layout: GangLayout, ranks: Sequence[Ready]) -> str:
     named = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     others = "" if len(layers) == layout.description.num_layers else "; others stay in the type of computation"
     return f"{asked} in layers {named}{others}"
+
+
+def _kv_store(ranks: Sequence[Ready]) -> str:
+    """Empty where a rank keeps nothing on disk."""
+    stores = {ready.store if ready.pieces is not None else "" for ready in ranks}
+    return "" if "" in stores else " ".join(sorted(stores))
 
 
 def _kv_disk(layout: GangLayout, ranks: Sequence[Ready]) -> str:

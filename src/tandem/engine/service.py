@@ -26,6 +26,8 @@ from tandem.protocol.control import (
     Abort,
     Detach,
     EngineMessage,
+    HandedOver,
+    HandOver,
     LoadProgress,
     Noted,
     Output,
@@ -146,7 +148,7 @@ class EngineService:
             self._publish()
         return self._engine.idle or time.monotonic() > self._deadline
 
-    def _handle(self, client: Client, message: Submit | Abort | Noted | QueryCache | Detach) -> None:
+    def _handle(self, client: Client, message: Submit | Abort | Noted | QueryCache | HandOver | Detach) -> None:
         if isinstance(message, Submit):
             self._submit(client, message.request)
         elif isinstance(message, Abort):
@@ -158,6 +160,9 @@ class EngineService:
                 self._engine.noted(message.request_id)
         elif isinstance(message, QueryCache):
             self._engine.query_cache(message, partial(self._gateway.send, client))
+        elif isinstance(message, HandOver):
+            for request_id in [one for one, owner in self._owners.items() if owner == client]:
+                self._engine.hand_over(request_id)
         else:
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 del self._owners[request_id]
@@ -178,9 +183,10 @@ class EngineService:
         batches: dict[Client, list[EngineMessage]] = {}
         ended = False
         for message in messages:
-            if not isinstance(message, Output | Refused | Trial):
+            if not isinstance(message, Output | Refused | HandedOver | Trial):
                 continue
-            over = isinstance(message, Refused) or (isinstance(message, Output) and message.finish_reason is not None)
+            over = isinstance(message, Refused | HandedOver) or (isinstance(message, Output)
+                                                                 and message.finish_reason is not None)
             ended |= over
             owner = self._owners.pop(message.request_id, None) if over else self._owners.get(message.request_id)
             if owner is not None:

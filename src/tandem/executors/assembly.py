@@ -152,4 +152,5 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
                  own_memory=on_gpu() and spec.gpu_share is not None, machine=spec.machine,
                  cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
                  trimmable=trimmable(runner.stage.make_caches()), quantized_layers=runner.stage.quantized_layers,
-                 pieces=runner.disk.names if runner.disk else None, disk_trouble=disk_trouble)
+                 pieces=runner.disk.names if runner.disk else None, disk_trouble=disk_trouble,
+                 store=runner.disk.store_id if runner.disk else "")

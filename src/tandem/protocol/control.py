@@ -55,7 +55,12 @@ class Noted(Struct, frozen=True, tag=True):
     """As the `Trial` had it."""
 
 
-ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | Detach
+class HandOver(Struct, frozen=True, tag=True):
+    """Let go of the api's requests, each with `HandedOver` once what is computed of it is on disk: they go on at
+    another replica. Those that cannot leave are finished."""
+
+
+ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | HandOver | Detach
 
 # --- engine -> api ---------------------------------------------------------------------------------------------
 
@@ -90,6 +95,13 @@ class Refused(Struct, frozen=True, tag=True):
     code: str | None = None
     param: str | None = None
     retry_after: float | None = None
+
+
+class HandedOver(Struct, frozen=True, tag=True):
+    """The request has left, without further output. The KV of its first `positions` tokens is on disk."""
+
+    request_id: str
+    positions: int
 
 
 class RankInfo(Struct, frozen=True):
@@ -154,6 +166,11 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """What of a prompt is taken up again: `any length`, `blocks` (its last whole one), or `off`, and why."""
     kv_disk: str = ""
     """Whether prefixes are kept on disk: `on`, or `off`, and why."""
+    kv_store: str = ""
+    """Which directories its ranks keep KV in, and for which model and type: alike for engines that read what one
+    another has written. Empty where nothing is kept on disk."""
+    disk_saves: float = 0.0
+    """Share of the time to compute a prompt that reading it from disk saves; a guess until both were measured."""
     kv_dtype: str = ""
     """In what keys and values are kept, and in which layers."""
     kv_bytes_per_token: int = 0
@@ -204,7 +221,7 @@ class Trial(Struct, frozen=True, tag=True):
     """Nothing runs, to see whether the engine dies without it; else it runs alone as soon as this is `Noted`."""
 
 
-EngineMessage = Output | Refused | Trial | EngineStatus | MetricsText | CacheReport
+EngineMessage = Output | Refused | HandedOver | Trial | EngineStatus | MetricsText | CacheReport
 
 # --- engine -> rank --------------------------------------------------------------------------------------------
 
@@ -294,6 +311,8 @@ class Ready(Struct, frozen=True, tag=True):
     """Layers whose keys and values it keeps quantised."""
     pieces: list[bytes] | None = None
     """Names of the pieces of prefixes on its disk (tandem.protocol.pieces); None where it keeps none there."""
+    store: str = ""
+    """Which directory that is, and for which model and type; alike on ranks that share one."""
     disk_trouble: str = ""
     """Why it cannot keep any there, though it should."""
 

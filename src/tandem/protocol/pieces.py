@@ -33,6 +33,8 @@ class Survey(Struct, frozen=True, tag=True):
     number: int
     drop: bool = False
     """Delete the pieces of this model, adapter and type first, whoever wrote them."""
+    soon: bool = False
+    """Look before what waits is written."""
 
 
 class Surveyed(Struct, frozen=True, tag=True):

@@ -116,5 +116,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """Requests with the same one go to the same replica, where that can be."""
     on_disk: bool = True
     """Its prompt may be kept on disk."""
+    kept: int = 0
+    """So many of its tokens, from the first, another replica has computed and written to a disk that this one reads."""
     warms: bool = False
     """It ends with its prompt, and asks for nothing: the prompt is to be kept for those that begin like it."""

@@ -117,7 +117,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
     prefill: list[PrefillOp] = []
     """Chunks of prompts, in the order in which they are computed, after the decode."""
     saves: list[SnapshotOp] = []
-    """Prompts whose KV is to be kept, each when its chunk of this step is done."""
+    """Sequences whose KV is to be kept: prompts when their chunk of this step is done, and those that decode."""
     stores: list[StoreOp] = []
     """Pieces of kept prefixes to write to disk."""
     evicts: list[str] = []

@@ -2,7 +2,8 @@
 
 Work is counted in tokens: prompts not yet answered, and output still to come. A replica that was lately sent a prompt
 with the same beginning need not compute that part again, so it is preferred until it has more work before it than the
-least loaded one by exactly the tokens that it saves. Pure: no clock, no sockets; used by one thread.
+least loaded one by exactly the tokens that it saves. Replicas that keep prompts in the same directory read what another
+of them was sent: that saves a share of computing it. Pure: no clock, no sockets; used by one thread.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from tandem.protocol.pieces import PIECE
 from tandem.router.affinity import SentPrefixes, prompt_hashes
 
 EXPECTED_OUTPUT = 256
@@ -18,6 +20,8 @@ EXPECTED_OUTPUT = 256
 TAIL = 32
 """Tokens that are still expected of one that has gone beyond that."""
 
+DISK_CAPACITY = 65536
+"""Blocks remembered for one disk (2 million tokens)."""
 KEY_TOKENS = 8192
 """What it is worth, in tokens of work, that requests with one key are together."""
 
@@ -36,6 +40,8 @@ class _AtReplica:
     """Prompt tokens to compute; 0 from the first output on."""
     done: int
     """Output tokens."""
+    kept: int = 0
+    """Prompt tokens that others have written to the replica's disk, and it has not in memory."""
 
     @property
     def left(self) -> int:
@@ -47,6 +53,10 @@ class _AtReplica:
 class _Replica:
     state: str = "silent"
     sent: SentPrefixes = field(default_factory=SentPrefixes)
+    store: str = ""
+    """What its disk is called; empty for none."""
+    saves: float = 0.0
+    """Share of the time to compute a prompt that reading it from there saves."""
     load: int = 0
     """Sum of what is left of its jobs."""
     jobs: int = 0
@@ -61,6 +71,8 @@ class Router:
         """`affinity`: the engines have prefix caches, so where a prompt's beginning was sent before matters."""
         self._affinity = affinity
         self._replicas: dict[int, _Replica] = {}
+        self._stores: dict[str, SentPrefixes] = {}
+        """What was sent to any replica with this disk."""
         self._jobs: dict[str, _AtReplica] = {}
         self._choices = 0
 
@@ -83,6 +95,12 @@ class Router:
             known.sent.clear()  # its ranks were or will be replaced, and their caches with them
         known.state = state
 
+    def set_disk(self, replica: int, store: str, saves: float) -> None:
+        """Where it keeps prompts, alike for replicas that read what one another writes; empty for nowhere. `saves`:
+        share of the time to compute a prompt that reading it from there saves."""
+        known = self._replicas[replica]
+        known.store, known.saves = store, saves
+
     def outstanding(self, replica: int) -> int:
         """Tokens of work before a replica."""
         return self._replicas[replica].load
@@ -94,11 +112,12 @@ class Router:
     # --- requests ---
 
     def place(self, request_id: str, tokens: Sequence[int], max_tokens: int, *, done: int = 0,
-              avoid: Collection[int] = (), key: str = "") -> int | None:
+              avoid: Collection[int] = (), key: str = "", on_disk: bool = True) -> int | None:
         """Choose a replica for a request and count it there; None when none but those in `avoid` takes requests.
 
         `tokens` is all that has to be computed: the prompt, and the `done` tokens that another replica has produced.
         Requests with the same `key` go to the same replica, unless that has `KEY_TOKENS` more work before it.
+        `on_disk`: the prompt is written there.
         """
         candidates = self._candidates(avoid)
         if not candidates:
@@ -106,13 +125,29 @@ class Router:
         several = self._affinity and len(self._replicas) > 1
         hashes = prompt_hashes(tokens) if several else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
-        worth = saved | ({home: max(saved[home], KEY_TOKENS)} if (home := _home(key, candidates)) is not None else {})
+        kept = {index: self._kept(self._replicas[index], hashes) for index in candidates}
+        cheap = {i: int(max(kept[i] - saved[i], 0) * self._replicas[i].saves) for i in candidates}
+        worth = {i: saved[i] + cheap[i] for i in candidates}
+        worth |= ({home: max(worth[home], KEY_TOKENS)} if (home := _home(key, candidates)) is not None else {})
         best = min(candidates, key=lambda i: (self._replicas[i].load - worth[i], self._replicas[i].last))
-        self._count(request_id, _AtReplica(best, max_tokens, len(tokens) - saved[best], done))
+        self._count(request_id, _AtReplica(best, max_tokens, len(tokens) - saved[best] - cheap[best], done,
+                                           kept[best] if kept[best] > saved[best] else 0))
         self._replicas[best].sent.note(hashes)
+        if on_disk and (store := self._replicas[best].store):
+            self._stores.setdefault(store, SentPrefixes(DISK_CAPACITY)).note(hashes)
         self._choices += 1
         self._replicas[best].last = self._choices
         return best
+
+    def _kept(self, replica: _Replica, hashes: Sequence[bytes]) -> int:
+        """Tokens in whole pieces that somebody was sent who writes to the same disk."""
+        sent = self._stores.get(replica.store)
+        return sent.matched(hashes) // PIECE * PIECE if sent is not None else 0
+
+    def kept(self, request_id: str) -> int:
+        """So many of its tokens have others written to the disk of the replica that was chosen for it."""
+        job = self._jobs.get(request_id)
+        return 0 if job is None else job.kept
 
     def _candidates(self, avoid: Collection[int]) -> list[int]:
         ranks = {index: _RANK[one.state] for index, one in self._replicas.items()

@@ -107,6 +107,8 @@ class KVDisk:
         self._quiet_until = 0.0
         self.names = files.names()
         """Pieces that were there at the start."""
+        self.store_id = files.store_id
+        """Which directory it is, and for which model and type."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
     def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
@@ -132,8 +134,8 @@ class KVDisk:
         self._jobs.put((_READ, next(self._number), order))
 
     def survey(self, order: Survey) -> None:
-        """Look what is there, once what waits has been written; `Surveyed` says it."""
-        self._jobs.put((_WRITE, next(self._number), order))
+        """Look what is there, once what waits has been written unless it is to be soon; `Surveyed` says it."""
+        self._jobs.put((_READ if order.soon else _WRITE, next(self._number), order))
 
     def has(self, key: str) -> bool:
         """A prefix has been fetched under this key, or could not be."""
@@ -162,10 +164,10 @@ class KVDisk:
             kind, _, job = self._jobs.get()
             if kind == _END:
                 return
-            if kind == _READ:
-                self._read(job)
-            elif isinstance(job, Survey):
+            if isinstance(job, Survey):
                 self._survey(job)
+            elif kind == _READ:
+                self._read(job)
             else:
                 self._write(*job)
 

@@ -100,11 +100,15 @@ class LaneBatch:
         return insert.tokens[op.start + 1:min(op.start + op.count + 1, insert.prompt_len)]
 
     def save(self, op: SnapshotOp) -> None:
-        """Keep a prompt's KV for prompts to come."""
-        held = self.held[op.request_id]
+        """Keep a sequence's KV for prompts to come, or for itself elsewhere. Raises BatchDesync if it is not there."""
+        held = self.held.get(op.request_id)
+        if held is None:
+            raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} is to be saved, and is not here")
         if held.caches is None:
-            raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
-        self._prefixes.save(op.key, held.caches, held.length, op.length)
+            caches, length = self.store.extract(op.request_id), self.store.length(op.request_id)
+        else:
+            caches, length = held.caches, held.length
+        self._prefixes.save(op.key, caches, length, op.length)
 
     def join(self, request_id: str) -> None:
         """The prompt is done: move the sequence's KV into the store."""

@@ -30,6 +30,8 @@ from tandem.protocol.pieces import PIECE
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
 """A file in a directory that is ours."""
+IDENTITY = "identity"
+"""A file there with a random name of the directory, the same for all machines that have it."""
 ABOUT = "model"
 """A file in each space: what its model is called, for people."""
 _PREFIX = struct.Struct("<8sI")
@@ -104,6 +106,22 @@ def _make_space(directory: Path, space: str) -> None:
     (directory / space).mkdir(exist_ok=True, mode=0o700)
 
 
+def _identity(directory: Path) -> str:
+    """Its random name; empty where it can have none, as links cannot be made there."""
+    path, temporary = directory / IDENTITY, directory / f".{secrets.token_hex(8)}.tmp"
+    try:
+        if not path.exists():
+            temporary.write_text(secrets.token_hex(16))
+            with suppress(FileExistsError):  # another rank makes it too, and whoever is first has it
+                os.link(temporary, path)
+        return path.read_text()
+    except (OSError, UnicodeError):
+        return ""
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
 class PieceFiles:
     """The files of one space, as one rank sees them. Used by one thread at a time."""
 
@@ -116,6 +134,9 @@ class PieceFiles:
         self._root, self._limit, self._most = directory, limit, most
         self._space = space
         self._path = directory / space
+        identity = _identity(directory)
+        self.store_id = f"{identity}/{space}" if identity else ""
+        """Alike on all that read what one another writes; empty where that is not known."""
         self._parts: dict[bytes, list[Part]] = {}
         self._gone: list[bytes] = []
         self._unseen = 0

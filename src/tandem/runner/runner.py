@@ -146,6 +146,8 @@ class Runner:
                 lane.save(saves.pop(op.request_id))
             if op.last and op.samples:
                 lane.join(op.request_id)
+        for save in saves.values():
+            lane.save(save)
         for store in plan.stores:
             self._prefixes.store(store)
         for key in plan.evicts:

@@ -6,16 +6,18 @@ like others (`tandem.cache.prefix`). What cannot be read is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tandem.cache.pieces import PieceIndex, piece_names
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Surveyed, Written
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 from tandem.scheduler.sequence import Sequence as Running
 
 OLD = 0.8
 """Weight of what was measured before."""
+GUESS = 0.5
+"""Share of the time to compute a prompt that reading it saves, until both were measured."""
 
 
 @dataclass
@@ -56,11 +58,18 @@ class _Fetching:
     seconds: float = 0.0
 
 
+@dataclass
+class _Looking:
+    missing: set[int]
+    """Ranks that have not answered."""
+    waiting: list[Running]
+
+
 class DiskTier:
     """Used by the scheduler alone."""
 
     def __init__(self) -> None:
-        self.orders: list[Fetch] = []
+        self.orders: list[Fetch | Survey] = []
         """For all ranks, before the next plan; whoever sends them empties the list."""
         self.counts = DiskCounts()
         self.computing = Pace()
@@ -69,13 +78,29 @@ class DiskTier:
         self._pieces = PieceIndex()
         self._ranks = 0
         self._fetching: dict[str, _Fetching] = {}
+        self._looks: dict[int, _Looking] = {}
+        """By number, which is negative: the others are somebody else's."""
+        self._looked = 0
         self._silent = False
         """Nobody asks until all ranks have answered something."""
 
     @property
     def fetching(self) -> str | None:
-        """Key of the prefix that was asked for first, of those that somebody waits for. Ranks read them in order."""
-        return next((key for key, fetching in self._fetching.items() if fetching.waiting), None)
+        """What somebody waits for, a look or the prefix with this key that was asked for first."""
+        looks = (f"look {number}" for number, look in self._looks.items() if look.waiting)
+        return next(looks, next((key for key, fetching in self._fetching.items() if fetching.waiting), None))
+
+    @property
+    def on(self) -> bool:
+        """All ranks keep pieces on disk, and answer."""
+        return self._ranks > 0 and not self._silent
+
+    @property
+    def saves(self) -> float:
+        """Share of the time to compute a prompt that reading it saves; a guess until both were measured."""
+        if not (self._reading.tokens_s and self.computing.tokens_s):
+            return GUESS if self.on else 0.0
+        return max(0.0, 1.0 - self.computing.tokens_s / self._reading.tokens_s)
 
     def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex) -> None:
         """New ranks, and the pieces that each has on its disk; None from one that keeps none there."""
@@ -86,9 +111,10 @@ class DiskTier:
 
     def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
         """The ranks are gone; what they were asked for does not come any more."""
-        for fetching in self._fetching.values():
-            _let_go(fetching)
+        for waiting in self._waiting():
+            _let_go(waiting)
         self._fetching.clear()
+        self._looks.clear()
         self._silent = False
         self.orders.clear()
         self._ranks = len(kept)
@@ -98,10 +124,15 @@ class DiskTier:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
         reading takes less time than computing, as far as is known."""
         sequence.fetched = 0
-        if self._silent or not self._pieces or sequence.whole or sequence.suspicion.suspect:
+        told = not sequence.looked and sequence.request.kept >= PIECE and self._ranks > 0
+        if self._silent or not (self._pieces or told) or sequence.whole or sequence.suspicion.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
-        names = self._pieces.leading(piece_names(hashes))
+        every = piece_names(hashes)
+        names = self._pieces.leading(every)
+        if told and len(names) < min(sequence.request.kept // PIECE, len(every)):
+            self._look_for(sequence)
+            return
         gain = len(names) * PIECE - prefixes.peek(hashes)
         if gain < PIECE or not self._pays(len(names) * PIECE, gain):
             return
@@ -117,6 +148,13 @@ class DiskTier:
         fetching.waiting.append(sequence)
         sequence.awaits, sequence.fetched = True, gain
 
+    def _look_for(self, sequence: Running) -> None:
+        """It is said that another engine has written its beginning; see what is there before it is sought again."""
+        self._looked -= 1
+        self.orders.append(Survey(self._looked, soon=True))
+        self._looks[self._looked] = _Looking(set(range(self._ranks)), [sequence])
+        sequence.awaits = sequence.looked = True
+
     def _pays(self, tokens: int, gain: int) -> bool:
         if not (self._reading.tokens_s and self.computing.tokens_s):
             return True
@@ -130,10 +168,24 @@ class DiskTier:
         if isinstance(report, Surveyed):
             self._pieces.lose(report.gone)
             self._pieces.keep(report.rank, report.names)
+            self._seen(report, prefixes)
             return
         self._pieces.keep(report.rank, report.names)
         self._pieces.lose(report.gone)
         self.counts.written_bytes += report.nbytes
+
+    def _seen(self, report: Surveyed, prefixes: PrefixIndex) -> None:
+        look = self._looks.get(report.number)
+        if look is None:
+            return
+        look.missing.discard(report.rank)
+        if not look.missing:
+            del self._looks[report.number]
+            self._silent = False
+            for sequence in look.waiting:
+                sequence.awaits = False
+                if not sequence.finished:
+                    self.seek(sequence, prefixes)
 
     def _fetched(self, report: Fetched, prefixes: PrefixIndex) -> None:
         """With the last rank's answer the prefix is in memory, or given up."""
@@ -157,13 +209,17 @@ class DiskTier:
             self.counts.hit_tokens += fetching.gain
             self._reading.measure(len(fetching.names) * PIECE, fetching.seconds)
             prefixes.arrived(report.key)
-        _let_go(fetching, arrived=not fetching.lost)
+        _let_go(fetching.waiting, arrived=not fetching.lost)
 
     def lose_patience(self) -> None:
         """Whoever waits is computed instead, and so is all else until disks answer; what comes then is for others."""
         self._silent = True
-        for fetching in self._fetching.values():
-            _let_go(fetching)
+        for waiting in self._waiting():
+            _let_go(waiting)
+
+    def _waiting(self) -> Iterator[list[Running]]:
+        yield from (fetching.waiting for fetching in self._fetching.values())
+        yield from (look.waiting for look in self._looks.values())
 
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
         """Which pieces of these prefixes are not on all disks yet."""
@@ -176,6 +232,10 @@ class DiskTier:
                 found.append(StoreOp(key, missing))
         return found
 
+    def holds(self, name: bytes) -> bool:
+        """All ranks have their part of this piece there."""
+        return name in self._pieces
+
     def has(self, hashes: Sequence[bytes]) -> int:
         """Positions of a prompt with these blocks that lie on the disks, from its beginning."""
         return len(self._pieces.leading(piece_names(hashes))) * PIECE
@@ -186,8 +246,8 @@ class DiskTier:
         return len(self._pieces) * PIECE
 
 
-def _let_go(fetching: _Fetching, *, arrived: bool = False) -> None:
-    for sequence in fetching.waiting:
+def _let_go(waiting: list[Running], *, arrived: bool = False) -> None:
+    for sequence in waiting:
         sequence.awaits = False
         sequence.fetched = sequence.fetched if arrived else 0
-    fetching.waiting.clear()
+    waiting.clear()

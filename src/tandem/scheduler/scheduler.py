@@ -26,6 +26,7 @@ from tandem.protocol.step import (
     batch_fingerprint,
 )
 from tandem.scheduler.admission import check_admission
+from tandem.scheduler.departures import Departures
 from tandem.scheduler.disk import DiskTier
 from tandem.scheduler.invariants import check_invariants
 from tandem.scheduler.lane import Lane
@@ -53,6 +54,7 @@ class Scheduler:
         self.lanes = [Lane(i) for i in range(limits.lanes)]
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
         self.disk = DiskTier()
+        self.departures = Departures(self.disk, lambda: self.prefixes, self._finish)
         self.shares = FairShares()
         self.speculation = Speculation(limits.speculation)
         self.pressed = False
@@ -171,6 +173,7 @@ class Scheduler:
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
         stores = self.disk.stores(self._lasting(lane, saves, prefill), self.prefixes)
+        self.departures.write(lane, saves, stores)
         plan = StepPlan(
             step_id=self.next_step, lane=lane.index, removes=lane.removes, inserts=inserts, restores=restores,
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
@@ -441,6 +444,7 @@ class Scheduler:
         self.speculation.forget()
         self.prefixes.clear()
         self.disk.reset()
+        self.departures.forget()
         self.lanes = [Lane(i) for i in range(self.limits.lanes)]
         self.waiting.clear()
         refused: list[EngineMessage] = []

@@ -43,6 +43,8 @@ class Sequence:
     """Positions beyond what was in memory that were read from disk for it."""
     awaits: bool = False
     """Its prefix is being read from disk; it joins nobody before."""
+    looked: bool = False
+    """Ranks have looked on their disks for what another engine wrote of it, or do."""
     deaths: int = 0
     """Gangs that died while they worked on it."""
     suspicion: Suspicion = field(default_factory=Suspicion)

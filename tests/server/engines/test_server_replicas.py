@@ -336,6 +336,46 @@ def test_draining_joining_and_leaving(engines):
     asyncio.run(run())
 
 
+def draining(engines, *numbers):
+    """As the supervisor says it."""
+    return [ReplicaInfo(i, one.endpoint, "draining" if i in numbers else "running", 1, 0)
+            for i, one in enumerate(engines)]
+
+
+@in_loop
+async def test_what_runs_at_a_draining_replica_goes_to_one_that_reads_what_it_wrote(engines):
+    for one in engines[:2]:
+        one.set_status(kv_store="disk", disk_saves=0.9)
+    async with connected(engines[:2]) as replicas:
+        task, home = await held(replicas, engines)
+        heir = engines[1 - home]
+        heir.refusal = (429, "full", None, 1.0)
+        await replicas.update(draining(engines[:2], home))
+        await until(lambda: heir.submitted)
+        assert not task.done(), "it was accepted once"
+        heir.refusal = None
+        await until(lambda: heir._live)
+        [sent] = heir._live.values()
+        assert sent.request.kept == 768 and not engines[home]._live
+        assert b"tandem_requests_moved_total 1.0" in await replicas.metrics()
+        await replicas.update(draining(engines[:2], 0, 1))  # nobody else is left: it is finished there
+        heir.hold = False
+        assert await asyncio.wait_for(task, 240)
+
+
+@in_loop
+async def test_what_runs_at_a_draining_replica_without_a_common_disk_is_finished_there(engines):
+    for one, store in zip(engines, ("", "", "c"), strict=True):
+        one.set_status(kv_store=store)
+    async with connected(engines) as replicas:
+        task, home = await held(replicas, engines)
+        await replicas.update(draining(engines, home))
+        for one in engines:
+            one.hold = False
+        assert await asyncio.wait_for(task, 240)
+        assert where(engines, "a") == [home]
+
+
 @in_loop
 async def test_n_choices_of_one_subscription_over_a_loss(engines):
     async with connected(engines[:2]) as replicas:

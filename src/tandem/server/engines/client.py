@@ -26,6 +26,8 @@ from tandem.protocol.control import (
     Detach,
     EngineMessage,
     EngineStatus,
+    HandedOver,
+    HandOver,
     MetricsText,
     Noted,
     Output,
@@ -36,7 +38,7 @@ from tandem.protocol.control import (
 )
 from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.request import EngineRequest
-from tandem.server.engines.protocol import EngineLost, Sink, refusal
+from tandem.server.engines.protocol import Departed, EngineLost, Sink, refusal
 from tandem.server.failures import internal_error
 
 logger = logging.getLogger(__name__)
@@ -133,6 +135,10 @@ class EngineClient:
         """Stop a request in the engine; its subscription hears no more of it. `answered`: it had all that it wants."""
         self.forget(request_id)
         self._send(Abort(request_id, answered))
+
+    def hand_over(self) -> None:
+        """Have the engine let go of its requests: each fails with `Departed`, unless it is finished there."""
+        self._send(HandOver())
 
     def check(self) -> EngineStatus:
         """The status of an engine that takes requests. Raises UnavailableError otherwise."""
@@ -236,7 +242,7 @@ class EngineClient:
         else:
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:
-                sink.fail(refusal(message))
+                sink.fail(Departed(message.positions) if isinstance(message, HandedOver) else refusal(message))
 
     def _answered(self, message: EngineStatus | MetricsText | CacheReport) -> None:
         future = self._questions.get(message.query_id)

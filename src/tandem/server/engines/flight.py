@@ -52,6 +52,8 @@ class Flight:
         """Its replica tries it alone; False while nothing runs there, to see whether that dies without it."""
         self.judged = ""
         """The sending whose loss has been judged."""
+        self.kept = 0
+        """Of its tokens, from the first, its last replica has written so many to disk, when it let go of it."""
         self.lost_at: float | None = None
         """When it lost the last one, by the event loop's clock. It was accepted once: it is not turned away now because
         others are full."""
@@ -88,8 +90,14 @@ class Flight:
         """Output limit, counted from the beginning."""
         return self._request.params.max_tokens
 
-    def lose(self, now: float, *, died: bool) -> None:
-        """Its replica is lost; `died` unless it was leaving anyway."""
+    @property
+    def on_disk(self) -> bool:
+        """It may be kept on disk."""
+        return self._request.on_disk
+
+    def lose(self, now: float, *, died: bool, kept: int = 0) -> None:
+        """Its replica is lost; `died` unless it was leaving anyway. So many of its tokens it has `kept` on disk."""
+        self.kept = max(self.kept, kept)
         self.lost_at, self.replica = now, None
         self.refused_by.clear()
         self.losses += died

@@ -27,6 +27,16 @@ class EngineLost(UnavailableError):
     """The engine went away, or fell silent, with the request in it."""
 
 
+class Departed(EngineLost):
+    """The engine has let go of the request, which goes on elsewhere."""
+
+    def __init__(self, positions: int) -> None:
+        """`positions`: tokens, from the first, whose KV it has written to disk."""
+        super().__init__("The engine has let go of the request, and no other takes it; please send it again.",
+                         code="shutting_down")
+        self.positions = positions
+
+
 class Sink(Protocol):
     """What takes the answers to one engine request."""
 

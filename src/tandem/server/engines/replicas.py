@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import Literal, Protocol
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from tandem.errors import OverloadedError, RequestError, ServerError, UnavailableError
@@ -24,7 +25,7 @@ from tandem.protocol.supervisor import NoteEvent, ReplicaInfo
 from tandem.server.engines.client import HEARTBEAT_S, EngineClient
 from tandem.server.engines.flight import Flight
 from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.protocol import EngineLost, ReplicaState, replica_state
+from tandem.server.engines.protocol import Departed, EngineLost, ReplicaState, replica_state
 from tandem.server.engines.subscription import Subscription
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.server.engines.trials import Trials
@@ -48,12 +49,18 @@ class Placement(Protocol):
     def set_state(self, replica: int, state: str) -> None:
         """An engine's state, or `silent`."""
 
+    def set_disk(self, replica: int, store: str, saves: float) -> None:
+        """Where it keeps prompts, and the share of computing one that reading it from there saves."""
+
     def outstanding(self, replica: int) -> int:
         """Tokens of work before a replica."""
 
     def place(self, request_id: str, tokens: Sequence[int], max_tokens: int, *, done: int = 0,
-              avoid: Collection[int] = (), key: str = "") -> int | None:
+              avoid: Collection[int] = (), key: str = "", on_disk: bool = True) -> int | None:
         """Choose a replica, and count the request there."""
+
+    def kept(self, request_id: str) -> int:
+        """So many of its tokens have others written to that replica's disk."""
 
     def advance(self, request_id: str, tokens: int) -> None:
         """Output tokens have come."""
@@ -67,6 +74,8 @@ class _Member:
     client: EngineClient
     info: ReplicaInfo | None = None
     """What the supervisor last said of it, if there is one."""
+    leaves: bool = False
+    """It was told to let go of what it has."""
 
     @property
     def draining(self) -> bool:
@@ -144,6 +153,7 @@ class Replicas:
             self._members[index].info = one
         self._over = over
         self._refresh()
+        self._relieve()
         if over:
             for flight in [one for one in self._flights.values() if not self._reaches(one)]:
                 self._end(flight, UnavailableError(f"The server ends: {over}", retry_after=10.0, code="engine_failed"))
@@ -176,7 +186,20 @@ class Replicas:
         """Tell the router how the replicas are."""
         for index, member in self._members.items():
             self._router.set_state(index, self._state(member))
+            if (status := member.client.status) is not None:
+                self._router.set_disk(index, status.kv_store, status.disk_saves)
             self._load.labels(str(index)).set(self._router.outstanding(index))
+
+    def _relieve(self) -> None:
+        """Have replicas that drain let go of what they have, where others read from disk what they have computed."""
+        stores = {one.client.status.kv_store for one in self._members.values()
+                  if one.client.status is not None and self._state(one) == "ready"}
+        for index, member in self._members.items():
+            status = member.client.status
+            if member.draining and not member.leaves and status is not None and status.kv_store in stores - {""}:
+                logger.info("what replica %d works on goes on at others, who read what it has computed", index)
+                member.leaves = True
+                member.client.hand_over()
 
     @staticmethod
     def _state(member: _Member) -> str:
@@ -302,10 +325,13 @@ class Replicas:
             request = flight.depart()
             others = () if flight.only is None else self._members.keys() - {flight.only}
             index = self._router.place(request.request_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
-                                       avoid=flight.refused_by.union(others), key=flight.cache_key)
+                                       avoid=flight.refused_by.union(others), key=flight.cache_key,
+                                       on_disk=flight.on_disk)
             if index is None:
                 return False
             flight.replica = index
+            kept = max(self._router.kept(request.request_id), flight.kept)
+            request = msgspec.structs.replace(request, kept=kept)
             if self._members[index].client.send(request, flight):
                 return True
             self._router.end(request.request_id)
@@ -331,7 +357,8 @@ class Replicas:
         member = None if flight.replica is None else self._members.get(flight.replica)
         if not self._closing and isinstance(error, OverloadedError | UnavailableError):
             if isinstance(error, EngineLost):
-                self._lost(flight, died=member is not None and not member.draining)
+                self._lost(flight, died=member is not None and not member.draining,
+                           kept=error.positions if isinstance(error, Departed) else 0)
             elif flight.replica is not None:
                 flight.refused_by.add(flight.replica)
                 flight.replica = None
@@ -351,11 +378,11 @@ class Replicas:
         if self.tell is not None:
             self.tell(NoteEvent(event))
 
-    def _lost(self, flight: Flight, *, died: bool) -> None:
+    def _lost(self, flight: Flight, *, died: bool, kept: int) -> None:
         now = asyncio.get_running_loop().time()
         if died and flight.judged != flight.wire_id and flight.replica is not None:
             self._trials.judge(flight.replica, self._flights.values())
-        flight.lose(now, died=died)
+        flight.lose(now, died=died, kept=kept)
 
     def _end(self, flight: Flight, error: RequestError) -> None:
         self._flights.pop(flight.request_id, None)

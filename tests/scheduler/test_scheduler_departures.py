@@ -1,0 +1,250 @@
+"""Sequences that leave for another replica: what is computed of them is on disk before, or they leave without it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from tandem.cache.pieces import piece_names
+from tandem.cache.prefix import block_hashes
+from tandem.protocol.control import HandedOver, Output
+from tandem.protocol.pieces import PIECE, Survey, Surveyed, Written
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import StepPlan, StepResult
+from tandem.protocol.suspicion import Suspicion
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
+
+RANKS = 2
+LONG = [3 + i % 40 for i in range(2 * PIECE + 20)]
+
+
+def make(**changes: object) -> Scheduler:
+    values: dict[str, object] = {
+        "lanes": 2, "max_batch_size": 8, "prefill_chunk": 256, "kv_tokens": 20_000, "max_context": 4096,
+        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50,
+        "prefix_tokens": 8000, **changes}
+    scheduler = Scheduler(Limits(**values))  # type: ignore[arg-type]
+    scheduler.disk.begin([[]] * RANKS, (), scheduler.prefixes)
+    return scheduler
+
+
+def request(name: str, tokens: list[int], max_tokens: int = 2000, **more: object) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt=tokens, params=SamplingParams(max_tokens=max_tokens), **more)  # type: ignore[arg-type]
+
+
+class Ranks:
+    """They compute what plans say, and write what they are to when they are told so."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler, self.outputs, self.writes = scheduler, dict[str, list[int]](), list[bytes]()
+        self.kept: dict[str, int] = {}
+        """Positions of each key."""
+
+    def step(self) -> StepPlan | None:
+        plan = self.scheduler.next_plan()
+        if plan is None:
+            return None
+        for op in plan.saves:
+            lane = self.scheduler.lanes[plan.lane]
+            assert lane.members[op.request_id].computed >= op.length
+            self.kept[op.key] = op.length
+        for store in plan.stores:
+            assert all((number + 1) * PIECE <= self.kept[store.key] for number, _ in store.pieces)
+            self.writes += [name for _, name in store.pieces]
+        for key in plan.evicts:
+            del self.kept[key]
+        for message in self.scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
+            assert isinstance(message, Output)
+            self.outputs.setdefault(message.request_id, []).extend(message.tokens)
+        self.scheduler.check()
+        return plan
+
+    def write(self, count: int = 1000) -> None:
+        done, self.writes = self.writes[:count], self.writes[count:]
+        for rank in range(RANKS):
+            self.scheduler.disk.take(Written(rank, done, 7), self.scheduler.prefixes)
+
+    def leave(self, *names: str) -> None:
+        for name in names:
+            self.scheduler.departures.ask(self.scheduler.sequences[name])
+
+    def until_gone(self, name: str) -> HandedOver:
+        for _ in range(100):
+            self.step()
+            self.write(1)
+            for one in self.scheduler.departures.depart():
+                self.scheduler.check()
+                if one.request_id == name:
+                    return one
+        raise AssertionError("it does not leave")
+
+
+def test_what_decodes_leaves_when_all_of_its_pieces_are_written() -> None:
+    scheduler = make()
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("a", LONG), seed=1)
+    while len(ranks.outputs.get("a", [])) < PIECE:
+        ranks.step()
+    ranks.write()
+    assert not scheduler.departures.depart()
+    ranks.leave("a")
+    ranks.step()
+    tokens = [*LONG, *ranks.outputs["a"]]
+    assert ranks.writes == piece_names(block_hashes(tokens))[2:] and len(ranks.writes) == 1
+    assert not scheduler.departures.depart(), "it goes on until that is written"
+    before = len(ranks.outputs["a"])
+    ranks.step()
+    assert len(ranks.outputs["a"]) == before + 1
+    ranks.write()
+    assert scheduler.departures.depart() == [HandedOver("a", 3 * PIECE)]
+    while ranks.step() is not None:
+        scheduler.departures.depart()
+    assert scheduler.idle and scheduler.departures.progress is None
+
+
+def test_a_prompt_half_computed_leaves_with_what_it_has() -> None:
+    scheduler = make()
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("a", [7 + i % 31 for i in range(1500)]), seed=1)
+    ranks.step()
+    ranks.step()
+    assert "a" not in ranks.outputs
+    ranks.leave("a")
+    assert ranks.until_gone("a").positions == 2 * PIECE
+
+
+def test_who_waits_leaves_at_once_and_one_after_another_writes() -> None:
+    scheduler = make(max_batch_size=2, lanes=1)
+    ranks = Ranks(scheduler)
+    for name in "abc":
+        scheduler.submit(request(name, [ord(name) % 50, *LONG]), seed=1)
+    while len(ranks.outputs) != 2:
+        ranks.step()
+    ranks.leave("c", "a", "b")
+    [first, *others] = scheduler.departures.depart()
+    assert first == HandedOver("c", 0) and not others
+    assert ranks.until_gone("a").positions == 2 * PIECE
+    assert ranks.until_gone("b").positions == 2 * PIECE
+
+
+def test_disks_that_say_nothing_and_prefix_caches_without_room_hold_up_nobody() -> None:
+    scheduler = make()
+    ranks = Ranks(scheduler)
+    for name in "ab":
+        scheduler.submit(request(name, [ord(name) % 50, *LONG]), seed=1)
+    while len(ranks.outputs) != 2:
+        ranks.step()
+    ranks.leave("a", "b")
+    ranks.step()
+    ranks.step()
+    assert not scheduler.departures.depart() and scheduler.departures.progress is not None
+    scheduler.departures.lose_patience()
+    assert [one.positions for one in scheduler.departures.depart()] == [0, 0]
+    small = make(prefix_tokens=PIECE)
+    ranks = Ranks(small)
+    small.submit(request("a", LONG), seed=1)
+    while not ranks.outputs:
+        ranks.step()
+    ranks.leave("a")
+    assert ranks.until_gone("a").positions == 0
+
+
+def test_some_are_finished_where_they_are() -> None:
+    scheduler = make()
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("private", LONG, 30, on_disk=False), seed=1)
+    ranks.leave("private")
+    for _ in range(40):
+        ranks.step()
+        assert not scheduler.departures.depart()
+    assert len(ranks.outputs["private"]) == 30
+    alone = make()
+    alone.submit(request("suspect", LONG, suspicion=Suspicion(company=2)), seed=1)
+    alone.submit(EngineRequest(request_id="scores", prompt=LONG, params=SamplingParams(prompt_logprobs=1)), seed=1)
+    for name in ("suspect", "scores"):
+        alone.departures.ask(alone.sequences[name])
+    assert not alone.departures.depart()
+    off = make()
+    off.disk.begin([[], None], (), off.prefixes)
+    off.submit(request("a", LONG), seed=1)
+    off.departures.ask(off.sequences["a"])
+    assert not off.departures.depart(), "nothing is kept on disk: it is finished here"
+
+
+def test_ranks_that_die_and_sequences_that_end_while_they_leave() -> None:
+    scheduler = make()
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("a", LONG), seed=1)
+    scheduler.submit(request("b", [9, *LONG], 20), seed=1)
+    while len(ranks.outputs) < 2:
+        ranks.step()
+    ranks.leave("a", "b")
+    ranks.step()
+    ranks.step()
+    scheduler.abort("a")
+    while len(ranks.outputs["b"]) < 20:
+        ranks.step()
+    assert not scheduler.departures.depart()
+    scheduler.submit(request("c", LONG), seed=1)
+    ranks.leave("c")
+    ranks.step()
+    scheduler.restart()
+    scheduler.disk.begin([[]] * RANKS, scheduler.waiting, scheduler.prefixes)
+    [gone] = scheduler.departures.depart()
+    assert gone == HandedOver("c", 0)
+
+
+def test_what_another_has_written_is_looked_for_once() -> None:
+    scheduler = make()
+    names = piece_names(block_hashes(LONG))
+    scheduler.submit(request("told", LONG, kept=2 * PIECE), seed=1)
+    scheduler.submit(request("other", [8, 9]), seed=1)
+    [order] = scheduler.disk.orders
+    assert isinstance(order, Survey) and order.soon and not order.drop and scheduler.disk.fetching
+    scheduler.disk.orders.clear()
+    plan = scheduler.next_plan()
+    assert plan is not None and [op.request_id for op in plan.inserts] == ["other"]
+    for rank in range(RANKS):
+        assert not scheduler.disk.orders
+        scheduler.disk.take(Surveyed(rank, order.number, names), scheduler.prefixes)
+    [fetch] = scheduler.disk.orders
+    assert fetch.names == names  # type: ignore[union-attr]
+    empty = make()
+    empty.submit(request("told", LONG, kept=2 * PIECE), seed=1)
+    [order] = empty.disk.orders
+    empty.disk.orders.clear()
+    for rank in range(RANKS):
+        empty.disk.take(Surveyed(rank, order.number, names[:1] if rank else []), empty.prefixes)  # type: ignore[union-attr]
+    assert not empty.disk.orders and not empty.disk.fetching
+    assert empty.next_plan() is not None
+    silent = make()
+    silent.submit(request("told", LONG, kept=2 * PIECE), seed=1)
+    silent.disk.lose_patience()
+    assert silent.next_plan() is not None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_histories(seed: int) -> None:
+    rng = random.Random(seed)
+    scheduler = make(kv_tokens=4000, prefix_tokens=2000)
+    ranks = Ranks(scheduler)
+    live: set[str] = set()
+    for step in range(1200):
+        if step < 700 and rng.random() < 0.08:
+            live.add(name := f"r{step}")
+            scheduler.submit(request(name, [rng.randrange(3, 50), *LONG[:rng.randrange(10, 532)]], 60), seed=1)
+        if rng.random() < 0.05 and scheduler.sequences:
+            ranks.leave(rng.choice(list(scheduler.sequences)))
+        if rng.random() < 0.3:
+            ranks.write(rng.randrange(4))
+        if rng.random() < 0.02 and scheduler.sequences:
+            scheduler.abort(rng.choice(list(scheduler.sequences)))
+        ranks.step()
+        scheduler.departures.depart()
+        scheduler.check()
+    scheduler.departures.lose_patience()
+    while ranks.step() is not None:
+        scheduler.departures.depart()
+    assert scheduler.idle
