@@ -121,6 +121,22 @@ def test_ranks_with_gpus_of_their_own_are_joined_by_nccl(monkeypatch: pytest.Mon
     assert backend("auto", "0,1,2", cuda=True) == "nccl"
     assert backend("auto", "0,1", cuda=True) == backend("auto", "0,1,2", cuda=False) == "ring"
     assert backend("ring", "0,1,2", cuda=True) == "ring"
+    with pytest.raises(LayoutError, match="2 tensor-parallel ranks need a GPU each, there are 1"):
+        backend("ring", "3", cuda=True)
+    assert backend("ring", "3", cuda=False) == "ring"
+
+
+def test_more_ranks_than_gpus_take_them_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    def environment(rank: int, ranks: int) -> str | None:
+        child = LocalLauncher(1, "tandem_nothing").start(rank, ranks, b"", {})
+        try:
+            return psutil.Process(child.pid).environ().get("CUDA_VISIBLE_DEVICES")
+        finally:
+            child.kill()
+            child.wait(10.0)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert [environment(rank, 3) for rank in range(3)] == ["4", "5", "4"]
 
 
 def test_ranks_have_gpus_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:

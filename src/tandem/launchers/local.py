@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 
 from tandem.env import child_environment
+from tandem.errors import LayoutError
 from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.worlds import make_world, visible_gpus
 from tandem.processes.child import ChildProcess
@@ -19,8 +20,7 @@ def thread_variables(count: int) -> dict[str, str]:
 
 
 class LocalLauncher(Launcher):
-    """Starts ranks as child processes, with the machine's cores shared out among them, and a GPU for each if there are
-    enough."""
+    """Starts ranks as child processes, with the machine's cores and GPUs shared out among them."""
 
     def __init__(self, threads_per_rank: int | None, module: str = WORKER_MODULE, cuda: bool = False) -> None:
         """`module` is the ranks' entry point, run as `python -m`. With `cuda` ranks compute on NVIDIA GPUs if there are
@@ -39,25 +39,27 @@ class LocalLauncher(Launcher):
         """This machine has room for any number."""
         count = count if slots is None else len(slots)
         here = Place(host="this machine", machine=machine_id(), address=self.bus_host, engine_address=self.bus_host,
-                     own_gpu=bool(_gpus(count)))
+                     own_gpu=len(visible_gpus()) >= count > 1)
         return [here] * count
 
     def world(self, backend: str, ranks: Sequence[int]) -> World:
-        """A group on loopback; by default over NCCL if each of the ranks has an NVIDIA GPU of its own, else a ring."""
+        """A group on loopback; by default over NCCL if each of the ranks has an NVIDIA GPU of its own, else a ring.
+
+        Raises LayoutError for ranks that would have to share a GPU: their sums come to a standstill on CUDA.
+        """
+        gpus = len(visible_gpus()) if self._cuda else 0
+        if 0 < gpus < len(ranks):
+            raise LayoutError(f"{len(ranks)} tensor-parallel ranks need a GPU each, there are {gpus}; use pipeline "
+                              "stages, which can share one (--pipeline-parallel-size), or --device cpu",
+                              param="tensor_parallel_size")
         if backend == "auto":
-            backend = "nccl" if self._cuda and len(visible_gpus()) > max(ranks) else "ring"
+            backend = "nccl" if gpus > max(ranks) else "ring"
         return make_world(backend, len(ranks), ranks[0])
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> ChildProcess:
         """Start one rank."""
         threads = thread_variables(self._threads or max(1, (os.cpu_count() or 1) // world_size))
-        gpus = _gpus(world_size)
-        device = {"CUDA_VISIBLE_DEVICES": gpus[rank]} if gpus else {}
+        gpus = visible_gpus() if world_size > 1 else []
+        device = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
         env = child_environment({**threads, **device, **extra_env})
         return ChildProcess(self._module, payload, env=env, name=f"rank {rank}")
-
-
-def _gpus(count: int) -> list[str]:
-    """A GPU for each of `count` ranks, if there are several ranks and enough for all; else none."""
-    gpus = visible_gpus()
-    return gpus[:count] if len(gpus) >= count > 1 else []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 
-from tandem.firstlight.check import Differs, Figures, Task
+from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
 from tandem.firstlight.served import tandem
+from tandem.launchers.worlds import visible_gpus
+from tandem.system.cuda import uses_cuda
 
 PARITY_S = 150.0
 VERDICT = re.compile(r"PARITY (PASS|FAIL) max_abs_diff=(\S+)")
@@ -24,13 +26,20 @@ def ring(task: Task) -> Figures:
 
 
 def tensor(task: Task) -> Figures:
-    """Two tensor-parallel ranks over MLX's ring."""
-    return parity(task.model, "-tp", "2", "--backend", "ring")
+    """Two tensor-parallel ranks."""
+    _require_gpus()
+    return parity(task.model, "-tp", "2")
 
 
 def both(task: Task) -> Figures:
     """A stage of two ranks, and a stage of one."""
-    return parity(task.model, "--parallel", "2,1", "--backend", "ring")
+    _require_gpus()
+    return parity(task.model, "--parallel", "2,1")
+
+
+def _require_gpus() -> None:
+    if uses_cuda("auto") and len(visible_gpus()) == 1:
+        raise NotApplicable("tensor-parallel ranks need a GPU each, there is one")
 
 
 def parity(model: str, *options: str) -> Figures:
