@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.env import cache_dir, child_environment
 
@@ -261,11 +262,14 @@ def rounds(args: argparse.Namespace, play: Callable[[], Outcome]) -> list[tuple[
 
 
 def metric(server: Server, name: str) -> dict[str, float]:
-    """One of Tandem's Prometheus metrics, by the value of its last label."""
+    """One of Tandem's Prometheus metrics, by rank; under "" where it is not of ranks."""
     with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=30) as answer:
-        lines = answer.read().decode().splitlines()
-    found = (line.rsplit(" ", 1) for line in lines if line.startswith(name + "{"))
-    return {key.split('"')[-2]: float(value) for key, value in found}
+        families = text_string_to_metric_families(answer.read().decode())
+    found: dict[str, float] = {}
+    for sample in (one for family in families for one in family.samples if one.name == name):
+        rank = sample.labels.get("rank", "")
+        found[rank] = found.get(rank, 0.0) + sample.value
+    return found
 
 
 @contextlib.contextmanager
