@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
 from tandem.cli import address
-from tandem.cli.main import build_parser, main
+from tandem.cli.main import Later, build_parser, main
 from tandem.config.options import options
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
@@ -94,7 +95,7 @@ def test_other_names_are_the_same_commands():
         assert (arguments.action, arguments.name) == (action, "demo")
     for short in ("list", "ps"):
         assert build_parser().parse_args([short]).action == short
-    assert build_parser().parse_args(["run", "demo"]).run is build_parser().parse_args(["chat", "demo"]).run
+    assert build_parser().parse_args(["run", "demo"]).run == build_parser().parse_args(["chat", "demo"]).run
 
 
 def test_models_are_listed_shown_and_removed(capsys, tmp_path):
@@ -196,3 +197,17 @@ print({"rich", "prompt_toolkit", "numpy", "transformers"} & set(sys.modules), fi
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stderr == "set()\n"
     assert "chat" in done.stdout and "To begin with: tandem model get demo" in done.stdout
+
+
+def test_every_command_is_where_the_parser_says():
+    parsers, places = [build_parser()], set()
+    while parsers:
+        parser = parsers.pop()
+        run = parser.get_default("run")
+        if isinstance(run, Later):
+            assert callable(pkgutil.resolve_name(f"tandem.cli.{run.place}")), run.place
+            places.add(run.place)
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                parsers += action.choices.values()
+    assert len(places) > 15

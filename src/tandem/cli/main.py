@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import pkgutil
 import select
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from tandem.borders import own_process
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
@@ -46,6 +48,19 @@ GROUPS = {
 Run = Callable[[argparse.Namespace], int]
 
 
+@dataclass(frozen=True)
+class Later:
+    """A command that is imported when it runs."""
+
+    place: str
+    """Its module below `tandem.cli`, and its function in it."""
+
+    def __call__(self, arguments: argparse.Namespace) -> int:
+        """Run it."""
+        run: Run = pkgutil.resolve_name(f"tandem.cli.{self.place}")
+        return run(arguments)
+
+
 def build_parser() -> Parser:
     """The parser of all commands; each sets `run`, a function that is imported when it is called."""
     parser = Parser(prog="tandem", description="Serve one large language model over several machines.")
@@ -55,29 +70,29 @@ def build_parser() -> Parser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     serve = add_command(commands, "serve", "Load a model and serve it over HTTP.")
     add_settings(serve, SERVE_SECTIONS)
-    serve.set_defaults(run=_serve)
+    serve.set_defaults(run=Later("serve:run"))
     api = add_command(commands, "api", "Serve HTTP for an engine that runs by itself; it can be restarted at any time.")
     add_settings(api, ("model", "server", "process"))
-    api.set_defaults(run=_api)
+    api.set_defaults(run=Later("processes:run_api_command"))
     engine = add_command(commands, "engine", "Load a model and wait for `tandem api` on a Unix socket.")
     add_settings(engine, ENGINE_SECTIONS)
-    engine.set_defaults(run=_engine)
-    vllm_mlx.add_parser(commands, SERVE_SECTIONS, _distributed_launcher)
+    engine.set_defaults(run=Later("processes:run_engine_command"))
+    vllm_mlx.add_parser(commands, SERVE_SECTIONS, Later("serve:run_launcher"))
     lifecycle.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
     _add_rank(commands)
     agent.add_parsers(commands, _discovery)
     _add_generate(commands)
     _add_model(commands)
     _add_replica(commands)
-    cache.add_parser(commands).set_defaults(run=_cache)
-    plan.add_parser(commands).set_defaults(run=_plan)
-    parity.add_parser(commands).set_defaults(run=_parity)
+    cache.add_parser(commands).set_defaults(run=Later("cache.command:run"))
+    plan.add_parser(commands).set_defaults(run=Later("plan.command:run"))
+    parity.add_parser(commands).set_defaults(run=Later("parity:run"))
     doctor.add_parser(commands).set_defaults(run=_doctor)
-    firstlight.add_parser(commands).set_defaults(run=_firstlight)
-    bench.add_parser(commands).set_defaults(run=_bench)
-    bench.add_top(commands).set_defaults(run=_top)
-    bench.add_batch(commands).set_defaults(run=_batch)
-    installed.add_service(commands, SERVE_SECTIONS, _service)
+    firstlight.add_parser(commands).set_defaults(run=Later("firstlight.command:run"))
+    bench.add_parser(commands).set_defaults(run=Later("bench:run"))
+    bench.add_top(commands).set_defaults(run=Later("top:run"))
+    bench.add_batch(commands).set_defaults(run=Later("batch:run"))
+    installed.add_service(commands, SERVE_SECTIONS, Later("service.command:run"))
     installed.add_completions(commands, _completions)
     version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
     version.set_defaults(run=_version)
@@ -97,13 +112,7 @@ def _add_rank(commands: argparse._SubParsersAction[Parser]) -> None:
     rank.add_argument("--log-level", choices=("DEBUG", "INFO", "WARNING", "ERROR"), default="INFO",
                       help="least severe messages to log [INFO]")
     rank.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
-    rank.set_defaults(run=_rank)
-
-
-def _rank(arguments: argparse.Namespace) -> int:
-    from tandem.cli.rank import run
-
-    return run(arguments)
+    rank.set_defaults(run=Later("rank:run"))
 
 
 def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
@@ -120,7 +129,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
         sampling.add_sampling(parser, sampling.DEFAULTS if name == "generate" else sampling.CHAT_DEFAULTS)
         bench.add_server(parser)
         add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
-        parser.set_defaults(run=_generate if name == "generate" else _chat)
+        parser.set_defaults(run=Later(f"talk.command:run_{'generate' if name == 'generate' else 'chat'}"))
 
 
 MODEL_ACTIONS = {
@@ -148,8 +157,8 @@ def _add_model(commands: argparse._SubParsersAction[Parser]) -> None:
     for name, action in SHORT.items():
         parser = add_command(commands, name, MODEL_ACTIONS[action], hidden=True)
         _add_model_action(parser, action)
-        parser.set_defaults(run=_model, action=action)
-    model.set_defaults(run=_model)
+        parser.set_defaults(run=Later("model:run"), action=action)
+    model.set_defaults(run=Later("model:run"))
 
 
 def _add_model_action(parser: Parser, name: str) -> None:
@@ -175,73 +184,7 @@ def _add_replica(commands: argparse._SubParsersAction[Parser]) -> None:
         if name == "drain":
             parser.add_argument("replica", type=int, metavar="N", help="number that `tandem replica list` shows.")
         bench.add_server(parser)
-    replica.set_defaults(run=_replica)
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from tandem.cli.serve import run
-
-    return run(arguments)
-
-
-def _distributed_launcher(arguments: argparse.Namespace) -> int:
-    from tandem.cli.serve import run_launcher
-
-    return run_launcher(arguments)
-
-
-def _api(arguments: argparse.Namespace) -> int:
-    from tandem.cli.processes import run_api_command
-
-    return run_api_command(arguments)
-
-
-def _engine(arguments: argparse.Namespace) -> int:
-    from tandem.cli.processes import run_engine_command
-
-    return run_engine_command(arguments)
-
-
-def _generate(arguments: argparse.Namespace) -> int:
-    from tandem.cli.talk.command import run_generate
-
-    return run_generate(arguments)
-
-
-def _chat(arguments: argparse.Namespace) -> int:
-    from tandem.cli.talk.command import run_chat
-
-    return run_chat(arguments)
-
-
-def _model(arguments: argparse.Namespace) -> int:
-    from tandem.cli.model import run
-
-    return run(arguments)
-
-
-def _replica(arguments: argparse.Namespace) -> int:
-    from tandem.cli.replica import run
-
-    return run(arguments)
-
-
-def _cache(arguments: argparse.Namespace) -> int:
-    from tandem.cli.cache.command import run
-
-    return run(arguments)
-
-
-def _plan(arguments: argparse.Namespace) -> int:
-    from tandem.cli.plan.command import run
-
-    return run(arguments)
-
-
-def _parity(arguments: argparse.Namespace) -> int:
-    from tandem.cli.parity import run
-
-    return run(arguments)
+    replica.set_defaults(run=Later("replica:run"))
 
 
 def _lifecycle(arguments: argparse.Namespace) -> int:
@@ -268,12 +211,6 @@ def _discovery(arguments: argparse.Namespace) -> int:
     return agent.run(arguments) if arguments.command == "agent" else hosts.run(arguments)
 
 
-def _service(arguments: argparse.Namespace) -> int:
-    from tandem.cli.service.command import run
-
-    return run(arguments)
-
-
 def _completions(arguments: argparse.Namespace) -> int:
     from tandem.cli.completions import script
 
@@ -287,30 +224,6 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
         return probe()
     from tandem.cli.doctor import run
-
-    return run(arguments)
-
-
-def _firstlight(arguments: argparse.Namespace) -> int:
-    from tandem.cli.firstlight.command import run
-
-    return run(arguments)
-
-
-def _bench(arguments: argparse.Namespace) -> int:
-    from tandem.cli.bench import run
-
-    return run(arguments)
-
-
-def _top(arguments: argparse.Namespace) -> int:
-    from tandem.cli.top import run
-
-    return run(arguments)
-
-
-def _batch(arguments: argparse.Namespace) -> int:
-    from tandem.cli.batch import run
 
     return run(arguments)
 

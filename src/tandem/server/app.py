@@ -23,7 +23,7 @@ from tandem.server.cache import routes as cache
 from tandem.server.cache.at_start import Warmer
 from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.context import Api
-from tandem.server.engines.protocol import Engines
+from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.failures import add_handlers, internal_error
 from tandem.server.gate import IGNORED_HEADER, Gate
@@ -45,7 +45,7 @@ _PRELOAD_FIRST_S = 0.05
 """The same before there has been any."""
 
 
-def create_app(settings: Settings, client: Engines | Residents) -> FastAPI:
+def create_app(settings: Settings, client: Replicas | Residents) -> FastAPI:
     """The application over the engines of one model, or over several models. Its lifespan starts and closes `client`.
 
     Raises UsageError when a file with API keys or of `--warm` cannot be read, or the journal cannot be used.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Collection, Iterable
 from typing import TypeVar
 
@@ -14,18 +13,16 @@ from starlette.responses import Response
 
 from tandem.config.options import nearest
 from tandem.errors import RequestError, TooLargeError
-from tandem.log import Seldom
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.failures import ClientGone, error_response
-from tandem.server.fields.policy import told
+from tandem.server.fields.ignored import note_ignored
 from tandem.server.validation import LARGE_BODY, Model, explain, parse_bytes
 from tandem.server.workers.tasks import Judge
 
 BODY_TIMEOUT_S = 60.0
 """Seconds that a client may take to send its body."""
 Result = TypeVar("Result")
-seldom = Seldom(logging.getLogger(__name__))
 
 
 async def read_body(request: Request, limit: int) -> bytes:
@@ -61,24 +58,16 @@ async def parse(request: Request, model: type[Model]) -> Model:
 async def understood(request: Request, raw: bytes, model: type[Model]) -> Model:
     """As `parse`, for a body that has been read."""
     api = get_api(request)
-    api.admit(request)
+    api.quotas.enter(request.scope)
     request.scope["tandem.body_size"] = len(raw)
     unknown = api.settings.server.unknown_fields
     if len(raw) > LARGE_BODY:
         judge = Judge(model.__name__, raw, unknown)
         await unless_gone(request, api.workers.ask(get_group(request), judge, type(None)))
     fields, left_out = await off_loop(len(raw) > LARGE, parse_bytes, raw, model, unknown)
-    note_ignored(request, *left_out)
+    if left_out:
+        note_ignored(request, *left_out)
     return fields
-
-
-def note_ignored(request: Request, *names: str) -> None:
-    """Fields of the request that have no effect: the answer's headers name them, and the log."""
-    if names:
-        request.scope.setdefault("tandem.ignored", []).extend(names)
-        level = logging.WARNING if get_api(request).settings.server.unknown_fields == "warn" else logging.DEBUG
-        shown = told(names)
-        seldom.log(level, "%s: no effect of %s", request.url.path, shown, kind=shown)
 
 
 async def translated(request: Request, work: Callable[[], Result]) -> Result:

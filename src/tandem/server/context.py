@@ -15,15 +15,17 @@ from starlette.types import Scope
 from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import client_limits
-from tandem.errors import NotFoundError, RequestError, TimeoutExceeded, UnavailableError
+from tandem.errors import NotFoundError, RequestError, UnavailableError
 from tandem.server.chats.conversations import Conversations
 from tandem.server.chats.texts import THREADS
-from tandem.server.engines.protocol import Engines, Overview
+from tandem.server.engines.protocol import Overview
+from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.subscription import Subscription
 from tandem.server.failures import ClientGone
-from tandem.server.limits.quotas import Lease, Quotas
+from tandem.server.limits.lease import Lease
+from tandem.server.limits.quotas import Quotas
 from tandem.server.status.metrics import ApiMetrics
 from tandem.server.workers.pool import AT_ONCE, Workers
 from tandem.server.workers.turns import Turns
@@ -50,7 +52,7 @@ class LiveRequest:
 class Api:
     """Settings, models, live requests and metrics."""
 
-    def __init__(self, settings: Settings, client: Engines | Residents, keys: Mapping[str, ClientLimits]) -> None:
+    def __init__(self, settings: Settings, client: Replicas | Residents, keys: Mapping[str, ClientLimits]) -> None:
         self.settings = settings
         self.client: Overview = client
         """The engines of all models together."""
@@ -111,47 +113,6 @@ class Api:
         names = ", ".join(one.name for one in self.served)
         raise NotFoundError(f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model",
                             code="model_not_found")
-
-    async def engage(self, http: Request, name: str | None) -> Served:
-        """The model that a request names; of several it is loaded, and stays so until the request ends. Raises
-        RequestError."""
-        self.check_open()
-        try:
-            served = self.find(name)
-        except NotFoundError:
-            self.check()  # the engine, which may have another name for it, must have been heard
-            raise
-        if self.residents is not None:
-            if self.residents.available(served):
-                await self._enter(http.scope, served, self.residents)
-            else:
-                await self._wait(http, served, self.residents)
-        return served
-
-    def admit(self, http: Request, *, again: bool = False) -> Lease:
-        """Count a request before anything is done for it, until it is over; the second call has no effect.
-
-        `again`: its client has sent it once, and it is worked on later. Raises OverloadedError when its client has used
-        up what it may.
-        """
-        lease: Lease | None = http.scope.get("tandem.lease")
-        if lease is None:
-            http.scope["tandem.metered"] = True
-            lease = http.scope["tandem.lease"] = self.quotas.admit(get_group(http), again=again)
-        return lease
-
-    @staticmethod
-    async def _enter(scope: Scope, served: Served, residents: Residents) -> None:
-        await residents.enter(served)
-        scope["tandem.entered"] = served  # at once: a wait that is cancelled meanwhile must still be left
-
-    async def _wait(self, http: Request, served: Served, residents: Residents) -> None:
-        limit = self.settings.server.request_timeout
-        try:
-            async with asyncio.timeout(limit):
-                await unless_gone(http, self._enter(http.scope, served, residents))
-        except TimeoutError:
-            raise TimeoutExceeded(f"The model was not loaded within {limit:g}s.", code="request_timeout") from None
 
     def release(self, scope: Scope) -> None:
         """The request of that scope is over."""

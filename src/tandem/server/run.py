@@ -23,7 +23,7 @@ from tandem.server.connections.connection import Connection
 from tandem.server.connections.slices import Slices
 from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
-from tandem.server.engines.protocol import Engines
+from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.listener import listen
 
@@ -153,7 +153,7 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
     return ApiServer(config, app.state.api, drain_timeout)
 
 
-def run_api(settings: Settings, engines: Engines | Residents, *, fd: int | None = None,
+def run_api(settings: Settings, engines: Replicas | Residents, *, fd: int | None = None,
             announce: bool = True) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 

@@ -57,7 +57,7 @@ def request(name, **params):
 
 async def outputs_of(replicas, request):
     """Its outputs; leaving the loop early aborts it."""
-    subscription = replicas.open([request])
+    subscription = replicas.requests.open([request])
     try:
         while True:
             for output in await subscription.get():
@@ -65,7 +65,7 @@ async def outputs_of(replicas, request):
                 if output.finish_reason is not None:
                     return
     finally:
-        replicas.release(subscription, [request.request_id])
+        replicas.requests.release(subscription, [request.request_id])
 
 
 def in_loop(test):
@@ -103,7 +103,7 @@ def test_requests_spread_and_everything_is_forgotten(engines):
             for answer in answers:
                 assert [token for output in answer for token in output.tokens] == [*engines[0].reply, 2]
             assert [one.outstanding_tokens for one in replicas.replicas()] == [0, 0, 0]
-            assert replicas._flights == {}
+            assert replicas.requests._flights == {}
             assert all(not member.client._sinks for member in replicas._members.values())
 
     asyncio.run(run())
@@ -131,7 +131,7 @@ async def test_a_lost_engine_hands_its_requests_on(engines):
         task = asyncio.create_task(answers_of(replicas, "a", temperature=1.0))
         await until(lambda: where(engines, "a"))
         [home] = where(engines, "a")
-        await until(lambda: replicas._flights["a"].produced)
+        await until(lambda: replicas.requests._flights["a"].produced)
         engines[home].stop()
         outputs = await asyncio.wait_for(task, 240)
         assert {output.request_id for output in outputs} == {"a"}
@@ -169,7 +169,7 @@ async def test_what_has_no_tokens_is_begun_again_where_another_engine_is(engines
         [output] = await asyncio.wait_for(task, 240)
         assert output.request_id == "v" and output.finish_reason == ("stop" if kind else "length")
         assert bool(output.vector) == bool(kind) and (output.prompt_logprobs is None) == bool(kind)
-        assert replicas._flights == {}
+        assert replicas.requests._flights == {}
 
 
 @in_loop
@@ -189,11 +189,11 @@ async def test_a_request_waits_for_an_engine_when_all_are_lost(engines):
     try:
         await until(lambda: replicas.alive)
         task = asyncio.create_task(answers_of(replicas, "a"))
-        await until(lambda: where([home], "a") and replicas._flights["a"].produced)
+        await until(lambda: where([home], "a") and replicas.requests._flights["a"].produced)
         home.stop()
         await until(lambda: not replicas.alive)
         with pytest.raises(UnavailableError):
-            replicas.open([request("new")])
+            replicas.requests.open([request("new")])
         await asyncio.sleep(0.5)
         home.start()
         outputs = await asyncio.wait_for(task, 240)
@@ -217,7 +217,7 @@ async def test_it_waits_for_so_long_and_no_longer(engines):
         engines[0].stop()
         with pytest.raises(UnavailableError):
             await asyncio.wait_for(task, 240)
-        assert replicas._flights == {}
+        assert replicas.requests._flights == {}
     finally:
         await replicas.close()
 
@@ -225,7 +225,7 @@ async def test_it_waits_for_so_long_and_no_longer(engines):
 @in_loop
 async def test_what_kills_engines_is_not_tried_for_ever(engines):
     async with connected(engines) as replicas:
-        replicas._patience_s = 60.0
+        replicas.requests._patience_s = 60.0
         for one in engines:
             one.hold = True
         task = asyncio.create_task(answers_of(replicas, "killer"))
@@ -233,7 +233,7 @@ async def test_what_kills_engines_is_not_tried_for_ever(engines):
             holds = lambda one: any(name.startswith("killer") for name in one._live)  # noqa: E731
             await until(lambda: any(map(holds, engines)))  # noqa: B023 - awaited at once
             if losses >= 2:
-                await until(lambda: replicas._flights["killer"].trial)
+                await until(lambda: replicas.requests._flights["killer"].trial)
             [holder] = filter(holds, engines)
             holder.stop()
             holder._live.clear()
@@ -245,13 +245,13 @@ async def test_what_kills_engines_is_not_tried_for_ever(engines):
 @in_loop
 async def test_an_engine_that_dies_while_nothing_runs_there_clears_everybody(engines):
     async with connected(engines[:1]) as replicas:
-        replicas._patience_s = 60.0
+        replicas.requests._patience_s = 60.0
         [engine] = engines[:1]
         engine.hold = engine.rests = True
         task = asyncio.create_task(answers_of(replicas, "a"))
         for losses in range(8):
             await until(lambda: engine._live)
-            flight = replicas._flights["a"]
+            flight = replicas.requests._flights["a"]
             await until(lambda: (flight.trial is not None) == flight.suspicion.suspect)  # noqa: B023
             engine.stop()
             engine._live.clear()
@@ -380,7 +380,7 @@ async def test_what_runs_at_a_draining_replica_without_a_common_disk_is_finished
 async def test_n_choices_of_one_subscription_over_a_loss(engines):
     async with connected(engines[:2]) as replicas:
         names = [f"a-{i}" for i in range(4)]
-        subscription = replicas.open([request(name) for name in names])
+        subscription = replicas.requests.open([request(name) for name in names])
         await asyncio.sleep(0.1)
         engines[0].stop()
         left = set(names)
@@ -388,7 +388,7 @@ async def test_n_choices_of_one_subscription_over_a_loss(engines):
             for output in await asyncio.wait_for(subscription.get(), 240):
                 if output.finish_reason:
                     left.remove(output.request_id)
-        replicas.release(subscription, names)
+        replicas.requests.release(subscription, names)
 
 
 def test_status_is_the_sum(engines):

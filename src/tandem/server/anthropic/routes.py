@@ -17,7 +17,7 @@ from tandem.server.chats.start import prepare_chat, start_chat
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import collect
-from tandem.server.generation.model_wait import answered_by
+from tandem.server.generation.model_wait import answered_by, engage
 from tandem.server.openapi import documented
 from tandem.server.sse import encode_json, open_stream
 
@@ -53,9 +53,8 @@ async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Res
 @router.post("/v1/messages/count_tokens", openapi_extra=documented(CountRequest))
 async def count_tokens(http: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
-    api = get_api(http)
     fields = await parse(http, CountRequest)
-    served = await api.engage(http, fields.model)
+    served = await engage(http, fields.model)
     try:
         plan, _, _ = await prepare_chat(http, served, await translated(http, lambda: chat_request(fields)))
     except RequestError as error:

@@ -15,8 +15,9 @@ from tandem.server.batches import upload
 from tandem.server.batches.files import KEEP_S, File, disk_error
 from tandem.server.batches.records import BatchRecord
 from tandem.server.batches.runner import Batches, new_batch_id
-from tandem.server.body import note_ignored, read_body
+from tandem.server.body import read_body
 from tandem.server.context import get_api, get_group
+from tandem.server.fields.ignored import note_ignored
 from tandem.server.lists import page
 from tandem.server.openai.messages import Strict
 from tandem.server.openapi import documented
@@ -151,7 +152,8 @@ async def create_batch(http: Request) -> Response:
     api.check_open()
     raw = await read_body(http, MAX_BODY)
     fields, left_out = parse_bytes(raw, BatchRequest, api.settings.server.unknown_fields)
-    note_ignored(http, *left_out)
+    if left_out:
+        note_ignored(http, *left_out)
     file = batches.files.find(fields.input_file_id, _owner(http))
     if file is None or file.purpose != "batch":
         raise RequestError(f"Invalid 'input_file_id': there is no file '{fields.input_file_id[:100]}' with the purpose "

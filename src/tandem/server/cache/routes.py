@@ -17,6 +17,7 @@ from tandem.server.cache.warming import warm
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
+from tandem.server.generation.model_wait import engage
 from tandem.server.openapi import documented
 from tandem.server.sse import encode_json
 
@@ -57,7 +58,7 @@ async def drop(http: Request, model: Model = None, tier: Annotated[
 async def warm_route(http: Request) -> Response:
     """Compute a prompt at every replica, so that those that begin like it are answered sooner."""
     fields = await parse(http, WarmRequest)
-    served = await get_api(http).engage(http, fields.model)
+    served = await engage(http, fields.model)
     return Response(encode_json(await warm_request(http, served, fields)), media_type="application/json")
 
 

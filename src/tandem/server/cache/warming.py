@@ -35,12 +35,8 @@ class _Warming(Running):
         self._where = {request.request_id: job for request, job in zip(requests, jobs, strict=True)}
         self.cached: dict[str, int] = {}
         super().__init__(api, http, served, requests, request_id=request_id, choices=len(requests),
-                         prompt_tokens=sum(len(job.prompt) for job in jobs), stream=False, timeout=timeout)
-
-    def _open(self, requests: Any) -> None:
-        self._ids = [request.request_id for request in requests]
-        self.subscription = self._served.client.open(self._api.quotas.weighted(self._group, requests),
-                                                     [self._where[name].replica for name in self._ids])
+                         prompt_tokens=sum(len(job.prompt) for job in jobs), stream=False, timeout=timeout,
+                         replicas=[job.replica for job in jobs])
 
     @property
     def done(self) -> bool:

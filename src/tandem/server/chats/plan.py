@@ -19,6 +19,7 @@ from tandem.server.tools.forced import answer_grammar, forced_format, literal_of
 from tandem.server.tools.scan import Tools
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+_AUTO = ToolChoice(mode="auto")
 _END_TOKENS = 16
 """Tokens at the end of a prompt that may hold the tag which opens the reasoning."""
 
@@ -43,7 +44,7 @@ class ChatPlan:
 async def plan_chat(served: Served, texts: RequestTexts, fields: ChatRequest, variables: dict[str, Any]) -> ChatPlan:
     """Render the prompt and settle the rest; `variables` are those of the template. Raises RequestError."""
     tokenizer, settings = texts.tokenizer, served.settings.server
-    choice = fields.tool_choice or ToolChoice(mode="auto")
+    choice = fields.tool_choice or _AUTO
     tools = callable_tools(fields, choice)
     if tools is not None and settings.tool_parser == "none":
         message = "'tools' are not supported: the server runs with --tool-parser none."

@@ -8,15 +8,15 @@ from fastapi import Request
 
 from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
-from tandem.server.body import note_ignored
 from tandem.server.chats.plan import ChatPlan, plan_chat
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.thinking import add_thinking, wish_of
 from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
+from tandem.server.fields.ignored import note_ignored
 from tandem.server.generation.answer import engine_requests
 from tandem.server.generation.generate import Generation
-from tandem.server.openai.sampling import room, sampling_params
+from tandem.server.openai.sampling import check_sizes, room, sampling_params
 from tandem.server.openai.schemas import ChatRequest
 from tandem.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ _RESERVED = frozenset(
 
 async def prepare_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, Tokenizer, EngineStatus]:
     """What the request comes to, for a model that is loaded. Raises RequestError."""
-    fields.check(most_choices=served.settings.server.max_choices)
+    check_sizes(fields, most_choices=served.settings.server.max_choices)
     texts = await RequestTexts.of(http, served)
     variables = template_variables(http, fields, texts.tokenizer)
     return await plan_chat(served, texts, fields, variables), texts.tokenizer, texts.status
@@ -36,7 +36,8 @@ async def prepare_chat(http: Request, served: Served, fields: ChatRequest) -> tu
 def template_variables(http: Request, fields: ChatRequest, tokenizer: Tokenizer) -> dict[str, Any]:
     """What the chat template is told beside messages and tools. Raises RequestError."""
     variables = _template_kwargs(fields)
-    note_ignored(http, *add_thinking(wish_of(fields), tokenizer, variables))
+    if vain := add_thinking(wish_of(fields), tokenizer, variables):
+        note_ignored(http, *vain)
     return variables
 
 

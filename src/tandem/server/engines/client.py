@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from tandem.borders import start_task
-from tandem.errors import TransportError, UnavailableError
+from tandem.errors import TransportError
 from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
 from tandem.protocol.control import (
@@ -139,19 +139,6 @@ class EngineClient:
     def hand_over(self) -> None:
         """Have the engine let go of its requests: each fails with `Departed`, unless it is finished there."""
         self._send(HandOver())
-
-    def check(self) -> EngineStatus:
-        """The status of an engine that takes requests. Raises UnavailableError otherwise."""
-        status = self.status
-        if status is None or not self.alive:
-            raise UnavailableError("The engine is not reachable (it is starting or has gone); try again shortly.")
-        if status.state == "starting":
-            raise UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
-        if status.state in ("failed", "draining"):
-            what = "has failed" if status.state == "failed" else "is shutting down"
-            detail = f": {status.detail}" if status.detail else ""
-            raise UnavailableError(f"The engine {what}{detail}", retry_after=10.0)
-        return status
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
         """The engine's metrics in Prometheus' text format; empty when it does not answer in `timeout` seconds."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -18,9 +17,6 @@ from tandem.errors import (
 )
 from tandem.protocol.control import EngineStatus, Output, Refused
 from tandem.protocol.events import Event
-from tandem.protocol.kept import CacheReport
-from tandem.protocol.request import EngineRequest
-from tandem.server.engines.subscription import Subscription
 
 
 class EngineLost(UnavailableError):
@@ -99,34 +95,6 @@ class Overview(Protocol):
 
     def events(self) -> list[Event]:
         """What happened lately, the oldest first."""
-
-
-class Engines(Overview, Protocol):
-    """Those of one model (`Replicas`)."""
-
-    warmed: set[int] | None
-    """Replicas that have the prompts of `--warm`, without which none counts as reached; None where there are none."""
-
-    def parts(self) -> list[tuple[int, EngineStatus]]:
-        """Number and status of each engine that answers."""
-
-    def reached(self) -> int:
-        """Replicas that are connected and take requests at once."""
-
-    def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> Subscription:
-        """Start requests that belong together, each at its replica if these are named; whoever opened must `release`.
-        Raises UnavailableError."""
-
-    async def cache(self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "",
-                    replica: int | None = None) -> dict[int, CacheReport]:
-        """Which prefixes each replica that answers keeps, or this one, once those of `drop` are gone, and how much of a
-        prompt that is."""
-
-    def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
-        """Abort what still runs of a subscription and forget it."""
-
-    def abort(self, request_id: str, *, answered: bool = False) -> None:
-        """Stop one request; its subscription hears no more of it. `answered`: its client has all that it wants."""
 
 
 def replica_state(replica: int, status: EngineStatus | None, *, alive: bool, state: str | None = None,

@@ -24,7 +24,6 @@ from tandem.protocol.events import Event
 from tandem.protocol.supervisor import LoadModel, ModelInfo, ReplicaList, UnloadModel
 from tandem.server.engines.merged import merged_metrics, merged_status
 from tandem.server.engines.protocol import ReplicaState
-from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.server.failures import internal_error
@@ -45,7 +44,7 @@ LOAD_FAILED = "model_load_failed"
 class _Place:
     """One model, and who waits for it."""
 
-    served: Served[Replicas]
+    served: Served
     seat: Seat
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     info: ModelInfo | None = None
@@ -65,13 +64,13 @@ class _Place:
 class Residents:
     """All models of a server. An `Overview` of their engines. Belongs to the event loop that called `start`."""
 
-    def __init__(self, models: Sequence[Served[Replicas]], link: SupervisorLink, *,
+    def __init__(self, models: Sequence[Served], link: SupervisorLink, *,
                  max_loaded: int | None) -> None:
         """`models` in the order of the configuration, the default one first."""
         self._places = {served.name: _Place(served, Seat(served.name, {})) for served in models}
         self._link = link
         for served in models:
-            served.client.tell = link.tell
+            served.client.requests.tell = link.tell
         self._max_loaded = max_loaded
         self._budget: dict[str, int] = {}
         self._heard = False

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Generic, TypeVar
 
 from tandem.config.settings import Settings
 from tandem.errors import UnavailableError
 from tandem.protocol.control import EngineStatus
 from tandem.server.chats.texts import Texts
-from tandem.server.engines.protocol import Engines
-
-Client = TypeVar("Client", bound=Engines, covariant=True)
+from tandem.server.engines.replicas import Replicas
 
 
-class Served(Generic[Client]):
+class Served:
     """Settings are those of this model: context, parsers and limits of others may differ."""
 
-    def __init__(self, settings: Settings, client: Client) -> None:
+    def __init__(self, settings: Settings, client: Replicas) -> None:
         self.settings = settings
         self.client = client
         self.texts = Texts(settings.model)

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from fastapi import Request
+from msgspec.structs import replace
 
 from tandem.borders import start_task
 from tandem.errors import ServerError, TimeoutExceeded
@@ -16,6 +17,7 @@ from tandem.protocol.request import EngineRequest
 from tandem.server.context import Api, LiveRequest, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
+from tandem.server.limits.lease import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -39,17 +41,18 @@ class Running(ABC):
         choices: int,
         stream: bool,
         timeout: float | None,
+        replicas: Sequence[int] | None = None,
     ) -> None:
-        """Submit `requests`. Raises UnavailableError, OverloadedError."""
+        """Submit `requests`, each to its replica if these are named. Raises UnavailableError, OverloadedError."""
         self.prompt_tokens = prompt_tokens
         self.request_id = request_id
         self.started_at = time.monotonic()
         self._api = api
         self._served = served
         self._group = get_group(http)
-        self._lease = api.admit(http)
+        self._lease: Lease = http.scope["tandem.lease"]
         self._lease.prompt(prompt_tokens)
-        self._open(requests)
+        self._open(requests, replicas)
         self._live = LiveRequest(
             request_id=request_id,
             model=served.name,
@@ -69,15 +72,16 @@ class Running(ABC):
     def done(self) -> bool:
         """True when everything has been answered."""
 
-    def _open(self, requests: Sequence[EngineRequest]) -> None:
+    def _open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> None:
         self._ids = [request.request_id for request in requests]
-        self.subscription = self._served.client.open(self._api.quotas.weighted(self._group, requests))
+        weighted = [replace(request, weight=self._lease.weight) for request in requests]
+        self.subscription = self._served.client.requests.open(weighted, replicas)
 
     def go_on(self, requests: Sequence[EngineRequest]) -> None:
         """Submit more, once those before are answered. Raises RequestError, also what has ended it meanwhile."""
         if self.subscription.error is not None:
             raise self.subscription.error
-        self._served.client.release(self.subscription, self._ids)
+        self._served.client.requests.release(self.subscription, self._ids)
         self._open(requests)
         self._live.subscription = self.subscription
 
@@ -89,7 +93,7 @@ class Running(ABC):
         self._watcher.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._served.client.release(self.subscription, self._ids)
+        self._served.client.requests.release(self.subscription, self._ids)
         if self._api.settings.server.log_requests:
             how = "finished" if self.done else "ended early"
             seconds = time.monotonic() - self.started_at

@@ -9,8 +9,9 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from tandem.errors import RequestError
-from tandem.server.context import get_api
+from tandem.errors import NotFoundError, RequestError, TimeoutExceeded
+from tandem.server.context import get_api, unless_gone
+from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone, internal_error
 from tandem.server.sse import HEADERS, KEEP_ALIVE, REFUSAL_GRACE_S, failed_stream
@@ -27,8 +28,8 @@ async def answered_by(http: Request, model: str | None, answer: Answer, *, strea
     """
     api = get_api(http)
     if not stream or api.residents is None or api.residents.available(api.find(model)):
-        return await answer(await api.engage(http, model))
-    entering = asyncio.create_task(api.engage(http, model))
+        return await answer(await engage(http, model))
+    entering = asyncio.create_task(engage(http, model))
     try:
         await asyncio.wait((entering,), timeout=REFUSAL_GRACE_S)
         if entering.done():
@@ -37,6 +38,38 @@ async def answered_by(http: Request, model: str | None, answer: Answer, *, strea
         entering.cancel()
         raise
     return LateStream(entering, answer, error, api.heartbeat_s)
+
+
+async def engage(http: Request, name: str | None) -> Served:
+    """The model that a request names; of several it is loaded, and stays so until the request ends. Raises
+    RequestError."""
+    api = get_api(http)
+    api.check_open()
+    try:
+        served = api.find(name)
+    except NotFoundError:
+        api.check()  # the engine, which may have another name for it, must have been heard
+        raise
+    if api.residents is not None:
+        if api.residents.available(served):
+            await _enter(http.scope, served, api.residents)
+        else:
+            await _wait(http, served, api.residents)
+    return served
+
+
+async def _enter(scope: Scope, served: Served, residents: Residents) -> None:
+    await residents.enter(served)
+    scope["tandem.entered"] = served  # at once: a wait that is cancelled meanwhile must still be left
+
+
+async def _wait(http: Request, served: Served, residents: Residents) -> None:
+    limit = get_api(http).settings.server.request_timeout
+    try:
+        async with asyncio.timeout(limit):
+            await unless_gone(http, _enter(http.scope, served, residents))
+    except TimeoutError:
+        raise TimeoutExceeded(f"The model was not loaded within {limit:g}s.", code="request_timeout") from None
 
 
 class LateStream(Response):

@@ -25,6 +25,7 @@ from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import FINGERPRINT, new_id
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
 from tandem.server.openai.sampling import (
+    check_sizes,
     check_token_ids,
     room,
     sampling_params,
@@ -46,7 +47,8 @@ async def completions(http: Request) -> Response:
 
 async def _answer(http: Request, served: Served, fields: CompletionRequest) -> Response:
     api, n = get_api(http), fields.n or 1
-    fields.check(most_choices=served.settings.server.max_choices, prompts=len(fields.prompt), echo=bool(fields.echo))
+    check_sizes(fields, most_choices=served.settings.server.max_choices, prompts=len(fields.prompt),
+                echo=bool(fields.echo))
     texts = await RequestTexts.of(http, served)
     tokenizer, status = texts.tokenizer, texts.status
     prompts = await encode_prompts(texts, fields.prompt, "prompt")

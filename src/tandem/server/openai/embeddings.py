@@ -20,6 +20,7 @@ from tandem.server.chats.texts import off_loop
 from tandem.server.context import Api, get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
+from tandem.server.generation.model_wait import engage
 from tandem.server.ids import new_id
 from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.sampling import check_token_ids
@@ -35,7 +36,7 @@ async def embeddings(http: Request) -> Response:
     """One vector of length 1 for each input."""
     api = get_api(http)
     fields = await parse(http, EmbeddingRequest)
-    served = await api.engage(http, fields.model)
+    served = await engage(http, fields.model)
     status = served.status()
     _check(fields, status)
     inputs = await _encode_all(await RequestTexts.of(http, served), fields.input)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from tandem.errors import RequestError
 from tandem.server.context import Api, get_api, unless_gone
 from tandem.server.engines.served_model import Served
+from tandem.server.generation.model_wait import engage
 from tandem.server.sse import encode_json
 
 router = APIRouter()
@@ -88,7 +89,7 @@ async def load(http: Request, model_id: str) -> Response:
     """Load a model, and answer when that is done. Others may go for it, as for a request."""
     api = get_api(http)
     api.check()
-    return _answer(api, await api.engage(http, model_id))
+    return _answer(api, await engage(http, model_id))
 
 
 @router.post("/v1/models/{model_id:path}/unload")

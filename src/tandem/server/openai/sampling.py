@@ -24,6 +24,26 @@ def check_token_ids(tokens: Collection[int], vocab_size: int, param: str) -> Non
             raise RequestError(message, param=param, code="invalid_value")
 
 
+def check_sizes(fields: SamplingFields, *, most_choices: int, prompts: int = 1, echo: bool = False) -> None:
+    """Raises RequestError for more sequences than the server allows in one request, when nothing would come of it,
+    and for log probabilities of its prompt in a stream."""
+    n = fields.n or 1
+    if prompts > most_choices:
+        message = f"At most {most_choices} prompts in one request, not {prompts}."
+        raise RequestError(message, param="prompt")
+    if n * prompts > most_choices:
+        times = f" for each of {prompts} prompts" if prompts > 1 else ""
+        message = f"At most {most_choices} choices in one request, not {n}{times}."
+        raise RequestError(message, param="n", code="invalid_value")
+    if fields.max_tokens == 0 and fields.prompt_logprobs is None and not echo:
+        message = ("'max_tokens' is 0; it must be at least 1, but where the prompt itself is asked for, with "
+                   "'prompt_logprobs' (or, of /v1/completions, with 'echo').")
+        raise RequestError(message, param="max_tokens", code="invalid_value")
+    if fields.stream and fields.prompt_logprobs is not None:
+        message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
+        raise RequestError(message, param="prompt_logprobs", code="invalid_value")
+
+
 def room(
     prompt: Sequence[int], asked: int | None, served: Served, status: EngineStatus, *, param: str, clip: bool = False
 ) -> int:

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from tandem.errors import RequestError
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
 from tandem.server.openai.messages import (
     NAMED_FORM,
@@ -163,25 +162,6 @@ class SamplingFields(Strict):
         if value == 0 and info.field_name == "max_completion_tokens":
             raise PydanticCustomError("no_tokens", "must be at least 1, or -1 for no limit")
         return None if value == -1 else value
-
-    def check(self, *, most_choices: int, prompts: int = 1, echo: bool = False) -> None:
-        """Raises RequestError for more sequences than the server allows in one request, when nothing would come of it,
-        and for log probabilities of its prompt in a stream."""
-        n = self.n or 1
-        if prompts > most_choices:
-            message = f"At most {most_choices} prompts in one request, not {prompts}."
-            raise RequestError(message, param="prompt")
-        if n * prompts > most_choices:
-            times = f" for each of {prompts} prompts" if prompts > 1 else ""
-            message = f"At most {most_choices} choices in one request, not {n}{times}."
-            raise RequestError(message, param="n", code="invalid_value")
-        if self.max_tokens == 0 and self.prompt_logprobs is None and not echo:
-            message = ("'max_tokens' is 0; it must be at least 1, but where the prompt itself is asked for, with "
-                       "'prompt_logprobs' (or, of /v1/completions, with 'echo').")
-            raise RequestError(message, param="max_tokens", code="invalid_value")
-        if self.stream and self.prompt_logprobs is not None:
-            message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
-            raise RequestError(message, param="prompt_logprobs", code="invalid_value")
 
     @property
     def caching(self) -> dict[str, Any]:

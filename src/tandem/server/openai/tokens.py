@@ -11,6 +11,7 @@ from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.start import checked_template_kwargs
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api
+from tandem.server.generation.model_wait import engage
 from tandem.server.openai.sampling import check_token_ids
 from tandem.server.openai.schemas import DetokenizeRequest, TokenizeRequest
 from tandem.server.openapi import documented
@@ -22,9 +23,8 @@ router = APIRouter()
 @router.post("/tokenize", openapi_extra=documented(TokenizeRequest))
 async def tokenize(http: Request) -> Response:
     """Token ids of a prompt, or of a conversation in the chat template."""
-    api = get_api(http)
     fields = await parse(http, TokenizeRequest)
-    texts = await RequestTexts.of(http, await api.engage(http, fields.model))
+    texts = await RequestTexts.of(http, await engage(http, fields.model))
     if fields.messages is not None:
         kwargs = checked_template_kwargs(fields.chat_template_kwargs)
         tokens = await texts.render(fields.messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
@@ -43,9 +43,8 @@ async def tokenize(http: Request) -> Response:
 @router.post("/detokenize", openapi_extra=documented(DetokenizeRequest))
 async def detokenize(http: Request) -> Response:
     """Text of token ids, special tokens included."""
-    api = get_api(http)
     fields = await parse(http, DetokenizeRequest)
-    texts = await RequestTexts.of(http, await api.engage(http, fields.model))
+    texts = await RequestTexts.of(http, await engage(http, fields.model))
     check_token_ids(fields.tokens, texts.status.vocab_size, "tokens")
     return Response(encode_json({"prompt": await texts.decode(fields.tokens)}), media_type="application/json")
 
@@ -57,6 +56,6 @@ async def tokenizer_info(http: Request, model: str | None = None) -> Response:
     if not api.settings.server.enable_tokenizer_info_endpoint:
         message = "/tokenizer_info is switched off (--enable-tokenizer-info-endpoint turns it on)."
         raise NotFoundError(message, code="unknown_url")
-    texts = await RequestTexts.of(http, await api.engage(http, model))
+    texts = await RequestTexts.of(http, await engage(http, model))
     info = {**texts.tokenizer.info, "max_model_len": texts.status.max_context}
     return Response(encode_json(info), media_type="application/json")

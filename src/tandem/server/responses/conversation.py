@@ -14,9 +14,10 @@ from fastapi import Request
 from pydantic_core import from_json
 
 from tandem.errors import RequestError, UnavailableError
-from tandem.server.body import note_ignored, understood
+from tandem.server.body import understood
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group
+from tandem.server.fields.ignored import note_ignored
 from tandem.server.journal.jobs import get_jobs, request_digest
 from tandem.server.journal.journal import Entry
 from tandem.server.lists import page

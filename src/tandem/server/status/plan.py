@@ -13,6 +13,7 @@ from tandem.planner.hardware import CHIPS, LINKS
 from tandem.planner.types import Goal
 from tandem.server.body import require_known
 from tandem.server.context import get_api, get_group, unless_gone
+from tandem.server.generation.model_wait import engage
 from tandem.server.sse import encode_json
 from tandem.server.workers.tasks import Compare
 
@@ -44,9 +45,9 @@ async def plan_route(
 ) -> Response:
     """Compare the ways to spread a served model over machines."""
     api = get_api(http)
-    api.admit(http)
+    api.quotas.enter(http.scope)
     require_known(http.query_params, [name for name in inspect.signature(plan_route).parameters if name != "http"])
-    served = await api.engage(http, model)
+    served = await engage(http, model)
     status = served.status()
     if len(hosts) > MAX_HOSTS:
         raise RequestError(f"hosts: {len(hosts)} machines; name at most {MAX_HOSTS}", param="hosts")

@@ -1,0 +1,214 @@
+"""Requests on their way. Each goes to the replica that the router chooses, and moves on when that is lost.
+
+The api holds the prompt, the parameters and every token that it has handed on, so a request that loses its engine is
+sent to another one with the tokens so far, and its client sees no more than a pause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from itertools import repeat
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from tandem.errors import OverloadedError, RequestError, ServerError, UnavailableError
+from tandem.protocol.control import Output
+from tandem.protocol.events import History
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.supervisor import NoteEvent
+from tandem.router.router import Router
+from tandem.server.engines.flight import Flight
+from tandem.server.engines.member import NOBODY, Member, why_none
+from tandem.server.engines.protocol import Departed, EngineLost
+from tandem.server.engines.subscription import Subscription
+from tandem.server.engines.trials import Trials
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 0.2
+"""Seconds until a request that was accepted once, and lost its replica, tries full or absent ones again."""
+
+
+class Dispatcher:
+    """Sends requests to the replicas of one model, and sends them again. Belongs to one event loop."""
+
+    def __init__(self, router: Router, members: Mapping[int, Member], patience_s: float) -> None:
+        """`members` are the replicas that there are, by number; others change them.
+
+        A request that was accepted waits up to `patience_s` seconds for a replica when all are lost.
+        """
+        self._router = router
+        self._members = members
+        self._patience_s = patience_s
+        self._flights: dict[str, Flight] = {}
+        self._trials = Trials(self._retry)
+        self.history = History()
+        """What this api has noticed, and, without a supervisor, what engines tell."""
+        self.tell: Callable[[NoteEvent], None] | None = None
+        """Takes what the supervisor is to know."""
+        self.closing = False
+        """Requests whose engines go now are not sent again."""
+        self._over = ""
+        """Why no engine will come any more."""
+        self.registry = CollectorRegistry()
+        self._moved = Counter("tandem_requests_moved", "Requests that went on at another replica after theirs was lost",
+                              registry=self.registry)
+        self.load = Gauge("tandem_replica_outstanding_tokens", "Work before a replica as the router counts it",
+                          ["replica"], registry=self.registry)
+
+    def refresh(self) -> None:
+        """Tell the router how the replicas are."""
+        for index, member in self._members.items():
+            self._router.set_state(index, member.state)
+            if (status := member.client.status) is not None:
+                self._router.set_disk(index, status.kv_store, status.disk_saves)
+            self.load.labels(str(index)).set(self._router.outstanding(index))
+
+    def give_up(self, over: str) -> None:
+        """`over`: why the server ends, as no engine will come any more, or nothing; what waits for one ends at once."""
+        self._over = over
+        if over:
+            for flight in [one for one in self._flights.values() if not self._reaches(one)]:
+                self._end(flight, UnavailableError(f"The server ends: {over}", retry_after=10.0, code="engine_failed"))
+
+    def _reaches(self, flight: Flight) -> bool:
+        """The replica that has it answers."""
+        member = None if flight.replica is None else self._members.get(flight.replica)
+        return member is not None and member.client.alive
+
+    def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> Subscription:
+        """Start requests that belong together, each at its replica if these are named. The caller must `release` what
+        it got. Raises UnavailableError."""
+        request_ids = [request.request_id for request in requests]
+        subscription = Subscription(request_ids, self.abort)
+        self.refresh()
+        for request, only in zip(requests, replicas or repeat(None), strict=False):
+            flight = Flight(request, subscription, self, only)
+            self._flights[flight.request_id] = flight
+            if not self._send(flight):
+                self.release(subscription, request_ids)
+                raise why_none(self._members.values()) or UnavailableError(NOBODY)
+        return subscription
+
+    def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
+        """Abort what still runs of a subscription and forget it."""
+        subscription.close()
+        for request_id in request_ids:
+            self.abort(request_id)
+
+    def abort(self, request_id: str, *, answered: bool = False) -> None:
+        """Stop a request wherever it is; its subscription hears no more of it. Unknown ones are ignored.
+
+        `answered`: its client has all that it wants.
+        """
+        flight = self._flights.pop(request_id, None)
+        if flight is None:
+            return
+        self._trials.look(flight, over=True)
+        if flight.replica is not None:
+            self._router.end(flight.wire_id)
+            if flight.replica in self._members:
+                self._members[flight.replica].client.abort(flight.wire_id, answered=answered)
+
+    def _send(self, flight: Flight) -> bool:
+        """To the best replica that takes it, or later when it has to stand trial; False when there is none."""
+        if self._trials.must_wait(flight):
+            return True
+        while True:
+            flight.replica = None
+            request = flight.depart()
+            others = () if flight.only is None else self._members.keys() - {flight.only}
+            index = self._router.place(request.request_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
+                                       avoid=flight.refused_by.union(others), key=flight.cache_key,
+                                       on_disk=flight.on_disk)
+            if index is None:
+                return False
+            flight.replica = index
+            kept = max(self._router.kept(request.request_id), flight.kept)
+            request = msgspec.structs.replace(request, kept=kept)
+            if self._members[index].client.send(request, flight):
+                return True
+            self._router.end(request.request_id)
+            flight.refused_by.add(index)
+
+    def arrived(self, flight: Flight, output: Output) -> None:
+        """An output of a flight: count it and hand it on."""
+        self._router.advance(flight.wire_id, len(output.tokens))
+        over = output.finish_reason is not None
+        if over:
+            self._router.end(flight.wire_id)
+            self._flights.pop(flight.request_id, None)
+            if flight.replica is not None and flight.replica in self._members:
+                self._members[flight.replica].client.forget(flight.wire_id)
+        self._trials.look(flight, over=over)
+        flight.subscription.push(output)
+
+    def failed(self, flight: Flight, error: RequestError) -> None:
+        """A flight was refused, or its replica lost: send it to another if that can help."""
+        self._router.end(flight.wire_id)
+        if self._flights.get(flight.request_id) is not flight:
+            return
+        member = None if flight.replica is None else self._members.get(flight.replica)
+        if not self.closing and isinstance(error, OverloadedError | UnavailableError):
+            if isinstance(error, EngineLost):
+                self._lost(flight, died=member is not None and not member.draining,
+                           kept=error.positions if isinstance(error, Departed) else 0)
+            elif flight.replica is not None:
+                flight.refused_by.add(flight.replica)
+                flight.replica = None
+            if not flight.suspicion.guilty:
+                if self._move(flight, error):
+                    return
+            else:
+                error = ServerError(f"{flight.losses} engines were lost while they worked on this request, the last "
+                                    "ones while it ran alone; it is not tried again", code="engine_lost")
+                self._note_refused(flight, error)
+        self._end(flight, error)
+
+    def _note_refused(self, flight: Flight, error: RequestError) -> None:
+        event = self.history.note("request_refused", f"a request is not tried again: {error.message}", level="error",
+                                  request_id=flight.request_id, group=flight.group,
+                                  remedy="Send it shorter or changed; if it fails alike, report it with the log.")
+        if self.tell is not None:
+            self.tell(NoteEvent(event))
+
+    def _lost(self, flight: Flight, *, died: bool, kept: int) -> None:
+        now = asyncio.get_running_loop().time()
+        if died and flight.judged != flight.wire_id and flight.replica is not None:
+            self._trials.judge(flight.replica, self._flights.values())
+        flight.lose(now, died=died, kept=kept)
+
+    def _end(self, flight: Flight, error: RequestError) -> None:
+        self._flights.pop(flight.request_id, None)
+        self._trials.look(flight, over=True)
+        flight.subscription.fail(error)
+
+    def _move(self, flight: Flight, error: RequestError) -> bool:
+        """Send it elsewhere, or have that tried again soon; False when nothing more can be done for it."""
+        self.refresh()
+        if self._send(flight):
+            if isinstance(error, EngineLost) and flight.replica is not None:
+                self._moved.inc()
+                logger.info("request %s goes on at replica %s after %d tokens", flight.request_id, flight.replica,
+                            len(flight.produced))
+            return True
+        if flight.lost_at is None:
+            return False
+        loop = asyncio.get_running_loop()
+        some = bool(self._members) and not self._over and loop.time() < flight.lost_at + self._patience_s
+        if isinstance(error, OverloadedError) or some:
+            loop.call_later(RETRY_S, self._retry, flight, error)
+            return True
+        return False
+
+    def _retry(self, flight: Flight, error: RequestError | None = None) -> None:
+        """Send a request again; `error` is what its client gets if that cannot be, by default that nobody is there."""
+        error = error or EngineLost(NOBODY)
+        if self._flights.get(flight.request_id) is not flight:
+            return
+        flight.refused_by.clear()
+        if not self._move(flight, error):
+            self._end(flight, error)

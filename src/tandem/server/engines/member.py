@@ -1,0 +1,61 @@
+"""One engine as the api knows it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tandem.errors import UnavailableError
+from tandem.protocol.supervisor import ReplicaInfo
+from tandem.server.engines.client import EngineClient
+
+NOBODY = "The engine is not reachable (it is starting or has gone); try again shortly."
+
+
+@dataclass
+class Member:
+    """An engine among the replicas of a model."""
+
+    client: EngineClient
+    info: ReplicaInfo | None = None
+    """What the supervisor last said of it, if there is one."""
+    leaves: bool = False
+    """It was told to let go of what it has."""
+
+    @property
+    def draining(self) -> bool:
+        """It takes nothing more, and is to leave."""
+        return self.info is not None and self.info.state == "draining"
+
+    @property
+    def told_state(self) -> str | None:
+        """The supervisor's word for it, where that says more than the engine's own."""
+        told = None if self.info is None or self.info.state == "running" else self.info.state
+        return told if told == "draining" or not self.client.alive else None
+
+    @property
+    def state(self) -> str:
+        """As the router is to take it: the engine's own word, `draining` or `silent`."""
+        status = self.client.status
+        if status is None or not self.client.alive:
+            return "silent"
+        return "draining" if self.draining else status.state
+
+    def trouble(self) -> UnavailableError | None:
+        """Why it takes no requests; None when it does."""
+        status = self.client.status
+        if status is None or not self.client.alive:
+            return UnavailableError(NOBODY)
+        if status.state == "starting":
+            return UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
+        if status.state in ("failed", "draining"):
+            what = "has failed" if status.state == "failed" else "is shutting down"
+            detail = f": {status.detail}" if status.detail else ""
+            return UnavailableError(f"The engine {what}{detail}", retry_after=10.0)
+        return None
+
+
+def why_none(members: Iterable[Member]) -> UnavailableError | None:
+    """Why none of them takes requests; None when one does."""
+    troubles = [one.trouble() for one in members if not one.draining]
+    return None if None in troubles else next(iter(troubles), UnavailableError(NOBODY))
