@@ -231,7 +231,7 @@ class EngineThread:
                 continue
             if isinstance(message, Refused) or message.finish_reason:
                 del self._sinks[message.request_id]
-            if not _tell(sink, _refusal(message) if isinstance(message, Refused) else message):
+            if not _tell(sink, message.as_error() if isinstance(message, Refused) else message):
                 self._abort([message.request_id])
 
 
@@ -242,15 +242,6 @@ def _tell(sink: Sink, event: Event) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _refusal(message: Refused) -> RequestError:
-    """The error that a refusal stands for."""
-    if message.status == UnavailableError.status:
-        return UnavailableError(message.message, code=message.code)
-    if message.status >= ServerError.status:
-        return ServerError(message.message, code=message.code)
-    return RequestError(message.message, param=message.param, code=message.code)
 
 
 def _again(error: Exception) -> Exception:

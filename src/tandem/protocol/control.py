@@ -7,6 +7,15 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from tandem.errors import (
+    NotFoundError,
+    OverloadedError,
+    RequestError,
+    ServerError,
+    TimeoutExceeded,
+    TooLargeError,
+    UnavailableError,
+)
 from tandem.protocol.events import Event
 from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
@@ -95,6 +104,19 @@ class Refused(Struct, frozen=True, tag=True):
     code: str | None = None
     param: str | None = None
     retry_after: float | None = None
+
+    def as_error(self) -> RequestError:
+        """What it stands for where the request came in."""
+        if self.status == 429:
+            return OverloadedError(self.message, retry_after=self.retry_after or 1.0, code=self.code or "overloaded")
+        if self.status == 503:
+            return UnavailableError(self.message, retry_after=self.retry_after or 2.0,
+                                    code=self.code or "engine_unavailable")
+        classes: dict[int, type[RequestError]] = {404: NotFoundError, 413: TooLargeError, 504: TimeoutExceeded}
+        fallback = RequestError if 400 <= self.status < 500 else ServerError
+        error = classes.get(self.status, fallback)(self.message, param=self.param, code=self.code)
+        error.status = self.status if 400 <= self.status < 600 else 500
+        return error
 
 
 class HandedOver(Struct, frozen=True, tag=True):

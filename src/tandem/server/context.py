@@ -18,7 +18,6 @@ from tandem.config.validation import client_limits
 from tandem.errors import NotFoundError, RequestError, UnavailableError
 from tandem.server.chats.conversations import Conversations
 from tandem.server.chats.texts import THREADS
-from tandem.server.engines.protocol import Overview
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
@@ -54,7 +53,7 @@ class Api:
 
     def __init__(self, settings: Settings, client: Replicas | Residents, keys: Mapping[str, ClientLimits]) -> None:
         self.settings = settings
-        self.client: Overview = client
+        self.client = client
         """The engines of all models together."""
         self.residents = client if isinstance(client, Residents) else None
         """Where there are several models: which of them are loaded."""

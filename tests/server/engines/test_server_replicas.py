@@ -15,7 +15,7 @@ from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.router.router import Router
 from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.protocol import refusal, replica_state
+from tandem.server.engines.protocol import replica_state
 from tandem.server.engines.replicas import Replicas
 
 
@@ -432,6 +432,6 @@ def test_the_best_state_stands_for_all(engine):
 
 
 def test_refusals_keep_their_status():
-    assert isinstance(refusal(Refused("a", 404, "x")), NotFoundError)
-    assert math.isclose(refusal(Refused("a", 429, "x", retry_after=2.5)).retry_after, 2.5)
-    assert refusal(Refused("a", 999, "x")).status == 500
+    assert isinstance(Refused("a", 404, "x").as_error(), NotFoundError)
+    assert math.isclose(Refused("a", 429, "x", retry_after=2.5).as_error().retry_after, 2.5)
+    assert Refused("a", 999, "x").as_error().status == 500

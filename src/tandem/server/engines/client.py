@@ -38,7 +38,7 @@ from tandem.protocol.control import (
 )
 from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.request import EngineRequest
-from tandem.server.engines.protocol import Departed, EngineLost, Sink, refusal
+from tandem.server.engines.protocol import Departed, EngineLost, Sink
 from tandem.server.failures import internal_error
 
 logger = logging.getLogger(__name__)
@@ -229,7 +229,7 @@ class EngineClient:
         else:
             sink = self._sinks.pop(message.request_id, None)
             if sink is not None:
-                sink.fail(Departed(message.positions) if isinstance(message, HandedOver) else refusal(message))
+                sink.fail(Departed(message.positions) if isinstance(message, HandedOver) else message.as_error())
 
     def _answered(self, message: EngineStatus | MetricsText | CacheReport) -> None:
         future = self._questions.get(message.query_id)

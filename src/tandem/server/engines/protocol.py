@@ -1,4 +1,4 @@
-"""What the api needs of the engine or engines behind it, and how their refusals look to clients."""
+"""Who takes what an engine answers, how its loss is told, and how it stands."""
 
 from __future__ import annotations
 
@@ -6,17 +6,8 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from tandem.errors import (
-    NotFoundError,
-    OverloadedError,
-    RequestError,
-    ServerError,
-    TimeoutExceeded,
-    TooLargeError,
-    UnavailableError,
-)
-from tandem.protocol.control import EngineStatus, Output, Refused
-from tandem.protocol.events import Event
+from tandem.errors import RequestError, UnavailableError
+from tandem.protocol.control import EngineStatus, Output
 
 
 class EngineLost(UnavailableError):
@@ -64,39 +55,6 @@ class ReplicaState(Struct, frozen=True):
     restarts: int
 
 
-class Overview(Protocol):
-    """All engines of a server, of one model or several. Belongs to the event loop that called `start`."""
-
-    @property
-    def status(self) -> EngineStatus | None:
-        """State of the whole: sums of counts, all ranks; None before any engine has answered."""
-
-    @property
-    def alive(self) -> bool:
-        """True while an engine is connected and answers."""
-
-    async def start(self) -> None:
-        """Begin to connect. No engine need be there."""
-
-    async def close(self) -> None:
-        """Tell the engines that this api is going. All subscriptions fail."""
-
-    def check(self) -> EngineStatus:
-        """The status of what takes requests. Raises UnavailableError when nothing does."""
-
-    async def metrics(self, timeout: float = 2.0) -> bytes:
-        """Metrics in Prometheus' text format; empty when nobody answers within `timeout` seconds."""
-
-    async def refresh(self) -> None:
-        """Have the status as of now, from engines that answer at once."""
-
-    def replicas(self) -> list[ReplicaState]:
-        """Each engine by itself."""
-
-    def events(self) -> list[Event]:
-        """What happened lately, the oldest first."""
-
-
 def replica_state(replica: int, status: EngineStatus | None, *, alive: bool, state: str | None = None,
                   outstanding_tokens: int = 0, detail: str = "") -> ReplicaState:
     """One engine as /health shows it, from its last status; `state` wins over the engine's own. `detail` is why it does
@@ -107,20 +65,3 @@ def replica_state(replica: int, status: EngineStatus | None, *, alive: bool, sta
     return ReplicaState(replica, state or status.state, status.detail, len(status.ranks), status.running,
                         status.queued, outstanding_tokens, status.kv_tokens_used, status.kv_tokens_total,
                         status.restarts)
-
-
-def refusal(message: Refused) -> RequestError:
-    """The error that a `Refused` of the engine stands for."""
-    if message.status == 429:
-        return OverloadedError(
-            message.message, retry_after=message.retry_after or 1.0, code=message.code or "overloaded"
-        )
-    if message.status == 503:
-        return UnavailableError(
-            message.message, retry_after=message.retry_after or 2.0, code=message.code or "engine_unavailable"
-        )
-    classes: dict[int, type[RequestError]] = {404: NotFoundError, 413: TooLargeError, 504: TimeoutExceeded}
-    fallback = RequestError if 400 <= message.status < 500 else ServerError
-    error = classes.get(message.status, fallback)(message.message, param=message.param, code=message.code)
-    error.status = message.status if 400 <= message.status < 600 else 500
-    return error

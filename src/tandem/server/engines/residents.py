@@ -62,7 +62,7 @@ class _Place:
 
 
 class Residents:
-    """All models of a server. An `Overview` of their engines. Belongs to the event loop that called `start`."""
+    """All models of a server; of their engines it says what `Replicas` says. Belongs to the event loop of `start`."""
 
     def __init__(self, models: Sequence[Served], link: SupervisorLink, *,
                  max_loaded: int | None) -> None:
