@@ -70,9 +70,21 @@ OF_FAMILY = {
     "lfm2": {"block_dim": 96, "block_ff_dim": 288, "block_multiple_of": 96},
     "lfm2_moe": {"block_dim": 96},
     "step3p5": {"num_attention_groups": 3},
+    **dict.fromkeys(("gpt2", "gptj"), {"n_embd": 96, "n_head": 6, "num_key_value_heads": 6}),
+    "gpt_bigcode": {"n_embd": 192, "head_dim": 32, "n_head": 6, "n_inner": 192},
+    "lille-130m": {"n_embd": 96, "n_head": 6, "n_kv_heads": 3},
+    **dict.fromkeys(("phixtral", "phi-msft"), {"model_dim": 96, "num_heads": 6, "num_key_value_heads": 6}),
+    "qwen": {"kv_channels": 16, "num_key_value_heads": 6, "intermediate_size": 384},
+    "recurrent_gemma": {"hidden_size": 192, "head_dim": 32, "num_key_value_heads": 1, "intermediate_size": 384},
+    "hunyuan": {"num_experts": 4},
+    "dbrx": {
+        "d_model": 96, "n_heads": 6, "attn_config": {"kv_n_heads": 3, "clip_qkv": 8, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
+    },
 }
 """What some need besides, so that three ranks can share their layers."""
-LAYERS = {"llama4": 4, "nemotron_h": 4, "gemma4": 3, "gemma4_unified": 3, "kimi_k3": 3, "nemotron-nas": 4}
+LAYERS = {"llama4": 4, "nemotron_h": 4, "gemma4": 3, "gemma4_unified": 3, "kimi_k3": 3, "nemotron-nas": 4,
+          "gear": 3, "hunyuan": 4}
 
 
 def wide_figures(family: str) -> dict[str, Any]:

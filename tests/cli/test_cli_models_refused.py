@@ -19,7 +19,7 @@ ANY = tuple[str, ...]
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with models of several types."""
     path = tmp_path_factory.mktemp("models")
-    for family in ("llama", "gemma4", "deepseek_v3", "gpt2"):
+    for family in ("llama", "gemma4", "deepseek_v3", "plamo"):
         tiny_model(path / family, family)
     return path
 
@@ -64,8 +64,8 @@ def test_what_config_json_says(entries: dict[str, Any], said: str, models: Path,
      "no stage can begin at layer 3, since layers 2 to 3 share keys and values and stay in one stage; nearest is "
      "--layer-split 2,2"),
     ("gemma4", (), "pp=4", "it can be cut into 3 stages at most"),
-    ("gpt2", ("-tp", "2"), "tp=2", "gpt2 does not run tensor-parallel: its layers are not divided yet; use "
-     "--pipeline-parallel-size 2"),
+    ("plamo", ("-tp", "2"), "tp=2", "plamo does not run tensor-parallel: its query heads take the key heads in turn, "
+     "so that those of one key head do not stand together; use --pipeline-parallel-size 2"),
     ("deepseek_v3", (), "tp=8", "more than the model's 4 kv heads; use at most 4"),
 ])
 def test_how_a_family_cannot_be_cut(family: str, serve: ANY, layout: str, said: str, models: Path,

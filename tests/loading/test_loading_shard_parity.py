@@ -121,6 +121,8 @@ FOUR = {  # two kv heads with two query heads each; four of what is not attentio
     **dict.fromkeys(("hidden_size", "moe_intermediate_size", "intermediate_size", "intermediate_size_mlp",
                      "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
                      "shared_intermediate_size", "block_dim", "block_ff_dim", "mamba_d_ssm"), 128),
+    **dict.fromkeys(("n_head", "n_heads"), 4), "n_embd": 128, "n_kv_heads": 1, "kv_channels": 32,
+    "attn_config": {"kv_n_heads": 1, "clip_qkv": 8, "rope_theta": 10000.0}, "d_model": 128,
     "num_key_value_heads": 2, "head_dim": 32, "mamba_head_dim": 32, "mamba_d_head": 32, "hidden_size_per_head": 32,
 }
 _LONG = {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [2.0] * 16, "short_mscale": 1.1,

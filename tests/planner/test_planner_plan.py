@@ -142,7 +142,7 @@ def questions(draw):
         8000,
         bits=draw(st.sampled_from([None, 4])),
         tied=draw(st.booleans()),
-        family=draw(st.sampled_from(["llama", "exaone"])),
+        family=draw(st.sampled_from(["llama", "rwkv7"])),
     )
     if draw(st.booleans()):
         factors = draw(st.lists(st.integers(1, 3), min_size=model.num_layers, max_size=model.num_layers))
@@ -493,7 +493,7 @@ def test_given_layouts_that_the_model_rules_out():
     with pytest.raises(LayoutError, match="2 kv heads"):
         plan(dense(8, 512, 8, 2, 64, 1024, 8000), machines, RDMA, request)
     with pytest.raises(LayoutError, match="does not run tensor-parallel"):
-        plan(replace(LLAMA_70B_4BIT, family="exaone"), machines, RDMA, request)
+        plan(replace(LLAMA_70B_4BIT, family="rwkv7"), machines, RDMA, request)
     apart = [replace(RDMA[0], between=("a", "b"))]
     with pytest.raises(LayoutError, match="no link"):
         plan(LLAMA_70B_4BIT, machines, apart, request)

@@ -18,9 +18,9 @@ from tandem.models.families.sharding import SHARDING
 from tandem.models.shard import Part, Shard, head_units, in_heads, part_of
 
 _MATRIX = ("weight", "scales", "biases")
-_HEADS = ("n_heads", "num_heads", "num_attention_heads")
+_HEADS = ("n_heads", "num_heads", "num_attention_heads", "n_head")
 _KV_HEADS = ("n_kv_heads", "num_kv_heads", "num_key_value_heads")
-_REPEATS = ("repeats",)
+_REPEATS = ("repeats", "num_key_value_groups")
 _VOCAB = Cut("rows", ("vocab",))
 
 
@@ -72,6 +72,27 @@ class TakesSum(nn.Module):
     def __call__(self, x: mx.array) -> mx.array:
         """What the module makes of inputs [B, L, W], summed over the ranks."""
         return self.module(self._tensor_parallel.sum(x))
+
+
+class OwnWidth(nn.Module):
+    """Attention that takes the width of what it gets for that of its heads together: it is called with something as
+    wide as this rank's heads, and its projections get what it was called with."""
+
+    def __init__(self, attention: nn.Module, width: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self._width = width
+
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        """Inputs [B, L, H] to the outputs of the attention [B, L, H]."""
+        inner, own = self.attention, copy.copy(self.attention)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            setattr(own, name, _fixed(getattr(inner, name)(x)))
+        return own(mx.zeros((*x.shape[:-1], self._width), x.dtype), *args, **kwargs)
+
+
+def _fixed(value: mx.array) -> Callable[[mx.array], mx.array]:
+    return lambda _: value
 
 
 class PassesNothing(nn.Module):
@@ -273,6 +294,9 @@ def divide(layer: nn.Module, shard: Shard, description: ModelDescription) -> Non
             (own_range,) = part_of(Cut("rows", (kind,)), shard, description).pieces
             owner = at(layer, holder)
             setattr(owner, name, getattr(owner, name)[own_range.start : own_range.stop])
+    for path in sharding.wide:
+        width = part_of(Cut("rows", ("q",)), shard, description)
+        put(layer, path, OwnWidth(at(layer, path), sum(map(len, width.pieces))))
     if sharding.passing and shard.rank and has(layer, sharding.passing):
         put(layer, sharding.passing, PassesNothing(at(layer, sharding.passing), description.num_experts))
     if shard.whole_experts:

@@ -270,11 +270,12 @@ def _cutters(
     if shard is None:
         return {}
     cutters: dict[str | int, Cutter] = {}
+    heads = _heads(frame.model)
     for part in parts:
         if isinstance(part, int):
             cutters[part] = layer_cutter(f"{frame.path}.{part}", frame.layers[part], shard, description)
         elif shard.vocab_sizes and (
-            _role(part) == "head" or (frame.own.start > 0 and _embeds_tokens(part, at(frame.model, part)))
+            part in heads or (frame.own.start > 0 and _embeds_tokens(part, at(frame.model, part)))
         ):
             cutters[part] = head_cutter(part, shard, description)
     return cutters

@@ -67,8 +67,6 @@ def _own_block(block: Any, config: Mapping[str, Any]) -> LayerCache:
 
 def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
     latent, rope, kind = config.get("kv_lora_rank"), config.get("qk_rope_head_dim"), config.get("model_type")
-    if kind == "recurrent_gemma":  # always one kv head
-        return LayerCache("positions", 2 * (int(config["hidden_size"]) // int(config["num_attention_heads"])))
     if kind == "baichuan_m1":  # beside them the last position's, for a convolution
         return LayerCache("positions", plain, state=plain * (int(config.get("conv_window", 2)) - 1))
     if not isinstance(latent, int) or not isinstance(rope, int):

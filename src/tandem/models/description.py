@@ -147,9 +147,7 @@ def describe(files: ModelFiles) -> ModelDescription:
     tied = _tied(family, config, has_head=head > 0)
     headless = not tied and not head and stored_bare(tensors, family.layers)
     tied = tied or headless
-    kv_heads = facts.number(facts.key(_KV_KEYS), facts.num_heads)
-    if isinstance(config.get("kv_lora_rank"), int):
-        kv_heads = facts.num_heads  # each makes keys and values of its own of the latent
+    kv_heads = facts.kv_heads()
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
     layer_type = _layer_type(files.path, str(name))
     known = {**family.defaults, **config}
@@ -241,6 +239,16 @@ class _Facts:
                 f"{self._path}/config.json: {key} must be a positive whole number, is {value!r:.100}", param=key
             )
         return value
+
+    def kv_heads(self) -> int:
+        """Heads of keys and values. Of a latent each head makes its own."""
+        if isinstance(self._config.get("kv_lora_rank"), int):
+            return self.num_heads
+        if self._config.get("multi_query") is True:
+            return 1
+        if isinstance(sharing := self._config.get("n_shared_head"), int) and sharing > 0:
+            return -(-self.num_heads // sharing)
+        return self.number(self.key(_KV_KEYS), self.num_heads)
 
     def shares(self, name: str) -> dict[str, Any]:
         """What tensor parallelism divides besides heads, in layers of type `name`."""

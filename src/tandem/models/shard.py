@@ -164,7 +164,7 @@ def _shares(weights: Sequence[float] | None, size: int) -> list[float]:
 def _sharding(d: ModelDescription, size: int) -> Sharding:
     sharding = SHARDING.get(d.layer_type or d.family)
     if sharding is None:
-        reason = NOT_SHARDED.get(d.family, "its layers are not divided yet")
+        reason = NOT_SHARDED.get(d.family, "its type is not listed")
         stages = min(size, d.num_layers - len(d.uncut))
         raise LayoutError(
             f"{d.family} does not run tensor-parallel: {reason}; use --pipeline-parallel-size {stages}", param=_PARAM

@@ -222,6 +222,27 @@ def channels(*width: str | int) -> Axes:
     return axes
 
 
+def gated_channels(config: Mapping[str, Any]) -> dict[str, Axis]:
+    """Recurrent Gemma: channels, of which those of a head have gates in common; as many heads as attention has."""
+    heads = number(config, "num_attention_heads")
+    return {
+        "channels": Axis("states", heads, number(config, "hidden_size") // max(heads, 1)),
+        "gates": Axis("states", heads, 1),
+    }
+
+
+def half_width(config: Mapping[str, Any]) -> int:
+    """Width of an MLP whose config counts both of its inputs."""
+    return number(config, "intermediate_size") // 2
+
+
+def one_width(config: Mapping[str, Any], *keys: str) -> int:
+    """The first of `keys` that is there: a number, or one a layer, which are alike; 0 where they are not."""
+    value = next((config[key] for key in keys if config.get(key) is not None), 0)
+    found = set(value) if isinstance(value, list) else {value}
+    return number({"width": found.pop()}, "width") if len(found) == 1 else 0
+
+
 def lfm2_width(config: Mapping[str, Any]) -> int:
     """Width of LFM2's MLP, which is computed from other figures."""
     width = number(config, "block_ff_dim", "intermediate_size")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.models.families.axes import Axes
 
+_NUMBER = re.compile(r"\.\d+\.")
 Kind = str
 """What a divided axis is made of: query widths (q), key or value widths (kv), fused (queries, key, value) per kv head
 (qkv_groups), one entry per query head or per kv head (q_heads, kv_heads), the widths of MLP, expert and shared expert
@@ -35,7 +37,7 @@ class Sharding:
     """How a family's layers are divided. Paths are those within a layer."""
 
     cuts: Mapping[str, Cut]
-    """By path of the module, or of a parameter that a module holds itself."""
+    """By path of the module, or of a parameter that a module holds itself; `*` is any number in it."""
     sums: tuple[str, ...]
     """Modules whose outputs are partial and are summed over the ranks."""
     attention: str = "self_attn"
@@ -61,6 +63,8 @@ class Sharding:
     """Some layers have an MLP that is a multiple as wide."""
     takers: tuple[str, ...] = ()
     """Modules whose inputs are partial and are summed over the ranks first."""
+    wide: tuple[str, ...] = ()
+    """Attention that takes the width of what it gets for that of its heads together."""
     passing: str = ""
     """A router that also chooses experts beyond the routed ones, which pass on what they get: one rank counts them."""
 
@@ -90,8 +94,8 @@ class Sharding:
 
     def cut_of(self, path: str) -> Cut | None:
         """The cut for a module or parameter; None where it is whole. Raises KeyError for a path that is not listed."""
-        if path in self.cuts:
-            return self.cuts[path]
+        if (found := self.cuts.get(path) or self.cuts.get(_NUMBER.sub(".*.", path))) is not None:
+            return found
         if path in self.whole or "norm" in path.rpartition(".")[2]:
             return None
         if any(path.startswith(f"{one}.") for one in self.lists):

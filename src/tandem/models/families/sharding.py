@@ -10,6 +10,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tandem.models.families.cuts import Sharding, attention, columns, glu, rows, two
+from tandem.models.families.older import (
+    BIGCODE,
+    DBRX,
+    EXAONE,
+    GPT2,
+    GPTJ,
+    HUNYUAN,
+    LILLE,
+    PHIXTRAL,
+    QWEN1,
+)
 from tandem.models.families.rules import (
     BAILING_SHARED,
     BLOCK,
@@ -39,6 +50,7 @@ from tandem.models.families.rules import (
 )
 from tandem.models.families.states import (
     FALCON,
+    GEAR,
     GRANITE_HYBRID,
     JAMBA,
     KIMI_K3,
@@ -51,7 +63,9 @@ from tandem.models.families.states import (
     NEMOTRON_H,
     OLMO_HYBRID,
     PLAMO2,
+    PLAMO3,
     QWEN_DELTA,
+    RECURRENT_GEMMA,
     mamba2,
 )
 
@@ -167,6 +181,18 @@ SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(("lfm2", "lfm2-vl"), LFM2),
     "falcon_h1": FALCON,
     "plamo2": PLAMO2,
+    "plamo3": PLAMO3,
+    "gear": GEAR,
+    "recurrent_gemma": RECURRENT_GEMMA,
+    "lille-130m": LILLE,
+    "dbrx": DBRX,
+    "exaone": EXAONE,
+    "gpt2": GPT2,
+    "gpt_bigcode": BIGCODE,
+    "gptj": GPTJ,
+    "hunyuan": HUNYUAN,
+    **dict.fromkeys(("phixtral", "phi-msft"), PHIXTRAL),
+    "qwen": QWEN1,
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), GEMMA4),
     "mimo_v2_flash": MIMO_V2,
     "mellum": moe(widths=((), EXPERT, ())),
@@ -234,12 +260,12 @@ SHARDING: dict[str, Sharding] = {
 }
 """By `model_type`."""
 
-_RESHAPES = "its attention reshapes by the model's hidden size"
 NOT_SHARDED: dict[str, str] = {
-    "baichuan_m1": _RESHAPES,
-    "exaone": _RESHAPES,
+    "baichuan_m1": "its convolution over keys and values has weights of five axes, and windows have other heads",
     **dict.fromkeys(("falcon_mamba", "mamba"), "its layers go from position to position, and would sum at each"),
-    "recurrent_gemma": "its heads all share one key and value head",
-    "rwkv7": _RESHAPES,
+    "gemma3n": "its MLPs keep what is beyond the mean and deviation of their whole width",
+    "openelm": "its layers have different numbers of heads, which have no divisor in common",
+    "plamo": "its query heads take the key heads in turn, so that those of one key head do not stand together",
+    "rwkv7": "its layers take the width of what they get for that of their heads together",
 }
-"""Why a family cannot be divided. By `model_type`."""
+"""Why a family cannot be divided; all that are not in `SHARDING` are here. By `model_type`."""

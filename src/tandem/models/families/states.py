@@ -7,7 +7,9 @@ from dataclasses import replace
 from tandem.models.families.axes import (
     channels,
     delta,
+    gated_channels,
     grouped_ssm,
+    half_width,
     kimi_delta,
     lfm2_width,
     lightning,
@@ -245,6 +247,42 @@ PLAMO2 = Sharding(
             },
         ),
     },
+)
+PLAMO3 = replace(PLAMO2, axes=None, variants={})
+GEAR = Sharding(
+    cuts=attention() | glu(),
+    sums=("self_attn", "local_mixer", "mlp"),
+    variants={
+        "local_mixer.q_proj": Sharding(
+            cuts={
+                **attention("local_mixer"), **glu(), "local_mixer.key_conv": first("kv"),
+                "local_mixer.value_conv": first("kv"),
+            },
+            sums=("local_mixer", "mlp"),
+            attention="local_mixer",
+            counts={f"local_mixer.{name}": ("kv",) for name in ("kv_dim", "key_conv.groups", "value_conv.groups")},
+        ),
+    },
+)
+RECURRENT_GEMMA = Sharding(
+    cuts={
+        **attention("temporal_block"),
+        **glu("mlp_block"),
+        "temporal_block.linear_x": rows("channels"),
+        "temporal_block.linear_y": rows("channels"),
+        "temporal_block.conv_1d": first("channels"),
+        "temporal_block.rg_lru.recurrent_param": rows("channels"),
+        **{
+            f"temporal_block.rg_lru.{gate}_gate_{part}": first("gates")
+            for gate in ("input", "recurrent") for part in ("weight", "bias")
+        },
+        "temporal_block.linear_out": columns("channels"),
+    },
+    sums=("temporal_block", "mlp_block"),
+    attention="temporal_block",
+    mlp=half_width,
+    axes=gated_channels,
+    counts={"temporal_block.rg_lru.num_heads": ("gates",)},
 )
 K3_LATENT = replace(
     KIMI_LATENT,

@@ -365,7 +365,7 @@ TINY: dict[str, dict[str, Any]] = {
         "mamba_n_groups": 2, "mamba_d_conv": 4,
     },
     "gpt2": _GPT2 | {"n_ctx": 512},
-    "gpt_bigcode": _GPT2 | {"num_key_value_heads": 1, "n_inner": 128, "attention_bias": True, "mlp_bias": True},
+    "gpt_bigcode": _GPT2 | {"n_inner": 128, "attention_bias": True, "mlp_bias": True},
     "kimi_vl": {"text_config": _DEEPSEEK | {"n_group": 1, "rope_scaling": None}},
     "lille-130m": {
         "block_size": 512, "layer_norm_eps": 1e-5, "rope_theta": 10000.0, "n_embd": 64, "n_head": 4, "n_kv_heads": 2,
