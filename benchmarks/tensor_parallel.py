@@ -90,9 +90,7 @@ def run_rank(args: argparse.Namespace, variant: str) -> list[float]:
     rank = group.rank if group else 0
     parallel: Any = NoSums(group) if variant == "no sums" else group
     stage = load_stage(files, description, range(description.num_layers),
-                       shard=shards[rank] if group else None, tensor_parallel=parallel)
-    if "fused" in variant:
-        fuse(stage)
+                       shard=shards[rank] if group else None, tensor_parallel=parallel, fuse="fused" in variant)
     times = [time_steps(stage, batch, args.steps) for batch in args.batches]
     mx.synchronize()
     return [*(step for step, _ in times), times[0][1]]
@@ -113,47 +111,6 @@ class NoSums:
         return self._group.gather_last(x, sizes)
 
 
-def fuse(stage: Any) -> None:
-    """One matrix for q, k and v, and one for gate and up."""
-    for layer in stage._parts.layers:
-        attention = getattr(layer.self_attn, "inner", None) or getattr(layer.self_attn, "module", layer.self_attn)
-        mlp = getattr(layer.mlp, "inner", None) or getattr(layer.mlp, "module", layer.mlp)
-        join(attention, ("q_proj", "k_proj", "v_proj"))
-        join(mlp, ("gate_proj", "up_proj"))
-
-
-def join(owner: Any, names: Sequence[str]) -> None:
-    """Put parts of one product in the places of several projections."""
-    import mlx.core as mx
-
-    weights = [owner[name].weight for name in names]
-    product = Product(mx.concatenate(weights, axis=0))
-    mx.eval(product.weight)
-    start = 0
-    for name, weight in zip(names, weights, strict=True):
-        del owner[name]
-        object.__setattr__(owner, name, product.part(start, start + weight.shape[0]))
-        start += weight.shape[0]
-
-
-class Product:
-    """x times a matrix, computed once for all parts of the result."""
-
-    def __init__(self, weight: Any) -> None:
-        self.weight = weight
-        self._x: Any = None
-        self._y: Any = None
-
-    def part(self, start: int, stop: int) -> Any:
-        """A function that returns columns start to stop."""
-        def columns(x: Any) -> Any:
-            if x is not self._x:
-                self._x, self._y = x, x @ self.weight.T
-            return self._y[..., start:stop]
-
-        return columns
-
-
 def time_steps(stage: Any, batch: int, steps: int) -> tuple[float, float]:
     """Milliseconds a step, and to build its graph, with rows of 64 tokens."""
     import mlx.core as mx
@@ -163,7 +120,7 @@ def time_steps(stage: Any, batch: int, steps: int) -> tuple[float, float]:
     store = KVStore(stage.make_caches)
     for row in range(batch):
         caches = stage.make_caches()
-        mx.eval(stage.forward(stage.embed(mx.array([[1] * 64])), caches))
+        mx.eval(stage.forward(mx.array([[1] * 64]), caches))
         store.join(str(row), caches)
     tokens = mx.zeros((batch,), mx.int32)
     started = built = 0.0
@@ -171,7 +128,7 @@ def time_steps(stage: Any, batch: int, steps: int) -> tuple[float, float]:
         if step == 10:
             started, built = time.perf_counter(), 0.0
         began = time.perf_counter()
-        hidden = stage.forward(stage.embed(tokens[:, None]), store.batch())
+        hidden = stage.forward(tokens[:, None], store.batch())
         following = mx.argmax(stage.head(hidden)[:, -1], axis=-1).astype(mx.int32)
         built += time.perf_counter() - began
         mx.async_eval(following)

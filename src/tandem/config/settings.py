@@ -25,6 +25,9 @@ class ModelSettings:
     attention: Literal["auto", "masked"] = "auto"
     """Attention of decode steps. masked: MLX's own, over all positions up to the longest; auto: on CUDA one that reads
     each sequence's own length, elsewhere masked."""
+    fuse_projections: Literal["auto", "on", "off"] = "auto"
+    """Compute projections of the same input (q, k and v; gate and up) as one product each, so that a step has fewer
+    operations. auto: on a GPU, where a step waits for them; sums are rounded otherwise than with off."""
     max_context: int | None = None
     """Most tokens of prompt and output together; by default the model's own limit."""
     chat_template: str | None = None

@@ -54,7 +54,7 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
     require_memory(spec, files)
     log.info("Loading sharded model: %s (%s)", spec.model_name, spec.label)
     stage = load_stage(files, description, range(*spec.layers), dtype=spec.dtype, dequantize=dequantize,
-                       progress=progress, shard=shard, tensor_parallel=group, kv_dtype=spec.kv_dtype,
+                       progress=progress, shard=shard, tensor_parallel=group, kv_dtype=spec.kv_dtype, fuse=_fuses(spec),
                        adapter=read_adapter(spec.adapter_path, description) if spec.adapter_path else None)
     log.info("Sharded model loaded successfully")
     log.info("computing on %s", device_name())
@@ -63,6 +63,10 @@ def load_slice(spec: StageSpec, progress: Callable[[int, int], None] | None = No
 
 def _dequantizes(spec: StageSpec) -> bool:
     return spec.dequantize == "yes" or (spec.dequantize == "auto" and not on_gpu())
+
+
+def _fuses(spec: StageSpec) -> bool:
+    return spec.fuse_projections == "on" or (spec.fuse_projections == "auto" and on_gpu())
 
 
 def require_memory(spec: StageSpec, files: ModelFiles) -> None:
@@ -100,7 +104,7 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
     files = _draft_files(spec)
     description = describe(files)
     stage = load_stage(files, description, range(description.num_layers), dtype=spec.dtype,
-                       dequantize=_dequantizes(spec))
+                       dequantize=_dequantizes(spec), fuse=_fuses(spec))
     log.info("Draft model loaded: %s", files.name)
     return Drafter(stage, lanes=spec.lanes, drafts=spec.drafts, vocab_size=spec.vocab_size)
 

@@ -232,6 +232,14 @@ def is_exact(sharding: Sharding, cut: Cut, description: ModelDescription) -> boo
     return not heads and not (sharding.loose_mlp and set(cut.kinds) == {"mlp"})
 
 
+def is_whole(layer: nn.Module, path: str, description: ModelDescription) -> bool:
+    """All ranks have the same module at a path of a divided layer."""
+    try:
+        return sharding_of(description, layer).cut_of(path) is None
+    except KeyError:  # within what stands for a module that was divided
+        return False
+
+
 def head_cutter(root: str, shard: Shard, description: ModelDescription) -> Cutter:
     """For a head, or an embedding that is used as one: rows of the vocabulary."""
     return Cutter(root, lambda path: _VOCAB, shard, description)

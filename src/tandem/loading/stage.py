@@ -21,6 +21,7 @@ from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
 from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
+from tandem.loading.fusion import fuse_projections
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.recurrence import bound_recurrences
 from tandem.loading.shard_modules import (
@@ -31,6 +32,7 @@ from tandem.loading.shard_modules import (
     at,
     divide,
     head_cutter,
+    is_whole,
     layer_cutter,
     put,
     rows_of,
@@ -171,6 +173,10 @@ class StageModel:
         """Numbers of the layers whose keys and values are quantised."""
         return sorted(i for at, groups in enumerate(self._kv) if groups for i in self.layers_of(at))
 
+    def trace(self) -> None:
+        """Build a call of one token, which computes nothing."""
+        self._traced(1)
+
     def _traced(self, tokens: int) -> list[Any]:
         """Fresh caches after a call of which nothing is computed."""
         caches = self.make_caches()
@@ -195,6 +201,7 @@ def load_stage(
     tensor_parallel: TensorParallel | None = None,
     adapter: Adapter | None = None,
     kv_dtype: str = "auto",
+    fuse: bool = False,
 ) -> StageModel:
     """Load layers `layers` of a model, evaluated; with layer 0 the embedding, with the last layer norm and head.
 
@@ -202,7 +209,8 @@ def load_stage(
     With `dequantize` packed weights are expanded. `progress` gets stored bytes done and in all. With `shard` (of
     `plan_shards`) only that part of each layer is kept, and computes together with the other ranks' parts through
     `tensor_parallel`. What `adapter` adds to these layers is loaded too. Peak memory is this stage's (or shard's)
-    weights plus about one tensor. `kv_dtype` (auto, 8bit, 4bit) is what caches keep keys and values in.
+    weights plus about one tensor. `kv_dtype` (auto, 8bit, 4bit) is what caches keep keys and values in. With `fuse`
+    projections of the same input are one product, which rounds otherwise than mlx-lm's several.
     Raises `BrokenModel` for weights that do not fit, `LayoutError` for a range that is
     not the model's or a shard that cannot be cut, `UsageError` for an unknown dtype.
     """
@@ -237,6 +245,9 @@ def load_stage(
     stage = StageModel(frame, modules, description, compute, nbytes, shard)
     if kv_dtype != "auto":
         stage.quantize_kv(kv_dtype, description.latent_layers)
+    if fuse:
+        own = {i: frame.layers[i] for i in layers}
+        fuse_projections(own, stage.trace, lambda i, path: shard is not None and is_whole(own[i], path, description))
     if tensor_parallel is not None and shard is not None:
         stage.cache_bytes  # noqa: B018 - measured while a call of this rank alone still goes through
         for i in layers:

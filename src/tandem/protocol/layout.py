@@ -76,6 +76,8 @@ class StageSpec(RankPosition, frozen=True, kw_only=True):
     log_level: str
     attention: str = "auto"
     """Of decode steps: `auto` or `masked`, as the settings have it."""
+    fuse_projections: str = "auto"
+    """`on`, `off`, or `auto`: on a GPU."""
     device: str = "auto"
     """`cpu`, `gpu`, or `auto`: what MLX takes by itself."""
     fast_sync: str = "off"

@@ -112,7 +112,7 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
     shards = plan_shards(description, layout.tp_size, dequantize=dequantize,
                          expert_parallel=layout.expert_parallel and layout.tp_size > 1)
     stage = load_stage(files, description, layers, dtype=kind, dequantize=dequantize, shard=shards[layout.tp_rank],
-                       tensor_parallel=group)
+                       tensor_parallel=group, fuse=on_gpu())
     link = ChannelLink(channel) if channel is not None else None
     runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
                     link=link, group=group, samples=layout.samples, drafts=drafts, attention=decode_attention())

@@ -1,0 +1,175 @@
+"""Projections of one input as one product: q, k and v; gate and up; those of experts too (mlx).
+
+Which of a layer's modules these are is not read off their names but off a call that computes nothing: projections of
+one module that are given the same arrays, once each, and whose weights are alike. So it holds for every family, for a
+rank's part of the heads, and for packed weights. A projection with an adapter stays by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from tandem.loading.shard_modules import at, put
+
+log = logging.getLogger(__name__)
+
+_OUTPUT_AXIS: dict[type[nn.Module], int] = {
+    nn.Linear: 0, nn.QuantizedLinear: 0, SwitchLinear: 1, QuantizedSwitchLinear: 1,
+}
+"""Of every parameter of such a module, the axis of its outputs."""
+_PARAMETERS = frozenset(("weight", "scales", "biases", "bias"))
+_SETTINGS = ("group_size", "bits", "mode")
+
+
+class FusedPart(nn.Module):
+    """In the place of one of several projections that are computed together."""
+
+    def __init__(self, product: Product, number: int) -> None:
+        super().__init__()
+        if number == 0:
+            self.joined = product.joined  # among this one's parameters, so that they count once
+        self._part = lambda args, kwargs: product.part(number, args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        """What the projection gives: [..., O]. The arguments are those of the module that it was."""
+        found: mx.array = self._part(args, kwargs)
+        return found
+
+
+class Product:
+    """Several projections as one module, whose outputs are computed once for all that ask for them."""
+
+    def __init__(self, joined: nn.Module, widths: Sequence[int]) -> None:
+        """`widths`: outputs of each projection, in their order in `joined`."""
+        self.joined = joined
+        self._ends = [sum(widths[:i]) for i in range(1, len(widths))]
+        self._args: tuple[Any, ...] = ()
+        self._outputs: dict[int, mx.array] = {}
+
+    def part(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> mx.array:
+        """Outputs of one projection. Each is given out once, so that nothing is kept when all have been."""
+        given = (*args, *kwargs.values())
+        if number not in self._outputs or not _same(given, self._args):
+            parts = mx.split(self.joined(*args, **kwargs), self._ends, axis=-1)
+            self._args, self._outputs = given, dict(enumerate(parts))
+        found = self._outputs.pop(number)
+        if not self._outputs:
+            self._args = ()
+        return found
+
+
+def fuse_projections(layers: Mapping[int, nn.Module], call: Callable[[], object],
+                     is_whole: Callable[[int, str], bool] = lambda number, path: False) -> int:
+    """Join what can be in loaded layers; returns how many products there are fewer.
+
+    `call` builds a forward pass through the layers without computing it. Besides the weights there is at most one
+    joined product of one layer in memory at a time. `is_whole` says of a layer's number and a path whether all ranks
+    have the same there: such a projection (a router is one) must give the same bits on all of them, so it is not
+    joined with one of which each rank has another width.
+    """
+    fewer = 0
+    for number, groups in _alike(layers, call, is_whole).items():
+        for paths in groups:
+            _join(layers[number], paths)
+            mx.clear_cache()  # of the parts, into whose places the next product would not fit
+            fewer += len(paths) - 1
+    if fewer:
+        log.info("projections of the same input are computed together: %d products fewer in a step", fewer)
+    return fewer
+
+
+def _join(layer: nn.Module, paths: Sequence[str]) -> None:
+    parts = [at(layer, path) for path in paths]
+    axis = _OUTPUT_AXIS[type(parts[0])]
+    joined = copy.copy(parts[0])
+    joined.update({name: mx.concatenate([part[name] for part in parts], axis=axis) for name in parts[0].parameters()})
+    mx.eval(joined.parameters())
+    product = Product(joined, [part["weight"].shape[axis] for part in parts])
+    for number, path in enumerate(paths):
+        put(layer, path, FusedPart(product, number))
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+@dataclass
+class _Calls:
+    """Of one projection."""
+
+    given: list[tuple[Any, ...]] = field(default_factory=list)
+    read: bool = False
+    """Something else of it was asked for, or changed, than its output."""
+
+
+class _Overheard(nn.Module):
+    """A projection of which is noted what it is given."""
+
+    def __init__(self, module: nn.Module, calls: _Calls) -> None:
+        super().__init__()
+        self.module = module
+        self._calls = calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        self._calls.given.append((*args, *kwargs.values()))
+        found: mx.array = self.module(*args, **kwargs)
+        return found
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "module" not in self:
+                raise
+            self._calls.read = True
+            return getattr(self["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "module" in self and name in self["module"]:
+            self._calls.read = True
+            setattr(self["module"], name, value)
+        else:
+            super().__setattr__(name, value)
+
+
+def _alike(layers: Mapping[int, nn.Module], call: Callable[[], object],
+           is_whole: Callable[[int, str], bool]) -> dict[int, list[list[str]]]:
+    """Paths of projections that can be joined, by layer; each list is of one product."""
+    modules = {(number, path): module for number, layer in layers.items() for path, module in layer.named_modules()
+               if type(module) in _OUTPUT_AXIS and module.parameters().keys() <= _PARAMETERS}
+    calls = {place: _Calls() for place in modules}
+    try:
+        for (number, path), module in modules.items():
+            put(layers[number], path, _Overheard(module, calls[number, path]))
+        call()
+    finally:
+        for (number, path), module in modules.items():
+            put(layers[number], path, module)
+    groups: dict[tuple[Any, ...], list[str]] = defaultdict(list)
+    for (number, path), one in calls.items():
+        if len(one.given) == 1 and not one.read:
+            place = (number, path.rpartition(".")[0], is_whole(number, path))
+            groups[*place, tuple(map(id, one.given[0])), _form(modules[number, path])].append(path)
+    found: dict[int, list[list[str]]] = {}
+    for (number, *_), paths in groups.items():
+        if len(paths) > 1:
+            found.setdefault(number, []).append(paths)
+    return found
+
+
+def _form(module: nn.Module) -> tuple[Any, ...]:
+    """What modules must have in common to be joined."""
+    axis = _OUTPUT_AXIS[type(module)]
+    parameters = sorted((name, array.dtype, (*array.shape[:axis], *array.shape[axis + 1 :]))
+                        for name, array in tree_flatten(module.parameters()))
+    return type(module), tuple(parameters), *(getattr(module, name, None) for name in _SETTINGS)
