@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import queue
 import random
@@ -13,9 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from submitted import ask, check, submitted
 from tandem import LLM, SamplingParams
+from tandem.engine.layout import plan_layout
 from tandem.errors import UsageError
 from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.pieces import PIECE
@@ -243,3 +246,29 @@ def test_a_running_sequence_goes_on_in_another_layout(serve, model, layouts):
             assert ask(last, lambda engine: engine.scheduler.disk.counts.hit_tokens) == 3 * PIECE
             check(last)
     assert [*tokens, *more, *rest] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layouts", [("pp2", "pp3"), ("tp2", "pp2")])
+def test_ranks_with_disks_of_their_own_borrow_from_one_another(serve, expected, tmp_path, monkeypatch, layouts):
+    def apart(settings):
+        layout = plan_layout(settings)
+        return dataclasses.replace(layout, ranks=tuple(replace(spec, kv_disk=f"{spec.kv_disk}/{spec.rank}")
+                                                       for spec in layout.ranks))
+
+    monkeypatch.setattr("tandem.llm.session.plan_layout", apart)
+    first, second = layouts
+    with serve(first) as llm:
+        assert answers(llm, expected) == 0
+        wait(lambda: len(list((tmp_path / "kv").glob("*/*/*.kv"))) == 4)
+    with serve(second) as llm:
+        report = asked(llm, QueryCache(1, tokens=PROMPT))
+        assert report.disk_has == 2 * PIECE, "what others have counts"
+        assert answers(llm, expected) == 2 * PIECE
+        assert ask(llm, lambda engine: engine.scheduler.disk.counts.failures) == 0
+        os.kill(ask(llm, lambda engine: engine.executor.pids[0]), signal.SIGKILL)
+        assert answers(llm, expected) == 2 * PIECE
+        for path in (tmp_path / "kv").glob("*/*/*.kv"):
+            path.unlink()
+        asked(llm, QueryCache(1, drop="memory"))
+        assert answers(llm, expected) == 0

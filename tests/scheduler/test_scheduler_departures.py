@@ -9,7 +9,7 @@ import pytest
 from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import HandedOver, Output
-from tandem.protocol.pieces import PIECE, Survey, Surveyed, Written
+from tandem.protocol.pieces import PIECE, Borrow, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.protocol.suspicion import Suspicion
@@ -223,6 +223,25 @@ def test_what_another_has_written_is_looked_for_once() -> None:
     silent.submit(request("told", LONG, kept=2 * PIECE), seed=1)
     silent.disk.lose_patience()
     assert silent.next_plan() is not None
+
+
+def test_ranks_that_borrow_from_one_another_look_before_anybody_is_computed() -> None:
+    scheduler = make()
+    names = piece_names(block_hashes(LONG))
+    scheduler.submit(request("a", LONG), seed=1)
+    scheduler.disk.begin([names[:1], []], scheduler.waiting, scheduler.prefixes, [("d1", "tcp://1"), ("d2", "tcp://2")])
+    borrow, survey = scheduler.disk.orders
+    assert borrow == Borrow([("d1", "tcp://1"), ("d2", "tcp://2")]) and isinstance(survey, Survey)
+    scheduler.disk.orders.clear()
+    assert scheduler.next_plan() is None and scheduler.disk.fetching
+    for rank in range(RANKS):
+        scheduler.disk.take(Surveyed(rank, survey.number, names), scheduler.prefixes)
+    [fetch] = scheduler.disk.orders
+    assert fetch.names == names  # type: ignore[union-attr]
+    scheduler.disk.orders.clear()
+    for lenders in ([("d1", "tcp://1"), ("d1", "tcp://2")], []):  # all have one directory, or lend nothing
+        scheduler.disk.begin([names, names], (), scheduler.prefixes, lenders)
+        assert not scheduler.disk.orders
 
 
 @pytest.mark.parametrize("seed", range(10))

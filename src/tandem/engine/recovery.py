@@ -169,7 +169,8 @@ class Gang:
             if ready.disk_trouble:
                 log.warning("rank %d: %s; nothing is kept on disk until the ranks start again", ready.rank,
                             ready.disk_trouble)
-        scheduler.disk.begin((ready.pieces for ready in self.ready), scheduler.waiting, scheduler.prefixes)
+        scheduler.disk.begin((ready.pieces for ready in self.ready), scheduler.waiting, scheduler.prefixes,
+                             ((ready.store, ready.lends) for ready in self.ready if ready.lends))
 
     def _launch(self, progress: Progress | None = None) -> None:
         started = time.monotonic()

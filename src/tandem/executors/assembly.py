@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
-from tandem.errors import OutOfMemory, UsageError
+from tandem.errors import OutOfMemory, TransportError, UsageError
 from tandem.guided.vocabulary import Vocabulary
 from tandem.loading.memory import (
     cache_bytes,
@@ -39,6 +39,7 @@ from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import decode_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
+from tandem.transport.lenders import Lending
 
 log = logging.getLogger(__name__)
 
@@ -110,21 +111,24 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
 
 
 def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, group: StageGroup | None = None,
-                 files: ModelFiles | None = None, report: Report | None = None) -> tuple[Runner, Ready]:
+                 files: ModelFiles | None = None, report: Report | None = None,
+                 lending: Lending | None = None) -> tuple[Runner, Ready]:
     """A runner over `stage`, and what the engine must know of it. For sequences with a grammar it needs the tokenizer,
-    from `files`; to keep prefixes on disk, `report`, which tells what was read and written."""
+    from `files`; to keep prefixes on disk, `report`, which tells what was read and written, and `lending` where ranks
+    have several disks."""
     vocabulary = None
     if spec.samples and files is not None:
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
         vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
-    disk, trouble = _open_disk(spec, stage, files, report) if report and files else (None, "")
+    disk, trouble = _open_disk(spec, stage, files, report, lending) if report and files else (None, "")
     runner = Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
                     group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
                     drafter=load_drafter(spec), attention=decode_attention(spec.attention), disk=disk)
     return runner, _ready(spec, runner, trouble)
 
 
-def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Report) -> tuple[KVDisk | None, str]:
+def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Report,
+               lending: Lending | None) -> tuple[KVDisk | None, str]:
     """None where nothing is to be kept, or the model's caches cannot be; or with what is wrong with the disk."""
     caches = stage.make_caches()
     if not spec.kv_disk or spec.draft_path or len(caches) != len(range(*spec.layers)) or not takes_part(caches):
@@ -137,10 +141,11 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
     most = MOST_HEADER + PIECE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
         kept = PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most)
-        disk = KVDisk(spec.rank, kept, Layers(caches, stage.dtype, as_bytes=spec.kv_dtype != "auto"), report)
+        disk = KVDisk(spec.rank, kept, Layers(caches, stage.dtype, as_bytes=spec.kv_dtype != "auto"), report,
+                      lending)
         note_model(Path(spec.kv_disk), space, spec.model_name)
         return disk, ""
-    except (UsageError, OSError) as error:
+    except (UsageError, TransportError, OSError) as error:
         return None, str(error)
 
 
@@ -157,4 +162,4 @@ def _ready(spec: StageSpec, runner: Runner, disk_trouble: str) -> Ready:
                  cache_bytes=cache_bytes(spec.sharing), wired_bytes=wired, metal=on_metal(),
                  trimmable=trimmable(runner.stage.make_caches()), quantized_layers=runner.stage.quantized_layers,
                  pieces=runner.disk.names if runner.disk else None, disk_trouble=disk_trouble,
-                 store=runner.disk.store_id if runner.disk else "")
+                 store=runner.disk.store_id if runner.disk else "", lends=runner.disk.lends if runner.disk else "")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
+from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import StepPlan
 
 Report = Stepped | Fetched | Written | Surveyed
@@ -30,7 +30,7 @@ class Executor(ABC):
     def submit(self, plan: StepPlan) -> None:
         """Send a plan to all ranks; returns before it is done. Raises RankFailure."""
 
-    def fetch(self, order: Fetch | Survey) -> None:
+    def fetch(self, order: Fetch | Borrow | Survey) -> None:
         """Have all ranks read a prefix from their disks, or look what is there. Raises RankFailure."""
         raise NotImplementedError
 

@@ -41,7 +41,7 @@ from tandem.protocol.control import (
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
-from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
+from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus
@@ -147,6 +147,7 @@ class ClusterExecutor(Executor):
         assert self._bus is not None
         worlds = self._make_worlds()
         machines = Counter(place.machine for place in places)
+        disks = {(place.machine, spec.kv_disk) for place, spec in zip(places, self._specs, strict=True)}
         for spec, place, world in zip(self._specs, places, worlds, strict=True):
             whole = spec.memory_share * len(self._specs)
             variables = {} if world is None else world[0].variables(world[1])
@@ -157,7 +158,8 @@ class ClusterExecutor(Executor):
             payload = WorkerPayload(
                 spec=spec, keys=keys, bus_endpoint=seen_from(place, self._bus.endpoint), channel_host=place.address,
                 generation=self._generation,
-                weights_endpoint=seen_from(place, self._blobs.endpoint) if self._blobs else "")
+                weights_endpoint=seen_from(place, self._blobs.endpoint) if self._blobs else "",
+                lends=len(disks) > 1 and bool(spec.kv_disk))
             self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload),
                                                         variables))
 
@@ -233,7 +235,7 @@ class ClusterExecutor(Executor):
         self._watchdog.planned(plan, time.monotonic())
         self._broadcast(Plan(plan))
 
-    def fetch(self, order: Fetch | Survey) -> None:
+    def fetch(self, order: Fetch | Borrow | Survey) -> None:
         """Send the order to every rank."""
         self._broadcast(order)
 

@@ -20,7 +20,7 @@ from tandem.executors.weights import obtain_files
 from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
+from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
 
@@ -71,7 +71,7 @@ class InlineExecutor(Executor):
         self._watchdog.planned(plan, time.monotonic())
         self._loop.submit(plan)
 
-    def fetch(self, order: Fetch | Survey) -> None:
+    def fetch(self, order: Fetch | Borrow | Survey) -> None:
         """Handed to the thread for the disk."""
         if self._loop is None:
             raise RankFailure("the executor is not started", rank=0)

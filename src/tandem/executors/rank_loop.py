@@ -17,7 +17,7 @@ from msgspec import Struct
 from tandem.borders import start_thread
 from tandem.executors.lent_threads import LentThread
 from tandem.protocol.control import Ready, Stepped
-from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
+from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 
@@ -94,12 +94,14 @@ class RankLoop:
         """Queue a plan; returns at once."""
         self._plans.put(plan)
 
-    def fetch(self, order: Fetch | Survey) -> None:
-        """Read a prefix from disk, or look what is there, beside whatever is computed."""
+    def fetch(self, order: Fetch | Borrow | Survey) -> None:
+        """Read a prefix from disk, look what is there, or know who lends more, beside whatever is computed."""
         assert self._runner is not None
         assert self._runner.disk is not None
         if isinstance(order, Survey):
             self._runner.disk.survey(order)
+        elif isinstance(order, Borrow):
+            self._runner.disk.borrow(order)
         else:
             self._runner.disk.fetch(order)
 

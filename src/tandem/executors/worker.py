@@ -28,7 +28,7 @@ from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
 from tandem.protocol.payloads import WorkerPayload
-from tandem.protocol.pieces import Fetch, Survey
+from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
 from tandem.system.metal import prepare_metal
@@ -87,6 +87,7 @@ class Worker:
         from tandem.executors.assembly import build_runner, load_slice, on_gpu, require_memory
         from tandem.executors.gpu_probe import probe_gpu
         from tandem.loading.memory import choose_device
+        from tandem.transport.lenders import Lending
 
         choose_device(self._spec.device)
         probe_gpu(mailbox.put)
@@ -101,7 +102,8 @@ class Worker:
         stage = load_slice(self._spec, partial(progress, "load"), group, files)
         if self._wrap is not None:
             stage = self._wrap(stage)
-        return build_runner(self._spec, stage, link, group, files, mailbox.put)
+        lending = Lending(self._payload.keys, self._payload.channel_host) if self._payload.lends else None
+        return build_runner(self._spec, stage, link, group, files, mailbox.put, lending)
 
     def _greet(self, channel: TcpChannel | None) -> object:
         hello = Hello(rank=self._spec.rank, token=self._payload.generation, pid=os.getpid(), host=socket.gethostname(),
@@ -145,7 +147,7 @@ class Worker:
                     return
                 if isinstance(command, Plan):
                     loop.submit(command.plan)
-                elif isinstance(command, Fetch | Survey):
+                elif isinstance(command, Fetch | Borrow | Survey):
                     loop.fetch(command)
                 elif isinstance(command, Begin):
                     log.info("Post-load barrier passed")

@@ -19,7 +19,7 @@ from tandem.errors import (
 from tandem.protocol.events import Event
 from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
-from tandem.protocol.pieces import Fetch, Fetched, Survey, Surveyed, Written
+from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
 from tandem.protocol.step import RankStep, StepPlan, StepResult
 
@@ -274,7 +274,7 @@ class Ping(Struct, frozen=True, tag=True):
     number: int
 
 
-RankCommand = Plan | Fetch | Survey | Stop | Connect | Begin | Ping
+RankCommand = Plan | Fetch | Borrow | Survey | Stop | Connect | Begin | Ping
 
 # --- rank -> engine --------------------------------------------------------------------------------------------
 
@@ -335,6 +335,8 @@ class Ready(Struct, frozen=True, tag=True):
     """Names of the pieces of prefixes on its disk (tandem.protocol.pieces); None where it keeps none there."""
     store: str = ""
     """Which directory that is, and for which model and type; alike on ranks that share one."""
+    lends: str = ""
+    """Where other ranks can have what it has there; empty where none needs that."""
     disk_trouble: str = ""
     """Why it cannot keep any there, though it should."""
 

@@ -21,6 +21,9 @@ class WorkerPayload(Struct, frozen=True, kw_only=True):
     generation: str
     weights_endpoint: str = ""
     """Where the engine's machine serves the model; empty when the rank's own machine has it."""
+    lends: bool = False
+    """Other ranks keep KV on other disks: they lend it to one another."""
+
 
 class HostPayload(Struct, frozen=True, kw_only=True):
     """What a launcher hands over."""

@@ -27,6 +27,13 @@ class Fetch(Struct, frozen=True, tag=True):
     names: list[bytes]
 
 
+class Borrow(Struct, frozen=True, tag=True):
+    """From now on, what a rank has not on its own disk may be had from others."""
+
+    lenders: list[tuple[str, str]]
+    """Which directory each has (`Ready.store`), and its endpoint."""
+
+
 class Survey(Struct, frozen=True, tag=True):
     """Look what is on disk, once all that waits to be written has been; what others have put there counts too."""
 

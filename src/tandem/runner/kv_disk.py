@@ -18,8 +18,9 @@ from mlx_lm.models.cache import KVCache
 from tandem.borders import start_thread
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.log import Seldom
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 from tandem.runner.piece_files import Layer, PieceFiles, Unusable
+from tandem.transport.lenders import Lenders, Lending, PieceServer
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -94,8 +95,10 @@ class _Arrived:
 class KVDisk:
     """`store` and `take` are for the thread that owns MLX, `fetch` for any."""
 
-    def __init__(self, rank: int, files: PieceFiles, layers: Layers, report: Report) -> None:
-        """`report` is called from a thread of this class."""
+    def __init__(self, rank: int, files: PieceFiles, layers: Layers, report: Report,
+                 lending: Lending | None = None) -> None:
+        """`report` is called from a thread of this class. `lending`: other ranks of the gang have other disks. Raises
+        TransportError where what is here cannot be lent to them."""
         self._rank, self._files, self._layers, self._report = rank, files, layers, report
         self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._number = itertools.count()
@@ -109,6 +112,10 @@ class KVDisk:
         """Pieces that were there at the start."""
         self.store_id = files.store_id
         """Which directory it is, and for which model and type."""
+        self._lending = lending
+        self._server = None if lending is None else PieceServer(files.directory, lending)
+        self.lends = self._server.endpoint if self._server is not None else ""
+        """Where other ranks can have what is here."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
     def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
@@ -137,6 +144,10 @@ class KVDisk:
         """Look what is there, once what waits has been written unless it is to be soon; `Surveyed` says it."""
         self._jobs.put((_READ if order.soon else _WRITE, next(self._number), order))
 
+    def borrow(self, order: Borrow) -> None:
+        """Have what is not on this disk from others' from now on."""
+        self._jobs.put((_READ, next(self._number), order))
+
     def has(self, key: str) -> bool:
         """A prefix has been fetched under this key, or could not be."""
         return key in self._arrived
@@ -155,6 +166,8 @@ class KVDisk:
 
     def close(self, timeout_s: float) -> bool:
         """End the thread once all is read and written; False if that takes more than `timeout_s` seconds."""
+        if self._server is not None:
+            self._server.close()
         self._jobs.put((_END, next(self._number), None))
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
@@ -163,9 +176,12 @@ class KVDisk:
         while True:
             kind, _, job = self._jobs.get()
             if kind == _END:
+                self._files.close()
                 return
             if isinstance(job, Survey):
                 self._survey(job)
+            elif isinstance(job, Borrow):
+                self._borrow(job)
             elif kind == _READ:
                 self._read(job)
             else:
@@ -190,6 +206,11 @@ class KVDisk:
             lost = order.names[len(pieces):] or order.names
         self._arrived[order.key] = arrived
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes))
+
+    def _borrow(self, order: Borrow) -> None:
+        others = [endpoint for store, endpoint in order.lenders if store != self.store_id]
+        if others and self._lending is not None:
+            self._files.borrow(Lenders(others, self._lending.keys))
 
     def _survey(self, order: Survey) -> None:
         try:

@@ -14,7 +14,7 @@ import stat
 import struct
 import time
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +23,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tandem.errors import UsageError
+from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
+from tandem.transport.lenders import Lenders
 
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
@@ -133,33 +134,43 @@ class PieceFiles:
         """Layers and heads of this rank."""
         self._root, self._limit, self._most = directory, limit, most
         self._space = space
-        self._path = directory / space
+        self._path = self.directory = directory / space
+        """Where the files of this space are."""
         identity = _identity(directory)
         self.store_id = f"{identity}/{space}" if identity else ""
         """Alike on all that read what one another writes; empty where that is not known."""
         self._parts: dict[bytes, list[Part]] = {}
+        self._lent: dict[bytes, list[Part]] = {}
+        """Parts that other machines have."""
+        self._lenders: Lenders | None = None
         self._gone: list[bytes] = []
         self._unseen = 0
         """Bytes written since the last look."""
         self._look()
 
-    def _note(self, file: str) -> None:
-        name, _, label = file.removesuffix(".kv").partition(".")
-        with suppress(ValueError, OverflowError):
-            part = Part.read(label)
-            if len(part.layers) and len(part.heads) and file == _file(bytes.fromhex(name), part):
-                self._parts.setdefault(bytes.fromhex(name), []).append(part)
+    def borrow(self, lenders: Lenders) -> None:
+        """Have what is not here from there; `survey` looks what they have."""
+        self.close()
+        self._lenders = lenders
+
+    def close(self) -> None:
+        """Leave those who lend."""
+        if self._lenders is not None:
+            self._lenders.close()
 
     def names(self) -> list[bytes]:
         """Pieces that this rank can put together."""
-        return [name for name in self._parts if self._sources(name) is not None]
+        return [name for name in {**self._parts, **self._lent} if self._sources(name) is not None]
 
     def _sources(self, name: bytes) -> list[list[tuple[Part, range]]] | None:
         """For each layer the parts to take, and which heads of each; None if something is missing."""
-        parts = self._parts.get(name, [])
+        own = self._parts.get(name, [])
+        every = [*own, *self._lent.get(name, [])]
         found = []
         for layer in self.need.layers:
-            if not (taken := _cover([part for part in parts if layer in part.layers], self.need.heads)):
+            # What is here comes first, in smaller parts too.
+            if not (taken := _cover([part for part in own if layer in part.layers], self.need.heads)
+                    or _cover([part for part in every if layer in part.layers], self.need.heads)):
                 return None
             found.append(taken)
         return found
@@ -175,7 +186,8 @@ class PieceFiles:
                 try:
                     files[part.label] = self._load(name, part)
                 except Unusable:
-                    self._parts[name] = [one for one in self._parts[name] if one != part]
+                    for parts in (self._parts, self._lent):
+                        parts[name] = [one for one in parts.get(name, []) if one != part]
                     raise
         layers = []
         for layer, taken in zip(self.need.layers, sources, strict=True):
@@ -189,21 +201,33 @@ class PieceFiles:
 
     def _load(self, name: bytes, part: Part) -> tuple[_Header, list[Layer]]:
         path = self._path / _file(name, part)
+        borrowed = part not in self._parts.get(name, [])
         try:
-            data = self._bytes(path)
+            data = self._bring(path.name) if borrowed else self._bytes(path)
             magic, length = _PREFIX.unpack_from(data)
             header = msgspec.msgpack.decode(data[_PREFIX.size:_PREFIX.size + length], type=_Header)
             payload = memoryview(data)[_PREFIX.size + length:]
             if magic != MAGIC or (header.space, header.name) != (self._space, name) \
                     or len(header.shapes) != len(part.layers) or zlib.crc32(payload) != header.checksum:
                 raise ValueError("it is not what it should be")
-            return header, list(_arrays(payload, header, len(part.heads)))
+            layers = list(_arrays(payload, header, len(part.heads)))
+            if borrowed:
+                with suppress(OSError):  # it serves all the same
+                    self._put(name, part, [data])
+            return header, layers
+        except TransportError as error:
+            raise Unusable(f"{path.name}: {error.message}") from error
         except OSError as error:
             raise Unusable(f"{path.name}: {error.strerror or error}") from error
         except (*UNREADABLE, ValueError, struct.error) as error:
             with suppress(OSError):
                 path.unlink()
             raise Unusable(f"{path.name} is damaged: {error}") from error
+
+    def _bring(self, file: str) -> bytes:
+        """From another machine. Raises TransportError."""
+        assert self._lenders is not None
+        return self._lenders.bring(file)
 
     def _bytes(self, path: Path) -> bytes:
         """All of a file, which is used now. Raises OSError, and ValueError for what is none of ours."""
@@ -219,29 +243,31 @@ class PieceFiles:
 
     def write(self, name: bytes, layers: list[Layer], dtype: str) -> int:
         """Keep this rank's part of a piece; returns the bytes. Raises OSError, with nothing left behind."""
-        target = self._path / _file(name, self.need)
         blocks = [np.ascontiguousarray(array) for pair in layers for array in pair]
         checksum = 0
         for block in blocks:
             checksum = zlib.crc32(block.data, checksum)
         header = msgspec.msgpack.encode(_Header(self._space, name, [(list(keys.shape), list(values.shape))
                                                                     for keys, values in layers], dtype, checksum))
+        return self._put(name, self.need, [_PREFIX.pack(MAGIC, len(header)) + header, *(one.data for one in blocks)])
+
+    def _put(self, name: bytes, part: Part, contents: Iterable[bytes | memoryview]) -> int:
+        """Make it a file; returns its bytes. Raises OSError, with nothing left behind."""
         if not self._path.exists():
             _make_space(self._root, self._space)
         temporary = self._path / f".{secrets.token_hex(8)}.tmp"
         try:
             with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(_PREFIX.pack(MAGIC, len(header)) + header)
-                for block in blocks:
-                    file.write(block.data)
+                for content in contents:
+                    file.write(content)
                 size = file.tell()
-            os.replace(temporary, target)
+            os.replace(temporary, self._path / _file(name, part))
         except BaseException:
             with suppress(OSError):
                 temporary.unlink()
             raise
-        if self.need not in self._parts.setdefault(name, []):
-            self._parts[name].append(self.need)
+        if part not in self._parts.setdefault(name, []):
+            self._parts[name].append(part)
         self._unseen += size
         if self._unseen > BLIND * self._limit:
             self._look()
@@ -261,7 +287,7 @@ class PieceFiles:
                     (self._root / space / file).unlink(missing_ok=True)
                     total -= size
             elif space == self._space:
-                self._note(file)
+                _note(self._parts, file)
                 own += size
         self._gone += [name for name, parts in before.items() if not set(parts) <= set(self._parts.get(name, ()))]
         self._unseen = 0
@@ -277,6 +303,10 @@ class PieceFiles:
                     (self._path / file).unlink()
                     dropped += size
         own, total = self._look()
+        self._lent = {}
+        for file, size in self._lenders.files() if self._lenders is not None else ():
+            if size <= self._most:
+                _note(self._lent, file)
         return dropped if drop else own, total
 
     def take_gone(self) -> list[bytes]:
@@ -309,11 +339,20 @@ def _files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                     yield space.name, file
 
 
+def _note(parts: dict[bytes, list[Part]], file: str) -> None:
+    """Add the part that a file of this name has, if it is one."""
+    name, _, label = file.removesuffix(".kv").partition(".")
+    with suppress(ValueError, OverflowError):
+        part = Part.read(label)
+        if len(part.layers) and len(part.heads) and file == _file(bytes.fromhex(name), part):
+            parts.setdefault(bytes.fromhex(name), []).append(part)
+
+
 def _file(name: bytes, part: Part) -> str:
     return f"{name.hex()}.{part.label}.kv"
 
 
-def _cover(parts: Iterable[Part], heads: range) -> list[tuple[Part, range]]:
+def _cover(parts: Sequence[Part], heads: range) -> list[tuple[Part, range]]:
     """Parts that together have `heads`, in order, and which of theirs; empty if some are missing."""
     found: list[tuple[Part, range]] = []
     at = heads.start

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tandem.cache.pieces import PieceIndex, piece_names
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 from tandem.scheduler.sequence import Sequence as Running
 
 OLD = 0.8
@@ -69,7 +69,7 @@ class DiskTier:
     """Used by the scheduler alone."""
 
     def __init__(self) -> None:
-        self.orders: list[Fetch | Survey] = []
+        self.orders: list[Fetch | Borrow | Survey] = []
         """For all ranks, before the next plan; whoever sends them empties the list."""
         self.counts = DiskCounts()
         self.computing = Pace()
@@ -102,10 +102,16 @@ class DiskTier:
             return GUESS if self.on else 0.0
         return max(0.0, 1.0 - self.computing.tokens_s / self._reading.tokens_s)
 
-    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex) -> None:
-        """New ranks, and the pieces that each has on its disk; None from one that keeps none there."""
-        names = list(kept)
+    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex,
+              lenders: Iterable[tuple[str, str]] = ()) -> None:
+        """New ranks, and the pieces that each has on its disk; None from one that keeps none there. `lenders` have them
+        for ranks with other disks: which directory, and where."""
+        names, others = list(kept), dict(lenders)
         self.reset([] if None in names else [one or [] for one in names])
+        if self._ranks and len(others) > 1:
+            self.orders.append(Borrow(list(others.items())))
+            self._look_for(*waiting)
+            return
         for sequence in waiting:
             self.seek(sequence, prefixes)
 
@@ -148,12 +154,13 @@ class DiskTier:
         fetching.waiting.append(sequence)
         sequence.awaits, sequence.fetched = True, gain
 
-    def _look_for(self, sequence: Running) -> None:
-        """It is said that another engine has written its beginning; see what is there before it is sought again."""
+    def _look_for(self, *sequences: Running) -> None:
+        """Others may have written the beginnings of these: see what is there before they are sought again."""
         self._looked -= 1
         self.orders.append(Survey(self._looked, soon=True))
-        self._looks[self._looked] = _Looking(set(range(self._ranks)), [sequence])
-        sequence.awaits = sequence.looked = True
+        self._looks[self._looked] = _Looking(set(range(self._ranks)), list(sequences))
+        for sequence in sequences:
+            sequence.awaits = sequence.looked = True
 
     def _pays(self, tokens: int, gain: int) -> bool:
         if not (self._reading.tokens_s and self.computing.tokens_s):

@@ -1,0 +1,122 @@
+"""Pieces of other machines' disks: had by those who hold the gang's keys, and never believed when damaged."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from tandem.errors import TransportError
+from tandem.protocol.blobs import Range
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.pieces import PIECE
+from tandem.runner.piece_files import Part, PieceFiles, Unusable
+from tandem.transport import lenders
+from tandem.transport.lenders import Lenders, Lending, PieceServer
+
+NAME, OTHER = bytes(range(16)), bytes(range(1, 17))
+KEYS = np.arange(4 * 6 * PIECE * 200, dtype=np.float32).reshape(4, 1, 6, PIECE, 200)
+"""Of 4 layers with 6 heads: a part of two layers has more bytes than one chunk."""
+KEY = ClusterKeys.generate()
+
+
+def files(directory, layers, heads=(0, 6)):
+    return PieceFiles(directory, "space", Part(range(*layers), range(*heads)), 1 << 30, 1 << 30)
+
+
+def store(directory, layers, heads=(0, 6), name=NAME):
+    cut = KEYS[layers[0]:layers[1], :, heads[0]:heads[1]]
+    files(directory, layers, heads).write(name, [(layer, -layer) for layer in cut], "float32")
+
+
+@pytest.fixture
+def lent(tmp_path):
+    """A machine that has the first two layers, and lends them."""
+    store(tmp_path / "there", (0, 2))
+    server = PieceServer(tmp_path / "there" / "space", Lending(KEY, "127.0.0.1"))
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def borrower(tmp_path, lent):
+    """One that has the others, in two parts, and needs all."""
+    for heads in ((0, 2), (2, 6)):
+        store(tmp_path / "here", (2, 4), heads)
+    mine = files(tmp_path / "here", (0, 4))
+    assert mine.names() == []
+    mine.borrow(Lenders([lent.endpoint], KEY))
+    yield mine
+    mine.close()
+
+
+def test_what_is_missing_is_brought_and_kept(borrower, tmp_path, lent):
+    borrower.survey()
+    assert borrower.names() == [NAME]
+    for _ in range(2):
+        found, _, nbytes = borrower.read(NAME)
+        assert nbytes == 2 * KEYS.nbytes
+        assert np.array_equal(np.stack([keys for keys, _ in found]), KEYS)
+        assert np.array_equal(np.stack([values for _, values in found]), -KEYS)
+        lent.close()  # the second time nobody is asked
+    here = sorted((tmp_path / "here" / "space").glob("*.kv"))
+    assert len(here) == 3 and all(path.stat().st_mode & 0o077 == 0 for path in here)
+    assert files(tmp_path / "here", (0, 4)).names() == [NAME]
+
+
+@pytest.mark.parametrize("fault", ["flipped", "torn", "gone", "silent", "longer"])
+def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, monkeypatch, fault):
+    monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
+    borrower.survey()
+    [path] = (tmp_path / "there" / "space").glob("*.kv")
+    data = bytearray(path.read_bytes())
+    if fault == "flipped":
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    elif fault == "torn":
+        path.write_bytes(data[:-9])
+    elif fault == "longer":
+        path.write_bytes(data + b"123")
+    elif fault == "gone":
+        path.unlink()
+    else:
+        lent.close()
+    if fault == "longer":  # what was lent when it was listed is whole
+        assert len(borrower.read(NAME)[0]) == 4
+        return
+    with pytest.raises(Unusable):
+        borrower.read(NAME)
+    assert borrower.names() == []
+    assert len(list((tmp_path / "here" / "space").glob("*.kv"))) == 2
+
+
+def test_nobody_without_the_keys_gets_anything(lent, tmp_path, monkeypatch):
+    monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
+    stranger = Lenders([lent.endpoint], ClusterKeys.generate())
+    assert list(stranger.files()) == []
+    stranger.close()
+
+
+def test_only_pieces_are_lent(lent, tmp_path):
+    space = tmp_path / "there" / "space"
+    (tmp_path / "secret.kv").write_bytes(b"secret")
+    (space / ".half.kv").write_bytes(b"x")
+    (space / "model").write_bytes(b"x")
+    os.symlink(tmp_path / "secret.kv", space / "link.kv")
+    os.mkfifo(space / "pipe.kv")
+    friend = Lenders([lent.endpoint], KEY)
+    assert [name for name, _ in friend.files()] == [path.name for path in space.glob("????????*.kv")]
+    friend.close()
+    for name in ("../../secret.kv", "link.kv", "pipe.kv", ".half.kv", "model", str(tmp_path / "secret.kv"), "a\0.kv"):
+        with pytest.raises((TransportError, OSError)):
+            lent.chunk(Range(name, 0, 1))
+
+
+def test_a_disk_that_takes_nothing_serves_all_the_same(borrower, monkeypatch):
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    borrower.survey()
+    monkeypatch.setattr("tandem.runner.piece_files.os.replace", full)
+    assert len(borrower.read(NAME)[0]) == 4
