@@ -1,4 +1,5 @@
-"""`vllm serve` of a model with a latent and of a hybrid with recurrent states: mlx-lm's own tokens."""
+"""`vllm serve` of a model with a latent, of a hybrid with recurrent states and of one with windows and experts:
+mlx-lm's own tokens."""
 
 from __future__ import annotations
 
@@ -12,14 +13,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm_helpers import PROMPTS, server
+from vllm_helpers import KINDS, PROMPTS, server
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-KINDS = {
-    "deepseek_v3": ("DeepseekV3ForCausalLM", ("--pipeline-parallel-size", "2")),
-    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", ("--tensor-parallel-size", "2")),
-}
 OUTPUT = 12
 
 _MODELS = """

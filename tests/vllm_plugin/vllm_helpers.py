@@ -19,6 +19,26 @@ VLLM = Path(sys.executable).parent / "vllm"
 START_S = 400.0
 PROMPTS = [[i % 200 + 40 for i in range(start, start + count)] for start, count in ((1, 5), (7, 40), (3, 70), (90, 33))]
 
+KINDS = {
+    "deepseek_v3": ("DeepseekV3ForCausalLM", ("--pipeline-parallel-size", "2")),
+    "granitemoehybrid": ("GraniteMoeHybridForCausalLM", ("--tensor-parallel-size", "2")),
+    "gpt_oss": ("GptOssForCausalLM", ("--pipeline-parallel-size", "2")),
+}
+"""Types besides Llama's with which `vllm serve` is tried, their architecture and layout: for docs/models-list.md."""
+SEES = {
+    "gemma3": "Gemma3ForConditionalGeneration", "gemma3n": "Gemma3nForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration", "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
+    "kimi_k25": "KimiK25ForConditionalGeneration", "kimi_k3": "KimiK3ForConditionalGeneration",
+    "kimi_vl": "KimiVLForConditionalGeneration", "lfm2-vl": "Lfm2VlForConditionalGeneration",
+    "llama4": "Llama4ForConditionalGeneration", "llava": "LlavaForConditionalGeneration",
+    "minimax_m3_vl": "MiniMaxM3SparseForConditionalGeneration", "mistral3": "Mistral3ForConditionalGeneration",
+    "muse_glimmer": "MuseGlimmerForConditionalGeneration", "pixtral": "PixtralForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration", "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration", "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration", "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+}
+"""Types that see or hear, and the architecture that their checkpoints name, for which `vllm serve` refuses them."""
+
 _REFERENCE = """
 import json, sys
 from tandem.comm.blas import preload_blas
