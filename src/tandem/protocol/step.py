@@ -117,7 +117,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
     prefill: list[PrefillOp] = []
     """Chunks of prompts, in the order in which they are computed, after the decode."""
     saves: list[SnapshotOp] = []
-    """Sequences whose KV is to be kept: prompts when their chunk of this step is done, and those that decode."""
+    """Prompts whose KV is to be kept, each when its chunk of this step is done."""
     stores: list[StoreOp] = []
     """Pieces of kept prefixes to write to disk."""
     evicts: list[str] = []
@@ -134,6 +134,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     """Report what went into this rank's layers and what came out (`RankStep.digest`)."""
     tidy: bool = False
     """Give buffers that are kept for reuse back first: the memory of a device is nearly full."""
+    keeps: list[StoreOp] = []
+    """Pieces of sequences of the lane (in place of a key their ids) to write to disk, when the step is computed."""
 
     def sampled(self) -> list[str]:
         """Ids that get a token in this step, in the order of `StepResult.tokens`: one with drafts stands there once

@@ -100,15 +100,21 @@ class LaneBatch:
         return insert.tokens[op.start + 1:min(op.start + op.count + 1, insert.prompt_len)]
 
     def save(self, op: SnapshotOp) -> None:
-        """Keep a sequence's KV for prompts to come, or for itself elsewhere. Raises BatchDesync if it is not there."""
-        held = self.held.get(op.request_id)
-        if held is None:
-            raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} is to be saved, and is not here")
+        """Keep a prompt's KV for prompts to come."""
+        held = self.held[op.request_id]
         if held.caches is None:
-            caches, length = self.store.extract(op.request_id), self.store.length(op.request_id)
-        else:
-            caches, length = held.caches, held.length
-        self._prefixes.save(op.key, caches, length, op.length)
+            raise BatchDesync(f"BATCH DESYNC DETECTED: {op.request_id} decodes already, its prompt is to be saved")
+        self._prefixes.save(op.key, held.caches, held.length, op.length)
+
+    def caches(self, request_id: str) -> tuple[list[Any], int]:
+        """A sequence's caches, copied where it decodes, and how many positions they hold. Raises BatchDesync if it is
+        not there."""
+        held = self.held.get(request_id)
+        if held is None:
+            raise BatchDesync(f"BATCH DESYNC DETECTED: {request_id} is to be kept, and is not here")
+        if held.caches is not None:
+            return held.caches, held.length
+        return self.store.extract(request_id), self.store.length(request_id)
 
     def join(self, request_id: str) -> None:
         """The prompt is done: move the sequence's KV into the store."""

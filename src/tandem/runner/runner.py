@@ -11,9 +11,11 @@ from typing import Any
 import mlx.core as mx
 
 from tandem.comm.group import StageGroup
+from tandem.errors import BatchDesync
 from tandem.guided.vocabulary import Vocabulary
 from tandem.loading.stage import StageModel
 from tandem.protocol.logprobs import TokenLogprob
+from tandem.protocol.pieces import PIECE, StoreOp
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
@@ -146,8 +148,8 @@ class Runner:
                 lane.save(saves.pop(op.request_id))
             if op.last and op.samples:
                 lane.join(op.request_id)
-        for save in saves.values():
-            lane.save(save)
+        for keep in plan.keeps:
+            self._keep(lane, keep)
         for store in plan.stores:
             self._prefixes.store(store)
         for key in plan.evicts:
@@ -160,6 +162,13 @@ class Runner:
         pending.kv_bytes = sum(one.nbytes for one in self._lanes) + (self.drafter.nbytes if self.drafter else 0)
         pending.prefix_bytes = self._prefixes.nbytes
         return pending
+
+    def _keep(self, lane: LaneBatch, op: StoreOp) -> None:
+        """Write pieces of a sequence to disk."""
+        caches, length = lane.caches(op.key)
+        if self.disk is None or any((number + 1) * PIECE > length for number, _ in op.pieces):
+            raise BatchDesync(f"pieces of {op.key} are to be kept on disk, which are not here")
+        self.disk.store(op, [cache.state for cache in caches])
 
     def _update_tokens(self, plan: StepPlan) -> None:
         """Sampling state and last tokens of what leaves and what joins."""

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import PrefixIndex, block_hashes
+from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import HandedOver
-from tandem.protocol.pieces import PIECE, StoreOp
-from tandem.protocol.step import SnapshotOp
+from tandem.protocol.pieces import StoreOp
 from tandem.scheduler.disk import DiskTier
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence
@@ -28,8 +27,6 @@ class _Parting:
     """Who leaves next, once it is known what has to be written."""
 
     sequence: Sequence
-    key: str
-    """Of the prefix that has what is computed of it; empty where there is none, so that nothing can be written."""
     names: list[bytes]
     """All of its whole pieces."""
     ordered: set[bytes] = field(default_factory=set)
@@ -38,10 +35,9 @@ class _Parting:
 class Departures:
     """Used by the scheduler alone."""
 
-    def __init__(self, disk: DiskTier, prefixes: Callable[[], PrefixIndex],
-                 finish: Callable[[Sequence], None]) -> None:
-        """`prefixes`: where what is computed of a sequence is kept until it is written; `finish` ends one here."""
-        self._disk, self._prefixes, self._finish = disk, prefixes, finish
+    def __init__(self, disk: DiskTier, finish: Callable[[Sequence], None]) -> None:
+        """`finish` ends a sequence here."""
+        self._disk, self._finish = disk, finish
         self._leaving: deque[Sequence] = deque()
         self._parting: _Parting | None = None
         self._impatient = False
@@ -69,38 +65,19 @@ class Departures:
         """The ranks are gone; whoever was about to leave does so at the next look."""
         self._parting = None
 
-    def write(self, lane: Lane, saves: list[SnapshotOp], stores: list[StoreOp]) -> None:
-        """Add to the lane's next plan what ranks have to keep and to write for the next one who leaves."""
-        saves += self._saves(lane)
-        stores += self._stores()
-
-    def _saves(self, lane: Lane) -> list[SnapshotOp]:
-        if self._parting is not None or not self._leaving or self._leaving[0].lane != lane.index:
+    def write(self, lane: Lane) -> list[StoreOp]:
+        """What ranks have to write at the end of the lane's next plan, of the next one who leaves."""
+        if not self._leaving or self._leaving[0].lane != lane.index:
             return []
         sequence = self._leaving[0]
-        known = sequence.tokens[:min(len(sequence.tokens), sequence.computed) // PIECE * PIECE]
-        parting = self._parting = _Parting(sequence, "", piece_names(block_hashes(known)))
-        if not self._missing(parting):
-            return []
-        prefixes = self._prefixes()
-        if (snapshot := prefixes.save(known)) is not None:
-            parting.key = snapshot.key
-            return [SnapshotOp(sequence.request_id, snapshot.key, snapshot.length)]
-        parting.key = prefixes.holding(known) or ""  # neither, if the prefix cache is too small for it
-        return []
-
-    def _stores(self) -> list[StoreOp]:
-        parting = self._parting
-        if parting is None or not parting.key:
-            return []
-        if not self._prefixes().hashes(parting.key):  # it had to make room meanwhile
-            parting.key = ""
-            return []
-        missing = self._missing(parting)
-        under_way = sum(name in parting.ordered for _, name in missing)
-        pieces = [one for one in missing if one[1] not in parting.ordered][:AT_ONCE - under_way]
-        parting.ordered.update(name for _, name in pieces)
-        return [StoreOp(parting.key, pieces)] if pieces else []
+        if self._parting is None:
+            known = sequence.tokens[:min(len(sequence.tokens), sequence.computed)]
+            self._parting = _Parting(sequence, piece_names(block_hashes(known)))
+        ordered, missing = self._parting.ordered, self._missing(self._parting)
+        under_way = sum(name in ordered for _, name in missing)
+        pieces = [one for one in missing if one[1] not in ordered][:AT_ONCE - under_way]
+        ordered.update(name for _, name in pieces)
+        return [StoreOp(sequence.request_id, pieces)] if pieces else []
 
     def depart(self) -> list[HandedOver]:
         """Let those go who can; whoever has ended here meanwhile does not leave."""
@@ -111,7 +88,7 @@ class Departures:
                 self._leaving.popleft()
                 self._parting = None
                 continue
-            writes = parting is None or (parting.key and self._missing(parting))
+            writes = parting is None or self._missing(parting)
             if sequence.complete or (sequence.lane is not None and writes and not self._impatient):
                 break  # its last token is under way, or a piece of it
             self._leaving.popleft()

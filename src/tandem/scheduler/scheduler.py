@@ -54,7 +54,7 @@ class Scheduler:
         self.lanes = [Lane(i) for i in range(limits.lanes)]
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
         self.disk = DiskTier()
-        self.departures = Departures(self.disk, lambda: self.prefixes, self._finish)
+        self.departures = Departures(self.disk, self._finish)
         self.shares = FairShares()
         self.speculation = Speculation(limits.speculation)
         self.pressed = False
@@ -173,10 +173,10 @@ class Scheduler:
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
         stores = self.disk.stores(self._lasting(lane, saves, prefill), self.prefixes)
-        self.departures.write(lane, saves, stores)
         plan = StepPlan(
             step_id=self.next_step, lane=lane.index, removes=lane.removes, inserts=inserts, restores=restores,
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
+            keeps=self.departures.write(lane),
             evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
             spec_decode_plan=spec, digest=self.limits.digests, tidy=self.pressed)
