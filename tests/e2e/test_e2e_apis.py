@@ -1,4 +1,4 @@
-"""The official clients drive other APIs of `tandem serve`: the demo model in two stages, a tiny one over two ranks."""
+"""The official clients drive other APIs of `tandem serve`: a tiny model in two stages, and over two ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from served import served
 from tandem.testing import tiny_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.demo]
+pytestmark = pytest.mark.slow
 LAYOUTS = {"pp 2": ("--pipeline-parallel-size", "2"), "tp 2": ("--tensor-parallel-size", "2")}
 LONG = {"max_position_embeddings": 4096}
 SCHEMA = {"type": "object", "additionalProperties": False, "required": ["city", "unit"], "properties": {
@@ -34,8 +34,7 @@ class Place(BaseModel):
 @pytest.fixture(scope="module", params=LAYOUTS)
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("server")
-    model = "demo" if request.param == "pp 2" else str(tiny_model(directory / "model", config=LONG))
-    with served(model, *LAYOUTS[request.param], "--journal", str(directory / "journal")) as address:
+    with served(str(tiny_model(directory / "model", config=LONG)), *LAYOUTS[request.param], "--journal", str(directory / "journal")) as address:
         yield address
 
 
