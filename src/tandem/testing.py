@@ -1,13 +1,11 @@
-"""Test doubles that ship with the package: tiny random models in MLX format, and tensor parallelism among threads."""
+"""Tiny random models in MLX format, to try things with."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tandem.models.families.tiny import EOS, TINY, tiny_config
 
@@ -15,8 +13,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-T = TypeVar("T")
-__all__ = ["EOS", "TINY", "ThreadGroup", "ThreadRank", "tiny_adapter", "tiny_config", "tiny_model", "write_tokenizer"]
+__all__ = ["EOS", "TINY", "tiny_config", "tiny_model", "write_tokenizer"]
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
@@ -103,38 +100,6 @@ def _save(path: Path, arrays: dict[str, Any], shards: int) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def tiny_adapter(
-    model: Path,
-    directory: Path,
-    *,
-    keys: Sequence[str] = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
-                           "mlp.down_proj"),
-    layers: int = 4,
-    rank: int = 4,
-    scale: float = 2.5,
-) -> Path:
-    """Write a LoRA adapter for a tiny model's last `layers` as mlx-lm's training does, with random weights in both
-    factors, and return its directory. Needs mlx.
-    """
-    import mlx.core as mx
-    import numpy as np
-    from mlx.utils import tree_flatten
-    from mlx_lm.tuner.utils import linear_to_lora_layers
-    from mlx_lm.utils import load_model
-
-    directory.mkdir(parents=True)
-    parameters = {"rank": rank, "scale": scale, "dropout": 0.0, "keys": list(keys)}
-    module, _ = load_model(model)
-    linear_to_lora_layers(module, layers, parameters)
-    rng = np.random.default_rng(5)
-    arrays = {name: mx.array(rng.standard_normal(array.shape, dtype=np.float32) / 4)
-              for name, array in tree_flatten(module.parameters()) if name.endswith(("lora_a", "lora_b"))}
-    mx.save_safetensors(str(directory / "adapters.safetensors"), arrays)
-    config = {"fine_tune_type": "lora", "num_layers": layers, "lora_parameters": parameters}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
-    return directory
-
-
 def write_tokenizer(path: Path, vocab: int = 512) -> None:
     """Write a byte-level BPE tokenizer with `vocab` entries and a ChatML template: special tokens, bytes, merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -161,80 +126,3 @@ def write_tokenizer(path: Path, vocab: int = 512) -> None:
         "clean_up_tokenization_spaces": False,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
-
-
-class ThreadGroup:
-    """Ranks of one stage as threads of this process: `run` gives each its `ThreadRank`, a TensorParallel. Needs mlx.
-
-    `calls` lists what rank 0 asked for, as (name, shape of the result).
-    """
-
-    def __init__(self, size: int, *, timeout_s: float = 120.0) -> None:
-        """`timeout_s` is how long a rank waits for the others in one call."""
-        self.size = size
-        self.calls: list[tuple[str, tuple[int, ...]]] = []
-        self._slots: list[Any] = [None] * size
-        self._barrier = threading.Barrier(size, timeout=timeout_s)
-
-    def run(self, work: Callable[[ThreadRank], T]) -> list[T]:
-        """Call `work` once for each rank, all at the same time; results in the order of ranks.
-
-        Arrays in the results must be evaluated: MLX's streams belong to threads. A failing rank ends the others.
-        """
-        with ThreadPoolExecutor(self.size) as pool:
-            futures = [pool.submit(self._guarded, work, rank) for rank in range(self.size)]
-        errors = [e for f in futures if (e := f.exception()) is not None]
-        if errors:
-            raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-        return [future.result() for future in futures]
-
-    def _guarded(self, work: Callable[[ThreadRank], T], rank: int) -> T:
-        try:
-            return work(ThreadRank(self, rank))
-        except BaseException:
-            self._barrier.abort()
-            raise
-
-    def exchange(self, rank: int, array: Any) -> list[Any]:
-        """All ranks' evaluated arrays."""
-        import mlx.core as mx
-
-        mx.eval(array)
-        self._slots[rank] = array
-        self._barrier.wait()
-        arrays = list(self._slots)
-        self._barrier.wait()  # nobody overwrites a slot before all have read
-        return arrays
-
-
-class ThreadRank:
-    """One rank of a `ThreadGroup`. Used by its thread alone. Raises ValueError where the ranks' arrays do not fit."""
-
-    def __init__(self, group: ThreadGroup, rank: int) -> None:
-        self.rank = rank
-        self.size = group.size
-        self._group = group
-
-    def sum(self, x: Any) -> Any:
-        """Elementwise sum over the ranks, in their order."""
-        arrays = self._group.exchange(self.rank, x)
-        if len({(a.shape, a.dtype) for a in arrays}) > 1:
-            raise ValueError(f"ranks sum different arrays: {[(a.shape, a.dtype) for a in arrays]}")
-        total = arrays[0]
-        for array in arrays[1:]:
-            total = total + array
-        return self._record("sum", total)
-
-    def gather_last(self, x: Any, sizes: Sequence[int]) -> Any:
-        """All ranks' last axes, `sizes[r]` long on rank r."""
-        import mlx.core as mx
-
-        arrays = self._group.exchange(self.rank, x)
-        if [a.shape[-1] for a in arrays] != list(sizes):
-            raise ValueError(f"ranks gather {[a.shape for a in arrays]}, announced were {list(sizes)}")
-        return self._record("gather_last", mx.concatenate(arrays, axis=-1))
-
-    def _record(self, name: str, result: Any) -> Any:
-        if self.rank == 0:
-            self._group.calls.append((name, tuple(result.shape)))
-        return result

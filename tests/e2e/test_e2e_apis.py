@@ -34,7 +34,8 @@ class Place(BaseModel):
 @pytest.fixture(scope="module", params=LAYOUTS)
 def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     directory = tmp_path_factory.mktemp("server")
-    with served(str(tiny_model(directory / "model", config=LONG)), *LAYOUTS[request.param], "--journal", str(directory / "journal")) as address:
+    model = tiny_model(directory / "model", config=LONG)
+    with served(str(model), *LAYOUTS[request.param], "--journal", str(directory / "journal")) as address:
         yield address
 
 

@@ -18,10 +18,11 @@ import openai
 import psutil
 import pytest
 
+from adapters import tiny_adapter
 from served import Server, serving, wait_until
 from tandem import LLM, SamplingParams
 from tandem.env import machine_memory
-from tandem.testing import tiny_adapter, tiny_model
+from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
 MIB = 2**20

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import pytest
 from mlx_lm.utils import load_model
 
+from adapters import tiny_adapter
 from submitted import ask, check, submitted
 from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams
 from tandem.errors import RequestError
@@ -23,7 +24,7 @@ from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs
 from tandem.protocol.request import EngineRequest
 from tandem.runner import prompt_scorer
-from tandem.testing import tiny_adapter, tiny_model
+from tandem.testing import tiny_model
 
 LAYOUTS = {
     "inline": {},

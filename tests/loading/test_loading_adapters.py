@@ -12,13 +12,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import load_adapters
 from mlx_lm.utils import load_model
 
+from adapters import tiny_adapter
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
 from tandem.loading.stage import load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import describe
 from tandem.models.shard import plan_shards
-from tandem.testing import ThreadGroup, tiny_adapter, tiny_model
+from tandem.testing import tiny_model
+from thread_ranks import ThreadGroup
 from wide import wide_figures
 
 PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(21)]

@@ -22,7 +22,8 @@ from tandem.models.description import describe
 from tandem.models.footprint import slice_bytes
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
-from tandem.testing import ThreadGroup, ThreadRank, tiny_model
+from tandem.testing import tiny_model
+from thread_ranks import ThreadGroup, ThreadRank
 
 WIDTHS = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "head_dim": 32}
 AWQ_NUMBERS = [0, 2, 4, 6, 1, 3, 5, 7]

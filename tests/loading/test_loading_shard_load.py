@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,7 +29,8 @@ from tandem.models.families.sharding import SHARDING
 from tandem.models.footprint import slice_bytes
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
-from tandem.testing import ThreadGroup, ThreadRank, tiny_model
+from tandem.testing import tiny_model
+from thread_ranks import ThreadGroup, ThreadRank
 from wide import LAYERS, OF_FAMILY, alike, wide_figures
 
 
@@ -258,7 +260,7 @@ from tandem.models.description import describe
 from tandem.checkpoints.resolve import resolve
 from tandem.models.shard import plan_shards
 from tandem.loading.stage import load_stage
-from tandem.testing import ThreadGroup, ThreadRank
+from thread_ranks import ThreadGroup, ThreadRank
 def peak():  # Linux's ru_maxrss starts with what the parent had, VmHWM does not
     if sys.platform == "darwin":
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -290,7 +292,8 @@ def test_peak_memory_is_the_shard_and_few_tensors(family, quantized, dtype, expa
     big = {"hidden_size": 512, "intermediate_size": 2048, "moe_intermediate_size": 512, "head_dim": 128}
     path = tiny_model(tmp_path, family, layers=12, quantized=quantized, config=big)
     command = [sys.executable, "-c", _PEAK, str(path), dtype, str(expand)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])})
     peak, owned, stored = map(int, done.stdout.split())
     tensor = 512 * 2048 * 4
     assert peak < owned + 4 * tensor + 8e6, (peak, owned, stored)

@@ -14,7 +14,8 @@ from tandem.models.description import describe
 from tandem.models.families.sharding import SHARDING
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
-from tandem.testing import ThreadGroup, tiny_model
+from tandem.testing import tiny_model
+from thread_ranks import ThreadGroup
 from wide import LAYERS, alike, repeats, wide_figures
 
 REQUIRED = ["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "phi3"]

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from adapters import tiny_adapter
 from pages.commands import LANGUAGES, PAGES, ROOT, Shell, blocks, commands, name_of, runs_here, table
 from served import served
-from tandem.testing import tiny_adapter, tiny_model
+from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="only in a checkout")
 HERE = [page for page in PAGES if any(runs_here(page, one) for one in commands(page))]
