@@ -52,7 +52,7 @@ class Product:
     def __init__(self, joined: nn.Module, widths: Sequence[int]) -> None:
         """`widths`: outputs of each projection, in their order in `joined`."""
         self.joined = joined
-        self._ends = [sum(widths[:i]) for i in range(1, len(widths))]
+        self._columns = [slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths))]
         self._args: tuple[Any, ...] = ()
         self._outputs: dict[int, mx.array] = {}
 
@@ -60,8 +60,10 @@ class Product:
         """Outputs of one projection. Each is given out once, so that nothing is kept when all have been."""
         given = (*args, *kwargs.values())
         if number not in self._outputs or not _same(given, self._args):
-            parts = mx.split(self.joined(*args, **kwargs), self._ends, axis=-1)
-            self._args, self._outputs = given, dict(enumerate(parts))
+            whole = self.joined(*args, **kwargs)
+            # No mx.split: what it gives counts its elements alone as its size, by which MLX's rotary kernel on a GPU
+            # allocates an output with the gaps of its input.
+            self._args, self._outputs = given, {i: whole[..., own] for i, own in enumerate(self._columns)}
         found = self._outputs.pop(number)
         if not self._outputs:
             self._args = ()
