@@ -211,7 +211,5 @@ class RankStep(Struct, frozen=True, array_like=True):
 
 def batch_fingerprint(lengths: Iterable[tuple[str, int]]) -> str:
     """16 hex digits over the ordered (request id, tokens in its KV cache) of one lane's batch."""
-    digest = hashlib.blake2b(digest_size=8)
-    for request_id, length in lengths:
-        digest.update(f"{request_id}:{length};".encode())
-    return digest.hexdigest()
+    text = "".join(f"{request_id}:{length};" for request_id, length in lengths)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -78,10 +78,8 @@ class ArenaLayer:
         for part, new in zip(self._parts, news, strict=True):
             if together:
                 part[: self._rows, :, start : start + step.width] = new
-            elif step.width == 1:
-                part[step.rows, :, step.slots(self._ring)[:, 0]] = new[:, :, 0]
             else:
-                part[step.rows[:, None], :, step.slots(self._ring)] = new.swapaxes(1, 2)
+                part[step.places(self._ring, part.shape[1])] = new
         views = [part[: self._rows, :, :used] for part in self._parts]
         return (views[0], views[1]) if groups is None else _pair(views, groups)
 

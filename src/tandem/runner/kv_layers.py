@@ -27,7 +27,8 @@ class RowStep:
     """Tokens in each row's cache before the step, which is also the position of the first token that is written."""
     width: int = 1
     """Tokens that are written in each row, one behind the other."""
-    _slots: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _places: dict[tuple[int, int], tuple[mx.array, mx.array, mx.array]] = field(
+        default_factory=dict, init=False, repr=False, compare=False)
     _held: dict[int, mx.array] = field(default_factory=dict, init=False, repr=False, compare=False)
     _masks: list[tuple[int, mx.array]] = field(default_factory=list, init=False, repr=False, compare=False)
 
@@ -40,11 +41,6 @@ class RowStep:
     def aligned(self) -> bool:
         """True when all rows have one length: no mask, no scatter, and a plain int as offset."""
         return len(set(self.lengths)) == 1
-
-    @cached_property
-    def rows(self) -> mx.array:
-        """int32 [rows]: 0, 1, 2, ..."""
-        return mx.arange(len(self.lengths), dtype=mx.int32)
 
     @cached_property
     def positions(self) -> mx.array:
@@ -61,11 +57,19 @@ class RowStep:
         """int32 [rows, width]: positions of the tokens that are written."""
         return self.positions[:, None] + mx.arange(self.width, dtype=mx.int32)
 
-    def slots(self, ring: int) -> mx.array:
-        """int32 [rows, width]: where each row writes in a ring of `ring` positions (0: no ring)."""
-        if ring not in self._slots:
-            self._slots[ring] = self.queries % ring if ring else self.queries
-        return self._slots[ring]
+    def places(self, ring: int, heads: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Where each row writes in a ring of `ring` positions (0: no ring): row, head and slot of each token.
+
+        uint32 [rows, heads, width] each: as MLX's scatter has them, so that a layer's write converts and expands none.
+        """
+        if (ring, heads) not in self._places:
+            shape = (len(self.lengths), heads, self.width)
+            slots = (self.queries % ring if ring else self.queries).astype(mx.uint32)
+            rows, each = (mx.arange(count, dtype=mx.uint32) for count in shape[:2])
+            self._places[ring, heads] = (mx.broadcast_to(rows[:, None, None], shape),
+                                         mx.broadcast_to(each[None, :, None], shape),
+                                         mx.broadcast_to(slots[:, None], shape))
+        return self._places[ring, heads]
 
     def held(self, ring: int) -> mx.array:
         """int32 [rows]: positions that each row of such a ring reads besides the one that it writes."""
