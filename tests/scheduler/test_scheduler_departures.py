@@ -227,6 +227,8 @@ def test_ranks_that_borrow_from_one_another_look_before_anybody_is_computed() ->
     assert borrow == Borrow([("d1", "tcp://1"), ("d2", "tcp://2")]) and isinstance(survey, Survey)
     scheduler.disk.orders.clear()
     assert scheduler.next_plan() is None and scheduler.disk.fetching
+    scheduler.submit(request("b", LONG), seed=1)
+    assert scheduler.next_plan() is None and not scheduler.disk.orders, "who comes meanwhile waits too"
     for rank in range(RANKS):
         scheduler.disk.take(Surveyed(rank, survey.number, names), scheduler.prefixes)
     [fetch] = scheduler.disk.orders

@@ -131,13 +131,17 @@ class DiskTier:
         reading takes less time than computing, as far as is known."""
         sequence.fetched = 0
         told = not sequence.looked and sequence.request.kept >= PIECE and self._ranks > 0
-        if self._silent or not (self._pieces or told) or sequence.whole or sequence.suspicion.suspect:
+        if self._silent or not (self._pieces or told or self._looks) or sequence.whole or sequence.suspicion.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
         every = piece_names(hashes)
         names = self._pieces.leading(every)
         if told and len(names) < min(sequence.request.kept // PIECE, len(every)):
             self._look_for(sequence)
+            return
+        if self._looks and len(names) < len(every) and not sequence.looked:
+            next(reversed(self._looks.values())).waiting.append(sequence)
+            sequence.awaits = sequence.looked = True
             return
         gain = len(names) * PIECE - prefixes.peek(hashes)
         if gain < PIECE or not self._pays(len(names) * PIECE, gain):
