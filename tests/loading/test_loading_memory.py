@@ -88,8 +88,20 @@ def test_a_size_of_the_users_own_is_a_limit_and_off_means_off(mac):
 def test_nothing_is_wired_on_a_cpu_or_another_gpu(mac, how):
     mlx = mac(**how)
     assert memory.wire_weights(None, 0.85) == 0
+    assert mlx.told("set_wired_limit") == []
+
+
+def test_what_a_cpu_takes_is_not_limited(mac):
+    mlx = mac(gpu=False)
     memory.limit_memory(0.85, 1)
-    assert mlx.told("set_wired_limit") == mlx.told("set_memory_limit") == []
+    assert mlx.told("set_memory_limit") == []
+
+
+@pytest.mark.parametrize(("share", "sharing", "part"), [(0.85, 1, 0.95), (0.425, 2, 0.475), (0.3, 1, 0.45)])
+def test_ranks_of_an_nvidia_gpu_leave_cuda_its_part(mac, share, sharing, part):
+    mlx = mac(metal=False)
+    memory.limit_memory(share, sharing)
+    assert mlx.told("set_memory_limit") == [pytest.approx(48 * GIB * part, rel=1e-6)]
 
 
 @pytest.mark.parametrize("installed", MACS)

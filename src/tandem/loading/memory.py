@@ -19,7 +19,9 @@ GPU_CACHE_BYTES = 2 * 1024 * 1024 * 1024
 CACHE_PART = 16
 """The buffers that the ranks of a machine keep may take this part of a small GPU's memory."""
 HEADROOM = 0.15
-"""Share of a Mac's GPU memory that its ranks may have for what lasts a moment, beside what `memory_share` gives."""
+"""Share of a GPU's memory that its ranks may have for what lasts a moment, beside what `memory_share` gives."""
+CUDA_SHARE = 0.95
+"""Part of an NVIDIA GPU's memory that its ranks may take together; the rest is CUDA's own."""
 SYSTEM_BYTES, SYSTEM_PART = 8 * 1024 * 1024 * 1024, 4
 """What is never wired of a Mac: so many bytes, or the fourth part of it if that is more."""
 
@@ -49,11 +51,13 @@ def limit_memory(share: float, sharing: int) -> None:
     """Bound what MLX takes: without a limit its buffers would follow the largest prompt.
 
     `share` is the part of the memory that this rank's weights and KV may take; it is one of `sharing` on the machine.
-    On Metal each process would else believe that all of the memory, and half of it again, is its own.
+    On Metal each process would else believe that all of the memory, and half of it again, is its own. What a GPU has
+    been given to do and has not done holds its memory, layers and tokens ahead; at the limit MLX waits for it.
     """
     mx.set_cache_limit(cache_bytes(sharing))
-    if on_metal():
-        mx.set_memory_limit(int(memory_bytes() * min(1 / sharing, share + HEADROOM / sharing)))
+    if on_gpu():
+        whole = 1.0 if on_metal() else CUDA_SHARE
+        mx.set_memory_limit(int(memory_bytes() * min(whole / sharing, share + HEADROOM / sharing)))
 
 
 def wire_weights(wanted: int | None, share: float) -> int:
