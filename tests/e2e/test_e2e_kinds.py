@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -46,6 +47,7 @@ def url(models: Path) -> Iterator[str]:
         yield address
 
 
+@cache
 def expected(path: Path) -> tuple[list[str], str]:
     """Greedy texts of mlx-lm: of PROMPTS, and the answer to MESSAGES."""
     model, tokenizer = load(str(path))

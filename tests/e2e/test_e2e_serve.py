@@ -76,8 +76,8 @@ class TestDemoModel:
             assert -10 < entry.logprob <= 0
 
     def test_choices_seeds_and_stops(self, demo: Server) -> None:
-        first = answer(demo, "Tell me a story.", n=3, temperature=1.0, seed=7)
-        again = answer(demo, "Tell me a story.", n=3, temperature=1.0, seed=7)
+        first = answer(demo, "Tell me a story.", n=3, temperature=1.0, seed=7, max_tokens=12)
+        again = answer(demo, "Tell me a story.", n=3, temperature=1.0, seed=7, max_tokens=12)
         texts = [choice.message.content for choice in first.choices]
         assert texts == [choice.message.content for choice in again.choices]
         assert len(set(texts)) == 3

@@ -23,6 +23,35 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tensor_parallel_size": 2},
     "tp2 x pp2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
 }
+FORM = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
+GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
+
+
+def logprobs_penalties_and_grammars(llm: Any) -> None:
+    """What an engine says and does beside tokens; over two stages, as there it comes from the last."""
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import StructuredOutputsParams
+
+    prompt = {"prompt_token_ids": PROMPTS[1]}
+    [plain] = llm.generate(prompt, SamplingParams(**GREEDY, logprobs=3), use_tqdm=False)
+    for token, found in zip(plain.outputs[0].token_ids, plain.outputs[0].logprobs, strict=True):
+        best = max(found.values(), key=lambda one: one.logprob)
+        assert len(found) == 3 and found[token].logprob == best.logprob and found[token].rank == 1
+    [biased] = llm.generate(prompt, SamplingParams(**GREEDY, logit_bias={77: 100.0}), use_tqdm=False)
+    assert list(biased.outputs[0].token_ids) == [77] * 8
+    drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
+    once, again = (llm.generate(prompt, drawn, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
+    assert once == again != plain.outputs[0].token_ids
+    params = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=StructuredOutputsParams(json=FORM))
+    outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
+    for output in outputs:
+        assert json.loads(output.outputs[0].text)["a"] in ("x", "y")
+    with pytest.raises(VLLMValidationError, match="bad_words is not supported"):
+        llm.generate(prompt, SamplingParams(bad_words=["x"]), use_tqdm=False)
+    with pytest.raises(VLLMValidationError, match="log probabilities of the prompt"):
+        llm.generate(prompt, SamplingParams(prompt_logprobs=1), use_tqdm=False)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -33,6 +62,8 @@ def test_greedy_tokens_of_a_layout(tiny: Path, expected: list[list[int]], layout
         assert generate(llm, PROMPTS, OUTPUT) == expected
         # Again, now that vLLM takes the prompts for cached.
         assert generate(llm, PROMPTS, OUTPUT) == expected
+        if layout == "pp2":
+            logprobs_penalties_and_grammars(llm)
 
 
 def test_the_first_scheduling_contract_works_as_well(
@@ -48,11 +79,6 @@ def test_the_demo_model_with_uneven_heads(demo: Path) -> None:
     found = expected_tokens(demo, prompts, 12)
     with engine(demo, tensor_parallel_size=3) as llm:
         assert generate(llm, prompts, 12) == found["served"]
-
-
-FORM = {"type": "object", "properties": {"a": {"enum": ["x", "y"]}}, "required": ["a"], "additionalProperties": False}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2, "prompt_lookup_max": 4}
-GREEDY = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True}
 
 
 def test_drafts_change_nothing(tiny: Path, expected: list[list[int]]) -> None:
@@ -77,32 +103,6 @@ def test_drafts_change_nothing(tiny: Path, expected: list[list[int]]) -> None:
         params = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=StructuredOutputsParams(json=FORM))
         [formed] = llm.generate(prompt, params, use_tqdm=False)
         assert json.loads(formed.outputs[0].text)["a"] in ("x", "y")
-
-
-def test_logprobs_penalties_and_grammars(tiny: Path) -> None:
-    from vllm import SamplingParams
-    from vllm.exceptions import VLLMValidationError
-    from vllm.sampling_params import StructuredOutputsParams
-
-    prompt = {"prompt_token_ids": PROMPTS[1]}
-    with engine(tiny, pipeline_parallel_size=2) as llm:
-        [plain] = llm.generate(prompt, SamplingParams(**GREEDY, logprobs=3), use_tqdm=False)
-        for token, found in zip(plain.outputs[0].token_ids, plain.outputs[0].logprobs, strict=True):
-            best = max(found.values(), key=lambda one: one.logprob)
-            assert len(found) == 3 and found[token].logprob == best.logprob and found[token].rank == 1
-        [biased] = llm.generate(prompt, SamplingParams(**GREEDY, logit_bias={77: 100.0}), use_tqdm=False)
-        assert list(biased.outputs[0].token_ids) == [77] * 8
-        drawn = SamplingParams(temperature=1.0, seed=5, max_tokens=8, ignore_eos=True)
-        once, again = (llm.generate(prompt, drawn, use_tqdm=False)[0].outputs[0].token_ids for _ in range(2))
-        assert once == again != plain.outputs[0].token_ids
-        params = SamplingParams(temperature=0.0, max_tokens=64, structured_outputs=StructuredOutputsParams(json=FORM))
-        outputs = llm.generate([prompt] * 3, params, use_tqdm=False)
-        for output in outputs:
-            assert json.loads(output.outputs[0].text)["a"] in ("x", "y")
-        with pytest.raises(VLLMValidationError, match="bad_words is not supported"):
-            llm.generate(prompt, SamplingParams(bad_words=["x"]), use_tqdm=False)
-        with pytest.raises(VLLMValidationError, match="log probabilities of the prompt"):
-            llm.generate(prompt, SamplingParams(prompt_logprobs=1), use_tqdm=False)
 
 
 def test_the_table_of_overrides_is_needed() -> None:
