@@ -6,16 +6,21 @@ A block whose packages are missing is skipped. To run all: TANDEM_CLIENTS_PYTHON
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from clients.page import ADDRESS, PAGE, blocks
 
 PYTHON = os.environ.get("TANDEM_CLIENTS_PYTHON", sys.executable)
+HERE = Path(__file__).parent
+NAMED = {"pydantic-ai-slim": "pydantic-ai"}
+TORCH_ASKS = ("mpmath", "networkx", "sympy")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PAGE.is_file(), reason="only in a checkout")]
 
 
@@ -28,7 +33,9 @@ def missing(code: str) -> list[str]:
 
 
 def run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    """Its output. LiteLLM asks the network for prices otherwise."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False,
+                          env={**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -48,3 +55,13 @@ def test_curl(url: str) -> None:
     assert '"object":"list"' in answers[0]
     assert '"chat.completion"' in answers[1]
     assert answers[2].rstrip().endswith('data: {"type":"message_stop"}')
+
+
+def test_versions_of_the_table_are_those_that_are_run() -> None:
+    pinned = dict(re.findall(r"^([\w.-]+)==(\S+)", (HERE / "requirements.txt").read_text(), re.MULTILINE))
+    modules = json.loads((HERE / "package.json").read_text())["dependencies"]
+    named = re.findall(r"^([a-z][\w-]+)", (HERE / "requirements.in").read_text(), re.MULTILINE)
+    table = re.findall(r"^\| ([^|]+) \| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)
+    cells = {name: versions for names, versions in table for name in names.split(", ")}
+    clients = {name: pinned[name] for name in named if name not in TORCH_ASKS} | modules
+    assert {name for name, version in clients.items() if version not in cells[NAMED.get(name, name)]} == set()
