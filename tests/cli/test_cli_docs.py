@@ -1,4 +1,4 @@
-"""Every command and every flag of ours that the documentation names exists."""
+"""Every command, flag and address of ours that the documentation names exists."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 
 from tandem.cli.main import build_parser
+from tandem.config.settings import Settings
+from tandem.router.router import Router
+from tandem.server.app import create_app
+from tandem.server.engines.replicas import Replicas
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
@@ -92,3 +96,34 @@ def test_flags_that_replace_others_exist() -> None:
                 named |= set(re.findall(r"(?:^| )(--?[a-z][\w-]*)", span))
     assert len(named) > 40
     assert named <= known, named - known
+
+
+ADDRESS = re.compile(r"(?:(GET|POST|DELETE)(?:`/`POST)? )?(/[a-z][^ `]*)")
+ABSENT = {"/chat/completions", "/v1", "/v1/rerank", "/v1/audio/*"}
+"""Addresses of the right column which it says are not there."""
+
+
+def addresses(cell: str) -> set[tuple[str, str]]:
+    """Method, or nothing, and path with `{}` for what is named in it, of each address in a cell."""
+    found = [match.groups(default="") for span in re.findall(r"`([^`]+)`", cell) if (match := ADDRESS.fullmatch(span))]
+    return {(method, re.sub(r"\{\w+\}|\b(NAME|ID)\b", "{}", path)) for method, path in found}
+
+
+def test_addresses_are_there_or_not_as_the_tables_say() -> None:
+    routes = create_app(Settings(), Replicas(Router())).openapi()["paths"]
+    there = {(method, re.sub(r"\{\w+\}", "{}", path)) for path, methods in routes.items()
+             for method in ("", *map(str.upper, methods))} | {("", "/ui"), ("", "/metrics")}
+    named, absent = set(), set()
+    for row in (ROOT / "docs" / "migrating.md").read_text().splitlines():
+        cells = re.split(r"(?<!\\)\|", row)
+        if not row.startswith("|") or len(cells) != 4:
+            continue
+        theirs, ours = addresses(cells[1]), {one for one in addresses(cells[2]) if one[1] not in ABSENT}
+        named |= ours
+        if re.match(r" (the same|there\b)", cells[2]):
+            named |= theirs
+        elif re.match(r" not (there|yet)\b", cells[2]):
+            absent |= theirs
+    assert len(named) > 25 and named <= there, named - there
+    assert len(absent) > 10 and not {path for _, path in absent | {("", one) for one in ABSENT}} & {
+        path for _, path in there}

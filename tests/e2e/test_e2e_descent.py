@@ -166,10 +166,18 @@ def test_vllm_mlxs_launcher(model: Path, tmp_path: Path) -> None:
         end(process)
 
 
+FIRST_TEST = """
+result = mx.distributed.all_sum(mx.array(rank), group=group, stream=mx.cpu)
+world_size = group.size()
+print(f"[Rank {rank}] all_sum result = {result.item()} (expected {world_size * (world_size - 1) // 2})", flush=True)
+"""
+"""What vllm-mlx's page has tried before a server is started, in the group that the script before it has made."""
+
+
 def test_the_communicators_operations(tmp_path: Path) -> None:
     section = DOCS.read_text().split("## vllm-mlx: distributed tensor parallelism\n")[1].split("\n## ")[0]
     [script] = re.findall(r"```python\n(import mlx.core.*?)```", section, re.DOTALL)
-    (tmp_path / "operations.py").write_text(script)
+    (tmp_path / "operations.py").write_text(script + FIRST_TEST)
     # As mlx.launch would have it.
     (tmp_path / "ring.json").write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(2)]))
     ranks = [subprocess.Popen([sys.executable, "operations.py"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -182,3 +190,4 @@ def test_the_communicators_operations(tmp_path: Path) -> None:
             rank.kill()
     for number, text in enumerate(said):
         assert f"[Rank {number}] 7 [1.5, 2.5] [11, 12] 3 ['gone']" in text
+        assert f"[Rank {number}] all_sum result = 1 (expected 1)" in text

@@ -156,6 +156,10 @@ def test_one_machine(one_machine: Cluster, wanted: list[int], tmp_path: Path) ->
         assert answer["usage"]["completion_tokens"] == 16
         assert one_machine.complete()["token_ids"] == wanted
         assert "RayWorkerProc (custom Ray resource mlx)" in (tmp_path / "log").read_text()
+    assert "0.0/1.0 mlx" in one_machine.run("h0", "ray status")
+    nodes = ("import ray; ray.init(address='auto'); "
+             "print([n['NodeManagerAddress'] for n in ray.nodes() if n.get('Alive')])")
+    assert one_machine.run("h0", f'python -c "{nodes}"').split()[-1] == f"['{one_machine.machines['h0'].address}']"
     one_machine.run("h0", block("Ray, one machine", 2))
     assert not one_machine.machines.processes("h0", "raylet")
 
@@ -229,9 +233,13 @@ def test_after_ray_init(one_machine: Cluster) -> None:
     script = one_machine.here(script).replace("max_model_len=4096", "max_model_len=256")
     script = script.replace("ray.init(", "ray.init(include_dashboard=False, object_store_memory=100_000_000, ")
     assert script.count("resources=") == 1 and str(one_machine.model) in script
-    done = one_machine.machines.run("h0", [sys.executable, "-c", script], timeout=START_S)
-    assert "RayWorkerProc (custom Ray resource mlx)" in done.stdout + done.stderr
-    bare = script.replace('resources={"mlx": 1}', "")
+    imports, rest = script.split("\nllm = ")
+    alone = (f"alone = LLM(model={str(one_machine.model)!r}, max_model_len=256)\n"  # nobody asks for Ray here
+             "print('alone', alone.generate(['Hello'])[0].finished, flush=True)")
+    done = one_machine.machines.run("h0", [sys.executable, "-c", f"{imports}\n{alone}\nllm = {rest}"], timeout=START_S)
+    before, _, after = done.stdout.partition("alone True")
+    assert "RayWorkerProc (custom Ray resource mlx)" in after and "RayWorkerProc" not in before
+    bare = script.replace('resources={"mlx": 1}', 'resources={"METAL": 1}')  # as an older page has it
     done = one_machine.machines.run("h0", [sys.executable, "-c", bare], timeout=START_S, check=False)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("tandem.errors.UsageError: the layout needs 1 of the Ray resource "

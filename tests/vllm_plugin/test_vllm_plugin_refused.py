@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 from vllm_helpers import SEES, VLLM
 
 from tandem.errors import ConfigError, UnsupportedModel
+from tandem.testing import tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -85,6 +86,12 @@ def test_types_that_see_are_refused(monkeypatch: pytest.MonkeyPatch, tiny: Path,
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "architectures": [architecture]}))
         with pytest.raises(UnsupportedModel, match=f"{architecture} takes images, video or sound"):
             limits.refuse_model(str(tmp_path), None, _is_multimodal)
+
+
+@pytest.mark.parametrize("options", [DP, DP_RAY])
+def test_replicas_of_a_mixture_of_experts_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="data parallelism of a mixture of experts is not supported"):
+        configured(tiny_model(tmp_path, "qwen3_moe"), **options)
 
 
 def test_replicas_on_this_machine_are_taken(tiny: Path) -> None:

@@ -133,7 +133,12 @@ def test_an_answer_that_was_cut_says_so_and_goes_on(page: Window, scripted: Any)
     assert prompt(scripted).endswith(begun), "it goes on behind what there was"
     text = page.text(".assistant .markdown").strip()
     assert text.startswith(begun) and len(text) > len(begun)
-    page.run("document.getElementById('max_tokens').value = ''")
+    page.click("#open-settings")
+    page.find("#max_tokens").clear()
+    page.click("#settings [value='done']")
+    page.ask("Count again.")
+    answered(page, 2)
+    assert not page.shown(".message:last-child .end"), "an emptied field is no limit of 0"
 
 
 def test_a_long_answer_is_drawn_once_a_frame(page: Window, scripted: Any) -> None:
@@ -500,15 +505,16 @@ def test_the_keyboard_does_it_all_and_everything_has_a_name(page: Window, script
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_phone_needs_no_sideways_scrolling(page: Window, scripted: Any, theme: str) -> None:
-    rows = "| a | b | c |\\n|---|---|---|\\n"
-    says(scripted, CODE + rows + "| " + "long words in a cell " * 8 + "| x | y |\n")
+    says(scripted, CODE + "| a | b | c |\n|---|---|---|\n| " + "long words in a cell " * 4 + "| x | y |\n")
     page.run("document.documentElement.dataset.theme = arguments[0]", theme)
     with page.phone():
         for view in ("chat", "models", "cluster", "plan"):
             page.view(view)
             if view == "chat":
+                page.run("let now = 0; performance.now = () => now += 25")
                 page.ask("A table, please.")
                 answered(page)
+                assert page.texts(".markdown td")[1:] == ["x", "y"]
             wide, inside = page.run("const e = document.querySelector('main > :not([hidden])');"
                                     "return [document.documentElement.scrollWidth - innerWidth,"
                                     "e.scrollWidth - e.clientWidth]")

@@ -1,7 +1,7 @@
 """Fields that other servers and their clients know and this one has no use for: which of their values may be sent.
 
-From the request schemas of OpenAI, Anthropic, vLLM, SGLang, llama.cpp's server, Ollama, OpenRouter, LM Studio, GLM and
-Qwen. `scripts/generate_docs` writes docs/clients.md from these tables.
+From the request schemas of OpenAI, Anthropic, vLLM, SGLang, llama.cpp's server, Ollama, OpenRouter, LM Studio,
+mlx_lm.server, GLM and Qwen. `scripts/generate_docs` writes docs/clients.md from these tables.
 """
 
 from __future__ import annotations
@@ -96,6 +96,8 @@ GENERATING = _together((
     _only("OpenRouter", "transforms plugins", []),
     _only("OpenRouter", "top_a", 0),
     _any("LM Studio", "ttl draft_model"),
+    _any("mlx_lm.server", "num_draft_tokens"),
+    _only("mlx_lm.server", "repetition_context_size presence_context_size frequency_context_size"),
     _any("GLM", "user_id tool_stream"),
     _only("GLM", "do_sample", True),
     _only("Qwen", "enable_search incremental_output", False),
