@@ -160,8 +160,13 @@ def test_windows(task: Task, monkeypatch: Patch) -> None:
 
 def test_drafts(task: Task, monkeypatch: Patch) -> None:
     assert arena.drafts(task)
-    slots = RowStep.slots
-    monkeypatch.setattr(RowStep, "slots", lambda self, ring: mx.maximum(slots(self, ring) - 1, 0))
+    places = RowStep.places
+
+    def one_too_early(self: RowStep, ring: int, heads: int) -> tuple[mx.array, mx.array, mx.array]:
+        rows, each, slots = places(self, ring, heads)
+        return rows, each, mx.maximum(slots, 1) - 1
+
+    monkeypatch.setattr(RowStep, "places", one_too_early)
     differs(arena.drafts, task, "drafts, all positions")
 
 
