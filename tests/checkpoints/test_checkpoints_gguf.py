@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 
 import gguf
 import mlx.core as mx
@@ -15,8 +17,10 @@ from tandem.checkpoints.resolve import resolve
 from tandem.errors import BrokenModel, UnsupportedModel
 from tandem.loading.stage import load_stage
 from tandem.models.description import describe
+from tandem.models.shard import plan_shards
 from tandem.testing import tiny_model
 from tandem.text.tokenizer import load_tokenizer
+from thread_ranks import ThreadGroup, ThreadRank
 
 
 @pytest.fixture(autouse=True)
@@ -162,6 +166,32 @@ def test_mixed_types_and_one_conversion(tmp_path):
     assert resolve(str(path)) == first
     assert (first.path / "model.safetensors").stat().st_mtime_ns == stamp
     assert not [p for p in first.path.parent.iterdir() if p.name.startswith(".")]
+
+
+def test_a_rank_takes_the_memory_of_its_slice_and_few_tensors(tmp_path):
+    """From the file to what computes: conversion goes tensor by tensor, and ranks read their slices of the result. Of
+    all types Q6_K takes the most."""
+    config = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128}
+    model = tiny_model(tmp_path / "m", "llama", dtype="float32", config=config)
+    path = write_gguf(tmp_path / "tiny.gguf", model, "Q6_K")
+    tensor = 512 * 1024 * 4  # the largest, in float32
+    tracemalloc.start()
+    try:
+        files = resolve(str(path))
+        converting = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    description = describe(files)
+    assert converting < 4 * tensor < sum(description.layer_bytes) / 2, converting / tensor
+    shard = plan_shards(description, 2)[0]
+    gc.collect()
+    mx.clear_cache()
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    stage = load_stage(files, description, range(4), dtype="float32", shard=shard,
+                       tensor_parallel=ThreadRank(ThreadGroup(2), 0))
+    beyond = mx.get_peak_memory() - before - stage.nbytes
+    assert beyond < tensor, (beyond / tensor, stage.nbytes / tensor)
 
 
 def test_unsupported_tensor_type_is_named(tmp_path):

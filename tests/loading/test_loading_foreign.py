@@ -313,6 +313,62 @@ def test_formats_of_mlx_give_what_mlx_lm_gives(group, bits, mode, mixed, tmp_pat
             np.testing.assert_allclose(got, want, atol=1e-4 * np.abs(want).max())
 
 
+def make_nvfp4(twin: Twin) -> tuple[Path, Path]:
+    """As compressed-tensors has it: a second scale, of the whole matrix."""
+    for base, array in twin.matrices().items():
+        weight, scales = mx.quantize(mx.array(array), 16, 4, mode="nvfp4")
+        twin.foreign[f"{base}.weight_packed"] = ("U8", np.array(weight.view(mx.uint8)))
+        twin.foreign[f"{base}.weight_scale"] = ("F8_E4M3", np.array(scales))
+        twin.foreign[f"{base}.weight_global_scale"] = ("F32", np.ones(1, np.float32))
+    return twin.write({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, None)
+
+
+def make_modelopt(twin: Twin) -> tuple[Path, Path]:
+    for base, array in twin.matrices().items():
+        weight, scales = mx.quantize(mx.array(array), 16, 4, mode="nvfp4")
+        twin.foreign[f"{base}.weight"] = ("U8", np.array(weight.view(mx.uint8)))
+        twin.foreign[f"{base}.weight_scale"] = ("F8_E4M3", np.array(scales))
+        twin.foreign[f"{base}.weight_scale_2"] = ("F32", np.ones(1, np.float32))
+    return twin.write({"quant_method": "modelopt", "quant_algo": "NVFP4"}, None)
+
+
+def make_modelopt_apart(twin: Twin) -> tuple[Path, Path]:
+    """Its settings in a file of their own."""
+    foreign, own = make_modelopt(twin)
+    config = json.loads((foreign / "config.json").read_text())
+    settings = {"producer": {"name": "modelopt"}, "quantization": config.pop("quantization_config")}
+    (foreign / "hf_quant_config.json").write_text(json.dumps({"quant_method": "modelopt", **settings}))
+    (foreign / "config.json").write_text(json.dumps(config))
+    return foreign, own
+
+
+def make_bitsandbytes(twin: Twin) -> tuple[Path, Path]:
+    for base, array in twin.matrices().items():
+        twin.foreign[f"{base}.weight"] = ("U8", np.zeros((array.size // 2, 1), np.uint8))
+        twin.foreign[f"{base}.weight.absmax"] = ("F32", np.ones(array.size // 64, np.float32))
+    return twin.write({"quant_method": "bitsandbytes", "load_in_4bit": True}, None)
+
+
+def make_desc_act(twin: Twin) -> tuple[Path, Path]:
+    foreign, own = make_gptq(twin, 4, 32)
+    config = json.loads((foreign / "config.json").read_text())
+    config["quantization_config"]["desc_act"] = True
+    (foreign / "config.json").write_text(json.dumps(config))
+    return foreign, own
+
+
+@pytest.mark.parametrize("make", [
+    make_nvfp4, make_modelopt, make_modelopt_apart, make_bitsandbytes, make_desc_act,
+])
+def test_what_is_refused_is_not_loaded_by_mlx_lm_either(make, tmp_path):
+    """docs/weights.md says what to use instead. A format that mlx-lm has learnt to load must be loaded here too."""
+    foreign, _ = make(Twin(tmp_path, "qwen3"))
+    with pytest.raises(ValueError, match=r"g_idx|not in model|shape"):
+        load_model(foreign)
+    with pytest.raises(UnsupportedModel, match="is not supported; use a model in MLX format"):
+        describe(resolve(str(foreign)))
+
+
 def test_mlx_lm_reads_the_same_awq_weights(tmp_path):
     foreign, _ = make_awq(Twin(tmp_path, "qwen3"))
     np.testing.assert_array_equal(logits(foreign, stages=2)[0], logits_of_mlx_lm(foreign))

@@ -50,6 +50,8 @@ _WIDTH_KEYS = ("head_dim", "hidden_size_per_head", "kv_channels")
 _VOCAB_KEYS = ("vocab_size", "padded_vocab_size", "num_vocab")
 _OF_SEVERAL = frozenset(("llava", "mistral3", "pixtral"))
 """Types in which text models of several types are nested."""
+_MODELOPT = "hf_quant_config.json"
+"""Where NVIDIA's ModelOpt may say how it has quantised a model."""
 _MAX_LAYERS = 10_000
 _DEFAULT_CONTEXT = 4096  # tokens, for configs that name no limit
 _EXPERT_COUNTS = "num_experts|n_routed_experts|num_local_experts|moe_num_experts"
@@ -139,6 +141,8 @@ def describe(files: ModelFiles) -> ModelDescription:
             param="model",
         )
     family = family_of(name)
+    if not config.keys() & {"quantization", "quantization_config"} and (files.path / _MODELOPT).is_file():
+        config = {**config, "quantization_config": {"quant_method": "modelopt"}}
     quantization = read_quantization(config, files.name)
     tensors = {name: info for header in read_headers(files).values() for name, info in header.items()}
     facts = _Facts(files.path, family, config)
