@@ -30,6 +30,8 @@ def _own_directories(tmp_path, monkeypatch):
     (["servee"], "tandem: there is no command 'servee'; did you mean serve?"),
     (["model", "lst"], "tandem model: there is no action 'lst'; did you mean list?"),
     (["serve", "demo", "--pipline-parallel-size", "2"], "did you mean --pipeline-parallel-size?"),
+    (["serve", "demo", "--pipline", "2"], "did you mean --pipeline-parallel-size?"),
+    (["serve", "demo", "--prot", "2"], "did you mean --port?"),
     (["status", "--jsn"], "tandem status: unrecognized arguments: --jsn; did you mean --json?; `tandem status --help`"),
     (["xyzzy"], "there is no command 'xyzzy'; `tandem --help` lists all"),
 ])

@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +20,15 @@ TITLES = {"model": "model", "parallel": "layout", "scheduler": "scheduling and m
           "speculation": "speculative decoding", "server": "server", "process": "processes and logs",
           "models": "several models"}
 _PREFIX = "setting_"
+
+
+def _nearest(flag: str, known: Collection[str]) -> str | None:
+    """The flag that may have been meant; `--pipline` is how one with more words begins."""
+    meant = {one: one for one in known}
+    for one in list(meant):
+        meant.setdefault("-".join(one.split("-")[:flag.count("-") + 1]), one)
+    near = difflib.get_close_matches(flag, known, 1, 0.8) or difflib.get_close_matches(flag, meant, 1, 0.7)
+    return meant[near[0]] if near else None
 
 
 class Parser(argparse.ArgumentParser):
@@ -49,8 +58,8 @@ class Parser(argparse.ArgumentParser):
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             flags = [word.partition("=")[0] for word in unknown if word.startswith("-")]
-            near = difflib.get_close_matches(flags[0], list(self._option_string_actions), 1) if flags else []
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
+            near = _nearest(flags[0], self._option_string_actions) if flags else None
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
         return found, unknown
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
