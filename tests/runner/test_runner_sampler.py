@@ -136,6 +136,20 @@ def test_logits_that_are_not_finite_give_no_token(params: SamplingParams, poison
     assert one_row(np.full(20, -np.inf, dtype=np.float32), params) == -1
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+def test_greedy_rows_of_any_type_are_marked_where_they_are_not_finite(dtype: mx.Dtype) -> None:
+    logits = np.random.default_rng(0).normal(size=(5, 3000)).astype(np.float32)
+    logits[0, 7], logits[1, 2999], logits[2, 5] = np.nan, np.inf, -np.inf
+    logits[3] = -np.inf
+    sampler = Sampler(3000)
+    for name in "abcde":
+        sampler.add(name, SamplingParams(temperature=0.0), 0, [1], 1)
+    given = mx.array(logits).astype(dtype)
+    tokens = sampler.sample(given, list("abcde")).tokens
+    assert tokens.dtype == mx.int32
+    assert tokens.tolist() == [-1, -1, mx.argmax(given[2]).item(), -1, mx.argmax(given[4]).item()]
+
+
 def test_half_precision_logits_are_sound() -> None:
     sampler = Sampler(100_000)
     sampler.add("a", SamplingParams(temperature=0.0), 0, [1], 1)

@@ -176,8 +176,10 @@ class Sampler:
             masks = [np.atleast_2d(allowed.get(one, free)) for one in ids]
             rows = [mask[min(i, len(mask) - 1)] for mask, i in zip(masks, plan.ahead, strict=True)]
             edited = mx.where(mx.array(np.stack(rows)), edited, -mx.inf)
-        tokens = self._chosen(edited, plan)
-        tokens = _marked(tokens, raw, edited)
+        if edited is raw and plan.keys is None:
+            tokens = _most_likely(logits)
+        else:
+            tokens = _marked(self._chosen(edited, plan), raw, edited)
         for sequence in plan.sequences:
             sequence.produced += 1
         if plan.penalties is not None:
@@ -306,6 +308,12 @@ def _filter_rows(params: list[SamplingParams], greedy: list[bool], vocab_size: i
         top_p=mx.array(top_p, dtype=mx.float32)[:, None] if min(top_p) < 1.0 else None,
         min_p=mx.array(min_p, dtype=mx.float32)[:, None] if max(min_p) > 0.0 else None,
     )
+
+
+def _most_likely(logits: mx.array) -> mx.array:
+    """int32 [n]: the most likely tokens, NOT_FINITE as in `_marked`. In the logits' own type, and a maximum is a NaN
+    where one is among them, so that nothing else reads them."""
+    return mx.where(mx.abs(logits.max(axis=-1)) < mx.inf, mx.argmax(logits, axis=-1).view(mx.int32), NOT_FINITE)
 
 
 def _marked(tokens: mx.array, raw: mx.array, edited: mx.array) -> mx.array:
