@@ -68,6 +68,8 @@ def main() -> None:
     parser = harness.arguments(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64], help="sequences that decode together")
     parser.add_argument("--context", type=int, default=256, help="tokens of each before the first step")
+    parser.add_argument("--spread", type=int, default=0,
+                        help="tokens by which each of our rows is longer than the one before; mlx-lm's stay alike")
     parser.add_argument("--steps", type=int, default=50, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, in turns")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
@@ -115,7 +117,7 @@ def _compare(loaded: dict[str, Any], count: int, args: argparse.Namespace) -> li
     import mlx.core as mx
 
     with Watch(mx) as watch:
-        sides = {name: (_bare(one, count, args.context) if name == "mlx-lm" else _ours(one, count, args.context))
+        sides = {name: (_bare(one, count, args.context) if name == "mlx-lm" else _ours(one, count, args))
                  for name, one in loaded.items()}
         for step in sides.values():
             _round(step, WARM_UP, watch)
@@ -172,7 +174,7 @@ def _bare(model: Any, count: int, context: int) -> Step:
     return step
 
 
-def _ours(stage: Any, count: int, context: int) -> Step:
+def _ours(stage: Any, count: int, args: argparse.Namespace) -> Step:
     """A rank's runner, which is given plans as an engine makes them."""
     from tandem.protocol.request import SamplingParams
     from tandem.protocol.step import InsertOp, PrefillOp, StepPlan, batch_fingerprint
@@ -190,11 +192,11 @@ def _ours(stage: Any, count: int, context: int) -> Step:
 
     greedy = SamplingParams(max_tokens=1 << 30, temperature=0.0)
     for row in range(count):
-        one, decode = str(row), list(lengths)
+        one, waiting, length = str(row), bool(lengths), args.context + row * args.spread
         lengths[one] = 0
-        execute(inserts=[InsertOp(one, [1] * context, context, greedy)], decode=[], pause=bool(decode),
-                prefill=[PrefillOp(one, 0, context, last=True)], sampling_seeds={one: row}).finish()
-        lengths[one] = context
+        execute(inserts=[InsertOp(one, [1] * length, length, greedy)], decode=[], pause=waiting,
+                prefill=[PrefillOp(one, 0, length, last=True)], sampling_seeds={one: row}).finish()
+        lengths[one] = length
 
     def step() -> Callable[[], object]:
         pending = execute(decode=list(lengths))

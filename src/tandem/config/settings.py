@@ -133,6 +133,9 @@ class SchedulerSettings:
     prefill_chunk: int | None = None
     """Most prompt tokens computed in one step, so that a long prompt does not hold up running streams for longer; by
     default 512 on a GPU and 192 on a CPU."""
+    prefill_time_ms: float | None = None
+    """Most milliseconds that prompts may add to a step in which others decode: their chunks are halved, down to 32
+    tokens, until they keep to it. By default ten times what a step of decoding takes; 0: as long as it takes."""
     max_queue: int = 256
     """Most requests that wait; the next is refused with 429."""
     max_queue_tokens: int = 1_000_000

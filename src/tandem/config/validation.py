@@ -41,6 +41,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "heartbeat_timeout": (2.0, math.inf),
     "max_batch_size": _AT_LEAST_ONE,
     "prefill_chunk": _AT_LEAST_ONE,
+    "prefill_time_ms": (0.0, math.inf),
     "max_queue": _AT_LEAST_ONE,
     "max_queue_tokens": _AT_LEAST_ONE,
     "kv_tokens": _AT_LEAST_ONE,

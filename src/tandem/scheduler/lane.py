@@ -52,6 +52,12 @@ class Lane:
         self._ahead.discard(plan.step_id)
         return ahead
 
+    def took(self, now: float | None) -> float | None:
+        """Seconds that the step took whose result came `now`, if the lane went from the one before straight on to it.
+        """
+        since, self.result_at = self.result_at, now if self.decoding() else None
+        return None if now is None or since is None else now - since
+
     def decoding(self) -> list[Sequence]:
         """Members whose prompt is done, in joining order."""
         return [sequence for sequence in self.members.values() if sequence.decoding]

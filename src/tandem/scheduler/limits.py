@@ -16,6 +16,9 @@ class Limits:
     """Most sequences in all lanes together."""
     prefill_chunk: int
     """Most prompt tokens in one step."""
+    prefill_time_s: float | None = None
+    """Most seconds that these may add to a step in which others decode; None: by what steps of decoding take; 0: any.
+    """
     kv_tokens: int
     """Most KV positions in all lanes together."""
     max_context: int

@@ -32,6 +32,7 @@ from tandem.scheduler.invariants import check_invariants
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.placement import choose_lane
+from tandem.scheduler.prompt_pace import PromptPace
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
 from tandem.speculation.proposers import Speculation
@@ -57,6 +58,7 @@ class Scheduler:
         self.departures = Departures(self.disk, self._finish)
         self.shares = FairShares()
         self.speculation = Speculation(limits.speculation)
+        self.prompts = PromptPace(limits.prefill_time_s)
         self.pressed = False
         """A device's memory is nearly full: nobody joins one who runs, and no prefix is kept."""
         self.preemptions = 0
@@ -168,7 +170,7 @@ class Scheduler:
         spec = self._speculate(lane, decode)
         inserts, restores = self._admit(lane)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
-        prefill = lane.prefill(self.limits.prefill_chunk)
+        prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self._members()))
         if not (lane.removes or decode or prefill or self.prefixes.leaving):
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
@@ -349,13 +351,10 @@ class Scheduler:
                 sequence.hear(result)
             elif not sequence.inflight:
                 del self.sequences[request_id]
-        self._measure(lane, plan, now, ahead=ahead)
+        seconds = lane.took(now)
+        self.speculation.took(plan, seconds, ahead=ahead)
+        self.prompts.took(plan, now, seconds, busy_s, self._under_way.values())
         return outputs
-
-    def _measure(self, lane: Lane, plan: StepPlan, now: float | None, *, ahead: bool) -> None:
-        """How long the step took, if the lane went from the step before straight on to this one."""
-        since, lane.result_at = lane.result_at, now if lane.decoding() else None
-        self.speculation.took(plan, None if now is None or since is None else now - since, ahead=ahead)
 
     def _take(self, sequence: Sequence, tokens: list[int], result: StepResult) -> EngineMessage:
         """Tokens that were produced, until one of them ends the sequence."""

@@ -1,0 +1,167 @@
+"""Chunks of prompts by time: on a device whose steps take what we say, streams wait for as long as was asked for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import pytest
+
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.step import StepPlan, StepResult
+from tandem.scheduler.limits import Limits
+from tandem.scheduler.prompt_pace import LEAST, STEPS, PromptPace
+from tandem.scheduler.scheduler import Scheduler
+
+DECODE_S = 0.05
+
+
+def limits(**changes: object) -> Limits:
+    values: dict[str, object] = {
+        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 512, "kv_tokens": 10**6, "max_context": 10**5,
+        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 9, **changes}
+    return Limits(**values)  # type: ignore[arg-type]
+
+
+class Device:
+    """Computes plans one after the other, two of them sent at a time; a lane's steps take their turns."""
+
+    def __init__(self, scheduler: Scheduler, token_s: Callable[[float], float]) -> None:
+        self.scheduler, self._token_s, self._sent, self.now = scheduler, token_s, deque[StepPlan](), 0.0
+        self.done: list[tuple[StepPlan, float]] = []
+
+    def submit(self, name: str, tokens: int, answer: int = 10_000) -> None:
+        params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
+        self.scheduler.submit(EngineRequest(request_id=name, prompt=[3] * tokens, params=params), 1)
+
+    def step(self) -> StepPlan:
+        """The next plan, computed."""
+        while (plan := self.scheduler.next_plan()) is not None:
+            self._sent.append(plan)
+        plan = self._sent.popleft()
+        tokens = sum(op.count for op in plan.prefill)
+        seconds = (DECODE_S if plan.decode or tokens else 0.0) + tokens * self._token_s(self.now)
+        self.now += seconds
+        self.scheduler.update(StepResult(plan.step_id, plan.lane, [3] * len(plan.sampled())), self.now, seconds)
+        self.done.append((plan, seconds))
+        return plan
+
+    def until(self, condition: Callable[[StepPlan], bool], most: int = 1000) -> StepPlan:
+        return next(plan for plan in (self.step() for _ in range(most)) if condition(plan))
+
+    def chunks(self, since: int = 0) -> list[int]:
+        """Tokens of the chunks that were computed beside those who decode."""
+        return [sum(op.count for op in plan.prefill) for plan, _ in self.done[since:] if plan.prefill and plan.decode]
+
+
+def streaming(token_s: Callable[[float], float], prompt: int = 40, **changes: object) -> Device:
+    """A device on which one sequence decodes."""
+    device = Device(Scheduler(limits(**changes)), token_s)
+    device.submit("stream", prompt)
+    device.until(lambda plan: bool(plan.decode))
+    for _ in range(10):
+        device.step()
+    return device
+
+
+def ends(name: str) -> Callable[[StepPlan], bool]:
+    return lambda plan: any(op.request_id == name and op.last for op in plan.prefill)
+
+
+@pytest.mark.parametrize(("time_s", "chunk"), [(1.0, 64), (0.4, 32), (0.001, 32), (4.0, 256), (100.0, 512), (0.0, 512),
+                                               (None, 32)])
+def test_a_stream_waits_for_as_long_as_was_asked_for(time_s: float | None, chunk: int) -> None:
+    """512 tokens take 5.2 s here; by default a chunk may take ten steps of decoding, 0.5 s."""
+    device = streaming(lambda now: 0.01, prefill_time_s=time_s)
+    device.submit("long", 3000, 1)
+    device.until(ends("long"))
+    assert set(device.chunks()[2:-1]) == {chunk}
+    if time_s:
+        longest = max(seconds for plan, seconds in device.done if plan.decode)
+        assert longest <= 1.25 * max(time_s, LEAST * 0.01) + DECODE_S + 1e-6
+    device.scheduler.check()
+
+
+def test_a_fast_device_gets_the_largest_chunks() -> None:
+    device = streaming(lambda now: 0.0005)
+    device.submit("long", 3000, 1)
+    device.until(ends("long"))
+    assert set(device.chunks()[:-1]) == {512}
+
+
+def test_alone_a_prompt_is_not_divided_further() -> None:
+    device = Device(Scheduler(limits(prefill_time_s=0.1)), lambda now: 0.01)
+    device.submit("long", 3000, 1)
+    device.until(ends("long"))
+    assert [plan.prefill[0].count for plan, _ in device.done] == [512] * 5 + [440]
+
+
+def test_chunks_follow_a_device_that_becomes_slower_and_faster_again() -> None:
+    slow = [False]
+    device = streaming(lambda now: 0.02 if slow[0] else 0.0005)
+    device.submit("long", 90_000, 1)
+    for slow[0], chunk in ((False, 512), (True, 32), (False, 512)):
+        since = len(device.done)
+        for _ in range(60):
+            device.step()
+        assert device.chunks(since)[-1] == chunk
+    device.until(ends("long"))
+
+
+def test_one_step_that_was_held_up_changes_nothing() -> None:
+    hiccup = [0.0]
+    device = streaming(lambda now: 0.0004 + hiccup[0])
+    device.submit("long", 20_000, 1)
+    for _ in range(5):
+        device.step()
+    hiccup[0] = 0.1
+    device.step()
+    hiccup[0] = 0.0
+    since = len(device.done)
+    device.until(ends("long"))
+    assert set(device.chunks(since)[:-1]) == {512}
+
+
+def test_short_prompts_overtake_with_small_chunks_too() -> None:
+    device = streaming(lambda now: 0.01)
+    device.submit("long", 3000, 1)
+    for _ in range(5):
+        device.step()
+    device.submit("short", 30, 1)
+    began = len(device.done)
+    device.until(ends("short"))
+    assert len(device.done) - began <= 4
+    assert not any(ends("long")(plan) for plan, _ in device.done)
+    device.until(ends("long"))
+
+
+def test_prompts_of_another_lane_do_not_count_as_steps_of_decoding() -> None:
+    """A lane that only decodes waits for the other one's chunks: they must not grow by that."""
+    device = streaming(lambda now: 0.01, lanes=2, max_batch_size=8)
+    device.submit("other", 40)
+    device.until(lambda plan: len(plan.decode) == 1 and plan.lane == 1)
+    for _ in range(10):
+        device.step()
+    limit = device.scheduler.prompts.limit_s
+    device.submit("long", 20_000, 1)
+    device.until(ends("long"))
+    assert device.scheduler.prompts.limit_s == pytest.approx(limit, rel=0.1)
+    assert set(device.chunks()[20:-1]) == {64}
+
+
+def test_nothing_is_known_without_a_clock() -> None:
+    device = streaming(lambda now: 0.01)
+    beside = list(device.scheduler.sequences.values())
+    pace, plan = PromptPace(), StepPlan(0, 0, decode=["stream"])
+    pace.took(plan, None, None, 0.0, [])
+    assert pace.limit_s is None and pace.chunk(512, beside) == 512
+    pace.took(plan, 1.0, 0.1, 0.1, [])
+    assert pace.limit_s == pytest.approx(STEPS * 0.1) and pace.chunk(512, beside) == 512
+
+
+@pytest.mark.parametrize("most", [1, 16, 33, 192])
+def test_small_chunks_stay_what_they_are(most: int) -> None:
+    device = streaming(lambda now: 1.0, prefill_chunk=most, prefill_time_s=0.01)
+    device.submit("long", 200, 1)
+    device.until(ends("long"))
+    assert device.chunks()[-2] == min(most, LEAST)
