@@ -74,6 +74,7 @@ class Warmer:
             "root_path": "", "query_string": b"", "headers": [], "client": None, "server": None, "app": self._app,
             "state": {}, "tandem.group": "", "tandem.trusted": True}
         try:
+            self._api.quotas.enter(scope)
             fields, _ = parse_bytes(json.dumps(body).encode(), WarmRequest, "ignore")
             told = await warm_request(Request(scope, _silence), served, fields, replicas)
             logger.info("warmed %d tokens, %d of them computed, at %d replica(s), in %.1f s", told["prompt_tokens"],

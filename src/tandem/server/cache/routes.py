@@ -66,7 +66,7 @@ async def warm_request(http: Request, served: Served, fields: WarmRequest,
                        replicas: list[int] | None = None) -> dict[str, Any]:
     """What came of it, for a model that is loaded. Raises RequestError."""
     prompts = await warm_prompts(await RequestTexts.of(http, served), fields)
-    return await warm(get_api(http), http, served, prompts, timeout=fields.timeout, replicas=replicas,
+    return await warm(http, served, prompts, timeout=fields.timeout, replicas=replicas,
                       on_disk=fields.caching["on_disk"])
 
 

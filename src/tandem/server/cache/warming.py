@@ -12,7 +12,7 @@ from fastapi import Request
 
 from tandem.errors import RequestError, UnavailableError
 from tandem.protocol.request import EngineRequest, SamplingParams
-from tandem.server.context import Api, get_group
+from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
 from tandem.server.ids import new_id
@@ -27,14 +27,14 @@ class _Errand:
 class _Warming(Running):
     """Prompts at some replicas, all at once."""
 
-    def __init__(self, api: Api, http: Request, served: Served, jobs: list[_Errand], timeout: float | None,
+    def __init__(self, http: Request, served: Served, jobs: list[_Errand], timeout: float | None,
                  on_disk: bool) -> None:
         request_id, params = new_id("warm"), SamplingParams(max_tokens=0)
         requests = [EngineRequest(request_id=f"{request_id}-{index}", prompt=job.prompt, params=params, warms=True,
                                   group=get_group(http), on_disk=on_disk) for index, job in enumerate(jobs)]
         self._where = {request.request_id: job for request, job in zip(requests, jobs, strict=True)}
         self.cached: dict[str, int] = {}
-        super().__init__(api, http, served, requests, request_id=request_id, choices=len(requests),
+        super().__init__(http, served, requests, request_id=request_id, choices=len(requests),
                          prompt_tokens=sum(len(job.prompt) for job in jobs), stream=False, timeout=timeout,
                          replicas=[job.replica for job in jobs])
 
@@ -57,7 +57,7 @@ class _Warming(Running):
         return found
 
 
-async def warm(api: Api, http: Request, served: Served, prompts: list[list[int]], *, timeout: float | None = None,
+async def warm(http: Request, served: Served, prompts: list[list[int]], *, timeout: float | None = None,
                replicas: Iterable[int] | None = None, on_disk: bool = True) -> dict[str, Any]:
     """Have the prompts in the caches of all replicas that are ready, or of these; what came of it, as the API says it.
 
@@ -80,7 +80,7 @@ async def warm(api: Api, http: Request, served: Served, prompts: list[list[int]]
             for some in (cached, group):
                 await asyncio.gather(*(served.client.cache(replica=one) for one in some))
         jobs = [_Errand(replica, prompt) for replica in group for prompt in prompts]
-        cached |= await _Warming(api, http, served, jobs, timeout, on_disk).run()
+        cached |= await _Warming(http, served, jobs, timeout, on_disk).run()
     parts = [await _replica(served, replica, prompts, cached[replica]) for replica in ready]
     total = sum(map(len, prompts))
     return {"object": "cache.warmed", "model": served.name, "prompts": len(prompts), "prompt_tokens": total,

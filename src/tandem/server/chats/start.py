@@ -11,7 +11,7 @@ from tandem.protocol.control import EngineStatus
 from tandem.server.chats.plan import ChatPlan, plan_chat
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.thinking import add_thinking, wish_of
-from tandem.server.context import get_api, get_group
+from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.fields.ignored import note_ignored
 from tandem.server.generation.answer import engine_requests
@@ -59,7 +59,6 @@ async def start_chat(
     ]
     work = [(plan.prompt, one) for one in params]
     generation = Generation(
-        get_api(http),
         http,
         served,
         engine_requests(request_id, get_group(http), work, fields.caching),

@@ -13,7 +13,6 @@ from msgspec.structs import replace
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest
-from tandem.server.context import Api
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
 from tandem.text.stream import TextStream
@@ -98,7 +97,6 @@ class Generation(Running):
 
     def __init__(
         self,
-        api: Api,
         http: Request,
         served: Served,
         requests: Sequence[EngineRequest],
@@ -120,7 +118,6 @@ class Generation(Running):
         self.params = requests[0].params
         """Those of the first sequence; others differ in their seed, and in what they say of their prompt."""
         super().__init__(
-            api,
             http,
             served,
             _seeded(requests, http.scope.get("tandem.seed")),

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from tandem.borders import start_task
 from tandem.errors import ServerError, TimeoutExceeded
 from tandem.protocol.request import EngineRequest
-from tandem.server.context import Api, LiveRequest, get_group
+from tandem.server.context import LiveRequest, get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
 from tandem.server.limits.lease import Lease
@@ -31,7 +31,6 @@ class Running(ABC):
 
     def __init__(
         self,
-        api: Api,
         http: Request,
         served: Served,
         requests: Sequence[EngineRequest],
@@ -47,7 +46,7 @@ class Running(ABC):
         self.prompt_tokens = prompt_tokens
         self.request_id = request_id
         self.started_at = time.monotonic()
-        self._api = api
+        api = self._api = get_api(http)
         self._served = served
         self._group = get_group(http)
         self._lease: Lease = http.scope["tandem.lease"]

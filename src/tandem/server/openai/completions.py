@@ -58,7 +58,6 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
     requests = engine_requests(request_id, get_group(http), work, fields.caching)
     echoes = await _echoes(texts, fields, n)
     generation = Generation(
-        api,
         http,
         served,
         requests,

@@ -17,7 +17,7 @@ from tandem.server.body import parse
 from tandem.server.chats.fitting import too_long
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import off_loop
-from tandem.server.context import Api, get_api, get_group
+from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
 from tandem.server.generation.model_wait import engage
@@ -34,13 +34,12 @@ router = APIRouter()
 @router.post("/v1/embeddings", openapi_extra=documented(EmbeddingRequest))
 async def embeddings(http: Request) -> Response:
     """One vector of length 1 for each input."""
-    api = get_api(http)
     fields = await parse(http, EmbeddingRequest)
     served = await engage(http, fields.model)
     status = served.status()
     _check(fields, status)
     inputs = await _encode_all(await RequestTexts.of(http, served), fields.input)
-    vectors = await Embedding(api, http, served, inputs, status, timeout=fields.timeout).vectors()
+    vectors = await Embedding(http, served, inputs, status, timeout=fields.timeout).vectors()
     return Response(await off_loop(len(vectors) > 16, lambda: _body(fields, vectors, inputs, status.model)),
                     media_type="application/json")
 
@@ -87,17 +86,17 @@ def _body(fields: EmbeddingRequest, vectors: list[bytes], inputs: list[list[int]
 class Embedding(Running):
     """Inputs on their way to vectors: not all at once, so that a long list does not fill the engine's queue."""
 
-    def __init__(self, api: Api, http: Request, served: Served, inputs: Sequence[list[int]], status: EngineStatus, *,
+    def __init__(self, http: Request, served: Served, inputs: Sequence[list[int]], status: EngineStatus, *,
                  timeout: float | None) -> None:
         """Submit the first. Raises UnavailableError, OverloadedError."""
         request_id, group = new_id("embd"), get_group(http)
         params = SamplingParams(max_tokens=0)
         requests = [EngineRequest(request_id=f"{request_id}-{index}", prompt=tokens, params=params, group=group,
                                   pooling=status.pooling) for index, tokens in enumerate(inputs)]
-        self._window = self._sent = api.settings.server.max_choices
+        self._window = self._sent = get_api(http).settings.server.max_choices
         self._requests = requests
         self._vectors: dict[str, bytes] = {}
-        super().__init__(api, http, served, requests[:self._window], request_id=request_id, choices=len(requests),
+        super().__init__(http, served, requests[:self._window], request_id=request_id, choices=len(requests),
                          prompt_tokens=sum(map(len, inputs)), stream=False, timeout=timeout)
 
     @property
