@@ -75,6 +75,7 @@ def test_help_is_short_and_help_all_has_everything(capsys, command):
     if command == "serve":
         missing = [one.flag for one in options() if one.name != "model" and one.flag not in shown["--help-all"]]
         assert missing == []
+        assert "--no-enable-metrics turns it off" in " ".join(shown["--help-all"].split())
     if command == "chat":
         assert shown["--help"].index("--system") < shown["--help"].index("--pipeline-parallel-size")
 

@@ -183,16 +183,20 @@ def _add(group: Any, option: Option) -> argparse.Action:
     text = option.help.replace("%", "%%") + _default(option)
     target = _PREFIX + option.name
     if option.base is bool:
+        text += f" {_off(flags)[0]} turns it off." if option.default else ""
         action: argparse.Action = group.add_argument(*flags, dest=target, action="append_const", const="true",
                                                      help=text)
-        group.add_argument("--no-" + option.flag.removeprefix("--"), dest=target, action="append_const", const="false",
-                           help=argparse.SUPPRESS)
+        group.add_argument(*_off(flags), dest=target, action="append_const", const="false", help=argparse.SUPPRESS)
         return action
     metavar = {int: "N", float: "X"}.get(option.base, "TEXT")
     if option.choices:
         metavar = "{" + ",".join(option.choices) + "}"
     listed: argparse.Action = group.add_argument(*flags, dest=target, action="append", metavar=metavar, help=text)
     return listed
+
+
+def _off(flags: Sequence[str]) -> list[str]:
+    return ["--no-" + flag.removeprefix("--") for flag in flags]
 
 
 def _default(option: Option) -> str:
