@@ -28,7 +28,7 @@ UNTOLD = {
 
 def assert_as_listed(family: str, stage: StageModel) -> None:
     """docs/models-list.md says of the type what its caches can do."""
-    drafts, prefixes, batches = next(line.strip("| ").split(" | ")[-3:] for line in PAGE.splitlines()
+    drafts, prefixes, batches = next(line.strip("| ").split(" | ")[-4:-1] for line in PAGE.splitlines()
                                         if line.startswith(f"| `{family}` |"))
     assert prefixes == ("any length" if trimmable(stage.make_caches()) else "blocks")
     assert batches == ("one by one" if stage.one_by_one else "together")
@@ -59,6 +59,13 @@ def test_what_is_told_is_what_arrays_take(family: str, tmp_path: Path) -> None:
                    for i in stage.layers_of(at))
     mx.eval(stage.forward(mx.array([[5] * 256]), caches))
     assert sum(cache.nbytes for cache in caches) == 256 * stage.cache_bytes.position + stage.cache_bytes.state
+
+
+def test_kv_heads_that_config_json_does_not_count(tmp_path: Path) -> None:
+    """StarCoder says that there is one, PLaMo how many heads share one; Recurrent Gemma always has one."""
+    heads = {"gpt_bigcode": 1, "plamo": 2, "recurrent_gemma": 1}
+    found = {family: describe(resolve(str(tiny_model(tmp_path / family, family)))).num_kv_heads for family in heads}
+    assert found == heads
 
 
 def test_stages_have_the_bytes_of_their_own_layers(tmp_path: Path) -> None:
