@@ -3,10 +3,15 @@ from __future__ import annotations
 import resource
 import subprocess
 import sys
+import time
 
+import msgspec
+import psutil
 import pytest
 
 from tandem.descriptors import raise_limit
+from tandem.protocol.payloads import HostPayload
+from tandem.transport.security import ClusterKeys
 
 
 def _child(soft: int, hard: int, code: str) -> list[int]:
@@ -44,3 +49,29 @@ def test_the_tandem_command_raises_it_before_anything_else() -> None:
     done = subprocess.run([sys.executable, "-c", "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, "
                            f"(256, 2000))\n{code}"], capture_output=True, text=True, check=True)
     assert done.stdout.split()[-1] == "2000"
+
+
+ENTRY = """
+import resource, runpy, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (256, 2000))
+runpy.run_module(sys.argv[1], run_name="__main__")
+"""
+
+
+@pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="another process's limits show on Linux alone")
+@pytest.mark.parametrize("module", ["tandem.launchers.rank_host", "tandem.doctor.probe"])
+def test_what_ssh_starts_raises_it_too(module: str) -> None:
+    """It begins with what that machine gives, and its ranks inherit what it has."""
+    payload = msgspec.json.encode(HostPayload(keys=ClusterKeys.generate(), endpoints=["127.0.0.1:9"], join_timeout=600))
+    with subprocess.Popen([sys.executable, "-c", ENTRY, module], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as one:
+        try:
+            assert one.stdin is not None
+            if module.endswith("rank_host"):
+                one.stdin.write(payload + b"\n")
+                one.stdin.flush()
+            deadline = time.monotonic() + 240
+            while psutil.Process(one.pid).rlimit(psutil.RLIMIT_NOFILE) != (2000, 2000):
+                assert one.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+        finally:
+            one.kill()

@@ -1,7 +1,10 @@
-"""scripts/readme, which runs README's commands: what it takes for a command, and what it does not let pass."""
+"""scripts/readme, which runs README's commands: what it takes for a command, and what it does not let pass; and what
+the first of them starts."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,3 +49,18 @@ def test_readme_asks_for_what_it_can_check():
     text = (ROOT / "README.md").read_text()
     assert text.count("capital of France") >= 4
     assert "make serve" in text
+
+
+@pytest.mark.parametrize(("system", "stages"), [("Linux", "2"), ("Darwin", "1")])
+def test_make_serve_has_ranks_that_do_not_share_a_gpu(tmp_path: Path, system: str, stages: str) -> None:
+    """As scripts/serve stands there, with stand-ins for all that it calls."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copy(ROOT / "scripts" / "serve", tmp_path / "scripts" / "serve")
+    for name, text in (("scripts/setup", ""), ("bin/uname", f"echo {system}"), (".venv/bin/tandem", 'echo "$*"')):
+        stand_in = tmp_path / name
+        stand_in.parent.mkdir(parents=True, exist_ok=True)
+        stand_in.write_text(f"#!/bin/sh\n{text}\n")
+        stand_in.chmod(0o755)
+    done = subprocess.run([tmp_path / "scripts" / "serve", "--port", "0"], capture_output=True, text=True, check=True,
+                          env={**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"})
+    assert done.stdout.splitlines() == ["model get demo", f"serve demo --pipeline-parallel-size {stages} --port 0"]

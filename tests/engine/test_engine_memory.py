@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import mlx.core as mx
 import pytest
 
 from tandem.config.settings import ModelSettings, SchedulerSettings, Settings, SpeculationSettings
@@ -15,7 +16,7 @@ from tandem.engine.layout import plan_layout
 from tandem.engine.memory_guard import MemoryGuard
 from tandem.engine.sizing import make_limits
 from tandem.errors import OutOfMemory
-from tandem.executors import inline
+from tandem.executors import assembly, inline
 from tandem.protocol.control import Output, Ready, Stepped
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep
@@ -70,6 +71,32 @@ def test_a_stage_of_states_alone_has_room_for_as_many_bytes_of_prefixes():
     assert limits.prefix_extra == 2**22 // 2**18, "positions of the rank that keeps some"
     free = 0.85 * 96 * GIB - 76 * GIB - 32 * 2**22
     assert 0.99 < limits.prefix_tokens * 2**18 / free <= 1, "what the rank with least memory has room for"
+
+
+@pytest.mark.parametrize(("wired", "limit"), [("auto", None), ("off", 0)])
+def test_weights_are_wired_once_when_they_are_there_and_before_anything_else_is(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, wired: str, limit: int | None) -> None:
+    """On a Mac, whose part of it tests/loading/test_loading_memory.py has; here when a rank asks for it."""
+    asked: list[tuple[int | None, float]] = []
+    loaded: list[int] = []
+
+    def wire(wanted: int | None, share: float) -> int:
+        asked.append((wanted, share))
+        loaded.append(mx.get_active_memory())
+        return 4711
+
+    monkeypatch.setattr(assembly, "wire_weights", wire)
+    settings = Settings(model=ModelSettings(model=str(tiny_model(tmp_path / "tiny"))),
+                        scheduler=SchedulerSettings(wired=wired, kv_tokens=4000))
+    engine = Engine(settings, plan_layout(settings))
+    try:
+        engine.start()
+        assert asked == [(limit, settings.scheduler.memory_fraction)]
+        [rank] = engine.status().ranks
+        assert rank.wired_bytes == 4711
+        assert loaded[0] >= rank.weight_bytes
+    finally:
+        engine.close()
 
 
 # ---- while it serves

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.request import SamplingParams
+from tandem.runner import sampler
 from tandem.runner.filters import HEAD, FilterRows, TopP, draw, filtered_weights, largest
 from tandem.runner.sampler import Sampler
 from tandem.runner.uniforms import seed_keys, uniform_pairs
@@ -89,6 +92,15 @@ def test_halving_finds_what_a_sort_does(top_p: float) -> None:
     apart = np.abs(halved - sorted_).sum(axis=1) / sorted_.sum(axis=1)
     assert (apart < 1e-3).all(), apart  # sums of float32 in another order: of thousands alike, one or two
     assert (halved.max(axis=1) == 1).all() and apart[[1, 3, 5]].tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("device", "metal", "how"), [("cpu", True, "head"), ("gpu", True, "halve"),
+                                                      ("gpu", False, "sort")])
+def test_on_metal_no_vocabulary_is_sorted(monkeypatch: pytest.MonkeyPatch, device: str, metal: bool, how: str) -> None:
+    monkeypatch.setattr(sampler, "mx", SimpleNamespace(
+        DeviceType=SimpleNamespace(cpu="cpu"), default_device=lambda: SimpleNamespace(type=device),
+        metal=SimpleNamespace(is_available=lambda: metal)))
+    assert sampler._top_p_method() == how
 
 
 @pytest.mark.parametrize(("width", "k"), [(1, 1), (10, 3), (10, 10), (1000, 7), (1000, 999), (50_257, 20), (4096, 300)])
