@@ -76,7 +76,6 @@ class Warmer:
         try:
             self._api.quotas.enter(scope)
             fields, _ = parse_bytes(json.dumps(body).encode(), WarmRequest, "ignore")
-            self._api.quotas.enter(scope)
             told = await warm_request(Request(scope, _silence), served, fields, replicas)
             logger.info("warmed %d tokens, %d of them computed, at %d replica(s), in %.1f s", told["prompt_tokens"],
                         told["computed_tokens"], len(told["replicas"]), told["seconds"])
