@@ -97,6 +97,7 @@ def test_nothing_is_found_on_healthy_macs():
     ({"os_build": "25D1\n"}, "macos", "build 25D1", "softwareupdate"),
     ({"os_version": "26.2\n"}, "macos", "before 26.3", "softwareupdate"),
     ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "application firewall: on", "--unblockapp"),
+    ({"firewall": "Firewall is enabled. (State = 1)"}, "firewall", "on", "again after each upgrade of that Python"),
     ({"routes": "default 10.254.0.1 UGScg en0\n"}, "subnets", "holds the default gateway 10.254.0.1",
      "sudo ifconfig en2 inet 10.254.0.2 delete && sudo ifconfig en2 inet 10.254.0.5 netmask 255.255.255.252"),
 ])

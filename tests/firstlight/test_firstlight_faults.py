@@ -64,6 +64,12 @@ def test_machine(task: Task, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(machine, "runtime_dir", lambda: Path("/" + 95 * "x"))
     with pytest.raises(Differs, match="macOS takes 103"):
         machine.machine(task)
+    evidence = examine(asked[0])
+    monkeypatch.setattr(machine, "examine", lambda _: evidence)
+    monkeypatch.setattr("sys.platform", "darwin")
+    monkeypatch.setattr(machine, "sysctl", lambda name: "17")
+    with pytest.raises(Differs, match="hw.memsize is 17, sysconf says [0-9]"):
+        machine.machine(task)
 
 
 def test_network(task: Task, monkeypatch: Patch) -> None:
