@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from adapters import tiny_adapter
 from tandem.checkpoints.resolve import resolve
 from tandem.loading.fusion import FusedPart, fuse_projections
 from tandem.loading.stage import StageModel, load_stage
@@ -19,7 +20,8 @@ from tandem.models.adapter_files import read_adapter
 from tandem.models.description import describe
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
-from tandem.testing import ThreadGroup, tiny_adapter, tiny_model
+from tandem.testing import tiny_model
+from thread_ranks import ThreadGroup
 from wide import wide_figures
 
 PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(27)]
