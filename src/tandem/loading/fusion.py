@@ -38,36 +38,65 @@ class FusedPart(nn.Module):
         super().__init__()
         if number == 0:
             self.joined = product.joined  # among this one's parameters, so that they count once
-        self._part = lambda args, kwargs: product.part(number, args, kwargs)
+        self._product, self._number = product, number
 
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+    def __call__(self, x: mx.array, *args: Any, **kwargs: Any) -> mx.array:
         """What the projection gives: [..., O]. The arguments are those of the module that it was."""
-        found: mx.array = self._part(args, kwargs)
+        product = self._product
+        # Host time counts here: a step makes a hundred such calls and more.
+        if x is not product.x or (args or kwargs or product.more) and not product.alike(args, kwargs) \
+                or self._number not in product.outputs:
+            product.compute(x, args, kwargs)
+        found = product.outputs.pop(self._number)
+        if not product.outputs:
+            product.forget()
         return found
 
 
 class Product:
-    """Several projections as one module, whose outputs are computed once for all that ask for them."""
+    """Several projections as one module, whose outputs are computed once for all that ask for them: each is given out
+    once, so that nothing is kept when all have been."""
 
     def __init__(self, joined: nn.Module, widths: Sequence[int]) -> None:
         """`widths`: outputs of each projection, in their order in `joined`."""
         self.joined = joined
-        self._columns = [slice(sum(widths[:i]), sum(widths[: i + 1])) for i in range(len(widths))]
-        self._args: tuple[Any, ...] = ()
-        self._outputs: dict[int, mx.array] = {}
+        self._call = _turned(joined) or joined
+        self._columns = [(..., slice(sum(widths[:i]), sum(widths[: i + 1]))) for i in range(len(widths))]
+        self._width, self._ends = sum(widths), [sum(widths[:i]) for i in range(1, len(widths))]
+        self.x: mx.array | None = None
+        """Of what `outputs` were computed, together with `more`."""
+        self.more: tuple[Any, ...] = ()
+        self.outputs: dict[int, mx.array] = {}
+        """By the number of the projection, those that were not given out yet."""
 
-    def part(self, number: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> mx.array:
-        """Outputs of one projection. Each is given out once, so that nothing is kept when all have been."""
+    def compute(self, x: mx.array, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """All outputs for these arguments."""
+        whole = self._call(x, *args, **kwargs)
+        # mx.split is quicker, but its parts count their elements alone as the size of their memory. Where they have
+        # gaps, which is from two rows on, MLX's rotary kernel on a GPU would allocate too little by that.
+        parts = (mx.split(whole, self._ends, axis=-1) if whole.size == self._width
+                 else [whole[own] for own in self._columns])
+        self.x, self.more, self.outputs = x, (*args, *kwargs.values()), dict(enumerate(parts))
+
+    def alike(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """The arguments after the first are those of `outputs`."""
         given = (*args, *kwargs.values())
-        if number not in self._outputs or not _same(given, self._args):
-            whole = self.joined(*args, **kwargs)
-            # No mx.split: what it gives counts its elements alone as its size, by which MLX's rotary kernel on a GPU
-            # allocates an output with the gaps of its input.
-            self._args, self._outputs = given, {i: whole[..., own] for i, own in enumerate(self._columns)}
-        found = self._outputs.pop(number)
-        if not self._outputs:
-            self._args = ()
-        return found
+        return len(given) == len(self.more) and all(a is b for a, b in zip(given, self.more, strict=True))
+
+    def forget(self) -> None:
+        """Keep nothing of the call."""
+        self.x, self.more = None, ()
+
+
+def _turned(module: nn.Module) -> Callable[[mx.array], mx.array] | None:
+    """What a plain layer does, without turning its weight in each call; None for another one."""
+    if type(module) is not nn.Linear:
+        return None
+    turned = module.weight.T
+    mx.eval(turned)  # shares memory with the weight
+    if "bias" in module:
+        return lambda x: mx.addmm(module["bias"], x, turned)
+    return lambda x: x @ turned
 
 
 def fuse_projections(layers: Mapping[int, nn.Module], call: Callable[[], object],
@@ -99,10 +128,6 @@ def _join(layer: nn.Module, paths: Sequence[str]) -> None:
     product = Product(joined, [part["weight"].shape[axis] for part in parts])
     for number, path in enumerate(paths):
         put(layer, path, FusedPart(product, number))
-
-
-def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
 
 
 @dataclass
