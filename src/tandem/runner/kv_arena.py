@@ -70,7 +70,8 @@ class ArenaLayer:
             raise RuntimeError(f"decode step of {self._rows} x {step.width} got keys {keys.shape} or a second write")
         self._written = True
         used = self._span(step.width)
-        self._resize(self._rows_cap, max(self._len_cap, self._round_up(used)))
+        if used > self._len_cap:
+            self._resize(self._rows_cap, self._round_up(used))
         start = step.longest % self._ring if self._ring else step.longest
         together = step.aligned and not (self._ring and start + step.width > self._ring)
         groups = self._groups
