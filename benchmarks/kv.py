@@ -13,7 +13,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from itertools import pairwise
@@ -23,6 +22,7 @@ import httpx
 from harness import table, tandem_server
 
 from tandem import LLM, SamplingParams
+from tandem.processes.interpreter import module_command
 
 LAYOUTS = {"1": {}, "pp": {"pipeline_parallel_size": 2}}
 END = SamplingParams(max_tokens=1, temperature=0.0)
@@ -63,8 +63,8 @@ def drained(model: str, prompt: list[int], **flags: object) -> float:
                 times.append(time.monotonic())
                 if len(times) == 20:
                     home = next(one["replica"] for one in server.get("/health")["replicas"] if one["running"])
-                    subprocess.Popen([sys.executable, "-m", "tandem", "replica", "drain", str(home), "--port",
-                                      str(server.port)], stdout=subprocess.DEVNULL)
+                    subprocess.Popen(module_command("tandem", "replica", "drain", str(home), "--port",
+                                                    str(server.port)), stdout=subprocess.DEVNULL)
     return max(later - earlier for earlier, later in pairwise(times[20:]))
 
 

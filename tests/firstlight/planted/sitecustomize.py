@@ -16,7 +16,7 @@ from typing import Any
 def unlikely_tokens(module: ModuleType) -> None:
     import mlx.core as mx
 
-    module.Sampler._chosen = lambda self, logits, plan: mx.argmin(logits, axis=-1).astype(mx.int32)
+    module._most_likely = lambda logits: mx.argmin(logits, axis=-1).astype(mx.int32)
 
 
 def few_files(module: ModuleType) -> None:
