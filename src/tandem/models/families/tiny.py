@@ -479,5 +479,7 @@ def tiny_config(
         inner[name] = layers
     for kinds in _BY_LAYER & inner.keys():
         inner[kinds] = (inner[kinds] * layers)[:layers]
+    if "num_vocab" in inner:
+        inner["num_vocab"] = vocab
     outer = {"model_type": family, "eos_token_id": EOS}
     return {**outer, **inner} if nested is None else {**outer, "vocab_size": vocab, "text_config": inner}
