@@ -23,6 +23,12 @@ Reports = Generator[None, pytest.CollectReport, pytest.CollectReport]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(autouse=True)
+def sigint() -> None:
+    """Ctrl-C interrupts each test that sends it: `tandem serve`, run in this process by one before, leaves its own."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Reports:
     report = yield

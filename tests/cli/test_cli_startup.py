@@ -18,7 +18,8 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(tiny_model(tmp_path_factory.mktemp("startup") / "tiny"))
+    # As deep as this its self-check takes long enough to be seen.
+    return str(tiny_model(tmp_path_factory.mktemp("startup") / "tiny", layers=24))
 
 
 def test_a_terminal_shows_live_lines_and_then_what_to_do(model):
