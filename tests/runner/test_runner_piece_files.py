@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -132,6 +133,19 @@ def test_what_says_that_it_is_a_piece_is_not_believed(tmp_path):
     for label in ("0-99999999999999999999.0-9", "00-2.0-2", "0-2.0-0", "all.kv"):
         (path.parent / f"{NAME.hex()}.{label}.kv").write_bytes(data)
     assert PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30, 1 << 30).names() == []
+
+
+def test_a_directory_has_one_name_and_what_stands_in_its_place_is_none(tmp_path):
+    name = store(tmp_path, (0, 2), (0, 2)).store_id
+    assert len(name) > 32 and store(tmp_path, (2, 4), (0, 2)).store_id == name
+    path = tmp_path / "identity"
+    for make in (os.mkfifo, Path.mkdir, lambda it: it.write_bytes(b"\xff"), lambda it: it.write_bytes(bytes(65))):
+        path.unlink()
+        make(path)
+        assert store(tmp_path, (0, 2), (0, 2)).store_id == ""
+        if path.is_dir():
+            path.rmdir()
+            path.touch()
 
 
 def test_a_file_of_the_future_and_one_that_is_too_large_go_first(tmp_path):

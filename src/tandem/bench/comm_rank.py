@@ -17,6 +17,7 @@ from tandem.bench.report import percentile
 from tandem.errors import TandemError
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.keys import ClusterKeys
+from tandem.system.cuda import prepare_cuda
 from tandem.transport.channel import FrameHeader, TcpChannel
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def main() -> None:
     """Measure and end."""
     payload = msgspec.json.decode(receive_payload(), type=CommPayload)
     watch_lifeline()
+    prepare_cuda()
     try:
         run(payload)
     except (TandemError, RuntimeError, OSError) as error:

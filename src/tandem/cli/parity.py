@@ -24,6 +24,7 @@ from tandem.parity.runs import THREADS, run_layout, single
 from tandem.parity.task import Task, default_prompts, make_task, read_prompts
 from tandem.parity.verdict import compare, default_tolerance
 from tandem.parity.world import World, launched_world, member_settings
+from tandem.system.cuda import prepare_cuda
 from tandem.text.tokenizer import load_tokenizer
 
 EXIT_PASS, EXIT_FAIL = 0, 1
@@ -148,6 +149,7 @@ def _run_member(comparison: Comparison, world: World) -> int:
             raise ConfigError(f"there is no reference at {comparison.path}; first run `tandem parity` with the same "
                               "model and options, but without mlx.launch", param="reference")
         reference = _read(comparison)
+    prepare_cuda()
     library = preload_blas(comparison.settings.parallel.blas)
     limit_threads(library, comparison.settings.parallel.threads_per_rank or THREADS)
     from tandem.parity.member import run_member  # imports mlx, after the BLAS

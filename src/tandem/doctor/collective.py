@@ -8,6 +8,7 @@ import sys
 import time
 
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
+from tandem.system.cuda import prepare_cuda
 
 SIZES = (4096, 65536, 1 << 20)
 """Bytes of the arrays."""
@@ -44,6 +45,7 @@ def main() -> int:
     """Print the figures as JSON, or the error on stderr."""
     backend = receive_payload().decode()
     watch_lifeline()
+    prepare_cuda()
     try:
         sys.stdout.write(json.dumps(measure(backend)) + "\n")
     except (RuntimeError, ValueError, ImportError) as error:

@@ -37,6 +37,20 @@ WRITE_S = 10.0
 """Seconds in which disks write nothing of a request that leaves, after which those that leave do not wait for them."""
 
 
+class _Standstill:
+    """How long something that somebody waits for has been as it is."""
+
+    def __init__(self) -> None:
+        self._state: object = None
+        self._since = 0.0
+
+    def seconds(self, state: object, now: float) -> float:
+        """`state` changes with all progress; None: nobody waits."""
+        if state != self._state:
+            self._state, self._since = state, now
+        return now - self._since if state is not None else 0.0
+
+
 class Engine:
     """Used by one thread, which with the inline executor owns all MLX work."""
 
@@ -55,10 +69,8 @@ class Engine:
         """What nobody has taken yet."""
         self._resting: tuple[Sequence, float] | None = None
         """For whom nothing runs, and until when."""
-        self._fetching: tuple[str | None, float] = (None, 0.0)
-        """Which prefix on disk has been waited for longest, and since when it is that one."""
-        self._writing: tuple[object, float] = (None, 0.0)
-        """How far disks are with what leaves, and since when."""
+        self._fetching, self._writing = _Standstill(), _Standstill()
+        """Of what is read from disks, and of what is written there of those that leave."""
 
     @property
     def executor(self) -> Executor:
@@ -208,18 +220,14 @@ class Engine:
             for order in orders:
                 self.executor.fetch(order)
             orders.clear()
-        if disk.fetching != self._fetching[0]:
-            self._fetching = disk.fetching, now
-        elif disk.fetching and now - self._fetching[1] > FETCH_S:
+        if self._fetching.seconds(disk.fetching, now) > FETCH_S:
             log.warning("KV has not come from disk for %.0f s; what waits for it is computed", FETCH_S)
             disk.lose_patience()
 
     def _let_leave(self, now: float) -> None:
         departures = self.scheduler.departures
         self._out += departures.depart()
-        if departures.progress != self._writing[0]:
-            self._writing = departures.progress, now
-        elif self._writing[0] and now - self._writing[1] > WRITE_S:
+        if self._writing.seconds(departures.progress, now) > WRITE_S:
             log.warning("what requests that leave have computed is not written in %.0f s; it is computed again where "
                         "they go", WRITE_S)
             departures.lose_patience()

@@ -20,6 +20,7 @@ from tandem.firstlight.check import Figures
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.worlds import make_world
 from tandem.processes.child import ChildProcess, guarded_lifeline, receive_payload, watch_lifeline
+from tandem.system.cuda import prepare_cuda
 
 if TYPE_CHECKING:
     import mlx.core as mx
@@ -178,6 +179,7 @@ def main() -> None:
     own_process()
     errand = msgspec.json.decode(receive_payload(), type=Errand)
     watch_lifeline()
+    prepare_cuda()
     preload_blas("auto")
     if errand.work != "wait":
         from tandem.loading.memory import choose_device

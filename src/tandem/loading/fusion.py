@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
-from tandem.loading.shard_modules import at, put
+from tandem.loading.shard_modules import Around, at, put
 
 log = logging.getLogger(__name__)
 
@@ -139,12 +139,11 @@ class _Calls:
     """Something else of it was asked for, or changed, than its output."""
 
 
-class _Overheard(nn.Module):
+class _Overheard(Around):
     """A projection of which is noted what it is given."""
 
     def __init__(self, module: nn.Module, calls: _Calls) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module)
         self._calls = calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
@@ -153,13 +152,9 @@ class _Overheard(nn.Module):
         return found
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "module" not in self:
-                raise
+        if "module" in self and name not in self:
             self._calls.read = True
-            return getattr(self["module"], name)
+        return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if "module" in self and name in self["module"]:

@@ -39,17 +39,12 @@ class TensorParallel(Protocol):
         ...
 
 
-class SumOverRanks(nn.Module):
-    """A module whose output is this rank's part of a sum; calling it gives the sum."""
+class Around(nn.Module):
+    """Stands in the place of a module."""
 
-    def __init__(self, module: nn.Module, tensor_parallel: TensorParallel) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._tensor_parallel = tensor_parallel
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        """Outputs [B, L, H] of the module, summed over the ranks."""
-        return self._tensor_parallel.sum(self.module(*args, **kwargs))
 
     def __getattr__(self, name: str) -> Any:
         """The module's, where this has none: models ask their layers' attention whether it is local, and such."""
@@ -59,6 +54,18 @@ class SumOverRanks(nn.Module):
             if "module" not in self:
                 raise
             return getattr(self["module"], name)
+
+
+class SumOverRanks(Around):
+    """A module whose output is this rank's part of a sum; calling it gives the sum."""
+
+    def __init__(self, module: nn.Module, tensor_parallel: TensorParallel) -> None:
+        super().__init__(module)
+        self._tensor_parallel = tensor_parallel
+
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        """Outputs [B, L, H] of the module, summed over the ranks."""
+        return self._tensor_parallel.sum(self.module(*args, **kwargs))
 
 
 class TakesSum(nn.Module):

@@ -26,13 +26,15 @@ import numpy as np
 from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
-from tandem.transport.lenders import Lenders
+from tandem.transport.lenders import SUFFIX, Lenders
 
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
 """A file in a directory that is ours."""
 IDENTITY = "identity"
 """A file there with a random name of the directory, the same for all machines that have it."""
+MOST_IDENTITY = 64
+"""Bytes of it; what has more is not ours."""
 ABOUT = "model"
 """A file in each space: what its model is called, for people."""
 _PREFIX = struct.Struct("<8sI")
@@ -115,8 +117,8 @@ def _identity(directory: Path) -> str:
             temporary.write_text(secrets.token_hex(16))
             with suppress(FileExistsError):  # another rank makes it too, and whoever is first has it
                 os.link(temporary, path)
-        return path.read_text()
-    except (OSError, UnicodeError):
+        return _read(path, MOST_IDENTITY).decode("ascii")
+    except (OSError, ValueError):
         return ""
     finally:
         with suppress(OSError):
@@ -231,12 +233,7 @@ class PieceFiles:
 
     def _bytes(self, path: Path) -> bytes:
         """All of a file, which is used now. Raises OSError, and ValueError for what is none of ours."""
-        # Whoever opens a pipe waits for its other end.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode) or status.st_size > self._most:
-                raise ValueError("it is no piece")
-            data = file.read(status.st_size)
+        data = _read(path, self._most)
         with suppress(OSError):  # a disk that cannot be written serves all the same
             os.utime(path)
         return data
@@ -319,7 +316,7 @@ class PieceFiles:
         now = time.time()
         for space, file in _files(self._root):
             half = file.name.startswith(".") and file.name.endswith(".tmp")
-            if not half and not file.name.endswith(".kv"):
+            if not half and not file.name.endswith(SUFFIX):
                 continue
             with suppress(OSError):  # another may delete it just now
                 status = file.stat(follow_symlinks=False)
@@ -339,9 +336,19 @@ def _files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
                     yield space.name, file
 
 
+def _read(path: Path, most: int) -> bytes:
+    """All of a file. Raises OSError, and ValueError for what is none, or has more than `most` bytes."""
+    # Whoever opens a pipe waits for its other end.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            raise ValueError("it is no piece")
+        return file.read(status.st_size)
+
+
 def _note(parts: dict[bytes, list[Part]], file: str) -> None:
     """Add the part that a file of this name has, if it is one."""
-    name, _, label = file.removesuffix(".kv").partition(".")
+    name, _, label = file.removesuffix(SUFFIX).partition(".")
     with suppress(ValueError, OverflowError):
         part = Part.read(label)
         if len(part.layers) and len(part.heads) and file == _file(bytes.fromhex(name), part):
@@ -349,7 +356,7 @@ def _note(parts: dict[bytes, list[Part]], file: str) -> None:
 
 
 def _file(name: bytes, part: Part) -> str:
-    return f"{name.hex()}.{part.label}.kv"
+    return f"{name.hex()}.{part.label}{SUFFIX}"
 
 
 def _cover(parts: Sequence[Part], heads: range) -> list[tuple[Part, range]]:

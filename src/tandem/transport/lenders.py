@@ -17,6 +17,7 @@ from tandem.transport.blobs import CHUNK, BlobClient, BlobServer, checksum
 PATIENCE_S = 5.0
 """Seconds for a chunk; one that has not come by then is computed."""
 SUFFIX = ".kv"
+"""Of the files that hold parts of pieces."""
 
 
 class Lending(Struct, frozen=True):
