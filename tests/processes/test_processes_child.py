@@ -126,17 +126,21 @@ def test_ranks_with_gpus_of_their_own_are_joined_by_nccl(monkeypatch: pytest.Mon
     assert backend("ring", "3", cuda=False) == "ring"
 
 
-def test_more_ranks_than_gpus_take_them_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    def environment(rank: int, ranks: int) -> str | None:
-        child = LocalLauncher(1, "tandem_nothing").start(rank, ranks, b"", {})
+def test_more_ranks_than_gpus_take_them_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_rank.py").write_text(
+        "import os\nopen(os.environ['TOLD'], 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])\n")
+
+    def gpu(rank: int, ranks: int) -> bytes:
+        told = tmp_path / f"told{rank}"
+        child = LocalLauncher(1, "a_rank").start(rank, ranks, b"", {"PYTHONPATH": str(tmp_path), "TOLD": str(told)})
         try:
-            return psutil.Process(child.pid).environ().get("CUDA_VISIBLE_DEVICES")
+            return wait_for(told)
         finally:
             child.kill()
-            child.wait(10.0)
+            child.wait(240)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert [environment(rank, 3) for rank in range(3)] == ["4", "5", "4"]
+    assert [gpu(rank, 3) for rank in range(3)] == [b"4", b"5", b"4"]
 
 
 def test_ranks_have_gpus_of_their_own_where_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
