@@ -9,6 +9,10 @@ First, by turns without and with the bad clients and with no faults, the gaps be
 (a tenth of the time). Then come the faults, and a calm end with all clients (a fifth); whoever lives about as long as
 that must not have grown.
 
+With --kv-disk DIR KV is kept in a folder there, long prompts come too, and that folder fares badly: bits flip, parts
+are cut or vanish, all of it vanishes, and it is full where DIR is on a small file system (mount -t tmpfs -o size=24m).
+Replicas are drained, so that what runs there moves. Something must then have been read from disk.
+
 The exit code is 1 when anything of that does not hold. In the evidence folder: the server's log, the bad clients'
 deeds, each request that went wrong with what was expected, and summary.json, written anew all the time. Several soaks
 can run at once. What one needs: python with PYTHONPATH=src, no network.
@@ -35,6 +39,7 @@ from harness import Server, table, tandem_server
 from soak_bad_clients import BadClients
 from soak_clients import Clients
 from soak_family import Family
+from soak_kv import CONTEXT, Disk, long_requests, move
 from soak_requests import Request, ask, requests
 
 from tandem.testing import tiny_model
@@ -48,6 +53,8 @@ GAP = 2.0
 """With bad clients beside it, the 99th percentile of a stream's gaps may be so many times what it is without."""
 FLOOR_S = 0.01
 """A percentile below this is noise of the machine: gaps are compared with it at the least."""
+KV_TOKENS = 40_000
+"""With KV on disk; less than all prompts, so that some of them are on disk alone."""
 CALM = 0.2
 """Share of the time, at its end, without faults."""
 REST_S = 20.0
@@ -62,6 +69,9 @@ class Soak:
         self._url = f"http://127.0.0.1:{server.port}"
         self._rng = random.Random(args.seed)
         self._work = requests(random.Random(args.seed))
+        self._disk = Disk(args.kv_disk) if args.kv_disk else None
+        if self._disk is not None:
+            self._work += long_requests(random.Random(args.seed))
         answers = []
         for number, one in enumerate(self._work):
             answers.append(ask(self._url, one))
@@ -127,7 +137,7 @@ class Soak:
             self._clients.rise(2 + int((self._args.clients - 2) * min(spent / (whole * (1 - CALM)), 1.0)))
             if time.monotonic() > next_fault and spent < whole * (1 - CALM):
                 next_fault += self._args.every
-                what = self._family.hurt(self._rng, roles, {"api": self._clients.excuse})
+                what = self._hurt(roles)
                 self._faults[what] += 1
                 self._tell(what)
             if time.monotonic() > self._told + 30:
@@ -135,6 +145,14 @@ class Soak:
             self._family.sample()
             self._summarise()
             time.sleep(1.0)
+
+    def _hurt(self, roles: list[str]) -> str:
+        """A process; with KV on disk as often that, and with replicas one of them leaves at times."""
+        if self._disk is not None and self._rng.random() < 0.5:
+            return self._disk.hurt(self._rng)
+        if self._disk is not None and "data_parallel_size" in LAYOUTS[self._args.layout] and self._rng.random() < 0.4:
+            return move(self._server.port, self._rng)
+        return self._family.hurt(self._rng, roles, {"api": self._clients.excuse})
 
     def _tell(self, what: str) -> None:
         self._told = time.monotonic()
@@ -173,6 +191,8 @@ class Soak:
         self._problems += [f"{row.role} {row.pid} has grown" for row in self._family.sizes() if row.grown]
         if not clients.outcomes["answered"] or not self._faults:
             self._problems.append("nothing was tried")
+        if self._disk is not None and not clients.disk_tokens:
+            self._problems.append("nothing was read from disk")
         if gaps["ratio_judged"] > GAP:
             self._problems.append(f"bad clients held up a good one's stream: {gaps['ratio_judged']} times")
 
@@ -189,7 +209,7 @@ class Soak:
             "wrong": clients.bad["wrong"], "twice": clients.bad["twice"],
             "broken_without_api_fault": clients.bad["broken"], "reasons": dict(clients.reasons),
             "faults": sum(self._faults.values()), "faults_by_kind": dict(self._faults),
-            "bad_deeds": self._deeds, "gaps": self._percentiles(),
+            "disk_tokens": clients.disk_tokens, "bad_deeds": self._deeds, "gaps": self._percentiles(),
             "processes": [dataclasses.asdict(row) for row in self._family.sizes() if row.judged][:40],
         }
         new = self._folder / "summary.new"
@@ -209,7 +229,8 @@ class Soak:
                   f"({gaps['ratio']} times, {gaps['samples']} gaps, no faults)")
         print(f"{self._deeds} bad deeds")
         print(f"{self._counts()}; wrong {self._clients.bad['wrong']}; twice {self._clients.bad['twice']}; "
-              f"faults {dict(self._faults)}; {dict(self._clients.reasons)}")
+              f"faults {dict(self._faults)}; {dict(self._clients.reasons)}"
+              f"{f'; {self._clients.disk_tokens} tokens were read from disk' if self._disk is not None else ''}")
         print("; ".join(self._problems) or "all is well", flush=True)
 
 
@@ -235,6 +256,8 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="a model directory; by default a tiny random one is made")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "gpu"),
                         help="where ranks compute (default: %(default)s)")
+    parser.add_argument("--kv-disk", type=Path, metavar="DIR", help="keep KV in a folder there, and ill-treat it")
+    parser.add_argument("--kv-disk-gb", type=float, default=0.02, help="room for it (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of requests and faults (default: %(default)s)")
     parser.add_argument("--heavy", type=int, default=1, help="bad clients with heavy bodies (default: %(default)s)")
     parser.add_argument("--no-gaps", action="store_true",
@@ -245,10 +268,13 @@ def main() -> int:
     folder = args.evidence or Path(tempfile.mkdtemp(prefix=f"tandem-soak-{args.layout.replace(',', '-')}-"))
     folder.mkdir(parents=True, exist_ok=True)
     print(f"evidence in {folder}", flush=True)
+    kept = {} if args.kv_disk is None else {"kv_disk": Disk(args.kv_disk).directory, "kv_disk_gb": args.kv_disk_gb,
+                                            "kv_tokens": KV_TOKENS}
     with tempfile.TemporaryDirectory(prefix="tandem-soak-") as directory:
-        model = args.model or tiny_model(Path(directory), dtype="float32", config={"max_position_embeddings": 1024})
+        model = args.model or tiny_model(Path(directory), dtype="float32",
+                                         config={"max_position_embeddings": CONTEXT if kept else 1024})
         with tandem_server(model, 1, log=folder / "server.log", log_level="INFO", max_restarts=1000, start_timeout=120,
-                           device=args.device, **LAYOUTS[args.layout]) as server:
+                           device=args.device, **LAYOUTS[args.layout], **kept) as server:
             soak = Soak(args, server, folder)
             well = soak.play()
             soak.report()

@@ -33,6 +33,8 @@ class Clients:
         self.reasons: collections.Counter[str] = collections.Counter()
         self.bad: collections.Counter[str] = collections.Counter()
         """What must not be: wrong, twice, failed, hung, broken (with no api hurt)."""
+        self.disk_tokens = 0
+        """Of prompts, read from disk."""
 
     def rise(self, wanted: int) -> None:
         """From now on at least so many."""
@@ -59,6 +61,7 @@ class Clients:
 
     def _note(self, got: Outcome, index: int, began: float) -> None:
         self.outcomes[got.kind] += 1
+        self.disk_tokens += got.disk_tokens
         if got.kind != "answered":
             self.reasons[f"{got.kind}: {got.detail}"] += 1
         expected, wrong = self._expected[index], ""

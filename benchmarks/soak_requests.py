@@ -48,6 +48,8 @@ class Outcome:
     answer: dict[str, Any] = field(default_factory=dict)
     gaps: list[float] = field(default_factory=list)
     """Seconds between pieces of a stream."""
+    disk_tokens: int = 0
+    """Of the prompt, read from disk; not told of streams."""
 
 
 def requests(rng: random.Random) -> list[Request]:
@@ -102,7 +104,10 @@ def ask(url: str, request: Request) -> Outcome:
                 return _refused(got)
             if not request.body.get("stream"):
                 got.read()
-                return Outcome("answered", answer=_whole(request.path, got.json()))
+                body = got.json()
+                details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
+                return Outcome("answered", answer=_whole(request.path, body),
+                               disk_tokens=details.get("disk_cached_tokens") or 0)
             answer: dict[str, Any] = {}
             if problem := _stream(request.path, _events(got, pieces), answer):
                 return problem

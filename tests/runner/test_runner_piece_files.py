@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import time
+from collections import namedtuple
 from pathlib import Path
 
 import msgspec
@@ -15,6 +16,7 @@ from tandem.errors import UsageError
 from tandem.protocol.pieces import PIECE
 from tandem.runner.piece_files import MARK, Part, PieceFiles, Unusable
 
+Usage = namedtuple("Usage", "total used free")
 NAME = bytes(range(16))
 KEYS = np.arange(4 * 6 * PIECE, dtype=np.float32).reshape(4, 1, 6, PIECE, 1)
 """Of 4 layers with 6 heads, one number for each position."""
@@ -104,6 +106,28 @@ def test_half_a_file_is_left_by_nobody(tmp_path, monkeypatch):
     os.utime(stale, (1, 1))
     PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
     assert not stale.exists()
+
+
+def test_a_full_disk_loses_what_was_used_least_recently(tmp_path, monkeypatch):
+    names = [bytes([i]) * 16 for i in range(20)]
+    for i, name in enumerate(names):
+        files = store(tmp_path, (0, 4), (0, 6), name=name)
+        os.utime(next(tmp_path.glob(f"space/{name.hex()}*")), (time.time() - 50 + i,) * 2)
+    [size] = {path.stat().st_size for path in tmp_path.glob("*/*.kv")}
+    files.take_gone()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    free = [0]
+    monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(100 * size, 0, free[0]))
+    for others, left in ((3 * size, 20), (0, 18), (size, 17)):
+        free[0] = others
+        with pytest.raises(OSError, match="No space"):
+            files.write(b"x" * 16, [(layer, layer) for layer in KEYS], "float32")
+        assert {path.name.split(".")[0] for path in tmp_path.glob("space/*")} == {one.hex() for one in names[-left:]}
+    assert set(files.take_gone()) == set(names[:3])
 
 
 def test_what_says_that_it_is_a_piece_is_not_believed(tmp_path):
@@ -216,3 +240,15 @@ def test_a_directory_of_others_is_left_alone(tmp_path):
     assert not (tmp_path / MARK).exists()
     with pytest.raises(UsageError, match="cannot keep KV there"):
         PieceFiles(tmp_path / "letters", "space", part((0, 1), (0, 1)), 1, 1 << 30)
+    files = store(tmp_path / "kv", (0, 4), (0, 6))
+    (tmp_path / "kv").rename(tmp_path / "away")
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv" / "letters").write_text("of somebody who came while it was away")
+    with pytest.raises(OSError, match="other things"):
+        files.write(NAME, [(layer, layer) for layer in KEYS], "float32")
+    assert len(list((tmp_path / "kv").iterdir())) == 1
+    (tmp_path / "linked").mkdir()
+    (tmp_path / "linked" / MARK).touch()
+    (tmp_path / "linked" / "space").symlink_to(tmp_path / "away" / "space")
+    with pytest.raises(UsageError, match="is a link"):
+        store(tmp_path / "linked", (0, 4), (0, 6))

@@ -10,7 +10,7 @@ import pytest
 from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import Refused
-from tandem.protocol.pieces import PIECE, Fetched, Written
+from tandem.protocol.pieces import PIECE, Fetched, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.limits import Limits
@@ -216,3 +216,14 @@ def test_pieces_that_a_rank_has_no_more_are_written_again() -> None:
     plan = scheduler.next_plan()
     assert plan is not None
     assert [[name for _, name in store.pieces] for store in plan.stores] == [names(LONG)]
+
+
+def test_what_each_rank_sees_is_all_that_it_has() -> None:
+    scheduler = make()
+    begin(scheduler, names(LONG), names(LONG))
+    for seen in (names(LONG)[:1], names(LONG)):
+        for rank in range(RANKS):
+            scheduler.disk.take(Surveyed(rank, 1, seen), scheduler.prefixes)
+        assert scheduler.disk.has(block_hashes(LONG)) == len(seen) * PIECE
+    scheduler.disk.take(Surveyed(1, 2, []), scheduler.prefixes)
+    assert scheduler.disk.has(block_hashes(LONG)) == 0

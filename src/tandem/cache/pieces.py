@@ -33,6 +33,12 @@ class PieceIndex:
         for name in names:
             self._have[name] = self._have.get(name, 0) | 1 << rank
 
+    def see(self, rank: int, names: Iterable[bytes]) -> None:
+        """A rank has these and no others."""
+        others = ~(1 << rank)
+        self._have = {name: left for name, ranks in self._have.items() if (left := ranks & others)}
+        self.keep(rank, names)
+
     def lose(self, names: Iterable[bytes]) -> None:
         """A rank has not got these any more, so they are of no use to the others either."""
         for name in names:

@@ -26,7 +26,7 @@ from tandem.loading.memory import (
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.footprint import kv_bytes_per_token, slice_bytes
+from tandem.models.footprint import kv_bytes_per_token, slice_bytes, token_bytes
 from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
@@ -34,7 +34,7 @@ from tandem.protocol.pieces import PIECE
 from tandem.runner.drafter import Drafter
 from tandem.runner.kv_disk import KVDisk, Layers, Report, dtype_name, takes_part
 from tandem.runner.links import StageLink
-from tandem.runner.piece_files import MOST_HEADER, Part, PieceFiles, note_model
+from tandem.runner.piece_files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import decode_attention
 from tandem.runner.runner import Runner
@@ -138,6 +138,10 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
     space = f"{spec.kv_space}-{dtype_name(stage.dtype)}" + (f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else "")
+    piece = PIECE * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
+    if KEPT * spec.kv_disk_bytes < piece:
+        return None, (f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {PIECE} tokens of this model's KV, which are kept "
+                      f"together, take {piece / 1e9:.2g}; give at least {2 * piece / 1e9:.2g}")
     most = MOST_HEADER + PIECE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
         kept = PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most)

@@ -50,9 +50,7 @@ class Surveyed(Struct, frozen=True, tag=True):
     rank: int
     number: int
     names: list[bytes]
-    """Pieces that it can put together."""
-    gone: list[bytes] = []
-    """Others, that were there when it last looked."""
+    """Pieces that it can put together, and no others."""
     nbytes: int = 0
     """Of the files of this model, adapter and type; or of those that this rank has deleted."""
     total_bytes: int = 0

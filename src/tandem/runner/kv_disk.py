@@ -218,7 +218,8 @@ class KVDisk:
         except OSError as error:
             seldom.warning("the directory for KV cannot be read: %s; what it has is computed", error.strerror or error)
             nbytes = total = 0
-        self._report(Surveyed(self._rank, order.number, self._files.names(), self._files.take_gone(), nbytes, total))
+        self._files.take_gone()  # what is there says it too
+        self._report(Surveyed(self._rank, order.number, self._files.names(), nbytes, total))
 
     def _write(self, name: bytes, own: list[tuple[mx.array, mx.array]], dtype: str, nbytes: int) -> None:
         started = time.monotonic()
@@ -230,6 +231,7 @@ class KVDisk:
             time.sleep(max(size / WRITE_BYTES_S - (time.monotonic() - started), 0.0))
         except OSError as error:
             self._quiet_until = started + FULL_S
+            self._report(Written(self._rank, [], 0, self._files.take_gone()))
             seldom.warning("KV cannot be kept on disk: %s; nothing is for %.0f s", error.strerror or error, FULL_S)
         finally:
             with self._lock:

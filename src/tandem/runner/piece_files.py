@@ -7,9 +7,11 @@ layer. A rank may put a piece together from files that others wrote, for other l
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import secrets
+import shutil
 import stat
 import struct
 import time
@@ -42,6 +44,8 @@ MOST_HEADER = 1 << 20
 """Bytes before the arrays of a file."""
 STALE_S = 3600.0
 """A file half written is nobody's any more after so long; one that was used so far in the future has a wrong time."""
+KEPT = 0.9
+"""Share of the room that stays taken where something has to go."""
 BLIND = 0.02
 """Share of the room that a rank fills before it looks again what others have written and deleted."""
 
@@ -89,13 +93,8 @@ def _range(text: str) -> range:
 
 def open_directory(directory: Path, space: str) -> None:
     """Make it, or see that it is ours. Raises UsageError."""
-    mark = directory / MARK
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # In this order: another rank may be making it too, and puts the mark there first.
-        if any(directory.iterdir()) and not mark.exists():
-            raise UsageError(f"--kv-disk {directory}: has other things than Tandem's KV in it; give an empty or a "
-                             "new directory", param="kv_disk")
         _make_space(directory, space)
     except OSError as error:
         raise UsageError(f"--kv-disk {directory}: cannot keep KV there: {error.strerror or error}; give another "
@@ -103,10 +102,16 @@ def open_directory(directory: Path, space: str) -> None:
 
 
 def _make_space(directory: Path, space: str) -> None:
-    """Within a directory that is there and ours, or empty. Raises OSError."""
-    if not (mark := directory / MARK).exists():
+    """Within a directory that is there. Raises OSError, also where that is not ours."""
+    mark, path = directory / MARK, directory / space
+    # In this order: another rank may be making it too, and puts the mark there first.
+    if any(directory.iterdir()) and not mark.exists():
+        raise OSError(errno.ENOTEMPTY, "it has other things than Tandem's KV in it")
+    if not mark.exists():
         mark.write_text("Tandem keeps KV of prompts here. All of it may be deleted at any time.\n")
-    (directory / space).mkdir(exist_ok=True, mode=0o700)
+    path.mkdir(exist_ok=True, mode=0o700)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, f"{space} in it is a link, and what is behind links is not counted")
 
 
 def _identity(directory: Path) -> str:
@@ -259,9 +264,11 @@ class PieceFiles:
                     file.write(content)
                 size = file.tell()
             os.replace(temporary, self._path / _file(name, part))
-        except BaseException:
+        except BaseException as error:
             with suppress(OSError):
-                temporary.unlink()
+                temporary.unlink(missing_ok=True)
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    self._look(full=True)
             raise
         if part not in self._parts.setdefault(name, []):
             self._parts[name].append(part)
@@ -270,12 +277,14 @@ class PieceFiles:
             self._look()
         return size
 
-    def _look(self) -> tuple[int, int]:
-        """What is there by now; where it is too much, what was used least recently goes, of whichever space, until a
-        tenth of the room is free. Returns the bytes of this space's files, and of all."""
+    def _look(self, *, full: bool = False) -> tuple[int, int]:
+        """What is there by now; where it is too much, or the disk is `full`, what was used least recently goes, of
+        whichever space, until a tenth of the room is free. Returns the bytes of this space's files, and of all."""
         files = sorted(self._all())
         total = sum(size for _, size, _, _ in files)
-        room = 0.9 * self._limit if total > self._limit else total
+        room = KEPT * self._limit if total > self._limit else float(total)
+        if full:  # another rank may have made room already
+            room = min(room, KEPT * total + shutil.disk_usage(self._root).free)
         self._parts, before = {}, self._parts
         own = 0
         for _, size, space, file in files:

@@ -177,8 +177,7 @@ class DiskTier:
             self._fetched(report, prefixes)
             return
         if isinstance(report, Surveyed):
-            self._pieces.lose(report.gone)
-            self._pieces.keep(report.rank, report.names)
+            self._pieces.see(report.rank, report.names)
             self._seen(report, prefixes)
             return
         self._pieces.keep(report.rank, report.names)
