@@ -22,8 +22,11 @@ import psutil
 from harness import Server, arguments, middle, table, tandem_server, write_json
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "one": {"executor": "cluster"}, "pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2}}
+    "one": {"executor": "cluster"}, "pp": {"pipeline_parallel_size": 2}, "tp": {"tensor_parallel_size": 2},
+    "pp-spares": {"pipeline_parallel_size": 2, "spares": 1}, "tp-spares": {"tensor_parallel_size": 2, "spares": 1}}
 TOKENS_BEFORE = 10
+SPARES_S = 8.0
+"""Seconds for spares to import everything before the next fault."""
 
 
 class Stream:
@@ -69,9 +72,10 @@ def until(condition: Any) -> float:
     return time.monotonic()
 
 
-def one_fault(server: Server, victim: str, sig: signal.Signals, tokens: int) -> tuple[float, float]:
+def one_fault(server: Server, victim: str, sig: signal.Signals, tokens: int, spares: bool) -> tuple[float, float]:
     """Seconds to notice it, and the client's pause."""
     until(lambda: health(server)["status"] == "healthy")
+    time.sleep(SPARES_S if spares else 0)
     stream = Stream(server, tokens)
     stream.wait(TOKENS_BEFORE)
     ranks = [rank["pid"] for rank in health(server)["ranks"]]
@@ -99,7 +103,7 @@ def measure(args: argparse.Namespace, layout: str) -> list[dict[str, Any]]:
             for sig in (signal.SIGKILL, signal.SIGSTOP):
                 pairs = []
                 for _ in range(args.rounds):
-                    pairs.append(one_fault(server, victim, sig, args.tokens))
+                    pairs.append(one_fault(server, victim, sig, args.tokens, "spares" in flags))
                     print(f"{layout} {sig.name} {victim}: noticed after {pairs[-1][0]:.2f} s, pause of "
                           f"{pairs[-1][1]:.2f} s", flush=True)
                     with contextlib.suppress(TypeError, KeyError):

@@ -36,9 +36,10 @@ def answer_in_background(server: Served) -> tuple[threading.Thread, list[str]]:
 
 
 def test_answers_survive_a_rank_a_rank_host_and_a_cable(machines: Machines, tiny: Path) -> None:
-    """One server, three faults, the same greedy answer after each."""
-    with serving(machines, str(tiny), "--hostfile", hostfile(machines, ["h1", "h2"])) as server:
+    """One server with a spare on each machine, three faults, the same greedy answer after each."""
+    with serving(machines, str(tiny), "--hostfile", hostfile(machines, ["h1", "h2"]), "--spares", "1") as server:
         undisturbed = server.complete(LONG)
+        eventually(lambda: running(machines, "h2", "tandem.executors.spare"))
         for module in ("tandem.executors.worker", "tandem.launchers.rank_host"):
             before = running(machines, "h2", module)
             thread, texts = answer_in_background(server)
@@ -46,12 +47,13 @@ def test_answers_survive_a_rank_a_rank_host_and_a_cable(machines: Machines, tiny
             thread.join(240)
             assert texts == [undisturbed], server.log
             assert set(running(machines, "h2", module)).isdisjoint(before)
+            assert module != "tandem.executors.worker" or not running(machines, "h2", module), "the spare is the rank"
         thread, texts = answer_in_background(server)
         machines.cut("h2")
         try:
             server.wait_for("h2.* is lost|no ping|not answer")
             # Its ranks end by themselves, cut off as they are.
-            eventually(lambda: not running(machines, "h2", "tandem.executors.worker"))
+            eventually(lambda: not running(machines, "h2", "tandem.executors"))
         finally:
             machines.heal("h2")
         thread.join(240)

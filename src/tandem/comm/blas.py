@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
+import functools
 import glob
 import sys
 from pathlib import Path
@@ -17,8 +18,9 @@ from tandem.errors import ConfigError
 CANDIDATES = ("libopenblas.so.0", "libopenblasp.so.0", "libmkl_rt.so.2", "libblis.so.4")
 
 
+@functools.cache
 def preload_blas(choice: str) -> str | None:
-    """Load `choice` (`auto`, `none`, or a path) and return what was loaded, None for nothing.
+    """Load `choice` (`auto`, `none`, or a path) and return what was loaded, None for nothing. Later calls say the same.
 
     Call before mlx is imported; on anything but Linux it does nothing, since MLX uses Accelerate there. Raises
     ConfigError when a path that was asked for cannot be loaded or MLX is there already.

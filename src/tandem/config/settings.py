@@ -107,6 +107,9 @@ class ParallelSettings:
     """Seconds of silence after which a rank's machine and the engine's give each other up; the rank then ends."""
     threads_per_rank: int | None = None
     """CPU threads of each rank; by default the cores are shared out among the ranks of a machine."""
+    spares: int = 0
+    """1: beside each rank a process waits that has imported everything (it takes some 100 MB), so that ranks which have
+    to be replaced start sooner."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """What ranks compute on. auto: what TANDEM_DEVICE says on a rank's machine, else a GPU where MLX has one."""
     fast_sync: Literal["auto", "on", "off"] = "off"

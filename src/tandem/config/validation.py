@@ -36,6 +36,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "layer_split": _AT_LEAST_ONE,
     "lanes": _AT_LEAST_ONE,
     "threads_per_rank": _AT_LEAST_ONE,
+    "spares": (0, 1),
     "host_entries": (0, math.inf),
     "join_port": (1, 65535),
     "heartbeat_timeout": (2.0, math.inf),

@@ -209,6 +209,9 @@ def make_executor(settings: Settings, layout: GangLayout) -> Executor:
     if kind == "inline" and len(layout.ranks) > 1:
         raise LayoutError(f"--executor inline runs one rank, not {len(layout.ranks)}; use cluster", param="executor")
     if kind == "inline" or (kind == "auto" and here and len(layout.ranks) == 1):
+        if settings.parallel.spares:
+            raise LayoutError("--spares is for ranks in processes of their own, and this one is the engine's; leave it "
+                              "out, or give --executor cluster", param="spares")
         from tandem.comm.blas import preload_blas
 
         prepare_metal(layout.ranks[0].fast_fences)
@@ -224,7 +227,8 @@ def make_executor(settings: Settings, layout: GangLayout) -> Executor:
                            start_timeout_s=settings.scheduler.start_timeout,
                            step_timeout_s=settings.scheduler.step_timeout,
                            rejoin_timeout_s=settings.scheduler.rejoin_timeout,
-                           fit=None if told else partial(fit_memory, layout.description))
+                           fit=None if told else partial(fit_memory, layout.description),
+                           spares=settings.parallel.spares > 0)
 
 
 def fit_memory(description: ModelDescription, specs: list[StageSpec], places: list[Place]) -> list[StageSpec]:

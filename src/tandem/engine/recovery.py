@@ -183,6 +183,7 @@ class Gang:
             self.state, self.detail = "ready", ""
         self.lost = None
         self._ready_at = time.monotonic()
+        self.executor.keep_spares()
 
     def _limits(self) -> Limits:
         return make_limits(self._settings, self.layout, self.ready, shrink=bool(self.degraded), shed=self._shed)

@@ -62,6 +62,9 @@ class Executor(ABC):
         """Let the next `start` lay out `specs` over these of the first layout's places; None: over all."""
         raise NotImplementedError
 
+    def keep_spares(self) -> None:  # noqa: B027 - one in this process has none
+        """The ranks serve: have a process wait beside each, if that was asked for."""
+
     @property
     def slowdowns(self) -> list[float]:
         """Of each rank: seconds for a unit of work lately, as a multiple of what is usual; empty if not measured."""

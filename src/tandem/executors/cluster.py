@@ -71,11 +71,12 @@ class ClusterExecutor(Executor):
     """One gang at a time: if any rank fails all are ended, and `start` makes a new gang with new keys and ports."""
 
     def __init__(self, specs: list[StageSpec], launcher: Launcher, *, start_timeout_s: float, step_timeout_s: float,
-                 rejoin_timeout_s: float, fit: Fit | None = None) -> None:
+                 rejoin_timeout_s: float, fit: Fit | None = None, spares: bool = False) -> None:
         """`rejoin_timeout_s`: seconds to wait for a machine that was lost; `start_timeout_s` is for all at first. `fit`
-        is called once, when the first places are known."""
+        is called once, when the first places are known. With `spares` a process waits beside each rank."""
         self._specs = specs
         self._fit = fit
+        self._spares = spares
         self._places = len(specs)
         self._slots: list[int] | None = None
         self._launcher = launcher
@@ -136,6 +137,13 @@ class ClusterExecutor(Executor):
         self._specs = list(specs)
         self._slots = None if slots is None else list(slots)
         self._watchdog = Watchdog(len(self._specs), self._step_timeout)
+        if self._spares:
+            self._launcher.drop_spares()
+
+    def keep_spares(self) -> None:
+        """Through the launcher."""
+        for spec in self._specs if self._spares else ():
+            self._launcher.keep_spare(spec.rank, len(self._specs), msgspec.json.encode(spec))
 
     def _stop_serving(self) -> None:
         if self._blobs is not None:

@@ -27,6 +27,7 @@ from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.protocol.control import Begin, Connect, Failure, Hello, LoadProgress, Ping, Plan, Pong, Ready, Stepped, Stop
+from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.system.awake import keep_awake
@@ -163,18 +164,28 @@ def main() -> None:
 
 def run_rank(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
     """The rest of `main`, for entry points that are given more than a rank's payload. Ends the process."""
+    prepare(payload.spec)
+    serve(payload, wrap)
+
+
+def prepare(spec: StageSpec) -> None:
+    """What has to be before MLX is imported."""
     raise_limit()
     own_process()
-    keep_awake()
     import_models_only()
-    watch_lifeline()
     # Ctrl-C goes to every process of a terminal; the engine ends its ranks itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    spec = payload.spec
     set_up(spec.log_level, prefix=f"[Rank {spec.rank}]")
     prepare_metal(spec.fast_fences and spec.device != "cpu")
     if spec.tp_size > 1 or spec.channel == "mlx":
         prepare_cuda()
+
+
+def serve(payload: WorkerPayload, wrap: Wrap | None = None) -> None:
+    """Join the gang, and be one of its ranks until the end of the process."""
+    keep_awake()
+    watch_lifeline()
+    spec = payload.spec
     log.info("%s, pid %d", spec.label, os.getpid())
     bus = RankBus(payload.bus_endpoint, payload.keys, spec.rank, payload.generation)
     try:

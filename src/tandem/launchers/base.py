@@ -101,5 +101,14 @@ class Launcher(ABC):
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RankProcess:
         """Start one of the recruited ranks with its payload. Raises UsageError and RankFailure."""
 
+    @abstractmethod
+    def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
+        """Have a process wait, beside one of the started ranks, for the rank that will be in its place in the next gang
+        and has this specification."""
+
+    @abstractmethod
+    def drop_spares(self) -> None:
+        """The next gang is another one: end what waits for it."""
+
     def close(self) -> None:  # noqa: B027 - most have nothing to let go of
         """Let go of the machines; nothing follows. Idempotent."""

@@ -13,7 +13,7 @@ from tandem.launchers.host_worlds import Devices, HostWorld, any_world, jaccl_wo
 from tandem.launchers.local import thread_variables
 from tandem.launchers.member import Member, RemoteRank
 from tandem.launchers.roster import Roster
-from tandem.protocol.hosts import StartRank
+from tandem.protocol.hosts import DropSpare, KeepSpare, StartRank
 from tandem.protocol.keys import ClusterKeys
 
 log = logging.getLogger(__name__)
@@ -215,14 +215,25 @@ class HostsLauncher(Launcher):
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> RemoteRank:
         """Have the rank's host start it."""
         member = self._members[rank]
-        together = self._together(member)
-        environment = {**self.environment(self._slots[rank]), **self._gpu(member, together), **extra_env}
-        if self._threads:
-            environment |= thread_variables(self._threads)
         process = self.roster.begin(member)
-        self.roster.send(member, StartRank(process.number, rank, payload, environment, self._files.get(rank, {}),
-                                           len(together)))
+        self.roster.send(member, StartRank(process.number, rank, payload, self._variables(rank), extra_env,
+                                           self._files.get(rank, {}), len(self._together(member))))
         return process
+
+    def _variables(self, rank: int) -> dict[str, str]:
+        member = self._members[rank]
+        environment = {**self.environment(self._slots[rank]), **self._gpu(member, self._together(member))}
+        return environment | thread_variables(self._threads) if self._threads else environment
+
+    def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
+        """On the rank's machine."""
+        member = self._members[rank]
+        self.roster.send(member, KeepSpare(rank, spec, self._variables(rank), len(self._together(member))))
+
+    def drop_spares(self) -> None:
+        """Those whose hosts are there; what waits at another ends with it."""
+        for member in self._members:
+            self.roster.send(member, DropSpare())
 
     def environment(self, slot: int) -> dict[str, str]:
         """Variables that the user wants ranks to have."""

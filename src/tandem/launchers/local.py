@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from tandem.env import child_environment
 from tandem.errors import LayoutError
 from tandem.launchers.base import Launcher, OnWait, Place, World
+from tandem.launchers.spares import Spares
 from tandem.launchers.worlds import make_world, visible_gpus
 from tandem.processes.child import ChildProcess
 from tandem.protocol.payloads import WORKER_MODULE
@@ -26,7 +26,7 @@ class LocalLauncher(Launcher):
         """`module` is the ranks' entry point, run as `python -m`. With `cuda` ranks compute on NVIDIA GPUs if there are
         some."""
         self._threads = threads_per_rank
-        self._module = module
+        self._spares = Spares(module)
         self._cuda = cuda
 
     @property
@@ -58,8 +58,22 @@ class LocalLauncher(Launcher):
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> ChildProcess:
         """Start one rank."""
+        return self._spares.start(rank, payload, self._variables(rank, world_size), extra_env)
+
+    def _variables(self, rank: int, world_size: int) -> dict[str, str]:
         threads = thread_variables(self._threads or max(1, (os.cpu_count() or 1) // world_size))
         gpus = visible_gpus() if world_size > 1 else []
         device = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
-        env = child_environment({**threads, **device, **extra_env})
-        return ChildProcess(self._module, payload, env=env, name=f"rank {rank}")
+        return {**threads, **device}
+
+    def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
+        """As a child of this process."""
+        self._spares.keep(rank, spec, self._variables(rank, world_size))
+
+    def drop_spares(self) -> None:
+        """End them."""
+        self._spares.clear()
+
+    def close(self) -> None:
+        """End what waits."""
+        self._spares.clear()

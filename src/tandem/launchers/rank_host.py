@@ -24,18 +24,20 @@ import msgspec
 
 from tandem.borders import own_process
 from tandem.descriptors import raise_limit
-from tandem.env import child_environment
 from tandem.errors import SpawnError, TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
 from tandem.launchers.local import thread_variables
+from tandem.launchers.spares import Spares
 from tandem.launchers.worlds import free_ports
 from tandem.log import Seldom, set_up
-from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
+from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.leftovers import temporary_prefix
 from tandem.protocol.hosts import (
+    DropSpare,
     HeadMessage,
     Join,
     JoinAgain,
+    KeepSpare,
     KillRank,
     Leave,
     MlxWorld,
@@ -71,23 +73,26 @@ WORLD_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COO
 class _Rank:
     """The rank process and the files that it was given."""
 
-    def __init__(self, order: StartRank, worker: str) -> None:
+    def __init__(self, order: StartRank, spares: Spares) -> None:
         self.number = order.number
         self._directory = Path(tempfile.mkdtemp(prefix=temporary_prefix("rank")))
-        threads = thread_variables(max(1, (os.cpu_count() or 1) // order.sharing))
-        environment: dict[str, str | None] = {**dict.fromkeys(WORLD_VARIABLES), **threads, **order.environment}
+        world = dict(order.world)
         for variable, content in order.files.items():
             path = self._directory / variable
             path.write_text(content)
-            environment[variable] = str(path)
-        self.process = ChildProcess(worker, order.payload, env=child_environment(environment),
-                                    name=f"rank {order.rank}")
+            world[variable] = str(path)
+        self.process = spares.start(order.rank, order.payload, _variables(order), world)
 
     def kill(self) -> None:
         """End it and take its files away. Idempotent."""
         self.process.kill()
         self.process.wait(END_S)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _variables(order: StartRank | KeepSpare) -> dict[str, str | None]:
+    threads = thread_variables(max(1, (os.cpu_count() or 1) // order.sharing))
+    return {**dict.fromkeys(WORLD_VARIABLES), **threads, **order.environment}
 
 
 class RankHost:
@@ -99,6 +104,7 @@ class RankHost:
         self._id = secrets.token_hex(8)
         self._attempts = 0
         self._rank: _Rank | None = None
+        self._spares = Spares(payload.worker)
         self._told_to_end = False
         self._heartbeat_s = 0.0
 
@@ -116,6 +122,7 @@ class RankHost:
                 code = self._serve(link)
             finally:
                 self._end_rank()
+                self._spares.clear()
                 link.close()
             if code is not None:
                 return code
@@ -221,13 +228,17 @@ class RankHost:
                                 f"{error.strerror}"))
         elif isinstance(message, StartRank):
             self._start(link, message)
+        elif isinstance(message, KeepSpare):
+            self._spares.keep(message.rank, message.spec, _variables(message))
+        elif isinstance(message, DropSpare):
+            self._spares.clear()
         elif isinstance(message, KillRank) and self._rank is not None and self._rank.number == message.number:
             self._rank.process.kill()
 
     def _start(self, link: HostEnd, order: StartRank) -> None:
         self._end_rank()
         try:
-            self._rank = _Rank(order, self._payload.worker)
+            self._rank = _Rank(order, self._spares)
         except (OSError, SpawnError) as error:
             link.send(RankExited(order.number, 1, f"could not be started: {error}"))
             return

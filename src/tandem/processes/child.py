@@ -44,6 +44,11 @@ class ChildProcess:
                                             stderr=output).result()
         except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: not even a thread can be had
             raise SpawnError(f"the {name} cannot be started: {str(error) or 'out of memory'}") from error
+        self.tell(payload)
+
+    def tell(self, payload: bytes) -> None:
+        """Send it a line more, without a newline in it; its `receive_payload` gets one after the other. One that has
+        ended hears nothing."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(payload + b"\n")
@@ -97,7 +102,7 @@ class NoPayload(SystemExit):
 
 
 def receive_payload() -> bytes:
-    """In the child: the payload that the parent sent. Call once, before `watch_lifeline`.
+    """In the child: the next payload that the parent sent. Call it before `watch_lifeline`.
 
     Raises NoPayload.
     """

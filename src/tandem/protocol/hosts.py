@@ -162,10 +162,27 @@ class StartRank(Struct, frozen=True, tag=True):
     payload: bytes
     """The line for its standard input."""
     environment: dict[str, str]
+    world: dict[str, str]
+    """Variables of the group that it joins."""
     files: dict[str, str]
     """Content of files, by the variable that is to name the file."""
     sharing: int
     """Ranks of this gang on the machine, which share its cores."""
+
+
+class KeepSpare(Struct, frozen=True, tag=True):
+    """Have a process wait for the next rank that is started here."""
+
+    rank: int
+    spec: bytes
+    """The first line for its standard input."""
+    environment: dict[str, str]
+    sharing: int
+    """As of `StartRank`."""
+
+
+class DropSpare(Struct, frozen=True, tag=True):
+    """The next rank will be another one: end what waits for it."""
 
 
 class KillRank(Struct, frozen=True, tag=True):
@@ -182,4 +199,5 @@ class Release(Struct, frozen=True, tag=True):
     """The cluster is over: end the rank, and the rank host."""
 
 
-HeadMessage = Welcome | Refuse | Ping | ReservePorts | StartRank | KillRank | JoinAgain | Release
+HeadMessage = (Welcome | Refuse | Ping | ReservePorts | StartRank | KeepSpare | DropSpare | KillRank | JoinAgain
+               | Release)

@@ -9,6 +9,8 @@ from tandem.protocol.layout import StageSpec
 
 WORKER_MODULE = "tandem.executors.worker"
 """Entry point of ranks."""
+SPARE_MODULE = "tandem.executors.spare"
+"""Entry point of processes that wait to become ranks."""
 
 
 class WorkerPayload(Struct, frozen=True, kw_only=True):

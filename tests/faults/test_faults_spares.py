@@ -1,0 +1,55 @@
+"""`--spares 1`: ranks that are replaced are the processes that waited beside them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tandem import LLM
+from tandem.errors import ConfigError, LayoutError
+
+FLAGS = ("--prefill-chunk", "8", "--prefix-cache", "0", "--max-restarts", "100")
+SPARE = "tandem.executors.spare"
+
+
+def waiting(served: Any) -> set[int]:
+    """Process ids of spares; not those that have become ranks."""
+    return {one.pid for one in served.processes(SPARE)} - set(served.ranks())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [("-tp", "2"), ("-pp", "2")], ids=["tp", "pp"])
+def test_they_are_the_next_ranks(running: Callable[..., AbstractContextManager[Any]], model: Path,
+                                 layout: tuple[str, ...]) -> None:
+    with running(str(model), *layout, *FLAGS, "--spares", "1") as served:
+        served.learn()
+        served.wait(lambda: len(waiting(served)) == 2, "spares")
+        first, spares = set(served.ranks()), waiting(served)
+        calls = served.load()
+        os.kill(min(first), signal.SIGKILL)
+        served.check(calls)
+        served.wait(lambda: served.settled() and set(served.ranks()) == spares, "they are the ranks")
+        served.wait(lambda: len(waiting(served)) == 2, "others wait")
+        # One that has ended, or stands still, is no rank, and costs nothing but the time that it would have saved.
+        gone, stopped = sorted(waiting(served))
+        os.kill(gone, signal.SIGKILL)
+        os.kill(stopped, signal.SIGSTOP)
+        served.wait(lambda: psutil.Process(gone).status() == psutil.STATUS_ZOMBIE, "it has ended")
+        calls = served.load()
+        os.kill(min(spares), signal.SIGKILL)
+        served.check(calls)
+        served.wait(lambda: served.settled() and not set(served.ranks()) & {gone, stopped, *spares}, "new ranks")
+
+
+def test_what_cannot_be_is_refused(model: Path) -> None:
+    with pytest.raises(LayoutError, match="--spares is for ranks in processes of their own"):
+        LLM(str(model), spares=1)
+    with pytest.raises(ConfigError, match="spares"):
+        LLM(str(model), pipeline_parallel_size=2, spares=2)
