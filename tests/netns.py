@@ -7,6 +7,7 @@ HTTP to a server that listens on a machine's address. Needs root on Linux; `why_
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -256,6 +257,11 @@ class Machines:
         sh("ip", "-n", self.switch, "link", "set", name, "up")
         for namespace, device in ((self.switch, name), (self[name].namespace, "eth0")):
             subprocess.run(["tc", "-n", namespace, "qdisc", "del", "dev", device, "root"], capture_output=True)
+
+    def sent(self, name: str) -> int:
+        """Bytes that the machine has sent over its cable."""
+        words = sh("ip", "-n", self.switch, "-s", "-j", "link", "show", name)
+        return int(json.loads(words)[0]["stats64"]["rx"]["bytes"])
 
     def slow(self, name: str, *, rate: str | None = None, delay: str | None = None) -> None:
         """Limit the machine's cable both ways to `rate` ("20mbit") or delay each packet ("50ms"; see `has_netem`)."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import queue
+import re
+import threading
 from pathlib import Path
 
 import httpx
 import pytest
 
-from hosts import eventually, hostfile, serving
+from hosts import Served, eventually, hostfile, serving
 from netns import Machines
 from tandem.testing import tiny_model
 
@@ -34,3 +38,106 @@ def test_another_split_over_the_machines_finds_what_they_kept(machines: Machines
         assert 'tandem_kv_disk_hit_tokens_total{replica="0"} 512.0' in metrics
         # What was brought is kept where it is needed: of layers 1 and 2 the first machine has a copy.
         assert len(list(disks[0].glob("*/*.kv"))) == 4 and not list(directory.iterdir())
+
+
+class Fleet:
+    """Replicas of one server, each on a machine of its own with a disk of its own."""
+
+    def __init__(self, server: Served, disks: dict[str, Path]) -> None:
+        self.server, self.disks = server, disks
+
+    def counted(self, metric: str) -> dict[str, float]:
+        text = httpx.get(f"{self.server.url}/metrics", timeout=240).text
+        return {index: float(value) for index, value in re.findall(rf'^{metric}{{replica="(\d)"}} (\S+)', text, re.M)}
+
+    def lent_to_all(self, replicas: int) -> None:
+        """Wait until each has been told of all others."""
+        heard = rf"\[engine (\d)\].* other replicas lend KV from {replicas - 1} directories"
+        eventually(lambda: len(set(re.findall(heard, self.server.log))) >= replicas, what=lambda: self.server.log)
+
+    def key_of(self, replica: str) -> str:
+        """Requests with this key go to that replica while nothing runs."""
+        for number in range(1000):
+            before = self.counted("tandem_prompt_tokens_total")
+            self.server.complete(1, prompt=[5, 6, 7], prompt_cache_key=f"key{number}")
+            after = self.counted("tandem_prompt_tokens_total")
+            if after[replica] > before[replica]:
+                return f"key{number}"
+        raise AssertionError(f"no key goes to replica {replica}")
+
+    def ask(self, replica: str, prompt: list[int], tokens: int = 12) -> str:
+        return self.server.complete(tokens, prompt=prompt, prompt_cache_key=self.key_of(replica))
+
+    def written(self, machine: str, pieces: int) -> None:
+        eventually(lambda: len(list(self.disks[machine].glob("*/*.kv"))) >= pieces, 120)
+
+    def command(self, *arguments: str) -> str:
+        words = ["tandem", "replica", *arguments, "--port", "8000"]
+        return self.server.machines.run("h0", words, timeout=240).stdout
+
+
+def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machines, tmp_path: Path) -> None:
+    model = str(tiny_model(tmp_path / "model", layers=4, dtype="float32", config={"max_position_embeddings": 8192}))
+    directory = tmp_path / "kv"
+    directory.mkdir()
+    disks = {name: tmp_path / name for name in machines.names}
+    for name, disk in disks.items():
+        disk.mkdir()
+        machines.run(name, ["mount", "--bind", str(disk), str(directory)])
+    lengths = {7: 600, 11: 600, 13: 600, 17: 1600}
+    prompts = [[3 + i * step % 400 for i in range(length)] for step, length in lengths.items()]
+    hosts = hostfile(machines, ["h1", "h2", {"ssh": "localhost"}])
+    common = [model, "--hostfile", hosts, "--parallel", "1", "-dp", "2", "--kv-disk", str(directory), "--drain-timeout",
+              "200"]
+    with serving(machines, *common) as server:
+        fleet = Fleet(server, disks)
+        fleet.lent_to_all(2)
+        # A prompt that one has computed is brought to the other.
+        expected = fleet.ask("0", prompts[0])
+        fleet.written("h1", 2)
+        assert fleet.ask("1", prompts[0]) == expected
+        assert fleet.counted("tandem_kv_disk_hit_tokens_total") == {"0": 0.0, "1": 512.0}
+        assert fleet.counted("tandem_kv_disk_brought_bytes_total")["1"] > 0
+        assert len(list(disks["h2"].glob("*/*.kv"))) == 2, "it is kept there too"
+        # One that joins later, on the server's own machine, takes over what runs at one that drains.
+        fleet.command("add")
+        fleet.lent_to_all(3)
+        undisturbed = fleet.ask("1", prompts[1], 400)
+        body = {"model": "default", "prompt": prompts[1], "max_tokens": 6000, "temperature": 0, "ignore_eos": True,
+                "stream": True, "prompt_cache_key": fleet.key_of("0")}
+        text = ""
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+            for _ in range(40):
+                text += json.loads(next(lines)[6:])["choices"][0]["text"]
+            before = sum(fleet.counted("tandem_kv_disk_brought_bytes_total").values())
+            fleet.command("drain", "0")
+            eventually(lambda: sum(fleet.counted("tandem_requests_moved_total").values()) or "moved_total 1" in
+                       httpx.get(f"{server.url}/metrics", timeout=240).text, what=lambda: server.log)
+            while len(text) < len(undisturbed):
+                text += json.loads(next(lines)[6:])["choices"][0]["text"]
+        assert text.startswith(undisturbed)
+        assert sum(fleet.counted("tandem_kv_disk_brought_bytes_total").values()) > before
+        eventually(lambda: "0" not in fleet.counted("tandem_kv_disk_brought_bytes_total"), what=lambda: server.log)
+        # What is on the server's own machine is brought to others too.
+        expected = fleet.ask("2", prompts[2])
+        assert httpx.get(f"{server.url}/v1/cache", timeout=240).status_code == 200  # all has been written
+        before = fleet.counted("tandem_kv_disk_brought_bytes_total")["1"]
+        assert fleet.ask("1", prompts[2]) == expected
+        assert fleet.counted("tandem_kv_disk_brought_bytes_total")["1"] > before
+        # A cable that is pulled while KV comes over it: it is computed.
+        expected = fleet.ask("1", prompts[3])
+        assert httpx.get(f"{server.url}/v1/cache", timeout=240).status_code == 200  # all has been written
+        key, answers = fleet.key_of("2"), queue.SimpleQueue[str]()
+        machines.slow("h2", rate="1mbit")
+        sent = machines.sent("h2")
+        thread = threading.Thread(target=lambda: answers.put(
+            server.complete(prompt=prompts[3], prompt_cache_key=key)), daemon=True)
+        thread.start()
+        eventually(lambda: machines.sent("h2") > sent + 100_000, what=lambda: server.log)
+        machines.cut("h2")
+        try:
+            assert answers.get(timeout=240) == expected
+        finally:
+            machines.heal("h2")
+        assert "the machine that has it has not sent it" in server.log

@@ -105,6 +105,25 @@ def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
     router.check()
 
 
+def test_a_prompt_that_another_lends_is_worth_less_than_one_on_its_own_disk():
+    router = ready(3)
+    prompt = tokens(20 * BLOCK)  # two pieces, and four blocks more
+    for index, store in enumerate(("a/x", "b/x c/x", "d/x")):
+        router.set_disk(index, store, 0.5, ["a/x", "b/x", "c/x"] if index < 2 else ["d/x", "b/x"], 0.25)
+    assert router.reads(0, "b/x c/x") and not router.reads(2, "b/x c/x"), "it needs all parts"
+    assert not router.reads(0, "")
+    assert router.place("a", prompt, 100) == 0
+    assert router.place("b", [*prompt, 1], 100) == 1 and router.kept("b") == 512
+    assert router.outstanding(1) == 20 * BLOCK + 1 - 128 + 100
+    router.set_disk(1, "b/x c/x", 0.5, ["b/x", "c/x"], 0.25)  # who lent it has gone
+    router.end("b")
+    router.set_state(1, "recovering")
+    router.set_state(1, "ready")
+    other = tokens(20 * BLOCK, 9000)
+    router.place("c", other, 100)
+    router.check()
+
+
 def test_requests_with_one_key_go_together_until_that_is_dear():
     router = ready(3)
     homes = {key: router.place(f"first {key}", tokens(40), 100, key=key) for key in map(str, range(30))}

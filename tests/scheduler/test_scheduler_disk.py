@@ -10,7 +10,7 @@ import pytest
 from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import Refused
-from tandem.protocol.pieces import PIECE, Fetched, Surveyed, Written
+from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.limits import Limits
@@ -18,6 +18,7 @@ from tandem.scheduler.scheduler import Scheduler
 
 RANKS = 2
 LONG = [3 + i % 40 for i in range(2 * PIECE + 20)]
+OTHER = [7 + i % 41 for i in range(2 * PIECE + 20)]
 
 
 def make(**changes: object) -> Scheduler:
@@ -80,6 +81,44 @@ def test_one_rank_without_it_is_enough_to_compute(lost: bool) -> None:
     assert not scheduler.disk.fetching
     scheduler.submit(request("again", [*LONG[:300], *LONG]), seed=1)
     assert scheduler.disk.counts.failures == lost
+
+
+def test_what_others_lend_is_brought_where_that_pays_and_is_no_loss_when_they_go() -> None:
+    scheduler = make()
+    begin(scheduler, names(LONG)[:1], names(LONG)[:1])
+    scheduler.disk.lend([("far", "tcp://1")])
+    borrow, survey = scheduler.disk.orders
+    assert borrow == Borrow([("far", "tcp://1")]) and isinstance(survey, Survey)
+    assert not scheduler.disk.fetching, "nobody waits for it"
+    scheduler.disk.orders.clear()
+    for rank in range(RANKS):
+        scheduler.disk.take(Surveyed(rank, survey.number, names(LONG), names(LONG)[1:]), scheduler.prefixes)
+    assert scheduler.disk.lent_saves < scheduler.disk.saves, "it is dearer as far as is known"
+    scheduler.submit(request("a", LONG), seed=1)
+    brought = scheduler.disk.orders.pop()
+    assert isinstance(brought, Fetch) and brought.names == names(LONG)
+    fetched(scheduler, brought.key, lost=tuple(names(LONG)[1:]))  # the lender has gone
+    own = scheduler.disk.orders.pop()
+    assert isinstance(own, Fetch) and own.names == names(LONG)[:1], "the rest is there still"
+    fetched(scheduler, own.key)
+    assert inserted(scheduler) == {"a": PIECE}
+    far = make()
+    begin(far, names(LONG)[:1], names(LONG)[:1])
+    far.disk.take(Surveyed(0, 7, names(LONG), names(LONG)[1:]), far.prefixes)
+    far.disk.take(Surveyed(1, 7, names(LONG), []), far.prefixes)
+    far.submit(request("a", LONG), seed=1)
+    for rank in range(RANKS):
+        order = far.disk.orders[0]
+        assert isinstance(order, Fetch)
+        far.disk.take(Fetched(rank, order.key, [], 9.0, 5000, 2000), far.prefixes)
+    far.disk.orders.clear()
+    far.disk.computing.measure(1000, 1.0)
+    assert far.disk.counts.brought_bytes == 2 * 2000 and far.disk.lent_saves == 0.0 < far.disk.saves
+    for rank in range(RANKS):  # another prompt, of which the first rank has but the first piece here
+        far.disk.take(Surveyed(rank, 8, names(OTHER), [] if rank else names(OTHER)[1:]), far.prefixes)
+    far.submit(request("b", OTHER), seed=1)
+    [order] = far.disk.orders
+    assert isinstance(order, Fetch) and order.names == names(OTHER)[:1], "a slow link is left alone, the disk is not"
 
 
 def test_ranks_without_a_disk_and_prompts_for_which_it_does_not_pay() -> None:

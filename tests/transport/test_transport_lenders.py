@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import os
+import socket
+import threading
+from contextlib import contextmanager
 
+import msgspec
 import numpy as np
 import pytest
+import zmq
 
 from tandem.errors import TransportError
-from tandem.protocol.blobs import Range
+from tandem.protocol.blobs import BlobFile, BlobRequest, Chunk, FileList, Range, ReadRange
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.pieces import PIECE
 from tandem.runner.piece_files import Part, PieceFiles, Unusable
 from tandem.transport import lenders
+from tandem.transport.blobs import BlobClient, checksum
 from tandem.transport.lenders import Lenders, Lending, PieceServer
+from tandem.transport.security import Authenticator
 
 NAME, OTHER = bytes(range(16)), bytes(range(1, 17))
 KEYS = np.arange(4 * 6 * PIECE * 200, dtype=np.float32).reshape(4, 1, 6, PIECE, 200)
@@ -46,7 +53,7 @@ def borrower(tmp_path, lent):
         store(tmp_path / "here", (2, 4), heads)
     mine = files(tmp_path / "here", (0, 4))
     assert mine.names() == []
-    mine.borrow(Lenders([lent.endpoint], KEY))
+    mine.borrow(Lenders(KEY, [lent.endpoint]))
     yield mine
     mine.close()
 
@@ -93,22 +100,105 @@ def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, mon
 
 def test_nobody_without_the_keys_gets_anything(lent, tmp_path, monkeypatch):
     monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
-    stranger = Lenders([lent.endpoint], ClusterKeys.generate())
+    stranger = Lenders(ClusterKeys.generate(), [lent.endpoint])
     assert list(stranger.files()) == []
     stranger.close()
 
 
+@contextmanager
+def liar(reply):
+    """A lender with the right keys that sends what `reply` makes of each question, again and again."""
+    context = zmq.Context()
+    guard = Authenticator(context, KEY)
+    socket = context.socket(zmq.ROUTER)
+    KEY.secure_bind(socket)
+    port, stop = socket.bind_to_random_port("tcp://127.0.0.1"), threading.Event()
+
+    def run():
+        asked = {}
+        while not stop.is_set():
+            if socket.poll(10):
+                identity, question = socket.recv_multipart()
+                asked[identity] = msgspec.msgpack.decode(question, type=BlobRequest)
+            for identity, question in asked.items():
+                socket.send_multipart([identity, *reply(question)])
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        stop.set()
+        thread.join()
+        socket.close(linger=0)
+        guard.stop()
+        context.term()
+
+
+@pytest.mark.parametrize("lie", ["chatter", "garbage", "names", "sizes", "contents"])
+def test_a_lender_that_lies_is_a_miss(tmp_path, monkeypatch, lie):
+    monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
+    store(tmp_path / "there", (0, 4))
+    [real] = (tmp_path / "there" / "space").glob("*.kv")
+    size = {"sizes": -5, "contents": 100}.get(lie, 1 << 20)
+    name = f"../../{real.name}" if lie == "names" else real.name
+
+    def reply(question):
+        if lie == "garbage":
+            return [b"\xc1", b"x"]
+        if isinstance(question, ReadRange):
+            data = b"x" * question.range.length
+            return [msgspec.msgpack.encode(Chunk(question.number, checksum(data))), data]
+        number = question.number + (1000 if lie == "chatter" else 0)
+        return [msgspec.msgpack.encode(FileList(number, [BlobFile(name, size, 0, "")]))]
+
+    with liar(reply) as endpoint:
+        mine = files(tmp_path / "here", (0, 4))
+        mine.borrow(Lenders(KEY, [endpoint]))
+        mine.survey()
+        assert mine.names() == mine.lent() == ([NAME] if lie in ("sizes", "contents") else [])
+        with pytest.raises(Unusable):
+            mine.read(NAME)
+        assert mine.names() == []
+        mine.close()
+    assert not list((tmp_path / "here").rglob("*.kv"))
+
+
+def test_who_does_not_answer_is_left_alone_and_who_is_named_no_more_is_forgotten(borrower, lent, monkeypatch):
+    monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
+    silent = socket.create_server(("127.0.0.1", 0))  # accepts, and says nothing
+    mute = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+    machines = Lenders(KEY, [mute])
+    machines.change([mute, lent.endpoint])  # it is asked first
+    borrower.close()
+    borrower.borrow(machines)
+    borrower.survey()
+    assert borrower.names() == borrower.lent() == [NAME]
+    silent.close()
+    asked = []
+    monkeypatch.setattr(BlobClient, "ask", lambda client: asked.append(client) or 0)
+    monkeypatch.setattr(BlobClient, "listed", lambda *_: [])
+    machines.change([mute, lent.endpoint])
+    assert list(machines.files()) == [] and len(asked) == 1, "the other one is left alone"
+    machines.change([])
+    assert list(machines.files()) == [] and len(asked) == 1
+    with pytest.raises(Unusable):
+        borrower.read(NAME)
+
+
 def test_only_pieces_are_lent(lent, tmp_path):
     space = tmp_path / "there" / "space"
+    (space / "0-1.kv").mkdir()
     (tmp_path / "secret.kv").write_bytes(b"secret")
     (space / ".half.kv").write_bytes(b"x")
     (space / "model").write_bytes(b"x")
     os.symlink(tmp_path / "secret.kv", space / "link.kv")
     os.mkfifo(space / "pipe.kv")
-    friend = Lenders([lent.endpoint], KEY)
+    friend = Lenders(KEY, [lent.endpoint])
     assert [name for name, _ in friend.files()] == [path.name for path in space.glob("????????*.kv")]
     friend.close()
-    for name in ("../../secret.kv", "link.kv", "pipe.kv", ".half.kv", "model", str(tmp_path / "secret.kv"), "a\0.kv"):
+    for name in ("../../secret.kv", "link.kv",
+                 "pipe.kv", "0-1.kv", ".half.kv", "model", str(tmp_path / "secret.kv"), "a\0.kv"):
         with pytest.raises((TransportError, OSError)):
             lent.chunk(Range(name, 0, 1))
 

@@ -13,6 +13,8 @@ import signal
 import sys
 from dataclasses import replace
 
+import msgspec
+
 from tandem.borders import own_process
 from tandem.cli.arguments import fail, load_settings
 from tandem.config.loading import from_json
@@ -23,6 +25,8 @@ from tandem.errors import RankFailure, UsageError
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import receive_payload, watch_lifeline
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.payloads import EnginePayload
 from tandem.supervision.children import LAST_WORDS
 from tandem.supervision.control import control_path
 
@@ -70,11 +74,11 @@ def run_api_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _engine_child(settings: Settings) -> int:
+def _engine_child(settings: Settings, lending: ClusterKeys | None) -> int:
     from tandem.engine.service import run_engine
 
     import_models_only()
-    return run_engine(settings, lifeline=True, report=_last_words)
+    return run_engine(settings, lifeline=True, report=_last_words, lending=lending)
 
 
 def _last_words(message: str) -> None:
@@ -119,12 +123,15 @@ def main() -> int:
     """Entry point of a child."""
     own_process()
     raise_limit()
-    settings = from_json(receive_payload())
-    kind = sys.argv[1]
+    kind, content, lending = sys.argv[1], receive_payload(), None
+    if kind == "engine":
+        payload = msgspec.json.decode(content, type=EnginePayload)
+        content, lending = bytes(payload.settings), payload.lending
+    settings = from_json(content)
     number = " " + sys.argv[3] if kind == "engine" and len(sys.argv) > 3 else ""
     set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
     try:
-        return _engine_child(settings) if kind == "engine" else _api_child(settings, int(sys.argv[2]))
+        return _engine_child(settings, lending) if kind == "engine" else _api_child(settings, int(sys.argv[2]))
     except UsageError as error:
         _last_words(error.message)
         return fail(error.message)

@@ -21,8 +21,9 @@ from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report
-from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped, Trial
+from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Neighbours, Output, Refused, Stepped, Trial
 from tandem.protocol.kept import QueryCache
+from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.pieces import Surveyed
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.suspicion import REST_S
@@ -54,11 +55,14 @@ class _Standstill:
 class Engine:
     """Used by one thread, which with the inline executor owns all MLX work."""
 
-    def __init__(self, settings: Settings, layout: GangLayout, executor: Executor | None = None) -> None:
-        """Nothing is started; `executor` is for tests."""
+    def __init__(self, settings: Settings, layout: GangLayout, executor: Executor | None = None,
+                 lending: ClusterKeys | None = None) -> None:
+        """Nothing is started; `executor` is for tests. `lending`: keys with which ranks of all engines of the model
+        lend one another what they keep on disk."""
         self.settings = settings
         self.metrics = EngineMetrics()
-        self.gang = Gang(settings, layout, executor or make_executor(settings, layout), self.metrics)
+        self.gang = Gang(settings, layout, executor or make_executor(settings, layout, lending),
+                         self.metrics)
         self._report = StatusReport(self.gang, self.metrics)
         self._desk = CacheDesk(self.gang, self._report)
         self._quorum = Quorum()
@@ -134,6 +138,15 @@ class Engine:
         """Let a request go on at another replica (`HandedOver`), if it can leave."""
         if self._scheduler is not None and (sequence := self._scheduler.sequences.get(request_id)) is not None:
             self._scheduler.departures.ask(sequence)
+
+    def meet(self, neighbours: Neighbours) -> None:
+        """Which ranks of other replicas lend KV."""
+        if neighbours.lenders != self.gang.neighbours:
+            self.gang.neighbours = neighbours.lenders
+            log.info("other replicas lend KV from %d directories",
+                     len(self.gang.lenders.keys() - self.gang.lends.keys()))
+            if self._scheduler is not None:
+                self._scheduler.disk.lend(self.gang.lenders.items())
 
     def query_cache(self, query: QueryCache, reply: Reply) -> None:
         """Which prefixes are kept; `reply` is called with the answer, now or in a `pump` to come."""
@@ -226,8 +239,7 @@ class Engine:
 
     def _let_leave(self, now: float) -> None:
         departures = self.scheduler.departures
-        if departures.asked:
-            self._out += departures.depart()
+        self._out += departures.depart()
         if self._writing.seconds(departures.progress, now) > WRITE_S:
             log.warning("what requests that leave have computed is not written in %.0f s; it is computed again where "
                         "they go", WRITE_S)

@@ -24,6 +24,7 @@ from tandem.protocol.control import (
     EngineStatus,
     HandOver,
     MetricsText,
+    Neighbours,
     Noted,
     QueryMetrics,
     QueryStatus,
@@ -41,7 +42,7 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = tuple[Client, Submit | Abort | Noted | QueryCache | HandOver | Detach]
+Inbound = Submit | Abort | Noted | QueryCache | HandOver | Neighbours | Detach
 
 
 class Gateway:
@@ -67,7 +68,6 @@ class Gateway:
         self._seen: dict[Client, float] = {}
         self._decoder = Decoder[ApiMessage](ApiMessage)
         self._encoder = msgspec.msgpack.Encoder()
-        self._inbound: list[Inbound] = []
         self._thread = start_thread(self._run, name="gateway")
 
     def _open(self) -> None:
@@ -101,9 +101,9 @@ class Gateway:
     def status(self, status: EngineStatus) -> None:
         self._status = (status, time.monotonic())
 
-    def receive(self, timeout_s: float) -> list[Inbound]:
+    def receive(self, timeout_s: float) -> list[tuple[Client, Inbound]]:
         """Everything that apis have sent for the engine; waits up to `timeout_s` seconds for something."""
-        messages: list[Inbound] = []
+        messages: list[tuple[Client, Inbound]] = []
         wait = int(timeout_s * 1000)
         while self.engine_end.poll(wait):
             wait = 0

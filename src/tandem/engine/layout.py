@@ -7,7 +7,6 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from importlib.metadata import version
 from pathlib import Path
 
 from msgspec import structs
@@ -33,11 +32,11 @@ from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.models.trial import require_trial
+from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import Pooling, SamplingDefaults
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
-from tandem.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -136,14 +135,14 @@ def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
 
 
 def kv_space(model: ModelSettings, files: ModelFiles) -> str:
-    """What KV depends on beside the tokens and the type of computation, which ranks know: model, adapter, weights made
-    whole, and who computed it. Raises ConfigError."""
+    """What KV depends on beside the tokens, and the type of computation and versions, which ranks know: model, adapter,
+    and weights made whole. Raises ConfigError."""
     if files.headers is not None:
         raise ConfigError("--kv-disk: needs all of the model's weights on this machine, to tell them from others; "
                           "download the model (tandem model get), or leave it out", param="kv_disk")
     directories = [files.path, *([Path(model.adapter_path).expanduser()] if model.adapter_path else [])]
     digest = fingerprint(*directories)
-    return f"{digest}-{model.dequantize}-{__version__}-{version('mlx-lm')}"
+    return f"{digest}-{model.dequantize}"
 
 
 def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
@@ -202,8 +201,9 @@ def stage_sizes(parallel: ParallelSettings) -> tuple[int, ...]:
     return sizes
 
 
-def make_executor(settings: Settings, layout: GangLayout) -> Executor:
-    """The executor that the settings ask for. The inline one brings mlx into this process."""
+def make_executor(settings: Settings, layout: GangLayout, lending: ClusterKeys | None = None) -> Executor:
+    """The executor that the settings ask for. The inline one brings mlx into this process. `lending`: as for `Engine`;
+    who computes in this process has the same disk as the others."""
     keep_awake()
     kind, here = settings.parallel.executor, launcher_kind(settings.parallel).here
     if kind == "inline" and len(layout.ranks) > 1:
@@ -228,7 +228,7 @@ def make_executor(settings: Settings, layout: GangLayout) -> Executor:
                            step_timeout_s=settings.scheduler.step_timeout,
                            rejoin_timeout_s=settings.scheduler.rejoin_timeout,
                            fit=None if told else partial(fit_memory, layout.description),
-                           spares=settings.parallel.spares > 0)
+                           spares=settings.parallel.spares > 0, lending=lending)
 
 
 def fit_memory(description: ModelDescription, specs: list[StageSpec], places: list[Place]) -> list[StageSpec]:

@@ -66,6 +66,7 @@ class EngineMetrics:
         self.disk_hits = counter("kv_disk_hit_tokens", "Prompt tokens whose KV was read from disk.")
         self.disk_read = counter("kv_disk_read_bytes", "Bytes of KV that ranks have read from disk.")
         self.disk_written = counter("kv_disk_written_bytes", "Bytes of KV that ranks have written to disk.")
+        self.disk_brought = counter("kv_disk_brought_bytes", "Bytes of KV that came from disks of other machines.")
         self.disk_seconds = counter("kv_disk_read_seconds", "What reading took, of the slowest rank each time.")
         self.disk_failures = counter("kv_disk_failures", "Prefixes on disk that could not be used.")
         self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
@@ -80,7 +81,7 @@ class EngineMetrics:
         """What has been read from disk and written there so far."""
         self._count_up_to({self.disk_hits: counts.hit_tokens, self.disk_read: counts.read_bytes,
                            self.disk_written: counts.written_bytes, self.disk_seconds: counts.read_s,
-                           self.disk_failures: counts.failures})
+                           self.disk_brought: counts.brought_bytes, self.disk_failures: counts.failures})
 
     def cached(self, tokens: int, from_disk: int) -> None:
         """Tokens of a prompt that were not computed, and those of them that were read from disk."""

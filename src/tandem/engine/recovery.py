@@ -90,6 +90,8 @@ class Gang:
         self.ready: list[Ready] = []
         """What each rank said when it was ready."""
         self.history = History(KEPT_EVENTS)
+        self.neighbours: list[tuple[str, str]] = []
+        """What ranks of other replicas lend: which directory (`Ready.store`), and where."""
         self.lost: int | None = None
         """The rank whose failure ended the last gang, until the next one stands."""
         self.load_s = 0.0
@@ -170,7 +172,19 @@ class Gang:
                 log.warning("rank %d: %s; nothing is kept on disk until the ranks start again", ready.rank,
                             ready.disk_trouble)
         scheduler.disk.begin((ready.pieces for ready in self.ready), scheduler.waiting, scheduler.prefixes,
-                             ((ready.store, ready.lends) for ready in self.ready if ready.lends))
+                             self.lenders.items())
+
+    @property
+    def lends(self) -> dict[str, str]:
+        """Directories that these ranks lend from, and where."""
+        return {ready.store: ready.lends for ready in self.ready if ready.lends}
+
+    @property
+    def lenders(self) -> dict[str, str]:
+        """All that lend what these ranks can use: of another model, type or version nobody is asked for anything."""
+        spaces = {ready.store.rpartition("/")[2] for ready in self.ready if ready.lends and ready.store}
+        return {store: endpoint for store, endpoint in self.neighbours
+                if store.rpartition("/")[2] in spaces} | self.lends
 
     def _launch(self, progress: Progress | None = None) -> None:
         started = time.monotonic()

@@ -92,7 +92,10 @@ class Report:
             prefix_hits=scheduler.prefixes.hits if scheduler else 0,
             prefix_cache=scheduler.prefixes.serves if scheduler else "", load_s=gang.load_s, degraded=gang.degraded,
             kv_disk=self.kv_disk, kv_store=_kv_store(gang.ready),
-            disk_saves=scheduler.disk.saves if scheduler else 0.0, kv_dtype=_kv_dtype(layout, gang.ready),
+            disk_saves=scheduler.disk.saves if scheduler else 0.0, kv_reach=_kv_reach(gang),
+            lent_saves=scheduler.disk.lent_saves if scheduler else 0.0,
+            lends=list(gang.lends.items()) if gang.state in ("ready", "draining") else [],
+            kv_dtype=_kv_dtype(layout, gang.ready),
             kv_bytes_per_token=sum(ready.kv_bytes_per_token for ready in gang.ready),
             speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,
             generated_tokens=self._metrics.generated,
@@ -157,6 +160,11 @@ def _kv_store(ranks: Sequence[Ready]) -> str:
     """Empty where a rank keeps nothing on disk."""
     stores = {ready.store if ready.pieces is not None else "" for ready in ranks}
     return "" if "" in stores else " ".join(sorted(stores))
+
+
+def _kv_reach(gang: Gang) -> list[str]:
+    own = _kv_store(gang.ready).split()
+    return sorted({*own, *gang.lenders}) if own else []
 
 
 def _kv_disk(layout: GangLayout, ranks: Sequence[Ready]) -> str:

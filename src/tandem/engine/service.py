@@ -17,18 +17,18 @@ import zmq
 
 from tandem.config.settings import Settings
 from tandem.engine.engine import Engine
-from tandem.engine.gateway import Client, Gateway
+from tandem.engine.gateway import Client, Gateway, Inbound
 from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline
 from tandem.protocol.control import (
     Abort,
-    Detach,
     EngineMessage,
     HandedOver,
     HandOver,
     LoadProgress,
+    Neighbours,
     Noted,
     Output,
     Refused,
@@ -37,6 +37,7 @@ from tandem.protocol.control import (
 )
 from tandem.protocol.events import History
 from tandem.protocol.kept import QueryCache
+from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,8 @@ PUBLISH_S = 0.5
 """Seconds between refreshes of the published status."""
 POLL_MS, IDLE_MS = 100, 500
 """Longest sleeps while there is work, and while there is none."""
+FETCHED_S = 30.0
+"""Seconds for those who take over the last requests to have what was computed of them from here."""
 EXIT_OK, EXIT_FAILED, EXIT_STUCK = 0, 3, 4
 """Exit codes. STUCK: another process with the same settings may well go on."""
 
@@ -56,16 +59,19 @@ EXIT_OK, EXIT_FAILED, EXIT_STUCK = 0, 3, 4
 class EngineService:
     """Moves messages between gateway and engine until it is told to stop."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Check model and layout, and open the socket. Raises UsageError."""
+    def __init__(self, settings: Settings, lending: ClusterKeys | None = None) -> None:
+        """Check model and layout, and open the socket; `lending` as for `Engine`. Raises UsageError."""
         self._settings = settings
         layout = plan_layout(settings)
         say_what_is_idle(settings, layout)
-        self._engine = Engine(settings, layout)
+        self._engine = Engine(settings, layout, lending=lending)
         self._engine.gang.on_wait = self._meanwhile
         path = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
         self._gateway = Gateway(path, self._engine.status(), self._engine.metrics.text)
         self._owners: dict[str, Client] = {}
+        self._handed: dict[str, Client] = {}
+        """Requests that have left, and of which what was computed here may not have been taken there yet."""
+        self._handed_at = 0.0
         self._stopping = threading.Event()
         self._serving = False
         self._deadline: float | None = None
@@ -123,6 +129,7 @@ class EngineService:
 
     def _meanwhile(self) -> None:
         """While ranks are being replaced: requests may come and go, and the status shows it."""
+        self._handed.clear()
         self._take_messages()
         self._deliver(self._engine.take_messages())
         if self._over():
@@ -146,12 +153,16 @@ class EngineService:
             self._deadline = time.monotonic() + self._settings.process.drain_timeout
             self._engine.drain()
             self._publish()
-        return self._engine.idle or time.monotonic() > self._deadline
+        now = time.monotonic()
+        if now > self._handed_at + FETCHED_S:
+            self._handed.clear()
+        return (self._engine.idle and not self._handed) or now > self._deadline
 
-    def _handle(self, client: Client, message: Submit | Abort | Noted | QueryCache | HandOver | Detach) -> None:
+    def _handle(self, client: Client, message: Inbound) -> None:
         if isinstance(message, Submit):
             self._submit(client, message.request)
         elif isinstance(message, Abort):
+            self._handed.pop(message.request_id, None)
             if self._owners.get(message.request_id) == client:
                 del self._owners[message.request_id]
                 self._engine.abort(message.request_id, answered=message.answered)
@@ -163,7 +174,10 @@ class EngineService:
         elif isinstance(message, HandOver):
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
+        elif isinstance(message, Neighbours):
+            self._engine.meet(message)
         else:
+            self._handed = {name: owner for name, owner in self._handed.items() if owner != client}
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 del self._owners[request_id]
                 self._engine.abort(request_id)
@@ -189,6 +203,8 @@ class EngineService:
                                                                  and message.finish_reason is not None)
             ended |= over
             owner = self._owners.pop(message.request_id, None) if over else self._owners.get(message.request_id)
+            if isinstance(message, HandedOver) and owner is not None and self._engine.gang.lends:
+                self._handed[message.request_id], self._handed_at = owner, time.monotonic()
             if owner is not None:
                 batches.setdefault(owner, []).append(message)
         if ended:
@@ -244,13 +260,14 @@ class _Loading:
             self._history.note("download_done", f"rank {now.rank} has downloaded {size} of the model", rank=now.rank)
 
 
-def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[str], None] = lambda _: None) -> int:
+def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[str], None] = lambda _: None,
+               lending: ClusterKeys | None = None) -> int:
     """Serve until SIGTERM or SIGINT; with `lifeline` also until standard input closes. Returns the exit code.
 
-    `report` hears why it ended, if ranks failed. Call from the main thread. Raises UsageError before anything is left
-    running.
+    `report` hears why it ended, if ranks failed; `lending` as for `Engine`. Call from the main thread. Raises
+    UsageError before anything is left running.
     """
-    service = EngineService(settings)
+    service = EngineService(settings, lending)
 
     def handle(signum: int, frame: FrameType | None) -> None:
         if not service.stop():

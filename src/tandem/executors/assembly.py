@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
@@ -40,6 +41,7 @@ from tandem.runner.ragged_attention import decode_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
 from tandem.transport.lenders import Lending
+from tandem.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -114,8 +116,8 @@ def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, gro
                  files: ModelFiles | None = None, report: Report | None = None,
                  lending: Lending | None = None) -> tuple[Runner, Ready]:
     """A runner over `stage`, and what the engine must know of it. For sequences with a grammar it needs the tokenizer,
-    from `files`; to keep prefixes on disk, `report`, which tells what was read and written, and `lending` where ranks
-    have several disks."""
+    from `files`; to keep prefixes on disk, `report`, which tells what was read and written, and `lending` where there
+    are other disks."""
     vocabulary = None
     if spec.samples and files is not None:
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
@@ -137,7 +139,9 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
     shard = shard_of(spec, description, _dequantizes(spec))
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
-    space = f"{spec.kv_space}-{dtype_name(stage.dtype)}" + (f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else "")
+    versions = f"{__version__}-{version('mlx-lm')}"
+    space = f"{spec.kv_space}-{versions}-{dtype_name(stage.dtype)}"
+    space += f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else ""
     piece = PIECE * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
     if KEPT * spec.kv_disk_bytes < piece:
         return None, (f"--kv-disk-gb {spec.kv_disk_bytes / 1e9:g}: {PIECE} tokens of this model's KV, which are kept "

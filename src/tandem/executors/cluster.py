@@ -63,6 +63,9 @@ SENT_BY_OTHERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 FAILED = 1
 """Exit code of a rank that has reported why it ends."""
 
+ANY = "0.0.0.0"
+"""All addresses of a machine; as the host of an endpoint, the engine's machine, however one reaches it."""
+
 Fit = Callable[[list[StageSpec], list[Place]], list[StageSpec]]
 """Given what ranks were to do and where they will run, says what they shall do."""
 
@@ -71,13 +74,18 @@ class ClusterExecutor(Executor):
     """One gang at a time: if any rank fails all are ended, and `start` makes a new gang with new keys and ports."""
 
     def __init__(self, specs: list[StageSpec], launcher: Launcher, *, start_timeout_s: float, step_timeout_s: float,
-                 rejoin_timeout_s: float, fit: Fit | None = None, spares: bool = False) -> None:
+                 rejoin_timeout_s: float, fit: Fit | None = None, spares: bool = False,
+                 lending: ClusterKeys | None = None) -> None:
         """`rejoin_timeout_s`: seconds to wait for a machine that was lost; `start_timeout_s` is for all at first. `fit`
-        is called once, when the first places are known. With `spares` a process waits beside each rank."""
+        is called once, when the first places are known. With `spares` a process waits beside each rank. `lending`: keys
+        of all gangs whose ranks lend one another what they keep on disk; without them those of one gang do where they
+        have several disks."""
         self._specs = specs
         self._fit = fit
         self._spares = spares
+        self._lending = lending
         self._places = len(specs)
+        self._recruited: list[Place] = []
         self._slots: list[int] | None = None
         self._launcher = launcher
         self._start_timeout = start_timeout_s
@@ -154,8 +162,10 @@ class ClusterExecutor(Executor):
         """Start all ranks. Those on one machine share what they may use of its memory."""
         assert self._bus is not None
         worlds = self._make_worlds()
+        self._recruited = places
         machines = Counter(place.machine for place in places)
         disks = {(place.machine, spec.kv_disk) for place, spec in zip(places, self._specs, strict=True)}
+        lending = self._lending or (keys if len(disks) > 1 else None)
         for spec, place, world in zip(self._specs, places, worlds, strict=True):
             whole = spec.memory_share * len(self._specs)
             variables = {} if world is None else world[0].variables(world[1])
@@ -167,7 +177,9 @@ class ClusterExecutor(Executor):
                 spec=spec, keys=keys, bus_endpoint=seen_from(place, self._bus.endpoint), channel_host=place.address,
                 generation=self._generation,
                 weights_endpoint=seen_from(place, self._blobs.endpoint) if self._blobs else "",
-                lends=len(disks) > 1 and bool(spec.kv_disk))
+                lending=lending if spec.kv_disk else None,
+                # Other machines may know the engine's by several addresses.
+                lending_host=ANY if self._lending and place.engine_address.startswith("127.") else place.address)
             self._processes.append(self._launcher.start(spec.rank, len(self._specs), msgspec.json.encode(payload),
                                                         variables))
 
@@ -245,7 +257,13 @@ class ClusterExecutor(Executor):
 
     def fetch(self, order: Fetch | Borrow | Survey) -> None:
         """Send the order to every rank."""
-        self._broadcast(order)
+        if not isinstance(order, Borrow):
+            self._broadcast(order)
+            return
+        for spec, place in zip(self._specs, self._recruited, strict=True):
+            lenders = [(store, seen_from(place, endpoint) if endpoint.startswith(f"tcp://{ANY}:") else endpoint)
+                       for store, endpoint in order.lenders]
+            self._send(spec.rank, Borrow(lenders))
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Reports of ranks; looks after the processes and the progress of steps at least every 0.1 s."""
@@ -282,14 +300,17 @@ class ClusterExecutor(Executor):
     # --- the bus ---
 
     def _broadcast(self, command: RankCommand) -> None:
-        assert self._bus is not None
         for spec in self._specs:
-            try:
-                self._bus.send(spec.rank, self._generation, command)
-            except TransportError as error:
-                self._hear_last_words()
-                self._check_processes()
-                raise RankFailure(str(error), rank=spec.rank, cause="link") from error
+            self._send(spec.rank, command)
+
+    def _send(self, rank: int, command: RankCommand) -> None:
+        assert self._bus is not None
+        try:
+            self._bus.send(rank, self._generation, command)
+        except TransportError as error:
+            self._hear_last_words()
+            self._check_processes()
+            raise RankFailure(str(error), rank=rank, cause="link") from error
 
     def _receive(self, timeout_s: float) -> RankMessage | None:
         """Next message of this gang. A message that cannot be read is logged and dropped; Failure is raised."""

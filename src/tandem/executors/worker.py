@@ -103,7 +103,8 @@ class Worker:
         stage = load_slice(self._spec, partial(progress, "load"), group, files)
         if self._wrap is not None:
             stage = self._wrap(stage)
-        lending = Lending(self._payload.keys, self._payload.channel_host) if self._payload.lends else None
+        keys = self._payload.lending
+        lending = Lending(keys, self._payload.lending_host) if keys is not None else None
         return build_runner(self._spec, stage, link, group, files, mailbox.put, lending)
 
     def _greet(self, channel: TcpChannel | None) -> object:

@@ -81,6 +81,13 @@ def make_launcher(settings: Settings) -> Launcher:
     return launcher_kind(settings.parallel).make(settings)
 
 
+def on_several_machines(parallel: ParallelSettings) -> bool:
+    """Ranks of all replicas together may be on more machines than this one, as far as can be known. Raises
+    ConfigError."""
+    kind = launcher_kind(parallel)
+    return not (kind.here or (kind.by_hostfile and all(host.is_here for host in hosts_for(parallel))))
+
+
 def sharing(parallel: ParallelSettings, index: int) -> int:
     """Replicas that share the machines of replica `index`, as far as can be known: the hostfile's hosts tell, ranks on
     this machine share it, and what joins by hand has a machine of its own."""

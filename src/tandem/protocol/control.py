@@ -33,7 +33,8 @@ class Submit(Struct, frozen=True, tag=True):
 
 
 class Abort(Struct, frozen=True, tag=True):
-    """Stop a request. Unknown and finished ids are ignored; no `Output` follows."""
+    """Stop a request. Unknown and finished ids are ignored; no `Output` follows. Of one that was `HandedOver`: it goes
+    on elsewhere, and needs nothing more from here."""
 
     request_id: str
     answered: bool = False
@@ -69,7 +70,14 @@ class HandOver(Struct, frozen=True, tag=True):
     another replica. Those that cannot leave are finished."""
 
 
-ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | HandOver | Detach
+class Neighbours(Struct, frozen=True, tag=True):
+    """From the supervisor: which ranks of the model's other replicas lend what they keep on disk, from now on."""
+
+    lenders: list[tuple[str, str]]
+    """As `EngineStatus.lends` has them."""
+
+
+ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
 
 # --- engine -> api ---------------------------------------------------------------------------------------------
 
@@ -193,6 +201,12 @@ class EngineStatus(Struct, frozen=True, tag=True):
     another has written. Empty where nothing is kept on disk."""
     disk_saves: float = 0.0
     """Share of the time to compute a prompt that reading it from disk saves; a guess until both were measured."""
+    kv_reach: list[str] = []
+    """All directories whose KV its ranks can have, for this model and type: their own, and what other replicas lend."""
+    lent_saves: float = 0.0
+    """As `disk_saves`, of what others lend."""
+    lends: list[tuple[str, str]] = []
+    """Directories that its ranks lend from (`Ready.store`), and the endpoint of one rank for each."""
     kv_dtype: str = ""
     """In what keys and values are kept, and in which layers."""
     kv_bytes_per_token: int = 0

@@ -1,8 +1,8 @@
-"""What ranks and rank hosts get on standard input when they are started."""
+"""What engines, ranks and rank hosts get on standard input when they are started."""
 
 from __future__ import annotations
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
@@ -23,8 +23,19 @@ class WorkerPayload(Struct, frozen=True, kw_only=True):
     generation: str
     weights_endpoint: str = ""
     """Where the engine's machine serves the model; empty when the rank's own machine has it."""
-    lends: bool = False
-    """Other ranks keep KV on other disks: they lend it to one another."""
+    lending: ClusterKeys | None = None
+    """Of those who keep KV of this model on other disks: they lend it to one another."""
+    lending_host: str = ""
+    """Address of the rank's machine at which they ask for it."""
+
+
+class EnginePayload(Struct, frozen=True, kw_only=True):
+    """What the supervisor hands over."""
+
+    settings: Raw
+    """As `tandem.config.loading.to_json` writes them."""
+    lending: ClusterKeys | None = None
+    """With which the ranks of all its engines of one model lend KV to one another; None where none needs to."""
 
 
 class HostPayload(Struct, frozen=True, kw_only=True):

@@ -51,6 +51,8 @@ class Surveyed(Struct, frozen=True, tag=True):
     number: int
     names: list[bytes]
     """Pieces that it can put together, and no others."""
+    lent: list[bytes] = []
+    """Those of them for which it needs what others lend."""
     nbytes: int = 0
     """Of the files of this model, adapter and type; or of those that this rank has deleted."""
     total_bytes: int = 0
@@ -66,6 +68,8 @@ class Fetched(Struct, frozen=True, tag=True):
     """From the first piece that is not there any more, or not whole; then the prefix cannot be restored."""
     seconds: float = 0.0
     nbytes: int = 0
+    brought_bytes: int = 0
+    """Of files that came from other machines."""
 
 
 class Written(Struct, frozen=True, tag=True):

@@ -2,15 +2,17 @@
 
 Work is counted in tokens: prompts not yet answered, and output still to come. A replica that was lately sent a prompt
 with the same beginning need not compute that part again, so it is preferred until it has more work before it than the
-least loaded one by exactly the tokens that it saves. Replicas that keep prompts in the same directory read what another
-of them was sent: that saves a share of computing it. Pure: no clock, no sockets; used by one thread.
+least loaded one by exactly the tokens that it saves. Replicas that keep prompts in the same directory, or lend them to
+one another, read what another of them was sent: that saves a share of computing it. Pure: no clock, no sockets; used by
+one thread.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from tandem.protocol.pieces import PIECE
 from tandem.router.affinity import SentPrefixes, prompt_hashes
@@ -41,7 +43,7 @@ class _AtReplica:
     done: int
     """Output tokens."""
     kept: int = 0
-    """Prompt tokens that others have written to the replica's disk, and it has not in memory."""
+    """Prompt tokens that others have written where the replica reads them, and it has not in memory."""
 
     @property
     def left(self) -> int:
@@ -57,6 +59,10 @@ class _Replica:
     """What its disk is called; empty for none."""
     saves: float = 0.0
     """Share of the time to compute a prompt that reading it from there saves."""
+    reach: frozenset[str] = frozenset()
+    """Directories that it reads from, with those that others lend."""
+    lent_saves: float = 0.0
+    """As `saves`, of what others lend."""
     load: int = 0
     """Sum of what is left of its jobs."""
     jobs: int = 0
@@ -95,11 +101,18 @@ class Router:
             known.sent.clear()  # its ranks were or will be replaced, and their caches with them
         known.state = state
 
-    def set_disk(self, replica: int, store: str, saves: float) -> None:
-        """Where it keeps prompts, alike for replicas that read what one another writes; empty for nowhere. `saves`:
-        share of the time to compute a prompt that reading it from there saves."""
+    def set_disk(self, replica: int, store: str, saves: float, reach: Iterable[str] = (),
+                 lent_saves: float = 0.0) -> None:
+        """Where it keeps prompts (directories, with blanks between them), alike for replicas that read what one another
+        writes; empty for nowhere. `saves`: share of the time to compute a prompt that reading it from there saves.
+        `reach`: directories that it reads from, with those that others lend it, of which the share is `lent_saves`."""
         known = self._replicas[replica]
-        known.store, known.saves = store, saves
+        known.store, known.saves, known.reach, known.lent_saves = store, saves, frozenset(reach), lent_saves
+
+    def reads(self, replica: int, store: str) -> bool:
+        """It can have what replicas with this store have written."""
+        known = self._replicas[replica]
+        return store != "" and (store == known.store or known.reach.issuperset(store.split()))
 
     def outstanding(self, replica: int) -> int:
         """Tokens of work before a replica."""
@@ -125,8 +138,15 @@ class Router:
         several = self._affinity and len(self._replicas) > 1
         hashes = prompt_hashes(tokens) if several else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
-        kept = {index: self._kept(self._replicas[index], hashes) for index in candidates}
-        cheap = {i: int(max(kept[i] - saved[i], 0) * self._replicas[i].saves) for i in candidates}
+        stores = self._stores if hashes else {}
+        written = {store: sent.matched(hashes) // PIECE * PIECE for store, sent in stores.items()}
+        kept, cheap = dict.fromkeys(candidates, 0), dict.fromkeys(candidates, 0)
+        for i, (store, tokens_there) in product(candidates, written.items()):
+            if self.reads(i, store):
+                one = self._replicas[i]
+                share = one.saves if store == one.store else one.lent_saves
+                kept[i] = max(kept[i], tokens_there)
+                cheap[i] = max(cheap[i], int(max(tokens_there - saved[i], 0) * share))
         worth = {i: saved[i] + cheap[i] for i in candidates}
         worth |= ({home: max(worth[home], KEY_TOKENS)} if (home := _home(key, candidates)) is not None else {})
         best = min(candidates, key=lambda i: (self._replicas[i].load - worth[i], self._replicas[i].last))
@@ -139,13 +159,8 @@ class Router:
         self._replicas[best].last = self._choices
         return best
 
-    def _kept(self, replica: _Replica, hashes: Sequence[bytes]) -> int:
-        """Tokens in whole pieces that somebody was sent who writes to the same disk."""
-        sent = self._stores.get(replica.store)
-        return sent.matched(hashes) // PIECE * PIECE if sent is not None else 0
-
     def kept(self, request_id: str) -> int:
-        """So many of its tokens have others written to the disk of the replica that was chosen for it."""
+        """So many of its tokens have others written where the replica that was chosen for it reads them."""
         job = self._jobs.get(request_id)
         return 0 if job is None else job.kept
 

@@ -97,7 +97,7 @@ class KVDisk:
 
     def __init__(self, rank: int, files: PieceFiles, layers: Layers, report: Report,
                  lending: Lending | None = None) -> None:
-        """`report` is called from a thread of this class. `lending`: other ranks of the gang have other disks. Raises
+        """`report` is called from a thread of this class. `lending`: other ranks have other disks. Raises
         TransportError where what is here cannot be lent to them."""
         self._rank, self._files, self._layers, self._report = rank, files, layers, report
         self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
@@ -112,7 +112,9 @@ class KVDisk:
         """Pieces that were there at the start."""
         self.store_id = files.store_id
         """Which directory it is, and for which model and type."""
-        self._lending = lending
+        self._lenders = None if lending is None else Lenders(lending.keys)
+        if self._lenders is not None:
+            files.borrow(self._lenders)
         self._server = None if lending is None else PieceServer(files.directory, lending)
         self.lends = self._server.endpoint if self._server is not None else ""
         """Where other ranks can have what is here."""
@@ -188,7 +190,7 @@ class KVDisk:
                 self._write(*job)
 
     def _read(self, order: Fetch) -> None:
-        started, nbytes = time.monotonic(), 0
+        started, nbytes, before = time.monotonic(), 0, self._files.brought
         pieces: list[list[Layer]] = []
         lost: list[bytes] = []
         arrived, dtype = None, ""
@@ -205,12 +207,12 @@ class KVDisk:
             # Those behind it are of no use, and are kept anew with it; those that do not fit together are so too.
             lost = order.names[len(pieces):] or order.names
         self._arrived[order.key] = arrived
-        self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes))
+        self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes,
+                             self._files.brought - before))
 
     def _borrow(self, order: Borrow) -> None:
-        others = [endpoint for store, endpoint in order.lenders if store != self.store_id]
-        if others and self._lending is not None:
-            self._files.borrow(Lenders(others, self._lending.keys))
+        if self._lenders is not None:
+            self._lenders.change(endpoint for store, endpoint in order.lenders if store != self.store_id)
 
     def _survey(self, order: Survey) -> None:
         try:
@@ -219,7 +221,7 @@ class KVDisk:
             seldom.warning("the directory for KV cannot be read: %s; what it has is computed", error.strerror or error)
             nbytes = total = 0
         self._files.take_gone()  # what is there says it too
-        self._report(Surveyed(self._rank, order.number, self._files.names(), nbytes, total))
+        self._report(Surveyed(self._rank, order.number, self._files.names(), self._files.lent(), nbytes, total))
 
     def _write(self, name: bytes, own: list[tuple[mx.array, mx.array]], dtype: str, nbytes: int) -> None:
         started = time.monotonic()

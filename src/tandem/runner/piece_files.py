@@ -150,14 +150,15 @@ class PieceFiles:
         self._lent: dict[bytes, list[Part]] = {}
         """Parts that other machines have."""
         self._lenders: Lenders | None = None
+        self.brought = 0
+        """Bytes that came from there so far."""
         self._gone: list[bytes] = []
         self._unseen = 0
         """Bytes written since the last look."""
         self._look()
 
     def borrow(self, lenders: Lenders) -> None:
-        """Have what is not here from there; `survey` looks what they have."""
-        self.close()
+        """Have what is not here from there; `survey` looks what they have. They are closed with this."""
         self._lenders = lenders
 
     def close(self) -> None:
@@ -168,6 +169,11 @@ class PieceFiles:
     def names(self) -> list[bytes]:
         """Pieces that this rank can put together."""
         return [name for name in {**self._parts, **self._lent} if self._sources(name) is not None]
+
+    def lent(self) -> list[bytes]:
+        """Those of them for which it needs what others lend."""
+        return [name for name in self._lent if any(part not in self._parts.get(name, ())
+                                                   for layer in self._sources(name) or () for part, _ in layer)]
 
     def _sources(self, name: bytes) -> list[list[tuple[Part, range]]] | None:
         """For each layer the parts to take, and which heads of each; None if something is missing."""
@@ -210,6 +216,8 @@ class PieceFiles:
         path = self._path / _file(name, part)
         borrowed = part not in self._parts.get(name, [])
         try:
+            if borrowed and path.exists():  # another rank of this machine has brought it meanwhile
+                borrowed = False
             data = self._bring(path.name) if borrowed else self._bytes(path)
             magic, length = _PREFIX.unpack_from(data)
             header = msgspec.msgpack.decode(data[_PREFIX.size:_PREFIX.size + length], type=_Header)
@@ -234,7 +242,9 @@ class PieceFiles:
     def _bring(self, file: str) -> bytes:
         """From another machine. Raises TransportError."""
         assert self._lenders is not None
-        return self._lenders.bring(file)
+        data = self._lenders.bring(file)
+        self.brought += len(data)
+        return data
 
     def _bytes(self, path: Path) -> bytes:
         """All of a file, which is used now. Raises OSError, and ValueError for what is none of ours."""
@@ -310,7 +320,8 @@ class PieceFiles:
                     dropped += size
         own, total = self._look()
         self._lent = {}
-        for file, size in self._lenders.files() if self._lenders is not None else ():
+        # Others drop what they have at the same time.
+        for file, size in self._lenders.files() if self._lenders is not None and not drop else ():
             if size <= self._most:
                 _note(self._lent, file)
         return dropped if drop else own, total

@@ -52,11 +52,6 @@ class Departures:
             self._leaving.append(sequence)
 
     @property
-    def asked(self) -> bool:
-        """Somebody is about to leave."""
-        return bool(self._leaving)
-
-    @property
     def progress(self) -> object:
         """Changes as long as disks write; None when nobody waits for them."""
         parting = self._parting

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from tandem.cache.pieces import PieceIndex, piece_names
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
@@ -16,8 +17,9 @@ from tandem.scheduler.sequence import Sequence as Running
 
 OLD = 0.8
 """Weight of what was measured before."""
-GUESS = 0.5
-"""Share of the time to compute a prompt that reading it saves, until both were measured."""
+GUESS, LENT_GUESS = 0.5, 0.25
+"""Share of the time to compute a prompt that reading it saves, and bringing it from another machine, until both were
+measured."""
 
 
 @dataclass
@@ -44,6 +46,8 @@ class DiskCounts:
     read_s: float = 0.0
     failures: int = 0
     """Prefixes that could not be read."""
+    brought_bytes: int = 0
+    """Of files that came from other machines."""
 
 
 @dataclass
@@ -56,6 +60,8 @@ class _Fetching:
     lost: list[bytes] = field(default_factory=list)
     waiting: list[Running] = field(default_factory=list)
     seconds: float = 0.0
+    brought: bool = False
+    """Some of it came from other machines."""
 
 
 @dataclass
@@ -74,8 +80,11 @@ class DiskTier:
         self.counts = DiskCounts()
         self.computing = Pace()
         """Of prompts."""
-        self._reading = Pace()
+        self._reading, self._bringing = Pace(), Pace()
+        """Of what is on the ranks' own disks, and of what others lend."""
         self._pieces = PieceIndex()
+        self._lent: dict[int, set[bytes]] = {}
+        """Pieces for which a rank needs what others lend, as it last saw."""
         self._ranks = 0
         self._fetching: dict[str, _Fetching] = {}
         self._looks: dict[int, _Looking] = {}
@@ -98,9 +107,17 @@ class DiskTier:
     @property
     def saves(self) -> float:
         """Share of the time to compute a prompt that reading it saves; a guess until both were measured."""
-        if not (self._reading.tokens_s and self.computing.tokens_s):
-            return GUESS if self.on else 0.0
-        return max(0.0, 1.0 - self.computing.tokens_s / self._reading.tokens_s)
+        return self._saved(self._reading, GUESS)
+
+    @property
+    def lent_saves(self) -> float:
+        """The same of bringing it from other machines."""
+        return self._saved(self._bringing, LENT_GUESS)
+
+    def _saved(self, pace: Pace, guess: float) -> float:
+        if not (pace.tokens_s and self.computing.tokens_s):
+            return guess if self.on else 0.0
+        return max(0.0, 1.0 - self.computing.tokens_s / pace.tokens_s)
 
     def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex,
               lenders: Iterable[tuple[str, str]] = ()) -> None:
@@ -115,6 +132,12 @@ class DiskTier:
         for sequence in waiting:
             self.seek(sequence, prefixes)
 
+    def lend(self, lenders: Iterable[tuple[str, str]]) -> None:
+        """Others lend now: have the ranks look what. Nobody waits for that."""
+        if self._ranks:
+            self._looked -= 1
+            self.orders += [Borrow(list(dict(lenders).items())), Survey(self._looked, soon=True)]
+
     def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
         """The ranks are gone; what they were asked for does not come any more."""
         for waiting in self._waiting():
@@ -125,6 +148,7 @@ class DiskTier:
         self.orders.clear()
         self._ranks = len(kept)
         self._pieces.reset(kept)
+        self._lent.clear()
 
     def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
@@ -143,9 +167,12 @@ class DiskTier:
             next(reversed(self._looks.values())).waiting.append(sequence)
             sequence.awaits = sequence.looked = True
             return
-        gain = len(names) * PIECE - prefixes.peek(hashes)
-        if gain < PIECE or not self._pays(len(names) * PIECE, gain):
+        here = prefixes.peek(hashes)
+        names = next((some for some in (names, self._own(names))
+                      if len(some) * PIECE - here >= PIECE and self._pays(some, len(some) * PIECE - here)), [])
+        if not names:
             return
+        gain = len(names) * PIECE - here
         for fetching in self._fetching.values():
             if fetching.names[:len(names)] == names:
                 break
@@ -166,10 +193,15 @@ class DiskTier:
         for sequence in sequences:
             sequence.awaits = sequence.looked = True
 
-    def _pays(self, tokens: int, gain: int) -> bool:
-        if not (self._reading.tokens_s and self.computing.tokens_s):
+    def _own(self, names: list[bytes]) -> list[bytes]:
+        """Those before the first that somebody lends."""
+        return list(takewhile(lambda name: not any(name in held for held in self._lent.values()), names))
+
+    def _pays(self, names: list[bytes], gain: int) -> bool:
+        pace = self._reading if len(self._own(names)) == len(names) else self._bringing
+        if not (pace.tokens_s and self.computing.tokens_s):
             return True
-        return tokens / self._reading.tokens_s < gain / self.computing.tokens_s
+        return len(names) * PIECE / pace.tokens_s < gain / self.computing.tokens_s
 
     def take(self, report: Fetched | Written | Surveyed, prefixes: PrefixIndex) -> None:
         """What a rank has read, written or seen."""
@@ -178,6 +210,7 @@ class DiskTier:
             return
         if isinstance(report, Surveyed):
             self._pieces.see(report.rank, report.names)
+            self._lent[report.rank] = set(report.lent)
             self._seen(report, prefixes)
             return
         self._pieces.keep(report.rank, report.names)
@@ -206,6 +239,8 @@ class DiskTier:
         fetching.lost += report.lost
         fetching.seconds = max(fetching.seconds, report.seconds)
         self.counts.read_bytes += report.nbytes
+        self.counts.brought_bytes += report.brought_bytes
+        fetching.brought |= report.brought_bytes > 0
         if fetching.missing:
             return
         del self._fetching[report.key]
@@ -217,9 +252,16 @@ class DiskTier:
             prefixes.give_up(report.key)
         else:
             self.counts.hit_tokens += fetching.gain
-            self._reading.measure(len(fetching.names) * PIECE, fetching.seconds)
+            pace = self._bringing if fetching.brought else self._reading
+            pace.measure(len(fetching.names) * PIECE, fetching.seconds)
+            for lent in self._lent.values():
+                lent.difference_update(fetching.names)  # the ranks have kept it
             prefixes.arrived(report.key)
+        waited = list(fetching.waiting)
         _let_go(fetching.waiting, arrived=not fetching.lost)
+        for sequence in waited if fetching.lost else ():
+            if not sequence.finished:
+                self.seek(sequence, prefixes)  # what comes before it may be there still
 
     def lose_patience(self) -> None:
         """Whoever waits is computed instead, and so is all else until disks answer; what comes then is for others."""

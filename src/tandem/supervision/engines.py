@@ -12,10 +12,12 @@ import zmq
 
 from tandem.config.settings import Settings
 from tandem.errors import TransportError, UsageError
+from tandem.launchers.registry import on_several_machines
 from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
-from tandem.protocol.control import EngineStatus
+from tandem.protocol.control import EngineStatus, Neighbours
 from tandem.protocol.events import History, Level
+from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE
 from tandem.supervision.probe import StatusProbe
@@ -54,6 +56,9 @@ class EngineSet:
         self.last_words = ""
         """Why an engine has ended, if it said so; of several, the last one that did."""
         self._probes: dict[int, StatusProbe] = {}
+        # Ranks of one machine have one directory.
+        lend = settings.scheduler.kv_disk is not None and on_several_machines(settings.parallel)
+        self._lending = ClusterKeys.generate() if lend else None
         # The process's own, with its threads made at once: ZeroMQ aborts if it can have no descriptors for them later.
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._context.socket(zmq.PAIR).close()
@@ -152,11 +157,15 @@ class EngineSet:
         try:
             if replica.index not in self._probes:
                 self._probes[replica.index] = StatusProbe(replica.endpoint, self._context)
+            if self._lending is not None:
+                self._probes[replica.index].tell(Neighbours([
+                    one for other in self._replicas.values() if other is not replica for one in other.lends]))
             status = self._probes[replica.index].ask()
         except TransportError as error:
             seldom.warning("engine %d cannot be asked how it is: %s; it is asked again", replica.index, error.message)
             return None
         if status is not None:
+            replica.lends = status.lends
             self._history.take(status.events, replica=replica.index, model=self._model)
         return status
 
@@ -232,7 +241,7 @@ class EngineSet:
         index, self._next = self._next, self._next + 1
         number = next(self._numbers)
         replica = ReplicaProcess(number, replica_settings(self._settings, index, number), index, self._model,
-                                 named=self._several or bool(self._model))
+                                 named=self._several or bool(self._model), lending=self._lending)
         self._replicas[number] = replica
         replica.launch(gpus_of(self._settings, replica.place))
         return number

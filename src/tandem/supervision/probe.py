@@ -10,7 +10,7 @@ import zmq
 
 from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
-from tandem.protocol.control import EngineMessage, EngineStatus, MetricsText, QueryMetrics, QueryStatus
+from tandem.protocol.control import EngineMessage, EngineStatus, MetricsText, Neighbours, QueryMetrics, QueryStatus
 
 AGAIN_S = 1.0
 """Seconds after which an unanswered question is asked again: the engine may have been replaced meanwhile."""
@@ -31,6 +31,7 @@ class StatusProbe:
         self._socket.connect(endpoint)
         self._decoder = Decoder[EngineMessage](EngineMessage)
         self._asked: float | None = None
+        self._told: Neighbours | None = None
 
     def ask(self, timeout_s: float = 0.0) -> EngineStatus | None:
         """The engine's state, or None if no answer is here within `timeout_s` seconds; then just ask again."""
@@ -47,6 +48,13 @@ class StatusProbe:
                 return message if isinstance(message, EngineStatus) else None
             if not left:
                 return None
+
+    def tell(self, news: Neighbours) -> None:
+        """Hand it on, unless the engine knows it or is not connected."""
+        if news != self._told:
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(msgspec.msgpack.encode(news), zmq.NOBLOCK)
+                self._told = news
 
     def metrics(self, timeout_s: float) -> str | None:
         """The engine's metrics as Prometheus text, or None if they are not here within `timeout_s` seconds."""

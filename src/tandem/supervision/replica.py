@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
+
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.env import child_environment, engine_socket_path
@@ -19,6 +21,8 @@ from tandem.launchers.machines import ranks_of, replica_hosts
 from tandem.launchers.registry import launcher_kind, sharing
 from tandem.launchers.worlds import visible_gpus
 from tandem.processes.child import ChildProcess
+from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.payloads import EnginePayload
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.supervision.children import LAST_WORDS, MODULE
 from tandem.supervision.vigil import Vigil
@@ -54,6 +58,10 @@ class ReplicaProcess:
     """What it serves, where there are several models."""
     named: bool = False
     """Its number shows in logs, since there are others."""
+    lending: ClusterKeys | None = None
+    """Of the ranks of all its model's replicas, where they keep KV on disks of several machines."""
+    lends: list[tuple[str, str]] = field(default_factory=list)
+    """What its ranks lend, as it last said."""
     child: ChildProcess | None = None
     vigil: Vigil | None = None
     draining: bool = False
@@ -101,7 +109,8 @@ class ReplicaProcess:
             changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
             if gpus:
                 changes["CUDA_VISIBLE_DEVICES"] = gpus
-            return ChildProcess(MODULE, to_json(self.settings), env=child_environment(changes), name=self.name,
+            payload = EnginePayload(settings=msgspec.Raw(to_json(self.settings)), lending=self.lending)
+            return ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(changes), name=self.name,
                                 arguments=("engine", str(end), *([str(self.index)] if self.named else [])),
                                 pass_fds=[end])
 
@@ -115,6 +124,7 @@ class ReplicaProcess:
         assert self.child is not None
         self.child.wait(0.0)
         self.remove_socket()
+        self.lends = []
         words = self.last_words() or self.child.describe_exit()
         self.child = None
         return words

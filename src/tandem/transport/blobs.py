@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -160,6 +161,10 @@ def _describe(path: Path) -> BlobFile:
     return BlobFile(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
+class NotServed(TransportError):
+    """The server answers that it has not what it was asked for."""
+
+
 class BlobClient:
     """Used by one thread."""
 
@@ -177,13 +182,22 @@ class BlobClient:
 
     def files(self) -> list[BlobFile]:
         """What is served. Raises TransportError when there is no answer."""
-        number = self._ask(ListFiles(self._next()))
+        return self.listed(self.ask())
+
+    def ask(self) -> int:
+        """Ask what is served; the number of the question, for `listed`."""
+        return self._ask(ListFiles(self._next()))
+
+    def listed(self, number: int, until: float | None = None) -> list[BlobFile]:
+        """The answer, waited for until this time of the monotonic clock. Raises TransportError when there is none."""
+        until = time.monotonic() + self._patience if until is None else until
         while True:
-            answer, _ = self._receive()
+            answer, _ = self._receive(until)
             if isinstance(answer, Refusal) and answer.number == number:
                 raise TransportError(f"the engine's machine cannot list its files: {answer.message}")
             if isinstance(answer, FileList) and answer.number == number:
                 return answer.files
+            self._check(until)
 
     def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:
         """Each range once, in any order, as (index in `ranges`, bytes, checksum); a damaged one is asked for again.
@@ -192,21 +206,24 @@ class BlobClient:
         """
         waiting = deque((index, 1) for index in range(len(ranges)))
         pending: dict[int, tuple[int, int]] = {}
+        until = time.monotonic() + self._patience
         while waiting or pending:
             while waiting and len(pending) < WINDOW:
                 index, attempt = waiting.popleft()
                 pending[self._ask(ReadRange(self._next(), ranges[index]))] = (index, attempt)
-            answer, data = self._receive()
+            answer, data = self._receive(until)
             if answer.number not in pending:
+                self._check(until)
                 continue  # of a call that was given up
             index, attempt = pending.pop(answer.number)
             wanted = ranges[index]
             if isinstance(answer, Refusal):
-                raise TransportError(f"the engine's machine refuses {wanted.name}: {answer.message}")
+                raise NotServed(f"the engine's machine refuses {wanted.name}: {answer.message}")
             if not isinstance(answer, Chunk):
                 raise TransportError(f"the engine's machine answers {type(answer).__name__} for {wanted.name}")
             if len(data) == wanted.length and checksum(data) == answer.digest:
                 yield index, data, answer.digest
+                until = time.monotonic() + self._patience
                 continue
             where = f"{wanted.name}: {wanted.length} bytes from {wanted.offset} on"
             if attempt >= ATTEMPTS:
@@ -223,15 +240,24 @@ class BlobClient:
         self._socket.send(_encoder.encode(request))
         return request.number
 
-    def _receive(self) -> tuple[BlobAnswer, memoryview]:
-        if not self._socket.poll(int(self._patience * 1000)):
-            raise TransportError(f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?")
+    def _receive(self, until: float) -> tuple[BlobAnswer, memoryview]:
+        if not self._socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):
+            raise TransportError(self._silence)
         frames = self._socket.recv_multipart(copy=False)
         try:
             answer = self._decoder.decode(frames[0].buffer)
         except TransportError as error:
             raise TransportError(f"an answer of the engine's machine cannot be read: {error}") from None
         return answer, frames[1].buffer if len(frames) == 2 else memoryview(b"")
+
+    def _check(self, until: float) -> None:
+        """What is not an answer to what was asked does not count."""
+        if time.monotonic() > until:
+            raise TransportError(self._silence)
+
+    @property
+    def _silence(self) -> str:
+        return f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?"
 
     def close(self) -> None:
         """Close the socket."""

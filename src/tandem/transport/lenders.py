@@ -1,10 +1,13 @@
-"""Parts of pieces that lie on other machines' disks: lent to ranks of the same gang, which hold its keys."""
+"""Parts of pieces that lie on other machines' disks: lent to ranks that hold the keys, of the same gang or of another
+replica of the model."""
 
 from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
@@ -12,10 +15,12 @@ from msgspec import Struct
 from tandem.errors import TransportError
 from tandem.protocol.blobs import BlobFile, Range
 from tandem.protocol.keys import ClusterKeys
-from tandem.transport.blobs import CHUNK, BlobClient, BlobServer, checksum
+from tandem.transport.blobs import CHUNK, BlobClient, BlobServer, NotServed, checksum
 
 PATIENCE_S = 5.0
-"""Seconds for a chunk; one that has not come by then is computed."""
+"""Seconds for a chunk, or for all lists; what has not come by then is computed."""
+REST_S = 30.0
+"""Seconds for which nobody is asked who has not answered."""
 SUFFIX = ".kv"
 """Of the files that hold parts of pieces."""
 
@@ -25,7 +30,7 @@ class Lending(Struct, frozen=True):
 
     keys: ClusterKeys
     host: str
-    """Its address for other ranks."""
+    """Address of its machine to listen at."""
 
 
 class PieceServer(BlobServer):
@@ -41,9 +46,10 @@ class PieceServer(BlobServer):
         found = {}
         with os.scandir(self._directory) as files:
             for file in files:
-                if _is_name(file.name) and file.is_file(follow_symlinks=False):
-                    status = file.stat(follow_symlinks=False)
-                    found[file.name] = BlobFile(file.name, status.st_size, status.st_mtime_ns, "")
+                with suppress(OSError):  # one that is deleted just now
+                    if _is_name(file.name) and file.is_file(follow_symlinks=False):
+                        status = file.stat(follow_symlinks=False)
+                        found[file.name] = BlobFile(file.name, status.st_size, status.st_mtime_ns, "")
         return found
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
@@ -69,22 +75,39 @@ def _is_name(name: str) -> bool:
 class Lenders:
     """Other machines that lend. Used by one thread."""
 
-    def __init__(self, endpoints: Iterable[str], keys: ClusterKeys) -> None:
+    def __init__(self, keys: ClusterKeys, endpoints: Iterable[str] = ()) -> None:
         """Connects when first asked for something."""
         self._keys = keys
-        self._clients: dict[str, BlobClient | None] = dict.fromkeys(endpoints)
+        self._clients: dict[str, BlobClient | None] = {}
         self._where: dict[str, tuple[str, int]] = {}
         """Of each file: who lends it, and its bytes."""
+        self._resting: dict[str, float] = {}
+        """Who is not asked, and until when."""
+        self.change(endpoints)
+
+    def change(self, endpoints: Iterable[str]) -> None:
+        """From now on these lend, and no others."""
+        named = set(endpoints)
+        for endpoint in self._clients.keys() - named:
+            self._drop(endpoint)
+            del self._clients[endpoint]
+            self._resting.pop(endpoint, None)
+        self._where = {name: one for name, one in self._where.items() if one[0] in named}
+        self._clients |= dict.fromkeys(named - self._clients.keys())
 
     def files(self) -> Iterator[tuple[str, int]]:
-        """Names and sizes of what is lent now. Those who do not answer have nothing."""
+        """Names and sizes of what is lent now. Those who do not answer have nothing, and are left alone for a while."""
         self._where = {}
-        for endpoint in self._clients:
+        now = time.monotonic()
+        asked = [(endpoint, client, client.ask()) for endpoint in self._clients
+                 if self._resting.get(endpoint, 0.0) <= now and (client := self._client(endpoint))]
+        for endpoint, client, number in asked:
             try:
-                listed = self._client(endpoint).files()
+                listed = client.listed(number, now + PATIENCE_S)
             except TransportError:
-                self._drop(endpoint)
+                self._give_up(endpoint)
                 continue
+            self._resting.pop(endpoint, None)
             for file in listed:
                 if file.name not in self._where:
                     self._where[file.name] = endpoint, file.size
@@ -100,8 +123,10 @@ class Lenders:
         try:
             for index, data, _ in self._client(endpoint).read(ranges):
                 whole[index * CHUNK:index * CHUNK + len(data)] = data
+        except NotServed:  # it has been deleted there
+            raise
         except TransportError as error:
-            self._drop(endpoint)
+            self._give_up(endpoint)
             raise TransportError("the machine that has it has not sent it") from error
         return bytes(whole)
 
@@ -111,6 +136,12 @@ class Lenders:
             client = self._clients[endpoint] = BlobClient(endpoint, self._keys, patience_s=PATIENCE_S)
         return client
 
+    def _give_up(self, endpoint: str) -> None:
+        """Nobody waits for it once more: what it was to lend is computed."""
+        self._drop(endpoint)
+        self._where = {name: one for name, one in self._where.items() if one[0] != endpoint}
+        self._resting[endpoint] = time.monotonic() + REST_S
+
     def _drop(self, endpoint: str) -> None:
         """What it still sends is for nobody."""
         client, self._clients[endpoint] = self._clients[endpoint], None
@@ -119,5 +150,4 @@ class Lenders:
 
     def close(self) -> None:
         """Leave all of them."""
-        for endpoint in self._clients:
-            self._drop(endpoint)
+        self.change(())

@@ -364,6 +364,32 @@ async def test_what_runs_at_a_draining_replica_goes_to_one_that_reads_what_it_wr
 
 
 @in_loop
+async def test_a_draining_replica_that_lends_is_told_when_others_have_what_they_need(engines):
+    for one, store in zip(engines[:2], "ab", strict=True):
+        one.set_status(kv_store=store, kv_reach=[store])
+    async with connected(engines[:2]) as replicas:
+        task, home = await held(replicas, engines)
+        heir, store = engines[1 - home], "ab"[home]
+        await replicas.update(draining(engines[:2], home))
+        assert not heir.submitted, "it cannot have what is computed there"
+        heir.set_status(kv_reach=["a", "b"])
+
+        async def moved():
+            await replicas.refresh()
+            await replicas.update(draining(engines[:2], home))
+            return heir._live
+
+        async with asyncio.timeout(240):
+            while not await moved():
+                await asyncio.sleep(0.02)
+        [sent] = heir._live.values()
+        assert sent.request.kept == 768 and not engines[home].aborted, f"{store} is read until it answers"
+        heir.hold = False
+        assert await asyncio.wait_for(task, 240)
+        await until(lambda: engines[home].aborted == {"a"})
+
+
+@in_loop
 async def test_what_runs_at_a_draining_replica_without_a_common_disk_is_finished_there(engines):
     for one, store in zip(engines, ("", "", "c"), strict=True):
         one.set_status(kv_store=store)

@@ -64,7 +64,7 @@ class Dispatcher:
         for index, member in self._members.items():
             self._router.set_state(index, member.state)
             if (status := member.client.status) is not None:
-                self._router.set_disk(index, status.kv_store, status.disk_saves)
+                self._router.set_disk(index, status.kv_store, status.disk_saves, status.kv_reach, status.lent_saves)
             self.load.labels(str(index)).set(self._router.outstanding(index))
 
     def give_up(self, over: str) -> None:
@@ -108,6 +108,7 @@ class Dispatcher:
         if flight is None:
             return
         self._trials.look(flight, over=True)
+        self._let_go(flight)
         if flight.replica is not None:
             self._router.end(flight.wire_id)
             if flight.replica in self._members:
@@ -136,6 +137,7 @@ class Dispatcher:
 
     def arrived(self, flight: Flight, output: Output) -> None:
         """An output of a flight: count it and hand it on."""
+        self._let_go(flight)
         self._router.advance(flight.wire_id, len(output.tokens))
         over = output.finish_reason is not None
         if over:
@@ -146,6 +148,13 @@ class Dispatcher:
         self._trials.look(flight, over=over)
         flight.subscription.push(output)
 
+    def _let_go(self, flight: Flight) -> None:
+        """The replica that handed it over, if one did, may go: nobody needs what it has computed any more."""
+        if flight.left is not None:
+            (index, wire_id), flight.left = flight.left, None
+            if index in self._members:
+                self._members[index].client.abort(wire_id)
+
     def failed(self, flight: Flight, error: RequestError) -> None:
         """A flight was refused, or its replica lost: send it to another if that can help."""
         self._router.end(flight.wire_id)
@@ -153,6 +162,8 @@ class Dispatcher:
             return
         member = None if flight.replica is None else self._members.get(flight.replica)
         if not self.closing and isinstance(error, OverloadedError | UnavailableError):
+            if isinstance(error, Departed) and flight.replica is not None:
+                flight.left = flight.replica, flight.wire_id
             if isinstance(error, EngineLost):
                 self._lost(flight, died=member is not None and not member.draining,
                            kept=error.positions if isinstance(error, Departed) else 0)
@@ -183,6 +194,7 @@ class Dispatcher:
 
     def _end(self, flight: Flight, error: RequestError) -> None:
         self._flights.pop(flight.request_id, None)
+        self._let_go(flight)
         self._trials.look(flight, over=True)
         flight.subscription.fail(error)
 

@@ -54,6 +54,8 @@ class Flight:
         """The sending whose loss has been judged."""
         self.kept = 0
         """Of its tokens, from the first, its last replica has written so many to disk, when it let go of it."""
+        self.left: tuple[int, str] | None = None
+        """The replica that let go of it, and the id that it knew, until it goes on elsewhere."""
         self.lost_at: float | None = None
         """When it lost the last one, by the event loop's clock. It was accepted once: it is not turned away now because
         others are full."""

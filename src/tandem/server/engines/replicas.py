@@ -96,12 +96,12 @@ class Replicas:
                    for index, member in self._members.items())
 
     def _relieve(self) -> None:
-        """Have replicas that drain let go of what they have, where others read from disk what they have computed."""
-        stores = {one.client.status.kv_store for one in self._members.values()
-                  if one.client.status is not None and one.state == "ready"}
+        """Have replicas that drain let go of what they have, where others can have what they have computed."""
+        ready = [index for index, one in self._members.items() if one.state == "ready"]
         for index, member in self._members.items():
             status = member.client.status
-            if member.draining and not member.leaves and status is not None and status.kv_store in stores - {""}:
+            if member.draining and not member.leaves and status is not None \
+                    and any(self._router.reads(one, status.kv_store) for one in ready):
                 logger.info("what replica %d works on goes on at others, who read what it has computed", index)
                 member.leaves = True
                 member.client.hand_over()
