@@ -157,7 +157,7 @@ class EventStream(Response):
         await self._writer.end()
         if self._include_usage:
             body += self._writer.usage(self._generation.usage(), self._extras())
-        await send({"type": "http.response.body", "body": body + self._writer.done(), "more_body": False})
+        await self._end(send, body + self._writer.done())
 
     def _write(self, deltas: list[Delta]) -> bytes:
         last = deltas[-1] if deltas and self._generation.done and not self._include_usage else None
@@ -175,4 +175,9 @@ class EventStream(Response):
         self._timer = self._loop.call_later(self._heartbeat_s - silent, self._tick)
 
     async def _send_error(self, send: Send, error: RequestError) -> None:
-        await send({"type": "http.response.body", "body": self._writer.error(error), "more_body": False})
+        await self._end(send, self._writer.error(error))
+
+    async def _end(self, send: Send, body: bytes) -> None:
+        """Its last bytes. Whoever has them may ask for more at once, and finds the place of this one free."""
+        self._generation.close()
+        await send({"type": "http.response.body", "body": body, "more_body": False})

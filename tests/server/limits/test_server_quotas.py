@@ -10,6 +10,7 @@ import pytest
 from tandem.config.keys import ClientLimits
 from tandem.errors import OverloadedError
 from tandem.server.limits.quotas import FORGET_ABOVE, Quotas, duration
+from tandem.server.sse import EventStream
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -190,6 +191,24 @@ def test_a_place_is_free_again_however_a_request_ends(serve, engine, wait_until)
     engine.refusal = None
     assert server.chat(max_tokens=10_000).status_code == 400
     assert server.chat().status_code == 200
+
+
+def test_the_place_of_a_stream_is_free_when_its_last_bytes_are_sent(serve, monkeypatch):
+    server = serve(max_concurrent_requests=1)
+    stream, live = EventStream.__call__, []
+
+    async def watched(self, scope, receive, send):
+        async def look(message):
+            if not message.get("more_body", True):
+                live.append(list(server.api.live))
+            await send(message)
+
+        await stream(self, scope, receive, look)
+
+    monkeypatch.setattr(EventStream, "__call__", watched)
+    for _ in range(3):
+        assert server.chat(stream=True).status_code == 200
+    assert live == [[]] * 3
 
 
 def _bytes():
