@@ -183,7 +183,15 @@ class Server:
 
     def metric(self, name: str) -> float:
         """Sum of a metric's samples whose name and labels begin like `name`."""
-        text = httpx.get(f"{self.url}/metrics", timeout=240, verify=TLS).text
+        text = ""
+
+        def told() -> bool:
+            """Those of a busy engine, which is not waited for, may be missing."""
+            nonlocal text
+            text = httpx.get(f"{self.url}/metrics", timeout=240, verify=TLS).text
+            return "\ntandem_gang_restarts_total" in text
+
+        self.wait(told, "the engine's metrics")
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
 
     def tail(self) -> str:

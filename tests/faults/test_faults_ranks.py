@@ -22,18 +22,19 @@ def recovered(served: Any, restarts: float, pids: list[int]) -> None:
     """One more gang, which serves; nothing is left of the old one."""
     # On a busy machine all may have been answered by the time of the fault, which is noticed after that.
     served.wait(lambda: served.metric("tandem_gang_restarts_total") >= restarts, "it is noticed")
-    served.wait(served.settled, "recovery")
+    # What /health tells may be a second old, so that the old gang still seems to serve.
+    served.wait(lambda: served.settled() and not set(pids) & set(served.ranks()), "recovery")
     assert served.metric("tandem_gang_restarts_total") == restarts
-    assert not set(pids) & set(served.ranks())
     served.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "old ranks are gone")
 
 
 def prefilling(served: Any) -> list[Any]:
-    """Calls of which none has brought a token; half of them have long prompts."""
+    """Calls of which the last one, with its long prompt, has brought no token a moment ago."""
     for _ in range(20):
         calls = [*served.load()]
-        served.wait(lambda: served.get("/v1/status")["num_running"] > 0, "it runs")
-        if not any(call.chunks for call in calls[-1:]):
+        last = calls[-1]
+        served.wait(lambda last=last: served.get("/v1/status")["num_running"] > 0 or not last.running, "it runs")
+        if not last.chunks:
             return calls
         served.check(calls)
     raise AssertionError("prompts are computed too fast for this test")
@@ -57,7 +58,6 @@ def test_during_prefill(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = prefilling(served)
     os.kill(pids[rank], fault)
-    assert calls[-1].chunks == 0, "its prompt was being computed"
     served.check(calls)
     recovered(served, restarts + 1, pids)
 
