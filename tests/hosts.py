@@ -87,7 +87,7 @@ def serving(machines: Machines, *arguments: str, head: str = "h0", ready: bool =
         yield server
         if server.process.poll() is None:
             server.stop(signal.SIGTERM)
-        eventually(lambda: not left_over(machines), 15, lambda: f"{left_over(machines)}\n{server.log}")
+        eventually(lambda: not left_over(machines), what=lambda: f"{left_over(machines)}\n{server.log}")
     finally:
         for name in machines.names:
             for pid in [pid for pid, line in machines.processes(name).items() if "tandem" in line]:

@@ -214,7 +214,7 @@ class Machines:
         self._started.append(process)
         return process
 
-    def run(self, name: str, command: Sequence[str] | str, timeout: float = 60.0, check: bool = True,
+    def run(self, name: str, command: Sequence[str] | str, timeout: float = 240.0, check: bool = True,
             stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run a command (words, or a line of shell) on machine `name` to its end, output captured."""
         words = ["sh", "-c", command] if isinstance(command, str) else list(command)

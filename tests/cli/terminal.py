@@ -41,10 +41,10 @@ class Terminal:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             try:
-                self._drain(20)
+                self._drain(240)
             except AssertionError:
                 self.process.kill()
-        self.process.wait(20)
+        self.process.wait(240)
         os.close(self._master)
 
     @property
@@ -69,17 +69,17 @@ class Terminal:
             self.type("\x1b[1;1R")
         return bool(piece)
 
-    def wait_for(self, words: str, *, times: int = 1, seconds: float = 120) -> None:
+    def wait_for(self, words: str, *, times: int = 1, seconds: float = 240) -> None:
         """Until `words` have been printed so often."""
         deadline = time.monotonic() + seconds
         while self.text.count(words) < times:
             assert self.read(0.2) or self.text.count(words) >= times, f"ended without {words!r}: {self.text[-2000:]}"
             assert time.monotonic() < deadline, f"no {words!r}: {self.text[-2000:]}"
 
-    def ends(self, seconds: float = 60) -> int:
+    def ends(self, seconds: float = 240) -> int:
         """Its exit code."""
         self._drain(seconds)
-        return self.process.wait(10)
+        return self.process.wait(240)
 
     def _drain(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

@@ -49,7 +49,7 @@ def test_the_control_socket_refuses_and_goes_on(path: Path) -> None:
             client.connect(f"ipc://{path}")
             for frames in nonsense():
                 client.send_multipart(frames)
-                assert client.poll(10_000)
+                assert client.poll(240_000)
                 assert isinstance(msgspec.msgpack.decode(client.recv(), type=SupervisorReply), ControlRefused)
         assert ask(path, ListReplicas()) == ReplicaList([])
     finally:
@@ -75,10 +75,10 @@ def test_the_probe_of_an_engine(path: Path) -> None:
         engine.bind(f"ipc://{path}")
         probe = StatusProbe(f"ipc://{path}")
         assert probe.ask(0.5) is None
-        assert engine.poll(5000)
+        assert engine.poll(240_000)
         identity, _ = engine.recv_multipart()
         for frames in nonsense():
             engine.send_multipart([identity, *frames])
         engine.send_multipart([identity, msgspec.msgpack.encode(STATUS)])
-        assert probe.ask(10.0) == STATUS
+        assert probe.ask(240.0) == STATUS
         probe.close()

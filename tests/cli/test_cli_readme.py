@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="only in a checkout"
 def run(tmp_path: Path, text: str) -> subprocess.CompletedProcess[str]:
     page = tmp_path / "page.md"
     page.write_text(text)
-    return subprocess.run([sys.executable, str(SCRIPT), str(page)], capture_output=True, text=True, timeout=120,
+    return subprocess.run([sys.executable, str(SCRIPT), str(page)], capture_output=True, text=True, timeout=240,
                           check=False)
 
 

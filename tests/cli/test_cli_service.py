@@ -35,7 +35,7 @@ esac
 
 def tandem(environment: dict[str, str], *words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "tandem", *words], env=environment, capture_output=True, text=True,
-                          check=False, cwd=cwd, timeout=120)
+                          check=False, cwd=cwd, timeout=240)
 
 
 @pytest.fixture(params=["darwin", "linux"])
@@ -95,7 +95,7 @@ def test_what_is_installed_serves_and_is_taken_away(environment: dict[str, str],
                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server:
         try:
             assert server.stdout is not None
-            assert select.select([server.stdout], [], [], 120)[0]
+            assert select.select([server.stdout], [], [], 240)[0]
             ready = re.search(r"Tandem is ready: (\S+)", server.stdout.readline())
             assert ready
             assert httpx.get(f"{ready[1]}/health", timeout=240).status_code == 200

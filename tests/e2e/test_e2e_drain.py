@@ -7,7 +7,6 @@ import os
 import re
 import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ import psutil
 import pytest
 
 from served import wait_until
+from tandem.launchers.worlds import free_ports
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -109,7 +109,7 @@ def ready(url: str) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_runs_is_finished_and_nothing_new_is_taken(model: str, layout: str) -> None:
     with serving(model, *LAYOUTS[layout], "--drain-timeout", "300") as (process, url):
-        running = streams(url, 3, 1000)
+        running = streams(url, 3, 2000)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: not ready(url))
         assert not any(one.done for one in running), "not ready before anything has ended"
@@ -142,9 +142,7 @@ def test_what_is_left_ends_with_a_clear_error(model: str, layout: str, how: str)
 
 @contextmanager
 def apart(model: str, socket_path: Path, timeout: str) -> Iterator[tuple[subprocess.Popen[str], Any, str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_ports(1)[0])
     common = ["--engine-socket", str(socket_path), "--drain-timeout", timeout]
     url = f"http://127.0.0.1:{port}"
     with command("engine", model, "--kv-tokens", "60000", *common) as (engine, _), \
@@ -163,7 +161,7 @@ def _answers(url: str) -> bool:
 @pytest.mark.parametrize("who", ["engine", "api"])
 def test_apart(model: str, tmp_path: Path, who: str) -> None:
     with apart(model, tmp_path / "e.sock", "300") as (engine, api, url):
-        running = streams(url, 2, 1000)
+        running = streams(url, 2, 2000)
         (engine if who == "engine" else api).send_signal(signal.SIGTERM)
         wait_until(lambda: not ready(url))
         assert not any(one.done for one in running)

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from macs import TOOLS, answers, mac_environment
+from pids import gone
 from tandem.testing import tiny_model
 
 BODY = {"model": "default", "prompt": [7, 8, 9], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
@@ -64,7 +65,8 @@ class Mac:
     def caffeinated(self) -> set[int]:
         """Processes that sleep is held off for."""
         log = self.said / "caffeinate.log"
-        return {int(line.split()[-1]) for line in log.read_text().splitlines()} if log.exists() else set()
+        lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+        return {int(line.split()[-1]) for line in lines if line.endswith("\n")}
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +91,7 @@ def test_a_server_in_the_background_its_faults_and_its_end(mac: Mac) -> None:
     [server] = json.loads(mac("status", "--json", "--interval", "0").stdout)
     ranks = [rank["pid"] for rank in server["replicas"][0]["ranks"]]
     assert all(rank["wired_bytes"] == 0 for rank in server["replicas"][0]["ranks"])  # it computes on the CPU
-    assert {*ranks, server["replicas"][0]["pid"]} <= mac.caffeinated()
+    eventually(lambda: {*ranks, server["replicas"][0]["pid"]} <= mac.caffeinated(), "sleep is held off for all")
     assert all(psutil.Process(pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256 for pid in ranks)
     url = f"{server['address']}/v1/completions"
     calm = httpx.post(url, json=BODY, timeout=240).json()["choices"][0]["text"]
@@ -97,11 +99,10 @@ def test_a_server_in_the_background_its_faults_and_its_end(mac: Mac) -> None:
         victim = json.loads(mac("status", "--json", "--interval", "0").stdout)[0]["replicas"][0]["ranks"][1]["pid"]
         os.kill(victim, number)
         assert httpx.post(url, json=BODY, timeout=240).json()["choices"][0]["text"] == calm
-        assert not psutil.pid_exists(victim) or psutil.Process(victim).status() == "zombie"
+        assert gone(victim)
     assert mac("down").returncode == 0
     holders = [int(line.split()[0]) for line in (mac.said / "caffeinate.log").read_text().splitlines()]
-    eventually(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in holders),
-               "something holds sleep off, though nothing runs")
+    eventually(lambda: all(map(gone, holders)), "something holds sleep off, though nothing runs")
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reas
 READY = re.compile(r"Tandem is ready: (\S+)")
 SECRET = "a-key-that-ranks-never-see"
 PROMPT = "once upon a time"
-TOKENS = 120
+TOKENS = 400
+"""So many that a node can be killed long before the last of them."""
 HEAD = "127.0.0.2"
 START_S = 240.0
 
@@ -79,10 +80,10 @@ class Cluster:
         if node.poll() is not None:
             return
         family = [psutil.Process(node.pid), *psutil.Process(node.pid).children(recursive=True)]
-        for process in family:
-            process.suspend()
-        for process in family:
-            process.kill()
+        for stroke in (psutil.Process.suspend, psutil.Process.kill):
+            for process in family:
+                with suppress(psutil.NoSuchProcess):
+                    stroke(process)
         node.wait()
         psutil.wait_procs(family, timeout=240)
 
@@ -137,14 +138,14 @@ class Server:
 
     def replica(self, *arguments: str) -> None:
         subprocess.run([sys.executable, "-m", "tandem", "replica", *arguments, "--port", self.url.rpartition(":")[2]],
-                       timeout=60, check=True, env=self.cluster.environment(), capture_output=True)
+                       timeout=START_S, check=True, env=self.cluster.environment(), capture_output=True)
 
     def ranks(self) -> list[psutil.Process]:
         """Rank hosts and ranks of this cluster's machines, wherever they hang."""
         return [one for one in processes_of(self.cluster)
                 if {"tandem.launchers.rank_host", "tandem.executors.worker"} & set(words(one))]
 
-    def end(self, number: int = signal.SIGINT, timeout: float = 60.0) -> int:
+    def end(self, number: int = signal.SIGINT, timeout: float = START_S) -> int:
         """Signal it; then nothing of it may be left, but for the cluster."""
         family = [*psutil.Process(self.process.pid).children(recursive=True), *self.ranks()]
         self.process.send_signal(number)
@@ -244,8 +245,8 @@ def test_a_pipeline_over_two_nodes(cluster: Cluster, model: str, expected: str) 
 def test_a_killed_server_leaves_nothing_and_frees_the_devices(cluster: Cluster, model: str) -> None:
     with serving(cluster, model, "-pp", "2") as server:
         server.end(signal.SIGKILL)
-    line = refused(cluster, model, "-pp", "3")
-    assert "has 2, 2 of them free" in line
+    # Ray notices after a while that nobody has them any more.
+    wait_until(lambda: "has 2, 2 of them free" in refused(cluster, model, "-pp", "3"))
 
 
 def test_too_few_devices_are_named_in_seconds(cluster: Cluster, model: str) -> None:
@@ -344,8 +345,8 @@ def test_an_answer_survives_its_node_while_another_has_room(cluster: Cluster, mo
     with serving(cluster, model, "-pp", "2", "--max-restarts", "1", "--rejoin-timeout", "20") as server:
         assert f"ranks go to Ray nodes {HEAD} ({socket.gethostname()}), 127.0.0.3" in server.log
         assert server.stream(lambda: cluster.kill("127.0.0.3")) == expected
-        assert server.get("/health")["restarts"] == 1
         assert f"ranks go to Ray nodes {HEAD} ({socket.gethostname()}), 127.0.0.5" in server.log
+        wait_until(lambda: server.get("/health")["restarts"] == 1)
         cluster.kill("127.0.0.5")  # now nothing has room for the second rank
         with pytest.raises(OpenAIError):
             server.stream()

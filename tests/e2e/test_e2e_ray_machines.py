@@ -23,7 +23,8 @@ pytestmark = pytest.mark.slow
 
 RAY = [sys.executable, "-c", "from ray.scripts.scripts import main; main()"]
 PROMPT = "once upon a time"
-TOKENS = 200
+TOKENS = 400
+"""So many that a machine can be switched off long before the last of them."""
 START_S = 240.0
 
 
@@ -54,7 +55,7 @@ class Cluster:
     def refused(self, name: str, *arguments: str) -> str:
         """The line with which `tandem serve` on that machine refuses."""
         done = self.machines.run(name, [sys.executable, "-m", "tandem", "serve", *arguments, "--launcher", "ray",
-                                        "--ray-address", self.address], timeout=90, check=False)
+                                        "--ray-address", self.address], timeout=START_S, check=False)
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         [line] = [line for line in done.stderr.splitlines() if line.startswith("tandem: ")]
         return line

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -90,11 +91,13 @@ def test_log_probabilities_of_a_prompt_are_the_same_from_either_and_again_when_o
     assert expected[0] is None and len(expected) == 250 and all(value < 0 for value in expected[1:])
     with ThreadPoolExecutor(8) as pool:
         answers = [pool.submit(asked, i) for i in range(40)]
-        wait_until(lambda: any(one["outstanding_tokens"] for one in two.replicas().values()))
+        wait_until(lambda: any(one["outstanding_tokens"] for one in two.replicas().values())
+                   or all(one.done() for one in answers))
         [victim, *_] = [index for index, one in two.replicas().items() if one["outstanding_tokens"]] or [0]
-        two.engine(victim).kill()
+        engine = two.engine(victim)
+        engine.kill()
         assert all(one.result() == [None, *map(near, expected[1:])] for one in answers)
-    wait_until(lambda: two.replicas()[victim]["state"] == "ready")
+    wait_until(lambda: not engine.is_running() and two.replicas()[victim]["state"] == "ready")
 
 
 def near(value: float) -> Any:
@@ -128,7 +131,7 @@ def test_a_prefix_stays_where_it_is_cached(two: Replicas) -> None:
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5, "presence_penalty": 0.5}])
 def test_a_killed_engine_costs_a_stream_a_pause(two: Replicas, options: dict[str, Any]) -> None:
     undisturbed = two.complete("go on", **options)
-    moved = two.moved()
+    moved, engines = two.moved(), [two.engine(replica) for replica in (0, 1)]
     stream = two.client.completions.create(model="default", prompt="go on", stream=True,
                                            stream_options={"include_usage": True}, **{**LONG, **options})
     pieces, victim, usage = [], -1, None
@@ -137,11 +140,11 @@ def test_a_killed_engine_costs_a_stream_a_pause(two: Replicas, options: dict[str
         usage = chunk.usage or usage
         if i == 20:
             [victim] = [index for index, one in two.replicas().items() if one["outstanding_tokens"]]
-            two.engine(victim).kill()
+            engines[victim].kill()
     assert "".join(pieces) == undisturbed
     assert two.moved() == moved + 1, "the engine died too late to matter"
     assert usage is not None and usage.completion_tokens == 300
-    wait_until(lambda: two.replicas()[victim]["state"] == "ready")
+    wait_until(lambda: not engines[victim].is_running() and two.replicas()[victim]["state"] == "ready")
     assert "restarts" in two.command("list").stdout
 
 
@@ -171,14 +174,16 @@ def test_what_replica_refuses(two: Replicas) -> None:
     for arguments, words in ((("drain", "9"), "there is no replica 9"), (("drain", "x"), "invalid int")):
         done = two.command(*arguments)
         assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1
-    port = two.url.rsplit(":", 1)[1]
-    done = subprocess.run([sys.executable, "-m", "tandem", "replica", "list", "--port", str(int(port) % 60000 + 1)],
-                          capture_output=True, text=True, timeout=240, check=False)
+    with socket.socket() as nobody:  # its port is taken, and not listened at
+        nobody.bind(("127.0.0.1", 0))
+        port = str(nobody.getsockname()[1])
+        done = subprocess.run([sys.executable, "-m", "tandem", "replica", "list", "--port", port],
+                              capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 2 and "no server listens" in done.stderr
 
 
 def test_the_api_can_die_alone(two: Replicas) -> None:
-    [api] = [one for one in psutil.Process(two.process.pid).children() if one.cmdline()[-2] == "api"]
+    [api] = [one for one in psutil.Process(two.process.pid).children() if one.cmdline()[-2:-1] == ["api"]]
     engines = [one.pid for one in psutil.Process(two.process.pid).children() if "engine" in one.cmdline()]
     api.kill()
 

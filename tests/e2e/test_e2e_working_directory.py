@@ -59,7 +59,7 @@ def test_over_ssh(machines: Machines, tiny: Path, mark: Path) -> None:
 def test_the_doctor_over_ssh(machines: Machines, tiny: Path, mark: Path) -> None:
     plant_homes(machines, mark)
     done = machines.run("h0", f"cd {tiny} && tandem doctor --json --hostfile {hostfile(machines, ['h0', 'h1'])}",
-                        timeout=120, check=False)
+                        timeout=240, check=False)
     assert done.returncode == 0 and "ring over 2 ranks" in done.stdout, done.stdout + done.stderr
 
 

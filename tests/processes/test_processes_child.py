@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pids import gone
 from system_packages import missing
 from tandem.env import child_environment
 from tandem.errors import LayoutError
@@ -87,7 +88,7 @@ time.sleep(60)
     process.kill()
     process.communicate()
     deadline = time.monotonic() + 240
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not gone(pid):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 

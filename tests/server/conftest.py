@@ -52,7 +52,7 @@ EOS = 2
 RANK = RankInfo(rank=0, stage=0, layers=(0, 4), pid=1, host="here", weight_bytes=10, peak_bytes=20, step_s=0.01)
 
 
-def wait_until(condition, seconds=30.0):
+def wait_until(condition, seconds=240.0):
     """Poll until `condition()` is true; fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -258,7 +258,7 @@ class LiveServer:
         return self.http.post("/v1/chat/completions", json=fields)
 
     def raw(self, request: bytes) -> socket.socket:
-        connection = socket.create_connection(self.address, timeout=10)
+        connection = socket.create_connection(self.address, timeout=240)
         connection.sendall(request)
         return connection
 

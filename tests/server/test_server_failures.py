@@ -85,20 +85,20 @@ def test_refused_with_429(server, engine, stream):
 
 
 @pytest.mark.parametrize(("status", "code"), [(400, "too_long"), (503, "loading"), (500, "gang_killer"), (418, "odd")])
-def test_other_refusals_keep_their_status(server, engine, status, code):
+def test_other_refusals_keep_their_status(server, engine, wait_until, status, code):
     engine.refusal = (status, "No.", code, None)
     response = server.chat(n=2)
     assert response.status_code == status
     assert response.json()["error"]["code"] == code
-    assert server.api.live == {}
+    wait_until(lambda: not server.api.live)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_timeout(serve, engine, stream, wait_until):
-    server = serve(request_timeout=0.7)
+    server = serve(request_timeout=2.5)
     engine.hold = True
     response = server.chat(stream=stream)
-    error = {"message": "Request timeout after 0.7s. Server may be overloaded.", "type": "server_error"}
+    error = {"message": "Request timeout after 2.5s. Server may be overloaded.", "type": "server_error"}
     if stream:
         assert response.status_code == 200
         lines = [line for line in response.text.split("\n\n") if line.startswith("data: ")]
@@ -143,7 +143,8 @@ def test_engine_dies_and_comes_back(server, engine, stream, wait_until):
 def test_mid_stream_error_reaches_the_official_client(server, engine, wait_until):
     engine.delay = 0.05
     with server.openai() as client:
-        stream = client.chat.completions.create(model="tiny", messages=BODY["messages"], stream=True)
+        stream = client.chat.completions.create(model="tiny", messages=BODY["messages"], stream=True,
+                                                extra_body={"ignore_eos": True})
         next(iter(stream))
         engine.stop()
         with pytest.raises(openai.APIError):
@@ -223,16 +224,17 @@ def test_failed_engine(server, engine, wait_until):
 @pytest.mark.parametrize("stream", [True, False])
 def test_cancel(server, engine, stream, wait_until):
     engine.hold = True
-    thread, results = start(server, stream=stream)
-    wait_until(lambda: server.api.live)
-    listed = server.http.get("/v1/status").json()["requests"]
-    assert [(r["stream"], r["route"]) for r in listed] == [(stream, "/v1/chat/completions")]
-    request_id = listed[0]["request_id"]
-    time.sleep(0.7)  # the stream's status line is out
-    assert server.http.post(f"/v1/requests/{request_id}/cancel").json()["cancelled"] is True
-    thread.join(240)
-    assert results[0].status_code == (200 if stream else 409)
-    assert "request_cancelled" in results[0].text
+    with server.raw(request_bytes(stream=stream)) as client:
+        wait_until(lambda: server.api.live)
+        listed = server.http.get("/v1/status").json()["requests"]
+        assert [(r["stream"], r["route"]) for r in listed] == [(stream, "/v1/chat/completions")]
+        request_id = listed[0]["request_id"]
+        said = client.recv(100) if stream else b""  # the stream's status line is out
+        assert server.http.post(f"/v1/requests/{request_id}/cancel").json()["cancelled"] is True
+        while b"request_cancelled" not in said and (more := client.recv(65536)):
+            said += more
+    assert said.startswith(b"HTTP/1.1 200" if stream else b"HTTP/1.1 409")
+    assert b"request_cancelled" in said
     wait_until(lambda: engine.aborted == set(engine.submitted))
     again = server.http.post(f"/v1/requests/{request_id}/cancel")
     assert again.status_code == 404

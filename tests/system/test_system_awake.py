@@ -7,9 +7,8 @@ import sys
 import time
 from collections.abc import Callable
 
-import psutil
-
 from macs import mac_environment
+from pids import gone
 from tandem.system.awake import keep_awake
 
 HOLD = """
@@ -39,7 +38,7 @@ def test_caffeinate_holds_off_idle_sleep_and_ends_with_a_process_that_is_killed(
         assert eventually(lambda: told.exists() and told.read_text().endswith("\n"))
         assert told.read_text() == f"{first} -i -s -w {process.pid}\n"
         process.kill()
-    assert eventually(lambda: not psutil.pid_exists(first) or psutil.Process(first).status() == "zombie")
+    assert eventually(lambda: gone(first))
 
 
 def test_a_mac_without_caffeinate_is_warned_of_and_served(monkeypatch, caplog):

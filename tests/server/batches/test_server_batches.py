@@ -119,9 +119,10 @@ def test_lists_come_in_pages(keeps, engine, wait_until):
 def test_two_batches_go_on_together_and_one_is_cancelled(keeps, engine, wait_until):
     server = keeps()
     client = server.openai()
-    engine.delay = 0.01
+    engine.delay, engine.hold = 0.01, True
     first = begin(client, *(line(str(number)) for number in range(300)))
     second = begin(client, *(line(str(number)) for number in range(10)))
+    engine.hold = False
     wait_until(lambda: client.batches.retrieve(first.id).request_counts.completed > 0, 240.0)
     assert over(client, second, wait_until).request_counts.completed == 10
     assert client.batches.retrieve(first.id).status == "in_progress", "the short one did not wait for the long one"

@@ -54,13 +54,12 @@ def drip(client, pieces):
         assert time.monotonic() < deadline, "the server lets it go on for ever"
         try:
             client.sendall(piece)
-            if not client.recv(65536, socket.MSG_PEEK):
-                return True
+            said = client.recv(65536, socket.MSG_PEEK)
         except TimeoutError:
             continue
         except ConnectionError:
             return True
-        if client.recv(65536, socket.MSG_PEEK).startswith(b"HTTP/1.1 408"):
+        if not said or said.startswith(b"HTTP/1.1 408"):
             return True
     return False
 

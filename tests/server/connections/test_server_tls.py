@@ -46,7 +46,7 @@ def subject(address):
     """Common name of the certificate that the server shows."""
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    with socket.create_connection(address, 10) as plain, context.wrap_socket(plain) as secure:
+    with socket.create_connection(address, 240) as plain, context.wrap_socket(plain) as secure:
         shown = secure.getpeercert(binary_form=True)
     return "second" if b"second" in shown else "first"
 
@@ -74,7 +74,7 @@ def test_https_is_served_and_a_renewed_certificate_taken_without_a_restart(serve
         assert client.get("/health/live").status_code == 200, "an open connection stays as it is"
     # What does not speak TLS is turned away without a word in the log.
     caplog.clear()
-    with socket.create_connection(server.address, 10) as plain:
+    with socket.create_connection(server.address, 240) as plain:
         plain.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
         assert plain.recv(100)[:5] != b"HTTP/"
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
@@ -82,7 +82,7 @@ def test_https_is_served_and_a_renewed_certificate_taken_without_a_restart(serve
 
 def test_handshakes_that_do_not_come_make_room_for_those_that_do(serve, pair, wait_until):
     server = serve(tls_cert=pair[0], tls_key=pair[1], max_connections_per_address=5, ready=False)
-    flood = [socket.create_connection(server.address, 10) for _ in range(40)]
+    flood = [socket.create_connection(server.address, 240) for _ in range(40)]
     assert subject(server.address) == "first"
     for one in flood:
         one.close()

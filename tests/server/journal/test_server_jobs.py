@@ -203,7 +203,7 @@ def test_what_was_accepted_waits_for_the_engine(serve, engine, place, wait_until
     wait_until(lambda: status(successor, name) == "in_progress")
     engine.hold = False
     engine.start()
-    wait_until(lambda: status(successor, name) == "completed", 10)
+    wait_until(lambda: status(successor, name) == "completed")
 
 
 def test_others_cannot_see_it(serve, engine, place):

@@ -133,9 +133,9 @@ def test_streamed_logprobs_come_with_their_text(server, engine):
 @pytest.mark.parametrize("per_output", [1, 3, 100])
 @pytest.mark.parametrize("stream", [True, False])
 def test_stop_string_ends_the_answer_wherever_tokens_are_cut(server, engine, per_output, stream, wait_until):
-    engine.reply = engine.tokenizer.encode("one two three four five" + " on" * 60)
+    engine.reply = engine.tokenizer.encode("one two three four five" + " on" * 200)
     engine.tokens_per_output = per_output
-    engine.delay = 0.002
+    engine.delay = 0.02
     response = server.chat(stop=["three f", "xyz"], stream=stream, stream_options={"include_usage": True})
     if stream:
         chunks = events(response)[:-1]
@@ -187,7 +187,7 @@ def test_default_max_tokens(serve, engine):
     assert body["choices"][0]["finish_reason"] == "length"
 
 
-def test_many_streams_at_once(server, engine):
+def test_many_streams_at_once(server, engine, wait_until):
     from concurrent.futures import ThreadPoolExecutor
 
     engine.delay = 0.005
@@ -196,4 +196,4 @@ def test_many_streams_at_once(server, engine):
     for chunks in answers:
         text = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks[:-1])
         assert text == engine.text()
-    assert server.api.live == {}
+    wait_until(lambda: not server.api.live)

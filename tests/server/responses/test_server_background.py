@@ -119,9 +119,10 @@ def test_the_next_server_goes_on_with_the_same_seed_and_ids(serve, engine, place
     server = serve(journal=place)
     engine.delay = 0.05
     before = beginning(server.openai(), 8)
+    engine.hold = True
     [lost] = engine.submitted.values()
     server.stop()
-    engine.delay = 0.0
+    engine.hold, engine.delay = False, 0.0
     client = serve(journal=place).openai()
     response_id = before[0].response.id
     done = finished(client, response_id, wait_until)
