@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -15,13 +17,23 @@ from tandem.protocol.request import EngineRequest
 T = TypeVar("T")
 
 
-def submitted(llm: LLM, requests: Sequence[EngineRequest]) -> Iterator[Output]:
-    """What comes of them, until all have ended; raises what goes wrong with one."""
+def submitted(llm: LLM, requests: Sequence[EngineRequest],
+              seen: Callable[[Event], None] = lambda _: None) -> Iterator[Output]:
+    """What comes of them, until all have ended; raises what goes wrong with one.
+
+    `seen` is told first, in the engine's thread: nothing more is computed before it returns, but for what ranks have
+    been told to.
+    """
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-    llm._session.engine.submit(requests, events.put).result()
+
+    def take(event: Event) -> None:
+        seen(event)
+        events.put(event)
+
+    llm._session.engine.submit(requests, take).result()
     live = {request.request_id for request in requests}
     while live:
-        event = events.get(timeout=120)
+        event = events.get(timeout=240)
         if isinstance(event, Exception):
             raise event
         if event.finish_reason:
@@ -29,9 +41,23 @@ def submitted(llm: LLM, requests: Sequence[EngineRequest]) -> Iterator[Output]:
         yield event
 
 
+class Killer:
+    """For `submitted`: kills the last rank when `due` says so, before anything more can come of the others."""
+
+    def __init__(self, llm: LLM, due: Callable[[Output], bool] = lambda _: True) -> None:
+        """`due` is asked with each output, until the rank is dead."""
+        self.killed = False
+        self._llm, self._due = llm, due
+
+    def __call__(self, event: Event) -> None:
+        if not self.killed and isinstance(event, Output) and self._due(event):
+            os.kill(self._llm.engine.executor.pids[-1], signal.SIGKILL)
+            self.killed = True
+
+
 def ask(llm: LLM, work: Callable[[Engine], T]) -> T:
     """What `work` says of the engine between two of its steps."""
-    return llm._session.engine.call(work).result(timeout=120)
+    return llm._session.engine.call(work).result(timeout=240)
 
 
 def check(llm: LLM) -> None:

@@ -246,7 +246,7 @@ def test_a_rank_that_is_wrong_in_long_passes_is_caught(model: Path, faulty: Loca
                                                        words: str) -> None:
     settings = _settings(model, options)
     layout = plan_layout(settings)
-    executor = ClusterExecutor(list(layout.ranks), faulty, start_timeout_s=60.0, step_timeout_s=60.0,
+    executor = ClusterExecutor(list(layout.ranks), faulty, start_timeout_s=240.0, step_timeout_s=60.0,
                                rejoin_timeout_s=60.0)
     with pytest.raises(RankFailure, match=words):
         Engine(settings, layout, executor).start()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_lm.utils import load_model
 
-from submitted import ask, check, submitted
+from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.errors import RequestError
 from tandem.protocol.control import Output
@@ -82,10 +80,8 @@ def test_a_ranks_death_is_not_seen(llm: LLM, model: Path) -> None:
         pytest.skip("for layouts of two processes")
     rng = random.Random(1)
     texts = [[rng.randrange(3, 500) for _ in range(400)] for _ in range(3)]
-    outcome = submitted(llm, [embedding(f"v{i}", text, "mean") for i, text in enumerate(texts)])
-    first = next(outcome)  # of three
-    os.kill(llm.engine.executor.pids[-1], signal.SIGKILL)
-    vectors = {message.request_id: unit(message) for message in [first, *outcome]}
+    asked = [embedding(f"v{i}", text, "mean") for i, text in enumerate(texts)]
+    vectors = {message.request_id: unit(message) for message in submitted(llm, asked, Killer(llm))}
     assert llm.engine.restarts == 1
     assert [vectors[f"v{i}"] for i in range(len(texts))] == near(reference(model, "mean", texts))
 

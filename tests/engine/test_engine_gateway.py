@@ -63,7 +63,7 @@ class Api:
         self.socket.send(msgspec.msgpack.encode(message))
 
     def hear(self) -> EngineMessage:
-        assert self.socket.poll(5000)
+        assert self.socket.poll(240_000)
         message: EngineMessage = msgspec.msgpack.decode(self.socket.recv(), type=EngineMessage)
         return message
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import os
 import re
-import signal
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 
-from submitted import submitted
+from submitted import Killer, submitted
 from tandem import LLM, SamplingParams, StructuredOutputs
 from tandem.errors import RequestError
 from tandem.guided.grammar import grammar_of
@@ -64,12 +63,9 @@ def test_a_rank_that_dies_changes_nothing(model: Path, expected: list[str]) -> N
         tokens: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
         requests = [EngineRequest(request_id=name, prompt=prompt, params=form)
                     for name, prompt in zip(tokens, PROMPTS, strict=True)]
-        killed = False
-        for message in submitted(llm, requests):
+        count = itertools.count()
+        for message in submitted(llm, requests, Killer(llm, lambda _: next(count) > 40)):
             tokens[message.request_id] += message.tokens[:-1] if message.stop_token else message.tokens
-            if not killed and sum(map(len, tokens.values())) > 40:
-                os.kill(llm.engine.executor.pids[1], signal.SIGKILL)
-                killed = True
         assert llm.engine.restarts == 1
         assert [llm.tokenizer.decode(one, skip_special_tokens=False) for one in tokens.values()] == expected
 
@@ -96,9 +92,10 @@ def test_a_thousand_outputs_validate(model: Path) -> None:
     ended = 0
     with LLM(str(model)) as llm:
         for name, schema in schemas.items():
-            params = SamplingParams(max_tokens=450, temperature=1.0, structured_outputs=StructuredOutputs(json=schema))
+            params = SamplingParams(max_tokens=450, temperature=1.0, seed=7,
+                                    structured_outputs=StructuredOutputs(json=schema))
             validator = jsonschema.Draft202012Validator(schema, format_checker=FORMATS)
-            for output in llm.generate([[5, 6, 7]] * 25, params):
+            for output in llm.generate([[5, 6, 7 + i] for i in range(25)], params):
                 if output.finish_reason == "stop":
                     ended += 1
                     assert not list(validator.iter_errors(json.loads(output.text))), (name, output.text)

@@ -12,7 +12,7 @@ from tandem.engine import recovery
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.errors import ConfigError, GpuSilent, RankFailure
-from tandem.executors import gpu_probe
+from tandem.executors import gpu_probe, watchdog
 from tandem.executors.cluster import ClusterExecutor
 from tandem.executors.faults import rank_failure
 from tandem.launchers.local import LocalLauncher
@@ -44,9 +44,9 @@ payload = msgspec.json.decode(receive_payload(), type=WorkerPayload)
 if os.environ["HOW"] == "wedged":
     from tandem.executors import gpu_probe
 
-    gpu_probe.PROBE_S = 0.2
-    gpu_probe.on_gpu = lambda: True
     if payload.spec.rank == 1:
+        gpu_probe.PROBE_S = 0.2
+        gpu_probe.on_gpu = lambda: True
         gpu_probe.small_product = lambda: time.sleep(1000)
 rank, how, marks = payload.spec.rank, os.environ["HOW"], Path(os.environ["MARKS"])
 
@@ -106,8 +106,8 @@ def answered(model: Path, module: str, **parallel: int) -> tuple[Engine, list[in
     settings = Settings(model=ModelSettings(model=str(model)), parallel=ParallelSettings(**parallel),
                         scheduler=SchedulerSettings(prefill_chunk=16, canary=False, kv_tokens=400))
     layout = plan_layout(settings)
-    executor = ClusterExecutor(list(layout.ranks), LocalLauncher(1, module), start_timeout_s=60.0, step_timeout_s=60.0,
-                               rejoin_timeout_s=60.0)
+    executor = ClusterExecutor(list(layout.ranks), LocalLauncher(1, module), start_timeout_s=240.0,
+                               step_timeout_s=240.0, rejoin_timeout_s=240.0)
     engine = Engine(settings, layout, executor)
     engine.start()
     try:
@@ -160,6 +160,8 @@ def test_the_rank_whose_gpu_waited_is_not_to_blame(
         model: Path, module: str, undisturbed: list[int], how: str, cause: str, monkeypatch: pytest.MonkeyPatch,
         caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("HOW", how)
+    for limit in ("STOPPED_S", "SILENT_S"):  # it is the other rank's word by which it is noticed
+        monkeypatch.setattr(watchdog, limit, 600.0)
     engine, tokens, refused = answered(model, module, tensor_parallel_size=2)
     assert (tokens, refused) == (undisturbed, [])
     assert failures(engine, cause) == engine.gang.restarts == 1

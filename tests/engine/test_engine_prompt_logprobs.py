@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import random
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from adapters import tiny_adapter
-from submitted import ask, check, submitted
+from submitted import Killer, ask, check, submitted
 from tandem import LLM, AsyncLLM, RequestOutput, SamplingParams
 from tandem.errors import RequestError
 from tandem.protocol.control import Output
@@ -117,11 +115,10 @@ def test_a_ranks_death_is_not_seen(llm: LLM, model: Path) -> None:
         pytest.skip("for layouts of two processes")
     rng = random.Random(1)
     texts = [[rng.randrange(3, 500) for _ in range(400)] for _ in range(3)]
-    messages = submitted(llm, [EngineRequest(request_id=f"s{i}", prompt=text, params=ALONE if i else BESIDE)
-                               for i, text in enumerate(texts)])
-    first = next(messages)  # of three
-    os.kill(llm.engine.executor.pids[-1], signal.SIGKILL)
-    found = {one.request_id: one.prompt_logprobs for one in [first, *messages] if one.prompt_logprobs is not None}
+    asked = [EngineRequest(request_id=f"s{i}", prompt=text, params=ALONE if i else BESIDE)
+             for i, text in enumerate(texts)]
+    found = {one.request_id: one.prompt_logprobs for one in submitted(llm, asked, Killer(llm))
+             if one.prompt_logprobs is not None}
     assert llm.engine.restarts == 1
     for i, text in enumerate(texts):
         agree(model, text, found[f"s{i}"])

@@ -93,7 +93,11 @@ def test_500_random_requests_are_all_answered_and_leave_nothing_behind(engine: E
     assert 300 < len(answers) < 500
     limits = {request.request_id: request.params.max_tokens for request in requests}
     assert all(1 <= len(tokens) <= limits[name] for name, tokens in answers.items())
-    status = engine.status()
+    for _ in range(100):  # what ranks say of their last step may come after its tokens
+        status = engine.status()
+        if not any(rank.kv_bytes for rank in status.ranks):
+            break
+        engine.pump(0.1)
     assert (status.queued, status.running, status.kv_tokens_used) == (0, 0, 0)
     assert [rank.kv_bytes for rank in status.ranks] == [0, 0], "the ranks' caches are empty"
     again = [request for request in requests if request.params.seed is not None][:20]
@@ -124,7 +128,7 @@ def test_a_rank_that_dies_costs_a_pause_and_no_token(engine: Engine, victim: int
 
 
 def test_a_rank_that_is_stopped_counts_as_stuck(model: Path) -> None:
-    chosen = settings(model, step_timeout=2.0)
+    chosen = settings(model)
     engine = Engine(chosen, plan_layout(chosen))
     engine.start()
     try:
@@ -153,7 +157,7 @@ def test_an_engine_whose_ranks_keep_dying_gives_up_and_says_so(model: Path) -> N
         engine.submit(EngineRequest(request_id="a", prompt=[5], params=SamplingParams(max_tokens=30)))
         os.kill(engine.executor.pids[0], signal.SIGKILL)
         with pytest.raises(RankFailure, match="gave up"):
-            pump_for(engine, 60.0)
+            pump_for(engine, 240.0)
         assert engine.state == "failed"
         refused = engine.failures(RuntimeError("x"))
         assert [message.status for message in refused if isinstance(message, Refused)] == [503]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from pathlib import Path
 
 import pytest
 
-from submitted import ask, check, submitted
+from submitted import Killer, ask, check, submitted
 from tandem import LLM, SamplingParams
 from tandem.engine.engine import Engine
 from tandem.errors import ConfigError
@@ -35,6 +33,12 @@ PARAMS = {
     "drawn": SamplingParams(max_tokens=NEW, temperature=0.7, seed=3, min_tokens=NEW // 2, logprobs=0, logit_bias=FEW),
     "penalised": SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, frequency_penalty=0.3),
 }
+
+
+@pytest.fixture(autouse=True)
+def steps_that_cost_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may keep a few steps with drafts waiting, which do not pay then for hundreds of steps."""
+    monkeypatch.setattr("tandem.speculation.proposers.StepCosts.ratio", lambda self, rows, width: 1.0)
 
 
 def prompts() -> list[list[int]]:
@@ -79,12 +83,8 @@ def test_a_rank_that_dies_between_drafts_changes_nothing(model: Path, expected: 
         tokens: dict[str, list[int]] = {}
         requests = [EngineRequest(request_id=str(i), prompt=prompt, params=PARAMS["greedy"])
                     for i, prompt in enumerate(prompts())]
-        killed = False
-        for message in submitted(llm, requests):
+        for message in submitted(llm, requests, Killer(llm, lambda _: llm.engine.status().accepted_tokens > 40)):
             tokens.setdefault(message.request_id, []).extend(message.tokens)
-            if not killed and ask(llm, Engine.status).accepted_tokens > 40:
-                os.kill(llm.engine.executor.pids[1], signal.SIGKILL)
-                killed = True
         assert llm.engine.restarts == 1
         assert [tokens[str(i)] for i in range(3)] == expected["greedy"]
 
