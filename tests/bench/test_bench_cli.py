@@ -29,7 +29,7 @@ def tandem(*arguments: str, key: str = "secret") -> subprocess.CompletedProcess[
         [sys.executable, "-m", "tandem", *arguments],
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=240,
         env=ENVIRONMENT | {"OPENAI_API_KEY": key},
     )
 
@@ -186,7 +186,7 @@ def test_top_watches_until_it_is_interrupted(url: str) -> None:
     screen = b""
     try:
         while screen.count(b"healthy") < 3:
-            readable, _, _ = select.select([master], [], [], 60)
+            readable, _, _ = select.select([master], [], [], 240)
             assert readable, screen
             screen += os.read(master, 65536)
         process.send_signal(signal.SIGINT)

@@ -27,7 +27,7 @@ def test_threads_are_used_again_one_by_one() -> None:
 
 
 def test_work_at_the_same_time_has_threads_of_its_own() -> None:
-    meet = threading.Barrier(3, timeout=20)
+    meet = threading.Barrier(3, timeout=240)
     works = [LentThread(lambda: meet.wait() and None) for _ in range(2)]
     assert works[0].is_alive() and works[1].is_alive()
     meet.wait()

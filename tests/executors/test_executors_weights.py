@@ -53,7 +53,7 @@ def settings_of(model: Path, **parallel: object) -> Settings:
 
 def generate(settings: Settings, caches: Path, seen: list[tuple[int, int, int, str]]) -> list[int]:
     layout = plan_layout(settings)
-    executor = ClusterExecutor(list(layout.ranks), Elsewhere(caches), start_timeout_s=60.0, step_timeout_s=30.0,
+    executor = ClusterExecutor(list(layout.ranks), Elsewhere(caches), start_timeout_s=240.0, step_timeout_s=240.0,
                                rejoin_timeout_s=60.0)
     engine = Engine(settings, layout, executor)
     tokens: list[int] = []

@@ -197,7 +197,7 @@ def test_a_trial_ends_when_nobody_waits_for_it(tokenizer: Tokenizer, monkeypatch
         outcome = pool.submit(trial.run)
         trial.end()
         with pytest.raises(UnavailableError):
-            outcome.result(20)
+            outcome.result(240)
 
 
 def test_the_same_grammar_is_tried_once(check: GrammarCheck, monkeypatch: pytest.MonkeyPatch) -> None:

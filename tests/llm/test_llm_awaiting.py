@@ -24,7 +24,7 @@ async def live(llm: AsyncLLM) -> int:
 
 
 async def until(llm: AsyncLLM, count: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(240):
         while await live(llm) != count:
             await asyncio.sleep(0.01)
 

@@ -43,9 +43,9 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, keys: Cluster
 def test_messages_cross_in_both_directions(bus: EngineBus, keys: ClusterKeys) -> None:
     rank = RankBus(bus.endpoint, keys, 0, "g")
     rank.send(FAILURE)
-    assert bus.receive(5.0) == ("0:g", FAILURE)
+    assert bus.receive(240.0) == ("0:g", FAILURE)
     bus.send(0, "g", Stop())
-    assert rank.receive(5.0) == Stop()
+    assert rank.receive(240.0) == Stop()
     assert rank.receive(0.0) is None
     rank.close()
 
@@ -68,7 +68,7 @@ def test_a_peer_without_the_clusters_keys_is_not_heard(bus: EngineBus, keys: Clu
     context.term()
     member = RankBus(bus.endpoint, keys, 1, "g")
     member.send(FAILURE)
-    assert bus.receive(5.0) == ("1:g", FAILURE)
+    assert bus.receive(240.0) == ("1:g", FAILURE)
     member.close()
 
 
@@ -79,13 +79,13 @@ def test_bytes_that_are_no_message_are_an_error_and_the_bus_goes_on(bus: EngineB
                     msgspec.msgpack.encode({"type": "Hello", "rank": "zero"})):
         member.send(garbage)
         with pytest.raises(TransportError):
-            bus.receive(5.0)
+            bus.receive(240.0)
     member.send_multipart([b"one", b"two"])
     with pytest.raises(TransportError, match="frames"):
-        bus.receive(5.0)
+        bus.receive(240.0)
     hello = Hello(0, "t", 1, "h", {}, "")
     member.send(msgspec.msgpack.encode(hello))
-    assert bus.receive(5.0) == ("0:g", hello)
+    assert bus.receive(240.0) == ("0:g", hello)
     member.close()
     context.term()
 
@@ -96,7 +96,7 @@ def test_raw_tcp_garbage_does_not_disturb_the_bus(bus: EngineBus, keys: ClusterK
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"\xff" * 5000)
         member = RankBus(bus.endpoint, keys, 0, "g")
         member.send(FAILURE)
-        assert bus.receive(5.0) == ("0:g", FAILURE)
+        assert bus.receive(240.0) == ("0:g", FAILURE)
         member.close()
 
 

@@ -56,7 +56,7 @@ def test_the_engines_end_of_the_bus(keys: ClusterKeys) -> None:
     with member(keys, zmq.DEALER, bus.endpoint, b"0:\xff") as odd:
         odd.send(msgspec.msgpack.encode(failure))
         with pytest.raises(TransportError, match="name"):
-            bus.receive(5.0)
+            bus.receive(240.0)
     with member(keys, zmq.DEALER, bus.endpoint, rank_identity(0, "g")) as rank:
         bad = list(nonsense(b"\xc1"))
         for frames in bad:
@@ -64,8 +64,8 @@ def test_the_engines_end_of_the_bus(keys: ClusterKeys) -> None:
         rank.send(msgspec.msgpack.encode(failure))
         for _ in bad:
             with pytest.raises(TransportError):
-                bus.receive(5.0)
-        assert bus.receive(5.0) == ("0:g", failure)
+                bus.receive(240.0)
+        assert bus.receive(240.0) == ("0:g", failure)
     bus.close()
 
 
@@ -77,7 +77,7 @@ def test_a_ranks_end_of_the_bus(keys: ClusterKeys) -> None:
     port = engine.bind_to_random_port("tcp://127.0.0.1")
     rank = RankBus(f"tcp://127.0.0.1:{port}", keys, 0, "g")
     rank.send(Failure(0, "E", "m"))
-    assert engine.poll(5000)
+    assert engine.poll(240_000)
     identity, _ = engine.recv_multipart()
     bad = [frame for frames in nonsense(b"\xc1") for frame in frames]
     for frame in bad:
@@ -85,8 +85,8 @@ def test_a_ranks_end_of_the_bus(keys: ClusterKeys) -> None:
     engine.send_multipart([identity, msgspec.msgpack.encode(Stop())])
     for _ in bad:
         with pytest.raises(TransportError):
-            rank.receive(5.0)
-    assert rank.receive(5.0) == Stop()
+            rank.receive(240.0)
+    assert rank.receive(240.0) == Stop()
     rank.close()
     engine.close(linger=0)
     guard.stop()
@@ -116,9 +116,9 @@ def test_the_server_of_files(keys: ClusterKeys, tmp_path: Path) -> None:
             peer.send_multipart(frames)
         for number, wanted in enumerate(ranges):
             peer.send(msgspec.msgpack.encode(ReadRange(number, Range(*wanted))))
-            assert peer.poll(5000)
+            assert peer.poll(240_000)
             assert b"Refusal" in peer.recv(), wanted
-    client = BlobClient(server.endpoint, keys, patience_s=20)
+    client = BlobClient(server.endpoint, keys, patience_s=240)
     assert [file.name for file in client.files()] == [path.name]
     [(_, data, _)] = client.read([Range(path.name, 10, 20)])
     assert bytes(data) == bytes(range(10, 30))
@@ -136,12 +136,12 @@ def test_the_client_of_files(keys: ClusterKeys) -> None:
 
     def answer() -> None:
         for frames in bad:
-            assert head.poll(10_000)
+            assert head.poll(240_000)
             head.send_multipart([head.recv_multipart()[0], *frames])
 
     thread = threading.Thread(target=answer)
     thread.start()
-    client = BlobClient(f"tcp://127.0.0.1:{port}", keys, patience_s=20)
+    client = BlobClient(f"tcp://127.0.0.1:{port}", keys, patience_s=240)
     for _ in bad:
         with pytest.raises(TransportError):
             client.files()

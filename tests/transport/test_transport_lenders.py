@@ -73,8 +73,7 @@ def test_what_is_missing_is_brought_and_kept(borrower, tmp_path, lent):
 
 
 @pytest.mark.parametrize("fault", ["flipped", "torn", "gone", "silent", "longer"])
-def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, monkeypatch, fault):
-    monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
+def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, fault):
     borrower.survey()
     [path] = (tmp_path / "there" / "space").glob("*.kv")
     data = bytearray(path.read_bytes())
@@ -89,6 +88,7 @@ def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, mon
         path.unlink()
     else:
         lent.close()
+        borrower._lenders._client(lent.endpoint)._patience = 1.0
     if fault == "longer":  # what was lent when it was listed is whole
         assert len(borrower.read(NAME)[0]) == 4
         return

@@ -91,7 +91,7 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]], port: int, keys: ClusterKeys
     return one
 
 
-def refusals(caplog: pytest.LogCaptureFixture, door: Door, wait_s: float = 10.0) -> int:
+def refusals(caplog: pytest.LogCaptureFixture, door: Door, wait_s: float = 240.0) -> int:
     """Lines about refused peers, once there is one."""
     deadline = time.monotonic() + wait_s
     words = f"refused a peer at the {door.name} "
@@ -130,7 +130,7 @@ def test_a_huge_frame_is_announced_in_vain(door: Door, caplog: pytest.LogCapture
     """One gigabyte announced by a stranger: the connection ends, and no memory is set aside for it."""
     before = psutil.Process().memory_info().rss
     with caplog.at_level(logging.WARNING, logger="tandem"), \
-            socket.create_connection(("127.0.0.1", door.port), timeout=10) as raw:
+            socket.create_connection(("127.0.0.1", door.port), timeout=240) as raw:
         raw.sendall(GREETING)
         raw.sendall(b"\x06" + struct.pack(">Q", 2**30) + bytes(1000))  # a long command frame
         while raw.recv(4096):
@@ -187,7 +187,7 @@ def test_a_replayed_hello_is_refused(door: Door, caplog: pytest.LogCaptureFixtur
     recorder = Recorder(door.port)
     member = door.member(recorder.port)
     member.send(FAILURE if door.name == "bus" else Leave())
-    assert door.heard() is not None
+    assert door.heard_soon() is not None
     member.close()
     time.sleep(0.2)
     assert len(recorder.sent) > 300  # greeting, handshake and the message
