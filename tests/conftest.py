@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Generator
+from contextlib import suppress
 
 import pytest
 
@@ -16,6 +17,11 @@ if os.environ.get("TANDEM_DEVICE"):  # as for all ranks: runners without a usabl
     from tandem.loading.memory import choose_device
 
     choose_device("auto")
+
+with suppress(ImportError):  # tests with vLLM do without it
+    from hypothesis import settings
+
+    settings.load_profile("ci")  # the same examples each time, however slowly they are made
 
 Reports = Generator[None, pytest.CollectReport, pytest.CollectReport]
 

@@ -144,6 +144,7 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        mx.random.seed(0)
         self.a, self.b = nn.Linear(32, 8, bias=False), nn.Linear(32, 24, bias=False)
         self.biased = nn.Linear(32, 8)
         self.other, self.twice, self.read, self.idle, self.half = (nn.Linear(32, 8, bias=False) for _ in range(5))

@@ -96,6 +96,7 @@ def test_states_of_tokens_that_are_done_are_let_go(name: str, on_the_cpu: None, 
     place, case = CASES[name]
     module = importlib.import_module(f"mlx_lm.models.{place}")
     theirs(module, monkeypatch)
+    mx.random.seed(0)
     run = case(module)
     unbound, output, state = peak(run)
     assert unbound > TOKENS * state.nbytes, "mlx-lm keeps every token's state until the outputs are computed"
