@@ -86,7 +86,8 @@ def test_a_servers_life(tandem, server):
     thread = threading.Thread(target=ask)
     thread.start()
     try:
-        assert tandem.status("--interval", "2")[0]["replicas"][0]["tokens_per_s"] > 0
+        # A busy engine may not answer one of the two looks in time.
+        assert any(tandem.status("--interval", "2")[0]["replicas"][0]["tokens_per_s"] for _ in range(5))
     finally:
         done.set()
         thread.join()

@@ -19,7 +19,8 @@ SYSTEM = "You answer in verse, and never say why. " * 25
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("cache")
-    tiny_model(directory / "tiny", config={"max_position_embeddings": 2048})
+    # So wide that it pays to read, however busy the disk.
+    tiny_model(directory / "tiny", config={"max_position_embeddings": 2048, "intermediate_size": 4096})
     (directory / "keys").write_text("sesame\n")
     (directory / "keys").chmod(0o600)
     (directory / "system.txt").write_text(SYSTEM)

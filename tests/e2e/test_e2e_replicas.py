@@ -220,7 +220,9 @@ def test_one_replica_may_become_several_and_its_layout_is_kept(tmp_path: Path) -
 
 
 def test_what_a_draining_replica_has_computed_is_read_by_another(tmp_path: Path) -> None:
-    model = str(tiny_model(tmp_path / "model", dtype="float32", config={"max_position_embeddings": 8192}))
+    # So wide that it pays to read, however busy the disk.
+    model = str(tiny_model(tmp_path / "model", dtype="float32", config={"max_position_embeddings": 8192,
+                                                                        "intermediate_size": 4096}))
     prompts = [[3 + i * step % 400 for i in range(600)] for step in (7, 11, 13)]
     with serving(model, "-dp", "2", "-pp", "2", "--kv-disk", str(tmp_path / "kv"), "--drain-timeout", "200") as server:
         for prompt in prompts[:2]:  # one at each replica

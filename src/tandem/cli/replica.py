@@ -15,8 +15,8 @@ from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, R
 from tandem.supervision.control import ask, control_path
 from tandem.supervision.probe import StatusProbe
 
-PROBE_S = 1.0
-"""Seconds that an engine gets to say how it is."""
+PROBE_S = 3.0
+"""Seconds that an engine gets to say how it is: on a busy machine more than one."""
 
 
 def run(arguments: argparse.Namespace) -> int:

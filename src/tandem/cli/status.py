@@ -25,8 +25,8 @@ from tandem.supervision.record import Background, known_names
 
 SLOW = 3.0
 """Times slower than usual from which that is shown."""
-PROBE_S = 1.0
-"""Seconds that an engine gets to say how it is."""
+PROBE_S = 3.0
+"""Seconds that an engine gets to say how it is: on a busy machine more than one."""
 _TOKENS = re.compile(r"^tandem_generation_tokens_total (\S+)$", re.MULTILINE)
 _MIB = 2**20
 _SHOWN_EVENTS = 8
