@@ -27,7 +27,7 @@ AWAITED = {
     "server/batches/runner.py _first": "awaited there",
     "bench/load.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
-    "doctor/probe.py collect": "a timer that kills a process",
+    "doctor/probe.py run_module": "a timer that kills a process",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
     "guided/probe.py main": "joined there; a probe without an answer counts as one that failed",
 }

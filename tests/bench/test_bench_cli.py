@@ -200,14 +200,39 @@ def test_top_watches_until_it_is_interrupted(url: str) -> None:
         os.close(master)
 
 
-def test_comm(tmp_path: Path) -> None:
-    done = tandem("bench", "comm", "--sizes", "4K,64", "--num-iters", "5", "--output-json", str(tmp_path / "c.json"))
+OPERATIONS = [(name, size) for name in ("all_sum", "between", "tcp", "ring") for size in (64, 4096)]
+
+
+def test_comm_measures_what_a_plan_is_made_with(tmp_path: Path) -> None:
+    """This machine, then two hosts of a file; both are in the profile."""
+    profile, hosts = tmp_path / "profile.json", tmp_path / "hosts.json"
+    few = ("--sizes", "4K,64", "--num-iters", "5", "--output-json", str(tmp_path / "c.json"))
+    done = tandem("bench", "comm", *few, "--write-profile", str(profile))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "c.json").read_text())["rows"]
-    assert [(row["operation"], row["bytes"]) for row in rows] == [
-        (name, size) for name in ("all_sum", "tcp", "ring") for size in (64, 4096)
-    ]
+    assert [(row["operation"], row["bytes"]) for row in rows] == OPERATIONS
     assert all(0 < row["median_us"] <= row["p99_us"] for row in rows)
+    assert re.search(r"weights of float32: \d", done.stdout) and "tandem plan MODEL --profile" in done.stdout
+    [here] = json.loads(profile.read_text())["hosts"]
+
+    hosts.write_text(json.dumps([{"ssh": "localhost"}, {"ssh": "127.0.0.1"}]))
+    done = tandem("bench", "comm", *few, "--hostfile", str(hosts), "--write-profile", str(profile))
+    assert done.returncode == 0, done.stderr
+    assert "=== localhost - 127.0.0.1 (ring)" in done.stdout
+    [pair] = json.loads((tmp_path / "c.json").read_text())["pairs"]
+    assert [(row["operation"], row["bytes"]) for row in pair["rows"]] == OPERATIONS
+    written = json.loads(profile.read_text())
+    assert [one["name"] for one in written["hosts"]] == [here["name"], "localhost", "127.0.0.1"]
+    assert [one["hosts"] for one in written["links"]] == [[here["name"]] * 2, ["localhost", "127.0.0.1"]]
+
+    model = str(tiny_model(tmp_path / "tiny"))
+    done = tandem("plan", model, "--hostfile", str(hosts), "--profile", str(profile), "--layout", "tp=2", "--json")
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    assert f"{profile} gives the speed of localhost, 127.0.0.1." in plan["notes"]
+    assert "Measured links over ring: localhost - 127.0.0.1." in plan["notes"]
+    link = written["links"][1]
+    assert plan["candidates"][0]["prediction"]["collective"] >= link["sum_us"] / 1e6 * 0.99
 
 
 @pytest.mark.parametrize(
@@ -224,6 +249,12 @@ def test_comm(tmp_path: Path) -> None:
         (["latency", "--output-len", "0"], "--output-len"),
         (["comm", "--sizes", "4X"], "--sizes"),
         (["comm", "--ranks", "1"], "--ranks"),
+        (["comm", "--backend", "jaccl"], "--hostfile"),
+        (["comm", "--sizes", "4K", "--write-profile", "new.json"], "--sizes 4K: --write-profile needs two sizes"),
+        (["comm", "--ranks", "3", "--write-profile", "new.json"], "--ranks 3: --write-profile measures two ranks"),
+        (["comm", "--write-profile", "/dev/null/x.json"], "--write-profile /dev/null/x.json: cannot"),
+        (["comm", "--write-profile", __file__], f"--write-profile {__file__}: is no profile of `tandem bench comm`"),
+        (["comm", "--hostfile", "/no/such/file"], "--hostfile /no/such/file: cannot be read"),
         (["frob"], "frob"),
     ],
 )

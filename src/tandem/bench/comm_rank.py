@@ -1,81 +1,106 @@
-"""Entry point of a rank that times collectives and channels: `python -m tandem.bench.comm_rank`."""
+"""Entry point of a rank that times collectives and channels, or steps: `python -m tandem.bench.comm_rank`."""
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import Struct
 
+from tandem.bench.messages import CommPayload, RankTimes, Row
 from tandem.bench.report import percentile
+from tandem.comm.blas import preload_blas
 from tandem.errors import TandemError
-from tandem.processes.child import receive_payload, watch_lifeline
-from tandem.protocol.keys import ClusterKeys
+from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.system.cuda import prepare_cuda
+from tandem.system.metal import prepare_metal
 from tandem.transport.channel import FrameHeader, TcpChannel
 
 if TYPE_CHECKING:
+    from tandem.comm.group import StageGroup
     from tandem.comm.ring import RingLink
 
-MODULE = "tandem.bench.comm_rank"
 WARM_UP = 5
 ITEM_BYTES = 4
-
-
-class CommPayload(Struct, frozen=True, kw_only=True):
-    """What one rank is to do."""
-
-    rank: int
-    ranks: int
-    backend: str
-    sizes: list[int]
-    """Bytes of one array."""
-    iterations: int
-    directory: str
-    """Where ranks leave their addresses, and rank 0 the results."""
-    keys: ClusterKeys
+LEAST_S = 1e-7
+"""A sum that seems to take less was measured on a machine that is busy with something else."""
+CROSSINGS = 10
+"""Sums of a chain, each between two operations of the device."""
 
 
 class _Timer:
     """Times of repeated calls, of which the first few do not count."""
 
-    def __init__(self, payload: CommPayload) -> None:
-        self._iterations = payload.iterations
-        self.rows: list[dict[str, Any]] = []
+    def __init__(self, iterations: int) -> None:
+        self._iterations = iterations
+        self.rows: list[Row] = []
 
     def __call__(self, operation: str, size: int, act: Callable[[int], None], hops: int = 1) -> None:
         """Call `act` with the number of the call; it takes `hops` messages of `size` bytes, one after the other."""
+        self._note(operation, size, [one / hops for one in self._timed(act, self._iterations)])
+
+    def between(self, size: int, chain: Callable[[bool], object]) -> None:
+        """`chain` computes `CROSSINGS` operations, with a sum behind each or without."""
+        bare: list[float] = []
+        times: list[float] = []
+        for _ in range(max(self._iterations // CROSSINGS, 3)):  # by turns: what disturbs one disturbs the other
+            bare += self._timed(lambda _: chain(False), 1, warm_up=1)
+            times += self._timed(lambda _: chain(True), 1, warm_up=1)
+        without = percentile(bare, 0.5)
+        self._note("between", size, [max((one - without) / CROSSINGS, LEAST_S) for one in times])
+
+    @staticmethod
+    def _timed(act: Callable[[int], object], count: int, warm_up: int = WARM_UP) -> list[float]:
         times = []
-        for i in range(WARM_UP + self._iterations):
+        for i in range(warm_up + count):
             started = time.perf_counter()
             act(i)
-            times.append((time.perf_counter() - started) / hops)
-        median = percentile(times[WARM_UP:], 0.5)
-        self.rows.append({"operation": operation, "bytes": size, "median_us": 1e6 * median,
-                          "p99_us": 1e6 * percentile(times[WARM_UP:], 0.99), "gb_per_s": size / median / 1e9})
+            times.append(time.perf_counter() - started)
+        return times[warm_up:]
+
+    def _note(self, operation: str, size: int, times: list[float]) -> None:
+        median = percentile(times, 0.5)
+        self.rows.append(Row(operation=operation, bytes=size, median_us=1e6 * median,
+                             p99_us=1e6 * percentile(times, 0.99), gb_per_s=size / median / 1e9))
 
 
-def run(payload: CommPayload) -> None:
-    """Measure; rank 0 writes the results."""
+def run(payload: CommPayload) -> RankTimes:
+    """Measure. Raises TandemError, and what MLX raises."""
+    from tandem.loading.memory import choose_device, device_name, memory_bytes, on_gpu, on_metal
+
+    choose_device("auto")
+    found = RankTimes(device=device_name(), gpu=on_gpu(), metal=on_metal(), memory_bytes=memory_bytes(),
+                      mlx=version("mlx"))
+    if payload.ranks > 1:
+        return msgspec.structs.replace(found, rows=_joined(payload))
+    from tandem.bench.steps import measure_steps
+
+    return msgspec.structs.replace(found, steps=measure_steps(gpu=on_gpu()))
+
+
+def _joined(payload: CommPayload) -> list[Row]:
+    """What joins the ranks: collectives, and hops from one to the next."""
     import mlx.core as mx
 
     from tandem.comm.group import StageGroup
     from tandem.comm.ring import RingLink
-    from tandem.loading.memory import choose_device
 
-    choose_device("auto")
-    timer = _Timer(payload)
-    group = StageGroup(payload.backend, payload.ranks)
+    timer = _Timer(payload.iterations)
+    with guarded_lifeline():
+        group = StageGroup(payload.backend, payload.ranks)
     arrays = {size: mx.zeros(max(size // ITEM_BYTES, 1), mx.float32) for size in payload.sizes}
     for size, array in arrays.items():
         timer("all_sum", size, lambda _, array=array: mx.eval(group.sum(array)))  # type: ignore[misc]
-    channel = _connected(payload)
+    for size, array in arrays.items():
+        timer.between(size, lambda sums, array=array: _chain(group, array, sums))  # type: ignore[misc]
+    assert payload.keys is not None
+    channel = TcpChannel(payload.keys, *payload.listen)
+    channel.connect([payload.following])
     for size in payload.sizes:
         whole = max(size // ITEM_BYTES, 1) * ITEM_BYTES
         timer("tcp", whole, lambda step, size=whole: _lap(channel, payload.rank, step, size),  # type: ignore[misc]
@@ -85,10 +110,20 @@ def run(payload: CommPayload) -> None:
         for size, array in arrays.items():
             timer("ring", size, lambda _, array=array: _ring_lap(link, payload.rank, array),  # type: ignore[misc]
                   payload.ranks)
-    if payload.rank == 0:
-        (Path(payload.directory) / "results.json").write_text(json.dumps(timer.rows))
     mx.eval(group.sum(mx.zeros(1)))  # nobody closes a channel that still holds something for others
     channel.close()
+    return timer.rows
+
+
+def _chain(group: StageGroup, x: Any, sums: bool) -> None:
+    """Operations of the device one after the other, as layers are, with a sum over the ranks behind each."""
+    import mlx.core as mx
+
+    for _ in range(CROSSINGS):
+        x = x * (1 / group.size) + 1.0
+        if sums:
+            x = group.sum(x)
+    mx.eval(x)
 
 
 def _ring_lap(link: RingLink, rank: int, array: Any) -> None:
@@ -99,20 +134,6 @@ def _ring_lap(link: RingLink, rank: int, array: Any) -> None:
     if rank != 0:
         link.send(received, 0)
     link.flush()
-
-
-def _connected(payload: CommPayload) -> TcpChannel:
-    """This rank's channel, whose sending end reaches the next rank."""
-    channel = TcpChannel(payload.keys)
-    directory = Path(payload.directory)
-    mine = directory / f"endpoint-{payload.rank}"
-    mine.with_suffix(".new").write_text(channel.endpoint)
-    mine.with_suffix(".new").rename(mine)
-    following = directory / f"endpoint-{(payload.rank + 1) % payload.ranks}"
-    while not following.exists():
-        time.sleep(0.005)
-    channel.connect([following.read_text()])
-    return channel
 
 
 def _lap(channel: TcpChannel, rank: int, step: int, size: int) -> None:
@@ -129,10 +150,17 @@ def main() -> None:
     """Measure and end."""
     payload = msgspec.json.decode(receive_payload(), type=CommPayload)
     watch_lifeline()
+    prepare_metal(payload.fast_sync)
     prepare_cuda()
+    preload_blas("auto")
     try:
-        run(payload)
-    except (TandemError, RuntimeError, OSError) as error:
+        answer = msgspec.json.encode(run(payload))
+        if payload.result:
+            Path(payload.result).write_bytes(answer)
+        else:
+            sys.stdout.buffer.write(answer + b"\n")
+            sys.stdout.buffer.flush()
+    except (TandemError, RuntimeError, ValueError, OSError) as error:
         print(f"rank {payload.rank}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - a process of its own
         os._exit(1)
     os._exit(0)

@@ -168,7 +168,8 @@ def add_settings(parser: Parser, sections: Sequence[str], *, model_argument: boo
     general.add_argument("--config", metavar="FILE", help="TOML file with tables [model] [parallel] [scheduler] "
                          "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, and those "
                          "over the file.")
-    general.add_argument("--profile", choices=PROFILES, help="also read the environment variables of another system.")
+    general.add_argument("--profile", choices=PROFILES, help="also read the environment variables of another system. "
+                         "(Measured speeds: --hardware-profile.)")
     for section in sections:
         group = parser.add_argument_group(TITLES[section])
         for option in options():

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import math
+import shlex
 import statistics
 import sys
 import time
@@ -13,18 +14,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
+from msgspec import to_builtins
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.bench.client import Target, Timed, first_model
 from tandem.bench.load import Progress as OnAnswer
 from tandem.bench.load import offer
+from tandem.bench.messages import RankTimes, Row
 from tandem.bench.plot import svg
+from tandem.bench.profiling import profile_of
 from tandem.bench.report import GOODPUT_METRICS, METRICS, RATIOS, detail, lines, ratios, samples, summary
 from tandem.bench.workload import Mix, Prompts
 from tandem.cli.address import api_key, checked_url, server_url
 from tandem.errors import UsageError
+from tandem.launchers.hostfile import read_hostfile
+from tandem.planner.hosts import this_name
+from tandem.planner.profile import Backend, Profile, encode_profile, read_profile
 
 EXIT_OK, EXIT_FAILED = 0, 1
 _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
@@ -244,20 +251,98 @@ def _latency(arguments: argparse.Namespace) -> int:
 
 
 def _comm(arguments: argparse.Namespace) -> int:
-    from tandem.bench.comm import measure
+    from tandem.bench.comm import measure, measure_here
 
-    _need(arguments.ranks >= 2, "--ranks", arguments.ranks, "at least 2")
+    _need(arguments.ranks is None or arguments.ranks >= 2, "--ranks", arguments.ranks, "at least 2")
     _need(arguments.num_iters > 0, "--num-iters", arguments.num_iters, "at least 1")
-    rows = measure(arguments.backend, arguments.ranks, _sizes(arguments.sizes), arguments.num_iters,
-                   timeout_s=arguments.timeout)
+    _need(arguments.timeout > 0, "--timeout", arguments.timeout, "above 0")
+    sizes, fast = _sizes(arguments.sizes), arguments.fast_sync == "on"
+    before = _profile_before(arguments, sizes)
+    if arguments.hostfile is not None:
+        return _comm_hosts(arguments, sizes, before)
+    ranks, backend = arguments.ranks or 2, arguments.backend or "ring"
+    found = measure(backend, ranks, sizes, arguments.num_iters, timeout_s=arguments.timeout, fast_sync=fast)
+    _print_rows(found.rows)
+    if arguments.output_json:
+        facts = {"backend": backend, "ranks": ranks, "num_iters": arguments.num_iters}
+        _write(Path(arguments.output_json), json.dumps({**facts, "rows": to_builtins(found.rows)}, indent=2) + "\n",
+               "--output-json")
+    if arguments.write_profile:
+        name = this_name()
+        steps = measure_here(arguments.timeout)
+        _print_steps(name, steps)
+        measured = profile_of({name: steps}, {(name, name): found}, cast("Backend", backend), fast)
+        _write_profile(arguments, before, measured)
+    return EXIT_OK
+
+
+def _comm_hosts(arguments: argparse.Namespace, sizes: list[int], before: Profile | None) -> int:
+    """Each two machines of a hosts file, and each machine."""
+    from tandem.bench.comm_hosts import HostsBench
+
+    if arguments.ranks is not None:
+        raise UsageError("--ranks: with --hostfile each two of its hosts have one rank each; leave it out",
+                         param="ranks")
+    file = read_hostfile(arguments.hostfile)
+    backend = arguments.backend or file.backend or "ring"
+    _need(backend in get_args(Backend), "--backend", backend, f"one of {', '.join(get_args(Backend))}")
+    fast = arguments.fast_sync == "on"
+    joined: dict[tuple[str, str], RankTimes] = {}
+    steps: dict[str, RankTimes] = {}
+    with HostsBench(file, arguments.remote_python, arguments.timeout) as bench:
+        for pair in bench.pairs():
+            ends = file.hosts[pair[0]].ssh, file.hosts[pair[1]].ssh
+            joined[ends] = bench.joined(pair, backend, sizes, arguments.num_iters, fast)
+            print(f"=== {ends[0]} - {ends[1]} ({backend})")
+            _print_rows(joined[ends].rows)
+        for name in bench.names if arguments.write_profile else ():
+            steps[name] = bench.steps(name)
+            _print_steps(name, steps[name])
+    if arguments.output_json:
+        pairs = [{"hosts": ends, "rows": to_builtins(found.rows)} for ends, found in joined.items()]
+        facts = {"backend": backend, "num_iters": arguments.num_iters, "pairs": pairs}
+        _write(Path(arguments.output_json), json.dumps(facts, indent=2) + "\n", "--output-json")
+    if arguments.write_profile:
+        _write_profile(arguments, before, profile_of(steps, joined, cast("Backend", backend), fast))
+    return EXIT_OK
+
+
+def _profile_before(arguments: argparse.Namespace, sizes: list[int]) -> Profile | None:
+    """What the file to write has already. Raises UsageError for what no profile can be made of."""
+    path = arguments.write_profile
+    if path is None:
+        return None
+    if len(set(sizes)) < 2:
+        raise UsageError(f"--sizes {arguments.sizes}: --write-profile needs two sizes or more, a small and a large one",
+                         param="sizes")
+    if arguments.ranks not in (None, 2):
+        raise UsageError(f"--ranks {arguments.ranks}: --write-profile measures two ranks at a time; leave it out",
+                         param="ranks")
+    if not Path(path).exists():
+        _write(Path(path), "", "--write-profile")  # said at once, not after all has been measured
+        Path(path).unlink()
+        return None
+    return read_profile(path, "--write-profile")
+
+
+def _write_profile(arguments: argparse.Namespace, before: Profile | None, profile: Profile) -> None:
+    whole = profile if before is None else before.merged(profile)
+    _write(Path(arguments.write_profile), encode_profile(whole), "--write-profile")
+    print(f"written to {arguments.write_profile}: {', '.join(one.name for one in whole.hosts)}; "
+          f"use it with: tandem plan MODEL --profile {shlex.quote(arguments.write_profile)}")
+
+
+def _print_rows(rows: Sequence[Row]) -> None:
     print(f"{'operation':<10}{'bytes':>12}{'median us':>12}{'p99 us':>12}{'GB/s':>9}")
     for row in rows:
-        print(f"{row['operation']:<10}{row['bytes']:>12}{row['median_us']:>12.1f}{row['p99_us']:>12.1f}"
-              f"{row['gb_per_s']:>9.3f}")
-    if arguments.output_json:
-        facts = {"backend": arguments.backend, "ranks": arguments.ranks, "num_iters": arguments.num_iters}
-        _write(Path(arguments.output_json), json.dumps({**facts, "rows": rows}, indent=2) + "\n", "--output-json")
-    return EXIT_OK
+        print(f"{row.operation:<10}{row.bytes:>12}{row.median_us:>12.1f}{row.p99_us:>12.1f}{row.gb_per_s:>9.3f}",
+              flush=True)
+
+
+def _print_steps(name: str, found: RankTimes) -> None:
+    for step in found.steps:
+        print(f"=== {name}, {found.device}, weights of {step.weights}: {step.gb_per_s:.1f} GB/s, {step.tflops:.2f} "
+              f"TFLOP/s, {step.layer_us:.0f} us a layer", flush=True)
 
 
 def _sizes(text: str) -> list[int]:

@@ -89,6 +89,9 @@ class ParallelSettings:
     form a pipeline."""
     host_entries: tuple[int, ...] | None = field(default=None, metadata={"launcher": "ssh"})
     """Entries of the hostfile to use, counted from 0; by default all in order, shared out among replicas."""
+    hardware_profile: str | None = None
+    """File of `tandem bench comm --write-profile`: when machines are lost, the layout over those that remain is chosen
+    by the speeds that were measured, in place of assumed ones."""
     remote_python: str | None = field(default=None, metadata={"launcher": "ssh"})
     """Python interpreter on the hosts. By default that of the same path as here, else what a login shell there finds as
     `tandem` or `python3`."""

@@ -76,7 +76,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_loaded": _AT_LEAST_ONE,
 }
 _NOT_EMPTY = ("served_name", "revision", "chat_template", "generation_config", "override_generation_config", "blas",
-              "host", "api_key_file", "journal", "engine_socket", "hostfile",
+              "host", "api_key_file", "journal", "engine_socket", "hostfile", "hardware_profile",
               "remote_python", "draft_model", "head_address", "token_file", "ray_address", "adapter_path", "kv_disk",
               "tls_cert", "tls_key", "warm")
 

@@ -1,4 +1,6 @@
-"""What `tandem doctor` and its probes say to each other: JSON lines over the probe's standard input and output."""
+"""What `tandem doctor` and its probes say to each other: JSON lines over the probe's standard input and output.
+
+`tandem bench comm` asks probes too."""
 
 from __future__ import annotations
 
@@ -58,7 +60,17 @@ class Collect(Struct, frozen=True, tag=True):
     timeout_s: float
 
 
-Request = GatherFacts | TellTime | Listen | Reserve | Transfer | Collect
+class RunRank(Struct, frozen=True, tag=True):
+    """Run one rank of `tandem bench comm`; answered by `RankRan`."""
+
+    payload: str
+    """What it gets on standard input: a line of JSON."""
+    variables: dict[str, str]
+    files: dict[str, str]
+    timeout_s: float
+
+
+Request = GatherFacts | TellTime | Listen | Reserve | Transfer | Collect | RunRank
 
 # --- probe -> doctor -------------------------------------------------------------------------------------------
 
@@ -132,10 +144,17 @@ class Collected(Struct, frozen=True, tag=True):
     """Bytes (as text) -> median seconds of an all_sum."""
 
 
+class RankRan(Struct, frozen=True, tag=True):
+    """The last line that it printed, JSON; with `error` if it failed."""
+
+    error: str | None = None
+    answer: str = ""
+
+
 class ProbeError(Struct, frozen=True, tag=True):
     """The request failed on that machine."""
 
     message: str
 
 
-Reply = Facts | Time | ReservedPorts | Transferred | Collected | ProbeError
+Reply = Facts | Time | ReservedPorts | Transferred | Collected | RankRan | ProbeError

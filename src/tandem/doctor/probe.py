@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -26,10 +27,12 @@ from tandem.doctor.messages import (
     GatherFacts,
     Listen,
     ProbeError,
+    RankRan,
     Reply,
     Request,
     Reserve,
     ReservedPorts,
+    RunRank,
     TellTime,
     Time,
     Transfer,
@@ -39,6 +42,8 @@ from tandem.env import child_environment
 from tandem.processes.interpreter import module_command
 
 COLLECTIVE = "tandem.doctor.collective"
+MEASURING = "tandem.bench.comm_rank"
+LATE = "late"
 TAIL = 65536
 """Bytes of what the test group has complained about that are read, from the end."""
 
@@ -62,7 +67,7 @@ class Probe:
             return ReservedPorts(free_ports(request.count))
         if isinstance(request, Transfer):
             return transfer(request.address, request.port, request.token, request.seconds)
-        return collect(request)
+        return run_rank(request) if isinstance(request, RunRank) else collect(request)
 
 
 def free_ports(count: int) -> list[int]:
@@ -75,21 +80,36 @@ def free_ports(count: int) -> list[int]:
 
 
 def collect(request: Collect) -> Collected:
-    """Run one rank of the test group in a process of its own, which is killed when its time is up."""
+    """Run one rank of the test group."""
+    error, line = run_module(COLLECTIVE, request.backend, request.variables, request.files, request.timeout_s)
+    return Collected(f"no sum within {request.timeout_s:g} s" if error == LATE else error,
+                     json.loads(line) if error is None else {})
+
+
+def run_rank(request: RunRank) -> RankRan:
+    """Run one rank that measures."""
+    error, line = run_module(MEASURING, request.payload, request.variables, request.files, request.timeout_s)
+    return RankRan(f"has not ended within {request.timeout_s:g} s (--timeout)" if error == LATE else error, line)
+
+
+def run_module(module: str, payload: str, given: Mapping[str, str], files: Mapping[str, str], timeout_s: float
+               ) -> tuple[str | None, str]:  # fmt: skip
+    """Run a module in a process of its own, which is killed when its time is up (`LATE`): why it failed, if it did, and
+    the last line that it printed."""
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-doctor-"))
-        variables = dict(request.variables)
-        for name, content in request.files.items():
+        variables = dict(given)
+        for name, content in files.items():
             path = Path(directory) / name.lower()
             path.write_text(content)
             variables[name] = str(path)
         complaints = stack.enter_context(tempfile.TemporaryFile())  # a pipe that nobody reads fills, and stops it
-        process = subprocess.Popen(module_command(COLLECTIVE), env=child_environment(variables),
+        process = subprocess.Popen(module_command(module), env=child_environment(variables),
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints)
         assert process.stdin is not None
-        process.stdin.write(request.backend.encode() + b"\n")
+        process.stdin.write(payload.encode() + b"\n")
         process.stdin.flush()
-        timer = threading.Timer(request.timeout_s, process.kill)
+        timer = threading.Timer(timeout_s, process.kill)
         timer.start()
         assert process.stdout is not None
         with process.stdin, process.stdout:  # its lifeline stays open until it has ended
@@ -99,9 +119,9 @@ def collect(request: Collect) -> Collected:
         late = not timer.is_alive()
         timer.cancel()
     if code == 0:
-        return Collected(latency_s=json.loads(output.splitlines()[-1]))  # NCCL may have written before it
+        return None, output.decode().splitlines()[-1]  # NCCL may have written before it
     lines = errors.decode(errors="replace").strip().splitlines()
-    return Collected(f"no sum within {request.timeout_s:g} s" if late else lines[-1] if lines else f"exit code {code}")
+    return LATE if late else lines[-1] if lines else f"exit code {code}", ""
 
 
 def main() -> int:

@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 from tandem.config.settings import Settings
 from tandem.engine.layout import GangLayout, plan_layout
 from tandem.errors import UsageError
-from tandem.planner.hardware import Link, Machine
+from tandem.launchers.machines import hosts_for, named_backend
+from tandem.planner.hardware import METAL_FENCE, Link, Machine
+from tandem.planner.measured import Cluster, with_profile
 from tandem.planner.plan import plan
 from tandem.planner.types import Request
 from tandem.protocol.control import Ready
@@ -18,7 +20,7 @@ log = logging.getLogger(__name__)
 
 BANDWIDTH, FLOPS = 100e9, 4e12
 LINK = Link(name="any", latency=100e-6, bandwidth=1e9)
-"""Nothing is known of the machines but their memory, and memory decides what fits."""
+"""Without a profile nothing is known of the machines but their memory, which decides what fits, and their fences."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,11 @@ class Alternatives:
         self._settings = settings
         self._full = full
         self._facts = facts
+        hosts = hosts_for(settings.parallel) if full.profile is not None else ()
+        self._names = [hosts[slot].ssh if slot < len(hosts) else ready.host for slot, ready in enumerate(facts)]
+        """What a profile calls the machine of each place."""
+        self._backend = None if full.profile is None else named_backend(settings.parallel)
+        self._said: set[str] = set()
         self._present: tuple[int, ...] = ()
         self._left: Iterator[Fallback] = iter(())
 
@@ -52,14 +59,13 @@ class Alternatives:
 
     def _layouts(self, present: Sequence[int]) -> Iterator[Fallback]:
         settings, full = self._settings, self._full
-        machines = [Machine(name=str(slot), memory=self._facts[slot].memory_bytes, bandwidth=BANDWIDTH, flops=FLOPS,
-                            gpu=self._facts[slot].gpu) for slot in present]
         wanted = Request(context=min(full.max_context, settings.scheduler.kv_tokens or full.max_context),
                          goal="latency", dtype=settings.model.dtype, dequantize=settings.model.dequantize,
                          kv_dtype=settings.scheduler.kv_dtype,
                          memory_fraction=settings.scheduler.memory_fraction)
+        cluster = self._cluster(present, wanted)
         try:
-            candidates = plan(full.description, machines, [LINK], wanted).candidates
+            candidates = plan(full.description, cluster.machines, cluster.links, wanted).candidates
         except UsageError as error:
             log.warning("no layout over the machines that remain: %s; the others are waited for", error.message)
             return
@@ -71,7 +77,7 @@ class Alternatives:
             parallel = replace(settings.parallel, parallel=sizes,
                                expert_parallel=any(stage.whole_experts for stage in stages) or (
                                    settings.parallel.expert_parallel and max(sizes) > 1),
-                               pipeline_parallel_size=1, tensor_parallel_size=1,
+                               hardware_profile=None, pipeline_parallel_size=1, tensor_parallel_size=1,
                                layer_split=tuple(stage.layers for stage in stages), tensor_split=None)
             try:
                 layout = plan_layout(replace(settings, parallel=parallel))
@@ -79,3 +85,19 @@ class Alternatives:
                 log.warning("no layout over the machines that remain: %s; another is tried", error.message)
                 continue
             yield Fallback(layout, tuple(present[machine] for machine in candidate.layout.machines))
+
+    def _cluster(self, present: Sequence[int], wanted: Request) -> Cluster:
+        """What to plan with: assumed speeds, and measured ones for those machines that the profile knows."""
+        parallel, full = self._settings.parallel, self._full
+        machines = [Machine(name=str(slot), memory=self._facts[slot].memory_bytes, bandwidth=BANDWIDTH, flops=FLOPS,
+                            gpu=self._facts[slot].gpu, fence=METAL_FENCE if self._facts[slot].metal else 0.0)
+                    for slot in present]
+        cluster = with_profile(machines, [LINK], full.profile, description=full.description, request=wanted,
+                               fast=parallel.fast_sync != "off", backend=self._backend,
+                               names=[self._names[slot] for slot in present],
+                               source=str(parallel.hardware_profile))
+        for note in cluster.notes:
+            if note not in self._said:
+                self._said.add(note)
+                log.info("a layout over fewer machines: %s", note)
+        return cluster

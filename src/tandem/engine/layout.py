@@ -32,6 +32,7 @@ from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
 from tandem.models.trial import require_trial
+from tandem.planner.profile import Profile, read_profile
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import Pooling, SamplingDefaults
@@ -58,6 +59,8 @@ class GangLayout:
     """How prompts become vectors; None where the model asks for what is not supported."""
     defaults: SamplingDefaults = SamplingDefaults()
     """For requests that do not say otherwise."""
+    profile: Profile | None = None
+    """Measured speeds of the machines, for layouts over fewer of them."""
 
     @property
     def served_name(self) -> str:
@@ -86,6 +89,7 @@ def plan_layout(settings: Settings) -> GangLayout:
                     expert_parallel=parallel.expert_parallel)
     _check_adapter(model, description)
     _check_gpu_options(parallel, settings.scheduler.wired)
+    profile = read_profile(parallel.hardware_profile, "--hardware-profile") if parallel.hardware_profile else None
     defaults = sampling_defaults(files.path, model.generation_config, model.override_generation_config)
     lanes = parallel.lanes or len(ranges)
     if not 1 <= lanes <= MAX_LANES:
@@ -123,7 +127,8 @@ def plan_layout(settings: Settings) -> GangLayout:
             kv_disk=kv_disk, kv_disk_bytes=int(settings.scheduler.kv_disk_gb * 1e9),
             kv_dtype=settings.scheduler.kv_dtype, kv_space=kv_space(model, files) if kv_disk else "")
         for stage, layers in enumerate(ranges) for part in range(sizes[stage])]
-    return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling), defaults)
+    return GangLayout(files, description, tuple(specs), context, lanes, pooling_of(files.path, model.pooling), defaults,
+                      profile)
 
 
 def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
@@ -132,6 +137,8 @@ def say_what_is_idle(settings: Settings, layout: GangLayout) -> None:
     if backend not in ("auto", "any") and max(layout.ranks[0].stage_sizes) == 1:
         log.warning("--backend %s does nothing here; it joins the ranks of a stage, and each stage has one rank "
                     "(--tensor-parallel-size gives it more)", backend)
+    if layout.profile is not None and launcher_kind(settings.parallel).here:
+        log.warning("--hardware-profile does nothing here; it is for ranks on several machines, when one is lost")
 
 
 def kv_space(model: ModelSettings, files: ModelFiles) -> str:

@@ -17,6 +17,14 @@ def hosts_for(parallel: ParallelSettings) -> tuple[HostEntry, ...]:
     return hosts_of(read_hostfile(parallel.hostfile), parallel.host_entries)
 
 
+def named_backend(parallel: ParallelSettings) -> str | None:
+    """The backend that these settings name, or else their hostfile; None if neither does. Raises ConfigError."""
+    if parallel.backend not in ("auto", "any"):
+        return parallel.backend
+    found = None if parallel.hostfile is None else read_hostfile(parallel.hostfile).backend
+    return None if found == "any" else found
+
+
 def with_layout(parallel: ParallelSettings) -> ParallelSettings:
     """With a hostfile and no layout: a pipeline over all its hosts, or as many as each replica gets.
 

@@ -19,6 +19,7 @@ class Asked(Protocol):
     revision: str | None
     hosts: list[str] | None
     hostfile: str | None
+    profile: str | None
     fast_sync: str
     dtype: str
     dequantize: str
@@ -35,6 +36,7 @@ class Plainly:
     revision: str | None
     hosts: list[str] | None
     hostfile: str | None = None
+    profile: str | None = None
     fast_sync: str = "off"
     dtype: str = "auto"
     dequantize: str = "auto"
@@ -82,6 +84,7 @@ def commands(layout: Layout, flags: Sequence[str], machines: Sequence[Machine], 
     chosen, where = list(layout.machines), []
     serve = ["tandem serve", shlex.quote(asked.model)]
     serve += ["--revision", shlex.quote(asked.revision)] if asked.revision else []
+    serve += ["--hardware-profile", shlex.quote(asked.profile)] if asked.profile and len(chosen) > 1 else []
     if asked.hostfile and not asked.hosts:
         where = ["--hostfile", shlex.quote(asked.hostfile)]
         if chosen != list(range(len(machines))):

@@ -231,8 +231,7 @@ class Costs:
         size = self._message(machines, rows)
         ring = 2 * (n - 1) * link.latency + 2 * (n - 1) / n * size / link.bandwidth
         mesh = link.latency + (n - 1) * size / link.bandwidth
-        fence = max(self.machines[one].fence for one in machines)
-        return fence + (min(ring, mesh) if link.mesh else ring)
+        return self._fence(link, machines) + (min(ring, mesh) if link.mesh else ring)
 
     def gather_logits(self, machines: Sequence[int], rows: int) -> float:
         """Seconds in which the ranks of the last stage put their parts of the logits of `rows` together."""
@@ -241,8 +240,11 @@ class Costs:
         if link is None:
             return 0.0
         size = rows * self.model.vocab_size * max(self.item(m) for m in machines)
-        fence = max(self.machines[one].fence for one in machines)
-        return fence + (1 if link.mesh else n - 1) * link.latency + (n - 1) / n * size / link.bandwidth
+        wait = self._fence(link, machines) + (1 if link.mesh else n - 1) * link.latency
+        return wait + (n - 1) / n * size / link.bandwidth
+
+    def _fence(self, link: Link, machines: Sequence[int]) -> float:
+        return link.fence if link.fence is not None else max(self.machines[one].fence for one in machines)
 
     def hop(self, source: Sequence[int], target: Sequence[int], rows: int) -> float:
         """Seconds to hand the hidden states of `rows` from one stage to the next; inf if they are not joined."""
@@ -250,7 +252,8 @@ class Costs:
         known = [x for x in links if x is not None]
         if len(known) < len(links):
             return float("inf")
-        return max(x.latency + self._message(source, rows) / x.bandwidth for x in known)
+        size = self._message(source, rows)
+        return max((x.hop_latency or x.latency) + size / (x.hop_bandwidth or x.bandwidth) for x in known)
 
     def _message(self, machines: Sequence[int], rows: int) -> int:
         return rows * self.model.hidden_size * max(self.item(m) for m in machines)

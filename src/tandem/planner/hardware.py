@@ -56,6 +56,11 @@ class Link:
     """Every pair of machines has a direct link and uses it at once (MLX's jaccl); else collectives run in a ring."""
     between: tuple[str, str] | None = None
     """The two machines that it joins; None: any two that no other link names."""
+    fence: float | None = None
+    """Seconds that a collective over it waits for GPUs besides, if that was measured; None: what its machines have."""
+    hop_latency: float | None = None
+    """Seconds of a small message from stage to stage, where it was measured; None: `latency`."""
+    hop_bandwidth: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,4 +186,5 @@ class Network:
             latency=max(x.latency for x in known),
             bandwidth=min(x.bandwidth for x in known),
             mesh=all(x.mesh for x in known),
+            fence=None if None in (fences := [x.fence for x in known]) else max(x or 0.0 for x in fences),
         )

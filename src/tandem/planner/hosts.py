@@ -11,6 +11,8 @@ from tandem.env import machine_memory
 from tandem.errors import ConfigError, LayoutError
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 from tandem.planner.hardware import CHIPS, GIB, Link, Machine, link, machine
+from tandem.planner.measured import measured_machine
+from tandem.planner.profile import HostProfile, Profile
 from tandem.processes.device import this_device
 
 _DEFAULT_LINK = "thunderbolt5-tcp"
@@ -26,45 +28,57 @@ class Hosts:
     machines: list[Machine]
     notes: list[str] = field(default_factory=list)
     link: str | None = None
+    backend: str | None = None
+    """Of the collectives, as the hosts file names it."""
 
 
-def read_hosts(specs: Sequence[str], hostfile: str | None) -> Hosts:
-    """Machines of a hosts file, if there is one, completed by and followed by those of `--hosts`.
+def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | None = None) -> Hosts:
+    """Machines of a hosts file, if there is one, completed by and followed by those of `--hosts`. What MLX may use of
+    the memory of one that the profile knows need not be told.
 
     Raises ConfigError naming the host, the value and what is expected.
     """
     facts: dict[str, dict[str, str]] = {}
-    implied = None
+    backend = None
     if hostfile is not None:
         found = read_hostfile(hostfile)
-        facts, implied = _facts_of(found), _BACKEND_LINKS.get(found.backend or "")
+        facts, backend = _facts_of(found), found.backend
     for spec in (part for text in specs for part in text.split(",") if part):
         name, told = _parse_host(spec)
         if name in facts and hostfile is None:
             raise ConfigError(f"--hosts: {name} is there twice; one rank runs on a machine", param="hosts")
         facts.setdefault(name, {}).update(told)
     notes: list[str] = []
-    machines = [_machine(name, known, notes) for name, known in facts.items()]
-    return Hosts(machines=machines, notes=notes, link=implied)
+    machines = [_machine(name, known, notes, profile.host(name) if profile else None)
+                for name, known in facts.items()]
+    return Hosts(machines=machines, notes=notes, link=_BACKEND_LINKS.get(backend or ""),
+                 backend=None if backend == "any" else backend)
 
 
-def read_links(texts: Sequence[str], hosts: Hosts) -> tuple[list[Link], list[str]]:
-    """Links of `--link`, else the one that the hosts file implies, else a default; and a note where it was assumed."""
+def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = None) -> tuple[list[Link], list[str]]:
+    """Links of `--link`, else the one that the hosts file implies, else a default; and a note where it was assumed and
+    the profile does not know better."""
     links = [_parse_link(text) for text in texts]
     notes = []
     if not any(x.between is None for x in links) and len(hosts.machines) > 1:
         if hosts.link:
             links.append(link(hosts.link))
         elif not links:
-            notes.append(f"--link is not given: {_DEFAULT_LINK} is assumed between all machines.")
+            if profile is None or not profile.knows([one.name for one in hosts.machines], hosts.backend):
+                notes.append(f"--link is not given: {_DEFAULT_LINK} is assumed between all machines"
+                             f"{'' if profile is None else ' whose link was not measured'}.")
             links.append(link(_DEFAULT_LINK))
     return links, notes
 
 
+def this_name() -> str:
+    """What this machine is called in plans and profiles."""
+    return socket.gethostname().split(".")[0] or "this machine"
+
+
 def this_machine() -> Hosts:
     """The machine that this runs on, as MLX sees it."""
-    name = socket.gethostname().split(".")[0] or "this machine"
-    device = this_device()
+    name, device = this_name(), this_device()
     chip = device.name.lower().removeprefix("apple ").replace(" ", "-")
     known = chip if chip in CHIPS else "h200" if "h200" in chip else None
     found = machine(name, machine_memory(), known or ("m4" if device.gpu else "cpu"))
@@ -95,8 +109,10 @@ def _parse_host(spec: str) -> tuple[str, dict[str, str]]:
     return name, found
 
 
-def _machine(name: str, found: Mapping[str, str], notes: list[str]) -> Machine:
+def _machine(name: str, found: Mapping[str, str], notes: list[str], measured: HostProfile | None) -> Machine:
     label = f"host {name}"
+    if "memory" not in found and measured is not None and not found.keys() & {"chip", "gpu", *_HOST_KEYS}:
+        return measured_machine(measured)
     if "memory" not in found:
         raise ConfigError(
             f'{label}: its memory is not known; add "memory": "64GB" to the hosts file, or --hosts {name}=64GB',
@@ -106,7 +122,7 @@ def _machine(name: str, found: Mapping[str, str], notes: list[str]) -> Machine:
     chip = found.get("chip")
     if chip is None:
         chip = "m4-pro" if installed <= 64 * GIB else "m4-max" if installed <= 128 * GIB else "m3-ultra"
-        if not {"bandwidth", "tflops"} <= found.keys():
+        if not {"bandwidth", "tflops"} <= found.keys() and measured is None:
             notes.append(f"{label}: no chip is given, {chip} is assumed.")
     result = machine(name, installed, chip)
     if "gpu" in found:

@@ -262,7 +262,7 @@ class Solver:
             return 0.0
         seconds = sum(self.costs.hop(a.machines, b.machines, rows) for a, b in zip(stages, stages[1:], strict=False))
         back = self.costs.network.between(stages[-1].machines[0], stages[0].machines[0])
-        return seconds + (back.latency if back else INFEASIBLE)
+        return seconds + (back.hop_latency or back.latency if back else INFEASIBLE)
 
     def _batch(self, stages: tuple[Stage, ...], streams: int) -> _Batch:
         """One batch in turn through the stages, or one per stage at once: whichever is faster.

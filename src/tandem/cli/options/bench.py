@@ -6,7 +6,7 @@ import argparse
 import math
 from typing import Any
 
-from tandem.cli.arguments import Parser, add_command
+from tandem.cli.arguments import Parser, add_command, filled
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 SUMMARY = "Measure a server, or what joins the ranks of this machine."
@@ -127,9 +127,20 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_comm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", default="ring", choices=("ring", "nccl"), help="of the collectives [ring]")
-    parser.add_argument("--ranks", "-n", type=int, default=2, metavar="N", help="processes [2]")
+    parser.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"),
+                        help="of the collectives; by default the hosts file's, else ring. jaccl needs --hostfile.")
+    parser.add_argument("--ranks", "-n", type=int, metavar="N", help="processes on this machine [2]")
+    parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: measure each two of "
+                        "its hosts, in place of ranks on this machine.")
+    parser.add_argument("--remote-python", metavar="PATH", help="Python interpreter on the other machines, as for "
+                        "`tandem serve`.")
+    parser.add_argument("--fast-sync", choices=("on", "off"), default="off", help="MLX's fast fences on ranks of Macs, "
+                        "which can lock a GPU up (docs/machines.md) [off]")
     parser.add_argument("--sizes", default="4K,64K,1M,16M", metavar="LIST", help="bytes of a message [4K,64K,1M,16M]")
     parser.add_argument("--num-iters", type=int, default=50, metavar="N", help="messages of each size [50]")
-    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for all [120]")
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="seconds for each group of ranks "
+                        "[120]")
     parser.add_argument("--output-json", metavar="FILE", help="write the numbers to FILE.")
+    parser.add_argument("--write-profile", metavar="FILE", type=filled, help="also measure how fast each machine "
+                        "computes layers, and write all to FILE for `tandem plan --profile` and `tandem serve "
+                        "--hardware-profile`. What FILE has of other machines, backends and fences stays.")

@@ -60,8 +60,14 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         help="what joins the machines, or two of them: " + ", ".join(LINKS) + ". More, each after a colon: latency=30 "
         "(us), bandwidth=7.5 (GB/s).",
     )
-
-
+    group.add_argument(
+        "--profile",
+        "--hardware-profile",
+        metavar="FILE",
+        type=filled,
+        help="measured speeds of hosts and links, which `tandem bench comm --write-profile` writes, in place of "
+        "assumed ones; without --hosts and --hostfile its hosts are planned for.",
+    )
     group.add_argument(
         "--fast-sync",
         choices=("auto", "on", "off"),

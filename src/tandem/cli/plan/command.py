@@ -18,11 +18,12 @@ from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription, describe
 from tandem.models.kv_types import require_quantizable
 from tandem.planner.experts import read_experts
-from tandem.planner.hardware import Link, Machine, with_fences
-from tandem.planner.hosts import read_hosts, read_links, this_machine
+from tandem.planner.hosts import Hosts, read_hosts, read_links, this_machine
 from tandem.planner.manual import parse_layout
+from tandem.planner.measured import Cluster, measured_machine, with_profile
 from tandem.planner.plan import plan
 from tandem.planner.presets import Planned, find, planned, presets
+from tandem.planner.profile import Profile, read_profile
 from tandem.planner.types import LayoutPlan, NothingFits, Request
 
 _WIDTH = 160
@@ -31,16 +32,17 @@ _WIDTH = 160
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print. Raises UsageError for wrong arguments, `NothingFits` after printing what was compared."""
+    profile = read_profile(arguments.profile) if arguments.profile else None
     model = _model(arguments)
-    machines, links, notes = _cluster(arguments)
-    notes = [model.note, *notes] if model.note else notes
     request = _request(arguments, model.description)
+    cluster = _cluster(arguments, profile, model.description, request)
+    notes = [model.note, *cluster.notes] if model.note else cluster.notes
     try:
-        answer = plan(model.description, machines, links, request, experts=model.experts)
+        answer = plan(model.description, cluster.machines, cluster.links, request, experts=model.experts)
     except NothingFits as refusal:
-        _show(arguments, refusal.plan, machines, notes)
+        _show(arguments, refusal.plan, cluster, notes)
         raise
-    _show(arguments, answer, machines, notes)
+    _show(arguments, answer, cluster, notes)
     return 0
 
 
@@ -68,14 +70,24 @@ def _meant(model: str) -> str:
     return f" (did you mean {names[near[0]]}?)" if near else ""
 
 
-def _cluster(arguments: argparse.Namespace) -> tuple[list[Machine], list[Link], list[str]]:
+def _cluster(arguments: argparse.Namespace, profile: Profile | None, description: ModelDescription, request: Request
+             ) -> Cluster:  # fmt: skip
+    """Machines and links as they were named, with the profile's figures, or else with the fences that are set."""
+    hosts = _hosts(arguments, profile)
+    links, notes = read_links(arguments.link or [], hosts, profile)
+    found = with_profile(hosts.machines, links, profile, description=description, request=request,
+                         fast=arguments.fast_sync != "off", backend=hosts.backend, source=str(arguments.profile))
+    return dataclasses.replace(found, notes=[*hosts.notes, *notes, *found.notes])
+
+
+def _hosts(arguments: argparse.Namespace, profile: Profile | None) -> Hosts:
     if arguments.hosts or arguments.hostfile:
-        hosts = read_hosts(arguments.hosts or [], arguments.hostfile)
-    else:
-        hosts = this_machine()
-    links, notes = read_links(arguments.link or [], hosts)
-    machines, counted = with_fences(hosts.machines, fast=arguments.fast_sync != "off")
-    return machines, links, [*hosts.notes, *notes, *([counted] if counted else [])]
+        return read_hosts(arguments.hosts or [], arguments.hostfile, profile)
+    if profile is None or not profile.hosts:
+        return this_machine()
+    if len(profile.hosts) > 1:
+        arguments.hosts = [one.name for one in profile.hosts]  # the command that is printed names them
+    return Hosts(machines=[measured_machine(one) for one in profile.hosts])
 
 
 def _request(arguments: argparse.Namespace, description: ModelDescription) -> Request:
@@ -99,9 +111,11 @@ def _request(arguments: argparse.Namespace, description: ModelDescription) -> Re
     )
 
 
-def _show(arguments: argparse.Namespace, answer: LayoutPlan, machines: list[Machine], notes: list[str]) -> None:
+def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, notes: list[str]) -> None:
+    machines = cluster.machines
     if arguments.json:
-        facts: dict[str, Any] = {"model": arguments.model, "machines": [dataclasses.asdict(m) for m in machines]}
+        facts: dict[str, Any] = {"model": arguments.model, "machines": [dataclasses.asdict(m) for m in machines],
+                                 "links": [dataclasses.asdict(link) for link in cluster.links]}
         print(json.dumps({**facts, **as_json(answer, machines, arguments), "notes": notes}, indent=2))
         return
     console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)

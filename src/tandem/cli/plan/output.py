@@ -20,7 +20,7 @@ _SHOWN = 10
 """Rows of the table without --all; a few of them are layouts that do not fit."""
 _SHOWN_UNFIT = 3
 _DISCLAIMER = (
-    "Estimates from nominal figures (docs/planning.md): good for comparing layouts, not a promise. Memory is in GiB, "
+    "Estimates from {figures} figures (docs/planning.md): good for comparing layouts, not a promise. Memory is in GiB, "
     "needed/allowed."
 )
 
@@ -48,7 +48,7 @@ def print_plan(
     console.print(table)
     if left := len(plan.candidates) - len(rows):
         console.print(f"{left} more layouts were compared (--all shows them).", markup=False)
-    for line in (*plan.reasons, *notes, _DISCLAIMER):
+    for line in (*plan.reasons, *notes, _DISCLAIMER.format(figures=_figures(machines))):
         console.print(line, markup=False)
     if plan.chosen is not None and plan.chosen.layout is not None:
         flags = serve_flags(plan, arguments)
@@ -60,6 +60,11 @@ def print_plan(
         console.print("Would fit:", markup=False)
         for line in plan.remedies:
             console.print(f"- {line}", markup=False)
+
+
+def _figures(machines: Sequence[Machine]) -> str:
+    measured = [one.measured for one in machines]
+    return "measured" if all(measured) else "measured and nominal" if any(measured) else "nominal"
 
 
 def as_json(plan: LayoutPlan, machines: Sequence[Machine], arguments: argparse.Namespace) -> dict[str, Any]:
