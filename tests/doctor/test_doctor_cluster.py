@@ -306,8 +306,25 @@ def test_a_firewall_is_found_and_its_remedy_opens_it(cluster):
     assert code == 0, said
 
 
+def test_bench_comm_measures_what_joins_machines(cluster, tmp_path):
+    hosts, found = tmp_path / "two.json", tmp_path / "found.json"
+    words = ["python", "-m", "tandem", "bench", "comm", "--hostfile", str(hosts), "--sizes", "4K", "--num-iters", "3",
+             "--output-json", str(found)]
+    entries = json.loads(cluster.hostfile.read_text())
+    hosts.write_text(json.dumps(entries[1:]))  # not the machine that asks
+    assert "=== h1 - h2 (ring)" in cluster.machines.run("h0", words).stdout
+    [pair] = json.loads(found.read_text())["pairs"]
+    assert [row["operation"] for row in pair["rows"]] == ["all_sum", "between", "tcp", "ring"]
+    hosts.write_text(json.dumps([entries[1], {"ssh": "nowhere", "ips": ["10.99.0.1"]}]))
+    done = cluster.machines.run("h0", words, check=False)
+    assert done.returncode == 3
+    assert done.stderr.startswith("tandem: nowhere: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_nothing_is_left_running(cluster):
     deadline = time.monotonic() + 240
-    while any(cluster.machines.processes(name, "tandem.doctor") for name in cluster.machines.names):
+    while any(cluster.machines.processes(name, package) for name in cluster.machines.names
+              for package in ("tandem.doctor", "tandem.bench")):
         assert time.monotonic() < deadline
         time.sleep(0.1)
