@@ -43,6 +43,25 @@ def test_layer_split_must_fit_the_stages():
         validate(build({"layer_split": (2, 3), "pipeline_parallel_size": 3}))
 
 
+@pytest.mark.parametrize(("roles", "changes", "words"), [
+    ("prefill", {}, "has nobody to decode; make one of them decode or both"),
+    ("decode,decode", {}, "has nobody to prefill"),
+    ("prefill,decode", {"data_parallel_size": 3}, r"is for 2 replica\(s\), but --data-parallel-size asks for 3"),
+    ("prefill,decode", {"kv_disk": None}, "needs --kv-disk DIR"),
+    ("", {"data_parallel_size": 1}, "is not one of prefill, decode, both"),
+])  # fmt: skip
+def test_roles_need_counterparts_replicas_and_a_disk(roles, changes, words):
+    values = {"data_parallel_size": len(roles.split(",")), "kv_disk": "kv", **changes}
+    with pytest.raises(ConfigError, match=f"^--roles: .*{words}"):
+        load({"roles": [roles]} | {key: [str(value)] for key, value in values.items() if value is not None})
+
+
+def test_roles_that_can_be():
+    for roles in ("prefill,decode", "prefill,both", "decode,both", "both,both", "Prefill, decode"):
+        assert load({"roles": [roles], "data_parallel_size": ["2"], "kv_disk": ["kv"]}).settings.parallel.roles
+    assert load({"roles": ["both,both"], "data_parallel_size": ["2"]}).settings.parallel.roles == ("both", "both")
+
+
 def test_open_server_warns():
     assert "0.0.0.0" in validate(build({"host": "0.0.0.0"}))[0]
     assert validate(build({"host": "0.0.0.0", "api_key": ("k",)})) == []

@@ -122,6 +122,82 @@ def test_who_waits_leaves_at_once_and_one_after_another_writes() -> None:
     assert ranks.until_gone("b").positions == 2 * PIECE
 
 
+def test_a_prompt_that_leaves_is_written_while_it_is_computed() -> None:
+    scheduler = make(lanes=1, prefill_chunk=128)
+    ranks = Ranks(scheduler)
+    prompt = [7 + i % 31 for i in range(4 * PIECE + 50)]
+    names = piece_names(block_hashes(prompt))
+    scheduler.submit(request("a", prompt, leaves=True), seed=1)
+    written = list[bytes]()
+    while "a" not in ranks.outputs:
+        assert not scheduler.departures.depart() and scheduler.departures.progress is None, "only disks are waited for"
+        ranks.step()
+        written += ranks.writes
+        ranks.write()
+        if 3 * PIECE > scheduler.sequences["a"].computed >= 2 * PIECE + 128:
+            assert written == names[:2], "what is there is on its way"
+    assert written == names, "each once, though the prefix is kept in memory too"
+    assert scheduler.departures.depart() == [HandedOver("a", 4 * PIECE)]
+    while ranks.step() is not None:
+        pass
+    assert scheduler.idle and ranks.outputs["a"] == [5]
+
+
+def test_of_many_that_leave_none_waits_for_the_prompt_of_another() -> None:
+    scheduler = make(lanes=1, prefill_chunk=256)
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("long", [9 + i % 31 for i in range(2000)], leaves=True), seed=1)
+    scheduler.submit(request("short", LONG, leaves=True), seed=1)
+    scheduler.submit(request("stays", [4, *LONG], 40), seed=1)
+    assert ranks.until_gone("short").positions == 2 * PIECE
+    assert "long" not in ranks.outputs
+    assert ranks.until_gone("long").positions == 2000 // PIECE * PIECE
+    while ranks.step() is not None:
+        assert not scheduler.departures.depart()
+    assert len(ranks.outputs["stays"]) == 40
+
+
+def test_what_disks_do_not_take_is_finished_where_it_is() -> None:
+    scheduler = make(lanes=1)
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("a", LONG, 60, leaves=True), seed=1)
+    while not ranks.outputs:
+        ranks.step()
+    assert scheduler.departures.progress is not None
+    scheduler.departures.lose_patience()
+    scheduler.submit(request("whole", [8, *LONG], 60, leaves=True, on_disk=False), seed=1)
+    scheduler.submit(request("brief", [7, *LONG], 1, leaves=True), seed=1)
+    while ranks.step() is not None:
+        assert not scheduler.departures.depart()
+        assert scheduler.departures.progress is None or "brief" in scheduler.sequences
+    assert {name: len(tokens) for name, tokens in ranks.outputs.items()} == {"a": 60, "whole": 60, "brief": 1}
+    ranks.writes.clear()
+    scheduler.submit(request("b", [6, *LONG], 60, leaves=True), seed=1)
+    assert ranks.until_gone("b").positions == 2 * PIECE, "disks that write again are used again"
+    scheduler.disk.reset()
+    scheduler.submit(request("off", LONG, 20, leaves=True), seed=1)
+    while ranks.step() is not None:
+        assert not scheduler.departures.depart()
+    assert len(ranks.outputs["off"]) == 20
+
+
+def test_a_prompt_that_leaves_when_its_ranks_die_or_its_replica_drains() -> None:
+    scheduler = make(lanes=1, prefill_chunk=128)
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("a", [7 + i % 31 for i in range(1100)], leaves=True), seed=1)
+    for _ in range(5):
+        ranks.step()
+    scheduler.restart()
+    scheduler.disk.begin([[]] * RANKS, scheduler.waiting, scheduler.prefixes)
+    ranks.writes.clear()
+    assert not scheduler.departures.depart(), "it begins again here"
+    for _ in range(5):
+        ranks.step()
+    ranks.leave("a")
+    assert ranks.until_gone("a").positions == 2 * PIECE, "now it leaves with what there is"
+    assert scheduler.departures.progress is None
+
+
 def test_disks_that_say_nothing_hold_up_nobody_and_no_prefix_cache_is_needed() -> None:
     scheduler = make()
     ranks = Ranks(scheduler)
@@ -248,7 +324,8 @@ def test_random_histories(seed: int) -> None:
     for step in range(1200):
         if step < 700 and rng.random() < 0.08:
             live.add(name := f"r{step}")
-            scheduler.submit(request(name, [rng.randrange(3, 50), *LONG[:rng.randrange(10, 532)]], 60), seed=1)
+            scheduler.submit(request(name, [rng.randrange(3, 50), *LONG[:rng.randrange(10, 532)]], 60,
+                                     leaves=rng.random() < 0.3), seed=1)
         if rng.random() < 0.05 and scheduler.sequences:
             ranks.leave(rng.choice(list(scheduler.sequences)))
         if rng.random() < 0.3:

@@ -335,6 +335,19 @@ def test_numbers_are_never_given_twice_and_the_last_stays(children):
     assert Path(engines.infos()[0].endpoint).name == "engine-8000-2.sock"
 
 
+def test_each_replica_has_its_role_and_one_that_is_added_the_role_that_it_is_given(children):
+    engines = EngineSet(settings(data_parallel_size=2, roles=("prefill", "both"), kv_disk="kv"))
+    engines.start()
+    engines.add("decode")
+    engines.add()
+    assert [one.role for one in engines.infos()] == ["prefill", "both", "decode", "both"]
+    without = EngineSet(settings())
+    without.start()
+    with pytest.raises(UsageError, match="--role decode: .*--kv-disk DIR"):
+        without.add("decode")
+    assert [one.role for one in without.infos()] == ["both"]
+
+
 class Answers:
     """Engines that say that they are ready."""
 

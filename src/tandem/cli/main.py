@@ -10,6 +10,7 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import get_args
 
 from tandem.borders import own_process
 from tandem.cli.arguments import Parser, add_command, add_settings, fail
@@ -26,6 +27,7 @@ from tandem.cli.options import (
     sampling,
     vllm_mlx,
 )
+from tandem.config.settings import Role
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
@@ -181,6 +183,9 @@ def _add_replica(commands: argparse._SubParsersAction[Parser]) -> None:
                        ("add", "Start one more replica with the server's settings; it joins when it is ready."),
                        ("drain", "Send a replica nothing new, and end it when it has nothing left to do.")):
         parser = add_command(actions, name, text)
+        if name == "add":
+            parser.add_argument("--role", choices=get_args(Role), default="both", help="what it is for: long prompts "
+                                "(prefill), answers (decode), or both [both]")
         if name == "drain":
             parser.add_argument("replica", type=int, metavar="N", help="number that `tandem replica list` shows.")
         bench.add_server(parser)

@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.action == "list":
         _show(_list(path))
     elif arguments.action == "add":
-        reply = ask(path, AddReplica())
+        reply = ask(path, AddReplica(arguments.role))
         assert isinstance(reply, ReplicaChanged)
         print(f"replica {reply.replica} is starting; it takes requests when `tandem replica list` shows it as ready")
     else:
@@ -54,11 +54,11 @@ def _state(info: ReplicaInfo, status: EngineStatus | None) -> str:
 
 def _show(replicas: list[tuple[ReplicaInfo, EngineStatus | None]]) -> None:
     table = Table(box=None, pad_edge=False)
-    for heading in ("replica", "state", "pid", "running", "waiting", "ranks", "restarts"):
-        table.add_column(heading, justify="left" if heading == "state" else "right")
+    for heading in ("replica", "role", "state", "pid", "running", "waiting", "ranks", "restarts"):
+        table.add_column(heading, justify="left" if heading in ("role", "state") else "right")
     for info, status in replicas:
         counts = ("-",) * 3 if status is None else (status.running, status.queued, len(status.ranks))
-        table.add_row(str(info.replica), _state(info, status), str(info.pid or "-"), *map(str, counts),
+        table.add_row(str(info.replica), info.role, _state(info, status), str(info.pid or "-"), *map(str, counts),
                       str(info.restarts))
     Console().print(table)
 

@@ -171,7 +171,7 @@ class Supervisor:
             self._history.take([request.event])
             return EventNoted()
         if isinstance(request, AddReplica):
-            return ReplicaChanged(self._engines.add())
+            return ReplicaChanged(self._engines.add(request.role))
         if isinstance(request, DrainReplica):
             return ReplicaChanged(self._engines.drain(request.replica))
         events = self._history.after(request.events_after) if isinstance(request, ListReplicas) else []

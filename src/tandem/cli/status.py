@@ -177,6 +177,7 @@ def _as_json(look: Look) -> dict[str, Any]:
     replicas = []
     for one in look.replicas:
         entry: dict[str, Any] = {"replica": one.info.replica, "model": one.info.model or look.model,
+                                 "role": one.info.role,
                                  "state": one.state, "pid": one.info.pid,
                                  "process_restarts": one.info.restarts, "tokens_per_s": one.tokens_per_s,
                                  "detail": one.detail}
@@ -204,16 +205,16 @@ def _show(look: Look) -> None:
         console.print(_models(look))
     if not look.replicas:
         return
-    table = Table("replica", "state", "running", "waiting", "KV tokens", "tokens/s", "restarts", box=None)
+    table = Table("replica", "role", "state", "running", "waiting", "KV tokens", "tokens/s", "restarts", box=None)
     ranks = Table("replica", "rank", "host", "stage", "layers", "weights", "wired", "KV", "peak", "ms/step",
                   "pace", "process", box=None)
     for one in look.replicas:
         status, restarts = one.status, one.info.restarts
         if status is None:
-            table.add_row(str(one.info.replica), one.state, "-", "-", "-", "-", str(restarts))
+            table.add_row(str(one.info.replica), one.info.role, one.state, "-", "-", "-", "-", str(restarts))
             continue
         rate = "-" if one.tokens_per_s is None else f"{one.tokens_per_s:.1f}"
-        table.add_row(str(one.info.replica), one.state, str(status.running), str(status.queued),
+        table.add_row(str(one.info.replica), one.info.role, one.state, str(status.running), str(status.queued),
                       f"{status.kv_tokens_used}/{status.kv_tokens_total}", rate, str(restarts + status.restarts))
         for rank in status.ranks:
             ranks.add_row(str(one.info.replica), str(rank.rank), rank.host, f"{rank.stage + 1}/{status.stages}",

@@ -148,11 +148,11 @@ def _models(now: Look) -> Table:
 
 
 def _replicas(now: Look) -> Table:
-    table = _table("replica", "state", "ranks", "running", "waiting", "KV tokens", "", "restarts")
+    table = _table("replica", "role", "state", "ranks", "running", "waiting", "KV tokens", "", "restarts")
     for replica in now.status["replicas"]:
         used, total = replica["kv_tokens_used"], replica["kv_tokens_total"]
         state = Text(replica["state"], _COLOURS.get(replica["state"], "red"))
-        table.add_row(str(replica["replica"]), state, str(replica["ranks"]), str(replica["running"]),
+        table.add_row(str(replica["replica"]), replica["role"], state, str(replica["ranks"]), str(replica["running"]),
                       str(replica["queued"]), f"{used}/{total}", _bar(used, total), str(replica["restarts"]))
     return table
 

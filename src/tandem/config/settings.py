@@ -7,6 +7,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+Role = Literal["prefill", "decode", "both"]
+"""What a replica is for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
@@ -62,6 +65,9 @@ class ParallelSettings:
     data_parallel_size: int = 1
     """Copies of the model (replicas) behind one address, each laid out as the other options say; they share this
     machine's cores and memory. Only `tandem serve` has several."""
+    roles: tuple[Role, ...] | None = None
+    """What each replica is for, such as prefill,decode: long prompts are computed by those that prefill and go on, over
+    `kv_disk`, at those that decode; both: either (docs/kv.md). By default all do both."""
     parallel: tuple[int, ...] | None = None
     """Ranks of each stage, where they differ: 2,1 is a stage of two ranks and a stage of one."""
     tensor_split: tuple[float, ...] | None = None

@@ -98,6 +98,7 @@ def validate(settings: Settings, label: Label = default_label) -> list[str]:
                           "leave one out", param="kv_disk")
     _check_socket(settings.process.engine_socket, label)
     _check_layer_split(settings, label)
+    _check_roles(settings, label)
     _check_launcher(settings.parallel, label)
     _check_speculation(settings, label)
     _check_names(settings, label)
@@ -171,6 +172,22 @@ def _check_layer_split(settings: Settings, label: Label) -> None:
             f"{label('layer_split')}: {given} is for {len(split)} stage(s), but {label(source)} asks for {stages}",
             param="layer_split",
         )
+
+
+def _check_roles(settings: Settings, label: Label) -> None:
+    roles, count = settings.parallel.roles, settings.parallel.data_parallel_size
+    if roles is None:
+        return
+    given = f"{label('roles')}: {','.join(roles)}"
+    if len(roles) != count:
+        raise ConfigError(f"{given} is for {len(roles)} replica(s), but {label('data_parallel_size')} asks for "
+                          f"{count}; name one role for each", param="roles")
+    for role, other in (("prefill", "decode"), ("decode", "prefill")):
+        if set(roles) == {role}:
+            raise ConfigError(f"{given} has nobody to {other}; make one of them {other} or both", param="roles")
+    if set(roles) != {"both"} and settings.scheduler.kv_disk is None:
+        raise ConfigError(f"{given} needs {label('kv_disk')} DIR, over which prompts go from replica to replica; "
+                          "add it, or leave roles out", param="roles")
 
 
 def _check_launcher(parallel: ParallelSettings, label: Label) -> None:

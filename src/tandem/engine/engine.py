@@ -241,8 +241,8 @@ class Engine:
         departures = self.scheduler.departures
         self._out += departures.depart()
         if self._writing.seconds(departures.progress, now) > WRITE_S:
-            log.warning("what requests that leave have computed is not written in %.0f s; it is computed again where "
-                        "they go", WRITE_S)
+            log.warning("what requests that leave have computed is not written in %.0f s; those who can stay do, and "
+                        "what the others have is computed again where they go", WRITE_S)
             departures.lose_patience()
 
     def _rest(self, now: float) -> None:

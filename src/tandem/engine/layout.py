@@ -19,15 +19,15 @@ from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.draft import find_draft_model
-from tandem.errors import ConfigError, LayoutError
+from tandem.errors import ConfigError, LayoutError, UnsupportedModel
 from tandem.executors.base import Executor
 from tandem.executors.lent_threads import lent
 from tandem.launchers.base import Place
-from tandem.launchers.machines import stage_memory, told_memory, with_layout
+from tandem.launchers.machines import role_of, stage_memory, told_memory, with_layout
 from tandem.launchers.registry import launcher_kind, make_launcher
 from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
-from tandem.models.kv_types import require_quantizable
+from tandem.models.kv_types import no_pieces, require_quantizable
 from tandem.models.partition import split_layers
 from tandem.models.pooling import pooling_of
 from tandem.models.shard import plan_shards
@@ -108,6 +108,7 @@ def plan_layout(settings: Settings) -> GangLayout:
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft = find_draft_model(settings, files, description)
+    _check_role(parallel, settings.scheduler.kv_disk, description, draft)
     kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
     specs = [
         StageSpec(
@@ -160,6 +161,21 @@ def _check_adapter(model: ModelSettings, description: ModelDescription) -> None:
         raise ConfigError("--adapter-path with --weights-from head: adapters do not travel; copy model and adapter to "
                           "every machine, and leave out --weights-from head", param="adapter_path")
     read_adapter(model.adapter_path, description)
+
+
+def _check_role(parallel: ParallelSettings, kv_disk: str | None, description: ModelDescription,
+                draft: ModelFiles | None) -> None:
+    """Raises ConfigError for a replica that shares its work with others, where sequences cannot go to them."""
+    if (role := role_of(parallel)) == "both":
+        return
+    if kv_disk is None:
+        raise ConfigError(f"role {role}: sequences go from replica to replica over --kv-disk DIR, which is not given",
+                          param="roles")
+    if draft is not None:
+        raise ConfigError(f"role {role} with --draft-model: a draft model's KV does not go from replica to replica; "
+                          "leave one out", param="roles")
+    if not description.kept_by_position:
+        raise UnsupportedModel(no_pieces(role, description.family), param="roles")
 
 
 def _check_gpu_options(parallel: ParallelSettings, wired: str) -> None:

@@ -21,8 +21,10 @@ from tandem.engine.fallback import Alternatives, Fallback
 from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.sizing import make_limits, require_quantized
-from tandem.errors import RankFailure, UsageError
+from tandem.errors import RankFailure, UnsupportedModel, UsageError
 from tandem.executors.base import Executor, Progress
+from tandem.launchers.machines import role_of
+from tandem.models.kv_types import no_pieces
 from tandem.protocol.control import EngineMessage, Ready, Refused
 from tandem.protocol.events import History
 from tandem.scheduler.limits import Limits
@@ -144,6 +146,7 @@ class Gang:
                 if trouble := next((ready for ready in self.ready if ready.disk_trouble), None):
                     raise UsageError(f"rank {trouble.rank}: {trouble.disk_trouble}", param="kv_disk")
                 require_quantized(self.layout, self.ready)
+                self._require_pieces(role_of(self._settings.parallel))
                 limits = self._limits()
                 scheduler = Scheduler(limits, first_step=self._canary(limits, 0, progress))
                 break
@@ -165,6 +168,10 @@ class Gang:
         self._stand()
         self._begin(scheduler)
         return scheduler
+
+    def _require_pieces(self, role: str) -> None:
+        if role != "both" and any(ready.pieces is None for ready in self.ready):
+            raise UnsupportedModel(no_pieces(role, self.layout.description.family), param="roles")
 
     def _begin(self, scheduler: Scheduler) -> None:
         for ready in self.ready:

@@ -13,11 +13,14 @@ from tandem.engine.recovery import Gang
 from tandem.executors.watchdog import SLOW, SLOW_S
 from tandem.models.families.table import family_of
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
+from tandem.scheduler.disk import Pace
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationCounts
 
 OLD = 0.9
 """Share of the old mean in the new one."""
+PROOF = 8192
+"""Tokens of prompts from which on it is said how fast they are computed."""
 
 
 def _speculation(layout: GangLayout) -> str:
@@ -95,6 +98,8 @@ class Report:
             disk_saves=scheduler.disk.saves if scheduler else 0.0, kv_reach=_kv_reach(gang),
             lent_saves=scheduler.disk.lent_saves if scheduler else 0.0,
             lends=list(gang.lends.items()) if gang.state in ("ready", "draining") else [],
+            prefix_room=scheduler.limits.prefix_tokens if scheduler else 0,
+            prompt_tokens_s=_proven(scheduler.disk.computing) if scheduler else 0.0,
             kv_dtype=_kv_dtype(layout, gang.ready),
             kv_bytes_per_token=sum(ready.kv_bytes_per_token for ready in gang.ready),
             speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,
@@ -154,6 +159,11 @@ def _kv_dtype(layout: GangLayout, ranks: Sequence[Ready]) -> str:
     named = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
     others = "" if len(layers) == layout.description.num_layers else "; others stay in the type of computation"
     return f"{asked} in layers {named}{others}"
+
+
+def _proven(pace: Pace) -> float:
+    """Tokens a second; 0 before so many were seen that chance has little part in it."""
+    return pace.tokens_s if pace.seen >= PROOF else 0.0
 
 
 def _kv_store(ranks: Sequence[Ready]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tandem.config.settings import ParallelSettings
+from tandem.config.settings import ParallelSettings, Role
 from tandem.errors import LayoutError
 from tandem.launchers.hostfile import HostEntry, hosts_of, read_hostfile
 
@@ -69,6 +69,11 @@ def ranks_of(parallel: ParallelSettings) -> int:
     """Ranks of one replica."""
     return sum(parallel.parallel) if parallel.parallel else (
         parallel.pipeline_parallel_size * parallel.tensor_parallel_size)
+
+
+def role_of(parallel: ParallelSettings) -> Role:
+    """What one replica, with settings of its own, is for."""
+    return parallel.roles[0] if parallel.roles else "both"
 
 
 def told_memory(parallel: ParallelSettings) -> list[int]:

@@ -21,7 +21,7 @@ from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
 from tandem.models.families.table import FAMILIES, REFUSED, Family, family_of, module_of
-from tandem.models.kv_types import kv_groups
+from tandem.models.kv_types import kept_by_position, kv_groups
 from tandem.models.quantization import loaded_bytes, read_quantization
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
@@ -113,6 +113,9 @@ class ModelDescription:
     kv_groups: tuple[tuple[int, float], ...] = ()
     """For each layer the size of the groups in which its keys and values can be quantised (0: they stay as they are),
     and their elements of one token."""
+    kept_by_position: bool = True
+    """All that is kept of a sequence belongs to one of its positions, as far as config.json tells: no windows, no
+    states."""
     latent_layers: frozenset[int] = frozenset()
     """Layers that keep a latent."""
     uncut: frozenset[int] = frozenset()
@@ -170,6 +173,7 @@ def describe(files: ModelFiles) -> ModelDescription:
         can_be_cut=all(cache.can_be_cut for cache in caches),
         replicated_cache=any(cache.replicated for cache in caches),
         kv_groups=tuple(zip(kv_groups(known, caches, head_dim), (cache.position for cache in caches), strict=True)),
+        kept_by_position=kept_by_position(known, caches),
         latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),
         max_context=facts.max_context(),
         dtype=_stored_dtype(tensors),

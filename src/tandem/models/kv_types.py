@@ -70,11 +70,24 @@ def nothing_to_quantize(kv_dtype: str, family: str) -> str:
             "they are, and so do heads whose width is no multiple of 32; leave it out")
 
 
+def no_pieces(role: str, family: str) -> str:
+    """What to tell who gives a replica a role that it cannot have."""
+    return (f"role {role}: {family} keeps windows or states, which do not go from replica to replica; leave roles out")
+
+
 def element_bytes(kv_dtype: str, group: int, item: int) -> float:
     """Bytes of an element of keys and values; `item`: of a number in the type of computation, as scales and biases
     are."""
     bits = KV_BITS[kv_dtype]
     return bits / 8 + 2 * item / group_for(bits, group) if bits and group else float(item)
+
+
+def kept_by_position(config: Mapping[str, Any], caches: Sequence[LayerCache]) -> bool:
+    """Each layer keeps something of every position and nothing else, so that a prefix can be cut into pieces; as far as
+    config.json tells."""
+    return config.get("model_type") != "minimax_m3_vl" and not any(
+        cache.state or cache.kind not in ("positions", "latent") or _is_window(config, i)
+        for i, cache in enumerate(caches))
 
 
 def _is_plain(config: Mapping[str, Any], i: int, cache: LayerCache) -> bool:

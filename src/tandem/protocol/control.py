@@ -207,6 +207,10 @@ class EngineStatus(Struct, frozen=True, tag=True):
     """As `disk_saves`, of what others lend."""
     lends: list[tuple[str, str]] = []
     """Directories that its ranks lend from (`Ready.store`), and the endpoint of one rank for each."""
+    prefix_room: int = 0
+    """Longest prefix, in tokens, that can be kept in memory, as one that is read from disk has to be."""
+    prompt_tokens_s: float = 0.0
+    """Tokens of prompts computed a second, lately, while nobody decoded; 0 until many were."""
     kv_dtype: str = ""
     """In what keys and values are kept, and in which layers."""
     kv_bytes_per_token: int = 0

@@ -118,5 +118,7 @@ class EngineRequest(Struct, frozen=True, kw_only=True):
     """Its prompt may be kept on disk."""
     kept: int = 0
     """So many of its tokens, from the first, another replica has computed and written to a disk that this one reads."""
+    leaves: bool = False
+    """Once its prompt is computed and written to disk it goes on at another replica (`HandedOver`), if it can."""
     warms: bool = False
     """It ends with its prompt, and asks for nothing: the prompt is to be kept for those that begin like it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from tandem.config.settings import Role
 from tandem.protocol.events import Event
 
 
@@ -20,6 +21,8 @@ class ListReplicas(Struct, frozen=True, tag=True):
 
 class AddReplica(Struct, frozen=True, tag=True):
     """Start one more engine with the settings of the others; answered by `ReplicaChanged` before it has loaded."""
+
+    role: Role = "both"
 
 
 class DrainReplica(Struct, frozen=True, tag=True):
@@ -68,6 +71,8 @@ class ReplicaInfo(Struct, frozen=True):
     """Which of several models it serves; empty where there is one."""
     detail: str = ""
     """Why its process does not run, and what follows."""
+    role: Role = "both"
+    """What it is for."""
 
 
 class ModelInfo(Struct, frozen=True):

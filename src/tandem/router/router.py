@@ -3,17 +3,21 @@
 Work is counted in tokens: prompts not yet answered, and output still to come. A replica that was lately sent a prompt
 with the same beginning need not compute that part again, so it is preferred until it has more work before it than the
 least loaded one by exactly the tokens that it saves. Replicas that keep prompts in the same directory, or lend them to
-one another, read what another of them was sent: that saves a share of computing it. Pure: no clock, no sockets; used by
-one thread.
+one another, read what another of them was sent: that saves a share of computing it.
+
+Replicas have roles. Those for prefill get long prompts alone, which go on elsewhere once they are computed; the others
+get all else. Roles are wishes: whoever is there does what has to be done. Pure: no clock, no sockets; used by one
+thread.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
+from tandem.config.settings import Role
 from tandem.protocol.pieces import PIECE
 from tandem.router.affinity import SentPrefixes, prompt_hashes
 
@@ -24,6 +28,12 @@ TAIL = 32
 
 DISK_CAPACITY = 65536
 """Blocks remembered for one disk (2 million tokens)."""
+LONG = 2 * PIECE
+"""Tokens to compute from which a prompt disturbs those who decode."""
+SLOWER = 2.0
+"""How many times as long a replica for prefill may take for a prompt as the one where it goes on."""
+LATER = 4.0
+"""The same, with what waits before it at either."""
 KEY_TOKENS = 8192
 """What it is worth, in tokens of work, that requests with one key are together."""
 
@@ -44,9 +54,13 @@ class _AtReplica:
     """Output tokens."""
     kept: int = 0
     """Prompt tokens that others have written where the replica reads them, and it has not in memory."""
+    leaves: bool = False
+    """It goes on elsewhere once its prompt is computed."""
 
     @property
     def left(self) -> int:
+        if self.leaves and self.prefill:
+            return self.prefill
         output = min(self.max_tokens - self.done, max(EXPECTED_OUTPUT - self.done, TAIL))
         return self.prefill + max(output, 0)
 
@@ -63,6 +77,11 @@ class _Replica:
     """Directories that it reads from, with those that others lend."""
     lent_saves: float = 0.0
     """As `saves`, of what others lend."""
+    role: Role = "both"
+    pace: float = 0.0
+    """Tokens of prompts that it computes in a second; 0: not known."""
+    room: int = 0
+    """Longest prefix, in tokens, that it can have from elsewhere."""
     load: int = 0
     """Sum of what is left of its jobs."""
     jobs: int = 0
@@ -109,6 +128,12 @@ class Router:
         known = self._replicas[replica]
         known.store, known.saves, known.reach, known.lent_saves = store, saves, frozenset(reach), lent_saves
 
+    def set_role(self, replica: int, role: Role, pace: float = 0.0, room: int = 0) -> None:
+        """What it is for, how many tokens of prompts it computes in a second (0 while that is not known), and the
+        longest prefix that it has room for."""
+        known = self._replicas[replica]
+        known.role, known.pace, known.room = role, pace, room
+
     def reads(self, replica: int, store: str) -> bool:
         """It can have what replicas with this store have written."""
         known = self._replicas[replica]
@@ -125,12 +150,14 @@ class Router:
     # --- requests ---
 
     def place(self, request_id: str, tokens: Sequence[int], max_tokens: int, *, done: int = 0,
-              avoid: Collection[int] = (), key: str = "", on_disk: bool = True) -> int | None:
+              avoid: Collection[int] = (), key: str = "", on_disk: bool = True, may_leave: bool = False,
+              written: Mapping[str, int] | None = None) -> int | None:
         """Choose a replica for a request and count it there; None when none but those in `avoid` takes requests.
 
         `tokens` is all that has to be computed: the prompt, and the `done` tokens that another replica has produced.
         Requests with the same `key` go to the same replica, unless that has `KEY_TOKENS` more work before it.
-        `on_disk`: the prompt is written there.
+        `on_disk`: the prompt is written there. `may_leave`: one replica may compute the prompt, and another go on
+        (`leaves`). `written`: in replicas' stores so many of the tokens are certainly.
         """
         candidates = self._candidates(avoid)
         if not candidates:
@@ -139,25 +166,63 @@ class Router:
         hashes = prompt_hashes(tokens) if several else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         stores = self._stores if hashes else {}
-        written = {store: sent.matched(hashes) // PIECE * PIECE for store, sent in stores.items()}
+        found = {store: sent.matched(hashes) // PIECE * PIECE for store, sent in stores.items()} | dict(written or {})
         kept, cheap = dict.fromkeys(candidates, 0), dict.fromkeys(candidates, 0)
-        for i, (store, tokens_there) in product(candidates, written.items()):
+        for i, (store, tokens_there) in product(candidates, found.items()):
             if self.reads(i, store):
                 one = self._replicas[i]
                 share = one.saves if store == one.store else one.lent_saves
                 kept[i] = max(kept[i], tokens_there)
                 cheap[i] = max(cheap[i], int(max(tokens_there - saved[i], 0) * share))
         worth = {i: saved[i] + cheap[i] for i in candidates}
-        worth |= ({home: max(worth[home], KEY_TOKENS)} if (home := _home(key, candidates)) is not None else {})
-        best = min(candidates, key=lambda i: (self._replicas[i].load - worth[i], self._replicas[i].last))
-        self._count(request_id, _AtReplica(best, max_tokens, len(tokens) - saved[best] - cheap[best], done,
-                                           kept[best] if kept[best] > saved[best] else 0))
+        homes = [i for i in candidates if self._replicas[i].role != "prefill"] or candidates
+        worth |= ({home: max(worth[home], KEY_TOKENS)} if (home := _home(key, homes)) is not None else {})
+        best = min(homes, key=lambda i: (self._replicas[i].load - worth[i], self._replicas[i].last))
+        work, leaves = {i: len(tokens) - saved[i] - cheap[i] for i in candidates}, False
+        if len(tokens) - max(saved[best], kept[best]) >= LONG:
+            ends = max_tokens - done <= 1
+            best, leaves = self._reader(best, work, len(tokens), ends=ends, may_leave=may_leave)
+        self._count(request_id, _AtReplica(best, max_tokens, work[best], done,
+                                           kept[best] if kept[best] > saved[best] else 0, leaves))
         self._replicas[best].sent.note(hashes)
-        if on_disk and (store := self._replicas[best].store):
+        if on_disk and not leaves and (store := self._replicas[best].store):
             self._stores.setdefault(store, SentPrefixes(DISK_CAPACITY)).note(hashes)
         self._choices += 1
         self._replicas[best].last = self._choices
         return best
+
+    def _reader(self, home: int, work: Mapping[int, int], tokens: int, *, ends: bool,
+                may_leave: bool) -> tuple[int, bool]:
+        """Who computes a long prompt of so many `tokens` that goes on at `home`, which takes so much `work` at each
+        candidate; and whether it leaves afterwards. `ends`: nothing comes after it."""
+        known = self._replicas
+        if known[home].role == "prefill":
+            return home, False
+        apart = [i for i in work if known[i].role == "prefill"
+                 and (ends or (may_leave and self._follows(home, i, tokens)))]
+        mixed = [i for i in work if known[i].role == "both"] if known[home].role == "decode" else []
+        for readers in filter(None, (apart, mixed)):
+            paced = all(known[i].pace for i in readers)
+            best = min(readers, key=lambda i: (known[i].load + work[i]) / (known[i].pace if paced else 1.0))
+            if self._bears(best, home, work):
+                return best, readers is apart and not ends
+        return home, False
+
+    def _follows(self, home: int, reader: int, tokens: int) -> bool:
+        """It can have what the other computes of so many tokens."""
+        return self.reads(home, self._replicas[reader].store) and self._replicas[home].room >= tokens // PIECE * PIECE
+
+    def _bears(self, reader: int, home: int, work: Mapping[int, int]) -> bool:
+        """The first token would not come much later from `reader`."""
+        there, here = self._replicas[reader], self._replicas[home]
+        ratio = here.pace / there.pace if here.pace and there.pace else 1.0
+        return (ratio * work[reader] <= SLOWER * work[home]
+                and ratio * (there.load + work[reader]) <= LATER * (here.load + work[home]))
+
+    def leaves(self, request_id: str) -> bool:
+        """The replica that was chosen for it is to compute its prompt, and no more."""
+        job = self._jobs.get(request_id)
+        return job is not None and job.leaves
 
     def kept(self, request_id: str) -> int:
         """So many of its tokens have others written where the replica that was chosen for it reads them."""

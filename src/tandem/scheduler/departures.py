@@ -1,19 +1,19 @@
 """Sequences that go on at another replica: what is computed of them is written to disk before they leave.
 
-One leaves after the other, and goes on here until its pieces are written. What is beyond its last whole piece, and what
-could not be written, is computed again where it goes.
+Some leave as soon as that can be; others when their prompt is computed, and of these each piece is written as soon as
+it is there. All go on here until their pieces are written. What is beyond the last whole piece, and what could not be
+written, is computed again where they go.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import HandedOver
-from tandem.protocol.pieces import StoreOp
+from tandem.protocol.pieces import PIECE, StoreOp
 from tandem.scheduler.disk import DiskTier
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence
@@ -24,12 +24,21 @@ AT_ONCE = 4
 
 @dataclass
 class _Parting:
-    """Who leaves next, once it is known what has to be written."""
+    """One who leaves."""
 
     sequence: Sequence
-    names: list[bytes]
-    """All of its whole pieces."""
+    after: int = 0
+    """It leaves when it has more tokens than so many, and stays where disks do not take it. 0: as soon as can be."""
+    names: list[bytes] | None = None
+    """All of its whole pieces; None before it is known what has to be written."""
     ordered: set[bytes] = field(default_factory=set)
+    waits: bool = True
+    """For what disks have not taken."""
+
+    @property
+    def due(self) -> bool:
+        """Nothing but its pieces keeps it here."""
+        return self.names is not None and len(self.sequence.tokens) > self.after
 
 
 class Departures:
@@ -38,64 +47,89 @@ class Departures:
     def __init__(self, disk: DiskTier, finish: Callable[[Sequence], None]) -> None:
         """`finish` ends a sequence here."""
         self._disk, self._finish = disk, finish
-        self._leaving: deque[Sequence] = deque()
-        self._parting: _Parting | None = None
-        self._impatient = False
+        self._leaving: dict[str, _Parting] = {}
+
+    def enter(self, sequence: Sequence) -> None:
+        """It is new here: have it leave with its next token, if its request says so and it can."""
+        if sequence.request.leaves and self._can_leave(sequence):
+            names = piece_names(block_hashes(sequence.tokens))
+            self._leaving[sequence.request_id] = _Parting(sequence, len(sequence.tokens), names)
 
     def ask(self, sequence: Sequence) -> None:
         """Have it leave, unless it has to be finished here: what may not be written, needs states of all positions, is
         on trial, or ends with its prompt."""
+        before = self._leaving.get(sequence.request_id)
+        leaves = before is not None and before.sequence is sequence and not before.after
+        if self._can_leave(sequence) and not leaves:
+            self._leaving[sequence.request_id] = _Parting(sequence)
+
+    def _can_leave(self, sequence: Sequence) -> bool:
         request = sequence.request
-        stays = (sequence.whole or sequence.suspicion.suspect or request.pooling or request.warms
-                 or not request.on_disk or sequence in self._leaving)
-        if self._disk.on and not stays:
-            self._leaving.append(sequence)
+        stays = sequence.whole or sequence.suspicion.suspect or request.pooling or request.warms or not request.on_disk
+        return self._disk.on and not stays
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        """It leaves when its prompt is computed, and what is computed of that is written by and by."""
+        parting = self._leaving.get(sequence.request_id)
+        return parting is not None and parting.after > 0
 
     @property
     def progress(self) -> object:
         """Changes as long as disks write; None when nobody waits for them."""
-        parting = self._parting
-        return parting and (parting.sequence.request_id, len(self._missing(parting)), len(parting.ordered))
+        return [(one.sequence.request_id, len(self._missing(one)), len(one.ordered))
+                for one in self._leaving.values() if one.due] or None
 
     def lose_patience(self) -> None:
-        """The disks say nothing: whoever leaves does so with what they have."""
-        self._impatient = True
+        """The disks say nothing: whoever was asked to leave does so with what they have, others stay."""
+        for request_id, parting in list(self._leaving.items()):
+            parting.waits = parting.after > 0
+            if parting.after and parting.due:
+                del self._leaving[request_id]
 
     def forget(self) -> None:
-        """The ranks are gone; whoever was about to leave does so at the next look."""
-        self._parting = None
+        """The ranks are gone; whoever was about to leave does so at the next look, or once its prompt is computed."""
+        for parting in self._leaving.values():
+            parting.ordered.clear()
 
     def write(self, lane: Lane) -> list[StoreOp]:
-        """What ranks have to write at the end of the lane's next plan, of the next one who leaves."""
-        if not self._leaving or self._leaving[0].lane != lane.index:
-            return []
-        sequence = self._leaving[0]
-        if self._parting is None:
-            known = sequence.tokens[:min(len(sequence.tokens), sequence.computed)]
-            self._parting = _Parting(sequence, piece_names(block_hashes(known)))
-        ordered, missing = self._parting.ordered, self._missing(self._parting)
-        under_way = sum(name in ordered for _, name in missing)
-        pieces = [one for one in missing if one[1] not in ordered][:AT_ONCE - under_way]
-        ordered.update(name for _, name in pieces)
-        return [StoreOp(sequence.request_id, pieces)] if pieces else []
+        """What ranks have to write at the end of the lane's next plan, first of those who were first to leave."""
+        orders, room = [], AT_ONCE
+        for request_id, parting in self._leaving.items():
+            sequence = parting.sequence
+            if parting.names is None and sequence.lane is not None and room > 0:
+                known = sequence.tokens[:min(len(sequence.tokens), sequence.computed)]
+                parting.names = piece_names(block_hashes(known))
+            missing = self._missing(parting)
+            room -= sum(name in parting.ordered for _, name in missing)
+            if sequence.lane != lane.index or room <= 0:
+                continue
+            pieces = [(number, name) for number, name in missing
+                      if name not in parting.ordered and (number + 1) * PIECE <= sequence.computed][:room]
+            if pieces:
+                room -= len(pieces)
+                parting.ordered.update(name for _, name in pieces)
+                orders.append(StoreOp(request_id, pieces))
+        return orders
 
     def depart(self) -> list[HandedOver]:
         """Let those go who can; whoever has ended here meanwhile does not leave."""
         gone = []
-        while self._leaving:
-            sequence, parting = self._leaving[0], self._parting
-            if sequence.finished:
-                self._leaving.popleft()
-                self._parting = None
-                continue
-            writes = parting is None or self._missing(parting)
-            if sequence.complete or (sequence.lane is not None and writes and not self._impatient):
-                break  # its last token is under way, or a piece of it
-            self._leaving.popleft()
-            self._parting = None
-            gone.append(HandedOver(sequence.request_id, self._disk.has(block_hashes(sequence.tokens))))
-            self._finish(sequence)
+        for request_id, parting in list(self._leaving.items()):
+            sequence = parting.sequence
+            if sequence.finished or (parting.after and not self._disk.on):
+                del self._leaving[request_id]
+            elif self._may_go(parting):
+                del self._leaving[request_id]
+                gone.append(HandedOver(request_id, self._disk.has(block_hashes(sequence.tokens))))
+                self._finish(sequence)
         return gone
 
+    def _may_go(self, parting: _Parting) -> bool:
+        if parting.sequence.complete:
+            return False  # its last token is under way
+        if not parting.after and (parting.sequence.lane is None or not parting.waits):
+            return True
+        return parting.due and not self._missing(parting)
+
     def _missing(self, parting: _Parting) -> list[tuple[int, bytes]]:
-        return [(number, name) for number, name in enumerate(parting.names) if not self._disk.holds(name)]
+        return [(number, name) for number, name in enumerate(parting.names or ()) if not self._disk.holds(name)]

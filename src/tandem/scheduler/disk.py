@@ -27,11 +27,14 @@ class Pace:
     """Tokens a second, lately."""
 
     tokens_s: float = 0.0
+    seen: int = 0
+    """Tokens that this was measured with."""
 
     def measure(self, tokens: int, seconds: float) -> None:
         """So many took so long."""
         if tokens > 0 and seconds > 0:
             now = tokens / seconds
+            self.seen += tokens
             self.tokens_s = OLD * self.tokens_s + (1 - OLD) * now if self.tokens_s else now
 
 
@@ -168,8 +171,10 @@ class DiskTier:
             sequence.awaits = sequence.looked = True
             return
         here = prefixes.peek(hashes)
-        names = next((some for some in (names, self._own(names))
-                      if len(some) * PIECE - here >= PIECE and self._pays(some, len(some) * PIECE - here)), [])
+        # What came from another replica is read whatever the pace: it came so that this one need not compute it.
+        came = sequence.request.kept >= PIECE and bool(sequence.request.produced)
+        names = next((some for some in (names, self._own(names)) if len(some) * PIECE - here >= PIECE
+                      and (came or self._pays(some, len(some) * PIECE - here))), [])
         if not names:
             return
         gain = len(names) * PIECE - here

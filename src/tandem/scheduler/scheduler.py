@@ -77,6 +77,7 @@ class Scheduler:
         self.sequences[request.request_id] = sequence
         self.waiting.append(sequence)
         self.disk.seek(sequence, self.prefixes)
+        self.departures.enter(sequence)
         self.shares.enter(request)
 
     @property
@@ -260,7 +261,8 @@ class Scheduler:
         """Prefixes that are to be on disk too: new ones, and some in memory already, which are warmed."""
         warmed = (lane.members[op.request_id] for op in prefill if op.last)
         old = (self.prefixes.holding(one.tokens) for one in warmed if one.request.warms and one.request.on_disk)
-        return {save.key for save in saves if lane.members[save.request_id].request.on_disk} | {*filter(None, old)}
+        new = ((save.key, lane.members[save.request_id]) for save in saves)
+        return {key for key, one in new if one.request.on_disk and one not in self.departures} | {*filter(None, old)}
 
     def _fits(self, lane: Lane, sequence: Sequence) -> bool:
         """True if there is a place in the batch and room in the KV cache."""

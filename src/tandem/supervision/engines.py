@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import zmq
 
-from tandem.config.settings import Settings
+from tandem.config.settings import Role, Settings
 from tandem.errors import TransportError, UsageError
 from tandem.launchers.registry import on_several_machines
 from tandem.log import Seldom
@@ -67,15 +67,20 @@ class EngineSet:
 
     def start(self) -> None:
         """Start the replicas that the settings ask for."""
-        for _ in range(self._settings.parallel.data_parallel_size):
-            self._add()
+        parallel = self._settings.parallel
+        for place in range(parallel.data_parallel_size):
+            self._add(parallel.roles[place] if parallel.roles else "both")
 
     # --- the control socket's requests ---
 
-    def add(self) -> int:
-        """Start one more replica and return its number. Raises UsageError when there are no more machines."""
+    def add(self, role: Role = "both") -> int:
+        """Start one more replica and return its number. Raises UsageError when there are no more machines, or nothing
+        over which sequences go from role to role."""
+        if role != "both" and self._settings.scheduler.kv_disk is None:
+            raise UsageError(f"--role {role}: prompts go from replica to replica over --kv-disk DIR, with which this "
+                             "server was not started", param="role")
         self._several = True
-        number = self._add()
+        number = self._add(role)
         self._note(number, "replica_added", "a replica was added; it loads")
         return number
 
@@ -237,10 +242,10 @@ class EngineSet:
 
     # --- processes ---
 
-    def _add(self) -> int:
+    def _add(self, role: Role) -> int:
         index, self._next = self._next, self._next + 1
         number = next(self._numbers)
-        replica = ReplicaProcess(number, replica_settings(self._settings, index, number), index, self._model,
+        replica = ReplicaProcess(number, replica_settings(self._settings, index, number, role), index, self._model,
                                  named=self._several or bool(self._model), lending=self._lending)
         self._replicas[number] = replica
         replica.launch(gpus_of(self._settings, replica.place))

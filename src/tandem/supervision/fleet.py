@@ -12,7 +12,7 @@ import logging
 from dataclasses import dataclass
 
 from tandem.checkpoints.resolve import name_of
-from tandem.config.settings import NamedModel, Settings
+from tandem.config.settings import NamedModel, Role, Settings
 from tandem.config.several import named_models, settings_of, unload_after
 from tandem.errors import UsageError
 from tandem.processes.child import ChildProcess
@@ -140,7 +140,7 @@ class Fleet:
             one.engines.drain_all()
         return name
 
-    def add(self) -> int:
+    def add(self, role: Role = "both") -> int:
         """Raises UsageError: how many replicas a model has is part of the memory plan."""
         raise UsageError("replicas cannot be added where there are several models; set data_parallel_size in the "
                          "model's table [models.NAME]")

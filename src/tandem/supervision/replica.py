@@ -14,10 +14,10 @@ from pathlib import Path
 import msgspec
 
 from tandem.config.loading import to_json
-from tandem.config.settings import Settings
+from tandem.config.settings import Role, Settings
 from tandem.env import child_environment, engine_socket_path
 from tandem.errors import SpawnError
-from tandem.launchers.machines import ranks_of, replica_hosts
+from tandem.launchers.machines import ranks_of, replica_hosts, role_of
 from tandem.launchers.registry import launcher_kind, sharing
 from tandem.launchers.worlds import visible_gpus
 from tandem.processes.child import ChildProcess
@@ -191,7 +191,7 @@ class ReplicaProcess:
         state = ("draining" if self.draining else "running" if self.child else "failed" if self.given_up
                  else "restarting")
         return ReplicaInfo(self.index, self.endpoint, state, self.child.pid if self.child else None, self.restarts,
-                           self.model, self.detail)
+                           self.model, self.detail, role_of(self.settings.parallel))
 
 
 def endpoint(path: str) -> str:
@@ -219,14 +219,17 @@ def _sharing_memory(settings: Settings, index: int) -> int:
     return -(-parallel.data_parallel_size * ranks_of(parallel) // len(visible_gpus()))
 
 
-def replica_settings(settings: Settings, index: int, number: int | None = None) -> Settings:
-    """Settings of one engine: its own socket, and with several replicas its hosts, or its share of cores and memory.
+def replica_settings(settings: Settings, index: int, number: int | None = None, role: Role | None = None) -> Settings:
+    """Settings of one engine: its own socket and role, and with several replicas its hosts, or its share of cores and
+    memory. `role`: by default that of the first replicas, in order.
 
     `index` counts a model's replicas; `number`, by default the same, is unique over all models. A single one keeps the
     settings as they are. Replicas that are added later get the same shares as the first ones.
     """
     number = index if number is None else number
     count, parallel = settings.parallel.data_parallel_size, replica_hosts(settings.parallel, index)
+    role = role or (parallel.roles[index] if parallel.roles else "both")
+    parallel = dataclasses.replace(parallel, roles=None if role == "both" else (role,))
     base = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
     path = base.with_name(f"{base.stem}-{number}{base.suffix}") if count > 1 or number else base
     if count > 1:

@@ -56,6 +56,8 @@ class Dispatcher:
         self.registry = CollectorRegistry()
         self._moved = Counter("tandem_requests_moved", "Requests that went on at another replica after theirs was lost",
                               registry=self.registry)
+        self._handed_over = Counter("tandem_requests_handed_over", "Requests whose prompt one replica computed "
+                                    "and that went on at another by their roles", registry=self.registry)
         self.load = Gauge("tandem_replica_outstanding_tokens", "Work before a replica as the router counts it",
                           ["replica"], registry=self.registry)
 
@@ -65,6 +67,7 @@ class Dispatcher:
             self._router.set_state(index, member.state)
             if (status := member.client.status) is not None:
                 self._router.set_disk(index, status.kv_store, status.disk_saves, status.kv_reach, status.lent_saves)
+                self._router.set_role(index, member.role, status.prompt_tokens_s, status.prefix_room)
             self.load.labels(str(index)).set(self._router.outstanding(index))
 
     def give_up(self, over: str) -> None:
@@ -124,12 +127,13 @@ class Dispatcher:
             others = () if flight.only is None else self._members.keys() - {flight.only}
             index = self._router.place(request.request_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
                                        avoid=flight.refused_by.union(others), key=flight.cache_key,
-                                       on_disk=flight.on_disk)
+                                       on_disk=flight.on_disk, may_leave=flight.may_leave, written=flight.written)
             if index is None:
                 return False
             flight.replica = index
-            kept = max(self._router.kept(request.request_id), flight.kept)
-            request = msgspec.structs.replace(request, kept=kept)
+            kept = max(self._router.kept(request.request_id), flight.kept, flight.perhaps_kept)
+            flight.leaves = self._router.leaves(request.request_id)
+            request = msgspec.structs.replace(request, kept=kept, leaves=flight.leaves)
             if self._members[index].client.send(request, flight):
                 return True
             self._router.end(request.request_id)
@@ -164,9 +168,11 @@ class Dispatcher:
         if not self.closing and isinstance(error, OverloadedError | UnavailableError):
             if isinstance(error, Departed) and flight.replica is not None:
                 flight.left = flight.replica, flight.wire_id
+                status = None if member is None else member.client.status
+                flight.written = {} if status is None else {status.kv_store: error.positions}
             if isinstance(error, EngineLost):
-                self._lost(flight, died=member is not None and not member.draining,
-                           kept=error.positions if isinstance(error, Departed) else 0)
+                kept = error.positions if isinstance(error, Departed) else None
+                self._lost(flight, died=kept is None and member is not None and not member.draining, kept=kept or 0)
             elif flight.replica is not None:
                 flight.refused_by.add(flight.replica)
                 flight.replica = None
@@ -201,9 +207,10 @@ class Dispatcher:
     def _move(self, flight: Flight, error: RequestError) -> bool:
         """Send it elsewhere, or have that tried again soon; False when nothing more can be done for it."""
         self.refresh()
+        counter = self._handed_over if flight.leaves and isinstance(error, Departed) else self._moved
         if self._send(flight):
             if isinstance(error, EngineLost) and flight.replica is not None:
-                self._moved.inc()
+                counter.inc()
                 logger.info("request %s goes on at replica %s after %d tokens", flight.request_id, flight.replica,
                             len(flight.produced))
             return True

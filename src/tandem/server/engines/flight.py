@@ -54,8 +54,14 @@ class Flight:
         """The sending whose loss has been judged."""
         self.kept = 0
         """Of its tokens, from the first, its last replica has written so many to disk, when it let go of it."""
+        self.written: dict[str, int] = {}
+        """The same by store."""
         self.left: tuple[int, str] | None = None
         """The replica that let go of it, and the id that it knew, until it goes on elsewhere."""
+        self.leaves = False
+        """Its replica lets go of it once its prompt is computed."""
+        self.perhaps_kept = 0
+        """So many may be there, as a replica that was to let go of it died before."""
         self.lost_at: float | None = None
         """When it lost the last one, by the event loop's clock. It was accepted once: it is not turned away now because
         others are full."""
@@ -93,6 +99,13 @@ class Flight:
         return self._request.params.max_tokens
 
     @property
+    def may_leave(self) -> bool:
+        """Its prompt may be computed by one replica, and another go on: nobody has begun so far."""
+        request = self._request
+        return (self.on_disk and not self.kept and self.only is None and not self.suspicion.suspect
+                and request.pooling is None and not request.warms and request.params.prompt_logprobs is None)
+
+    @property
     def on_disk(self) -> bool:
         """It may be kept on disk."""
         return self._request.on_disk
@@ -100,6 +113,8 @@ class Flight:
     def lose(self, now: float, *, died: bool, kept: int = 0) -> None:
         """Its replica is lost; `died` unless it was leaving anyway. So many of its tokens it has `kept` on disk."""
         self.kept = max(self.kept, kept)
+        if died and self.leaves:
+            self.perhaps_kept = len(self._request.prompt)
         self.lost_at, self.replica = now, None
         self.refused_by.clear()
         self.losses += died
@@ -116,7 +131,7 @@ class Flight:
     def depart(self) -> EngineRequest:
         """It is about to be sent (again): what to send."""
         self._sendings += 1
-        self.trial, self._heard = None, False
+        self.trial, self._heard, self.leaves = None, False, False
         return msgspec.structs.replace(self._request, request_id=self.wire_id, produced=list(self.produced),
                                        suspicion=msgspec.structs.replace(self.suspicion))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from tandem.config.settings import Role
 from tandem.errors import UnavailableError
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.server.engines.client import EngineClient
@@ -21,6 +22,11 @@ class Member:
     """What the supervisor last said of it, if there is one."""
     leaves: bool = False
     """It was told to let go of what it has."""
+
+    @property
+    def role(self) -> Role:
+        """What it is for."""
+        return "both" if self.info is None else self.info.role
 
     @property
     def draining(self) -> bool:

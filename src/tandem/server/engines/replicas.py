@@ -141,7 +141,7 @@ class Replicas:
         """Each engine by itself."""
         return [replica_state(index, one.client.status, alive=one.client.alive, state=one.told_state,
                               outstanding_tokens=self._router.outstanding(index),
-                              detail=one.info.detail if one.info else "")
+                              detail=one.info.detail if one.info else "", role=one.role)
                 for index, one in self._members.items()]
 
     def events(self) -> list[Event]:
