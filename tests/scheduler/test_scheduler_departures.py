@@ -272,6 +272,7 @@ def test_what_another_has_written_is_looked_for_once() -> None:
     scheduler.submit(request("other", [8, 9]), seed=1)
     [order] = scheduler.disk.orders
     assert isinstance(order, Survey) and order.soon and not order.drop and scheduler.disk.fetching
+    assert order.wanted == names, "those who lend are asked for no more"
     scheduler.disk.orders.clear()
     plan = scheduler.next_plan()
     assert plan is not None and [op.request_id for op in plan.inserts] == ["other"]

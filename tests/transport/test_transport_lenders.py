@@ -101,7 +101,8 @@ def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, fau
 def test_nobody_without_the_keys_gets_anything(lent, tmp_path, monkeypatch):
     monkeypatch.setattr(lenders, "PATIENCE_S", 1.0)
     stranger = Lenders(ClusterKeys.generate(), [lent.endpoint])
-    assert list(stranger.files()) == []
+    stranger.look()
+    assert stranger.files() == []
     stranger.close()
 
 
@@ -176,12 +177,15 @@ def test_who_does_not_answer_is_left_alone_and_who_is_named_no_more_is_forgotten
     assert borrower.names() == borrower.lent() == [NAME]
     silent.close()
     asked = []
-    monkeypatch.setattr(BlobClient, "ask", lambda client: asked.append(client) or 0)
+    monkeypatch.setattr(BlobClient, "ask", lambda client, stems: asked.append(stems) or 0)
     monkeypatch.setattr(BlobClient, "listed", lambda *_: [])
     machines.change([mute, lent.endpoint])
-    assert list(machines.files()) == [] and len(asked) == 1, "the other one is left alone"
+    borrower.survey(wanted=[OTHER])
+    assert asked == [{OTHER.hex()}], "the other one is left alone"
+    assert borrower.names() == [NAME], "what was seen before and not looked for now is there still"
     machines.change([])
-    assert list(machines.files()) == [] and len(asked) == 1
+    borrower.survey(wanted=[NAME])
+    assert len(asked) == 1
     with pytest.raises(Unusable):
         borrower.read(NAME)
 
@@ -195,7 +199,13 @@ def test_only_pieces_are_lent(lent, tmp_path):
     os.symlink(tmp_path / "secret.kv", space / "link.kv")
     os.mkfifo(space / "pipe.kv")
     friend = Lenders(KEY, [lent.endpoint])
-    assert [name for name, _ in friend.files()] == [path.name for path in space.glob("????????*.kv")]
+    for stems in ({OTHER.hex(), "0-1", "link", "pipe"}, {NAME.hex()}, None):
+        friend.look(stems)
+        found = [name for name, _ in friend.files()]
+        assert found == ([] if stems and NAME.hex() not in stems else [f"{NAME.hex()}.0-2.0-6.kv"])
+    (space / f"{NAME.hex()}.0-2.0-6.kv").unlink()
+    friend.look({NAME.hex()})
+    assert not friend.files()
     friend.close()
     for name in ("../../secret.kv", "link.kv",
                  "pipe.kv", "0-1.kv", ".half.kv", "model", str(tmp_path / "secret.kv"), "a\0.kv"):

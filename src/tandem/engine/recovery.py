@@ -189,7 +189,7 @@ class Gang:
     @property
     def lenders(self) -> dict[str, str]:
         """All that lend what these ranks can use: of another model, type or version nobody is asked for anything."""
-        spaces = {ready.store.rpartition("/")[2] for ready in self.ready if ready.lends and ready.store}
+        spaces = {ready.store.rpartition("/")[2] for ready in self.ready if ready.store}
         return {store: endpoint for store, endpoint in self.neighbours
                 if store.rpartition("/")[2] in spaces} | self.lends
 

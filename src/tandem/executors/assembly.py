@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
-from tandem.errors import OutOfMemory, TransportError, UsageError
+from tandem.errors import OutOfMemory, UsageError
 from tandem.guided.vocabulary import Vocabulary
 from tandem.loading.memory import (
     cache_bytes,
@@ -153,7 +153,7 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
                       lending)
         note_model(Path(spec.kv_disk), space, spec.model_name)
         return disk, ""
-    except (UsageError, TransportError, OSError) as error:
+    except (UsageError, OSError) as error:
         return None, str(error)
 
 

@@ -27,6 +27,8 @@ class ListFiles(Struct, frozen=True, tag=True):
     """Ask for `FileList`."""
 
     number: int
+    stems: list[str] | None = None
+    """Of files alone whose names begin with one of these and a dot; None: of all."""
 
 
 class ReadRange(Struct, frozen=True, tag=True):
@@ -37,7 +39,7 @@ class ReadRange(Struct, frozen=True, tag=True):
 
 
 class FileList(Struct, frozen=True, tag=True):
-    """All files that are served."""
+    """Files that are served."""
 
     number: int
     files: list[BlobFile]

@@ -42,6 +42,8 @@ class Survey(Struct, frozen=True, tag=True):
     """Delete the pieces of this model, adapter and type first, whoever wrote them."""
     soon: bool = False
     """Look before what waits is written."""
+    wanted: list[bytes] | None = None
+    """Pieces that those who lend are asked for; None: all that they have."""
 
 
 class Surveyed(Struct, frozen=True, tag=True):

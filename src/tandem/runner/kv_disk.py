@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
+from tandem.errors import TransportError
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
@@ -97,8 +99,7 @@ class KVDisk:
 
     def __init__(self, rank: int, files: PieceFiles, layers: Layers, report: Report,
                  lending: Lending | None = None) -> None:
-        """`report` is called from a thread of this class. `lending`: other ranks have other disks. Raises
-        TransportError where what is here cannot be lent to them."""
+        """`report` is called from a thread of this class. `lending`: other ranks have other disks."""
         self._rank, self._files, self._layers, self._report = rank, files, layers, report
         self._jobs: queue.PriorityQueue[tuple[int, int, Any]] = queue.PriorityQueue()
         self._number = itertools.count()
@@ -115,9 +116,9 @@ class KVDisk:
         self._lenders = None if lending is None else Lenders(lending.keys)
         if self._lenders is not None:
             files.borrow(self._lenders)
-        self._server = None if lending is None else PieceServer(files.directory, lending)
+        self._server = None if lending is None else _serve(files.directory, lending)
         self.lends = self._server.endpoint if self._server is not None else ""
-        """Where other ranks can have what is here."""
+        """Where other ranks can have what is here; empty where they cannot."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
 
     def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
@@ -216,7 +217,7 @@ class KVDisk:
 
     def _survey(self, order: Survey) -> None:
         try:
-            nbytes, total = self._files.survey(drop=order.drop)
+            nbytes, total = self._files.survey(drop=order.drop, wanted=order.wanted)
         except OSError as error:
             seldom.warning("the directory for KV cannot be read: %s; what it has is computed", error.strerror or error)
             nbytes = total = 0
@@ -238,6 +239,15 @@ class KVDisk:
         finally:
             with self._lock:
                 self._waiting -= nbytes
+
+
+def _serve(directory: Path, lending: Lending) -> PieceServer | None:
+    """None where its address is not one of this machine, as behind NAT."""
+    try:
+        return PieceServer(directory, lending)
+    except TransportError as error:
+        log.warning("KV that is kept here is not lent to other machines: %s", error)
+        return None
 
 
 def dtype_name(dtype: mx.Dtype) -> str:

@@ -309,9 +309,10 @@ class PieceFiles:
         self._unseen = 0
         return own, total
 
-    def survey(self, *, drop: bool = False) -> tuple[int, int]:
+    def survey(self, *, drop: bool = False, wanted: Iterable[bytes] | None = None) -> tuple[int, int]:
         """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
-        space's files, or of those that were deleted, and of all that is left. Raises OSError."""
+        space's files, or of those that were deleted, and of all that is left. Those who lend are asked for the pieces
+        that are `wanted`, or for all. Raises OSError."""
         dropped = 0
         for _, size, space, file in self._all() if drop else ():
             if space == self._space:
@@ -320,10 +321,11 @@ class PieceFiles:
                     dropped += size
         own, total = self._look()
         self._lent = {}
-        # Others drop what they have at the same time.
-        for file, size in self._lenders.files() if self._lenders is not None and not drop else ():
-            if size <= self._most:
-                _note(self._lent, file)
+        if self._lenders is not None and not drop:  # others drop what they have at the same time
+            self._lenders.look(None if wanted is None else {name.hex() for name in wanted})
+            for file, size in self._lenders.files():
+                if size <= self._most:
+                    _note(self._lent, file)
         return dropped if drop else own, total
 
     def take_gone(self) -> list[bytes]:

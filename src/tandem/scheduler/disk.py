@@ -164,7 +164,7 @@ class DiskTier:
         every = piece_names(hashes)
         names = self._pieces.leading(every)
         if told and len(names) < min(sequence.request.kept // PIECE, len(every)):
-            self._look_for(sequence)
+            self._look_for(sequence, wanted=every)
             return
         if self._looks and len(names) < len(every) and not sequence.looked:
             next(reversed(self._looks.values())).waiting.append(sequence)
@@ -190,10 +190,11 @@ class DiskTier:
         fetching.waiting.append(sequence)
         sequence.awaits, sequence.fetched = True, gain
 
-    def _look_for(self, *sequences: Running) -> None:
-        """Others may have written the beginnings of these: see what is there before they are sought again."""
+    def _look_for(self, *sequences: Running, wanted: list[bytes] | None = None) -> None:
+        """Others may have written the beginnings of these: see what is there before they are sought again. `wanted`:
+        their pieces, if nobody is asked for more."""
         self._looked -= 1
-        self.orders.append(Survey(self._looked, soon=True))
+        self.orders.append(Survey(self._looked, soon=True, wanted=wanted))
         self._looks[self._looked] = _Looking(set(range(self._ranks)), list(sequences))
         for sequence in sequences:
             sequence.awaits = sequence.looked = True

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,7 @@ ATTEMPTS = 4
 """Times that a chunk is asked for when it arrives damaged."""
 PATIENCE_S = 60.0
 """Seconds without any answer before the server counts as gone."""
-MAX_REQUEST = 64 * 1024
+MAX_REQUEST = 256 * 1024
 MAX_ANSWER = 2 * CHUNK
 SAMPLES, SAMPLE = 64, 4096
 """Blocks of a file, and bytes in each, by which files of the same size and time are told apart."""
@@ -112,13 +112,17 @@ class BlobServer:
             return None
         try:
             if isinstance(request, ListFiles):
-                return [_encoder.encode(FileList(request.number, [*self.served().values()]))]
+                return [_encoder.encode(FileList(request.number, self.listed(request.stems)))]
             digest, data = self.chunk(request.range)
             return [_encoder.encode(Chunk(request.number, digest)), data]
         except TransportError as error:
             return [_encoder.encode(Refusal(request.number, error.message))]
         except OSError as error:
             return [_encoder.encode(Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
+
+    def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
+        """As `ListFiles` asks for them."""
+        return [one for name, one in self.served().items() if stems is None or name.partition(".")[0] in stems]
 
     def served(self) -> dict[str, BlobFile]:
         """The files that are served, by name, as they were when first asked for."""
@@ -184,9 +188,9 @@ class BlobClient:
         """What is served. Raises TransportError when there is no answer."""
         return self.listed(self.ask())
 
-    def ask(self) -> int:
-        """Ask what is served; the number of the question, for `listed`."""
-        return self._ask(ListFiles(self._next()))
+    def ask(self, stems: Collection[str] | None = None) -> int:
+        """Ask what is served, as `ListFiles` has it; the number of the question, for `listed`."""
+        return self._ask(ListFiles(self._next(), None if stems is None else list(stems)))
 
     def listed(self, number: int, until: float | None = None) -> list[BlobFile]:
         """The answer, waited for until this time of the monotonic clock. Raises TransportError when there is none."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +21,8 @@ PATIENCE_S = 5.0
 """Seconds for a chunk, or for all lists; what has not come by then is computed."""
 REST_S = 30.0
 """Seconds for which nobody is asked who has not answered."""
+MOST_LISTED = 50_000
+"""Files of one answer, which must not be too large to be taken."""
 SUFFIX = ".kv"
 """Of the files that hold parts of pieces."""
 
@@ -41,15 +43,20 @@ class PieceServer(BlobServer):
         self._directory = directory
         super().__init__((), lending.keys, lending.host)
 
-    def served(self) -> dict[str, BlobFile]:
-        """All of them, by name. Raises OSError."""
-        found = {}
+    def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
+        """As `ListFiles` asks for them. Raises OSError."""
+        found: list[BlobFile] = []
+        wanted = None if stems is None else set(stems)
         with os.scandir(self._directory) as files:
             for file in files:
+                if not _is_name(file.name) or (wanted is not None and file.name.partition(".")[0] not in wanted):
+                    continue
                 with suppress(OSError):  # one that is deleted just now
-                    if _is_name(file.name) and file.is_file(follow_symlinks=False):
+                    if file.is_file(follow_symlinks=False):
                         status = file.stat(follow_symlinks=False)
-                        found[file.name] = BlobFile(file.name, status.st_size, status.st_mtime_ns, "")
+                        found.append(BlobFile(file.name, status.st_size, status.st_mtime_ns, ""))
+                if len(found) == MOST_LISTED:
+                    break
         return found
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
@@ -95,11 +102,13 @@ class Lenders:
         self._where = {name: one for name, one in self._where.items() if one[0] in named}
         self._clients |= dict.fromkeys(named - self._clients.keys())
 
-    def files(self) -> Iterator[tuple[str, int]]:
-        """Names and sizes of what is lent now. Those who do not answer have nothing, and are left alone for a while."""
-        self._where = {}
+    def look(self, stems: Collection[str] | None = None) -> None:
+        """Ask what is lent now: of files with these stems (`ListFiles`), or of all. Those who do not answer have
+        nothing, and are left alone for a while."""
+        self._where = {} if stems is None else {name: one for name, one in self._where.items()
+                                                if name.partition(".")[0] not in stems}
         now = time.monotonic()
-        asked = [(endpoint, client, client.ask()) for endpoint in self._clients
+        asked = [(endpoint, client, client.ask(stems)) for endpoint in self._clients
                  if self._resting.get(endpoint, 0.0) <= now and (client := self._client(endpoint))]
         for endpoint, client, number in asked:
             try:
@@ -109,9 +118,11 @@ class Lenders:
                 continue
             self._resting.pop(endpoint, None)
             for file in listed:
-                if file.name not in self._where:
-                    self._where[file.name] = endpoint, file.size
-                    yield file.name, file.size
+                self._where.setdefault(file.name, (endpoint, file.size))
+
+    def files(self) -> list[tuple[str, int]]:
+        """Names and sizes of what is lent, as was last seen."""
+        return [(name, size) for name, (_, size) in self._where.items()]
 
     def bring(self, name: str) -> bytes:
         """All of a file. Raises TransportError."""
