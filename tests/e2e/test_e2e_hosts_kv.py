@@ -77,7 +77,9 @@ class Fleet:
 
 
 def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machines, tmp_path: Path) -> None:
-    model = str(tiny_model(tmp_path / "model", layers=4, dtype="float32", config={"max_position_embeddings": 8192}))
+    # So wide that it pays to fetch, however busy the machine.
+    model = str(tiny_model(tmp_path / "model", layers=4, dtype="float32", config={"max_position_embeddings": 8192,
+                                                                                  "intermediate_size": 4096}))
     directory = tmp_path / "kv"
     directory.mkdir()
     disks = {name: tmp_path / name for name in machines.names}

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
+from pids import gone
 from tandem import LLM
 from tandem.errors import ConfigError, LayoutError
 
@@ -38,14 +38,14 @@ def test_they_are_the_next_ranks(running: Callable[..., AbstractContextManager[A
         served.wait(lambda: served.settled() and set(served.ranks()) == spares, "they are the ranks")
         served.wait(lambda: len(waiting(served)) == 2, "others wait")
         # One that has ended, or stands still, is no rank, and costs nothing but the time that it would have saved.
-        gone, stopped = sorted(waiting(served))
-        os.kill(gone, signal.SIGKILL)
+        ended, stopped = sorted(waiting(served))
+        os.kill(ended, signal.SIGKILL)
         os.kill(stopped, signal.SIGSTOP)
-        served.wait(lambda: psutil.Process(gone).status() == psutil.STATUS_ZOMBIE, "it has ended")
+        served.wait(lambda: gone(ended), "it has ended")
         calls = served.load()
         os.kill(min(spares), signal.SIGKILL)
         served.check(calls)
-        served.wait(lambda: served.settled() and not set(served.ranks()) & {gone, stopped, *spares}, "new ranks")
+        served.wait(lambda: served.settled() and not set(served.ranks()) & {ended, stopped, *spares}, "new ranks")
 
 
 def test_what_cannot_be_is_refused(model: Path) -> None:
