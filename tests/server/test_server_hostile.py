@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -30,7 +31,11 @@ COSTLY = """{%- for i in range(40000) %}{% set x = i %}{% endfor -%}
 
 
 def workers():
-    return [one for one in psutil.Process().children() if MODULE in one.cmdline()]
+    found = []
+    for one in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):
+            found += [one] if MODULE in one.cmdline() else []
+    return found
 
 
 class Watch:
@@ -187,7 +192,7 @@ def test_work_for_a_client_who_leaves_ends_with_its_process(calm, wait_until, mo
     body = b'{"messages":[' + b"[1]," * 200_000 + b"1]}"
     connection = calm.raw(b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (CHAT.encode(), len(body)))
     connection.sendall(body)
-    time.sleep(0.5)
+    wait_until(lambda: calm.api.workers._busy)
     assert before.is_running()
     connection.close()
     wait_until(lambda: not before.is_running())
