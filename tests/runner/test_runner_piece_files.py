@@ -147,6 +147,9 @@ def test_what_says_that_it_is_a_piece_is_not_believed(tmp_path):
             files.read(NAME)
         files = store(tmp_path, (0, 2), (0, 2))
     path.unlink()
+    path.mkdir()
+    assert PieceFiles(tmp_path, "space", part((0, 2), (0, 2)), 1 << 30, 1 << 30).names() == []
+    path.rmdir()
     os.mkfifo(path)  # whoever opens it would wait for a writer
     with pytest.raises(Unusable, match="it is no piece"):
         files.read(NAME)

@@ -343,10 +343,10 @@ class PieceFiles:
             with suppress(OSError):  # another may delete it just now
                 status = file.stat(follow_symlinks=False)
                 ahead = status.st_mtime - now
-                if not half:
+                if stat.S_ISREG(status.st_mode) and not half:
                     wrong = ahead > STALE_S or status.st_size > self._limit
                     yield 0.0 if wrong else status.st_mtime, status.st_size, space, file.name
-                elif abs(ahead) > STALE_S:
+                elif half and abs(ahead) > STALE_S:
                     os.unlink(file)
 
 
