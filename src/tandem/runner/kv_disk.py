@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -87,11 +86,35 @@ def _split(side: mx.array, kind: GroupedKVCache, dtype: mx.Dtype) -> tuple[mx.ar
                                                                             strict=True))
 
 
-@dataclass
 class _Arrived:
-    layers: list[Layer]
-    dtype: str
-    length: int
+    """A prefix in memory once, however long it is: pieces are copied into their places as they come."""
+
+    def __init__(self, first: list[Layer], dtype: str, pieces: int) -> None:
+        """`first`: any piece of it."""
+        self.dtype, self.length = dtype, PIECE * pieces
+        self.layers: list[Layer] = [(self._room(keys), self._room(values)) for keys, values in first]
+
+    def _room(self, side: np.ndarray) -> np.ndarray:
+        return np.empty((*side.shape[:2], self.length, side.shape[3]), side.dtype)
+
+    def put(self, number: int, piece: list[Layer], dtype: str) -> None:
+        """Raises ValueError for one that does not go with the first."""
+        where = slice(number * PIECE, (number + 1) * PIECE)
+        for layer, held in zip(piece, self.layers, strict=True):
+            for side, whole in zip(layer, held, strict=True):
+                place = whole[:, :, where]
+                if place.shape != side.shape or dtype != self.dtype:
+                    raise ValueError("pieces of a prefix are not alike")
+                place[:] = side
+
+    def arrays(self) -> list[tuple[mx.array, mx.array]]:
+        """Of MLX; what they were made of is let go layer after layer."""
+        self.layers.reverse()
+        made = []
+        while self.layers:
+            keys, values = self.layers.pop()
+            made.append((_array(keys, self.dtype), _array(values, self.dtype)))
+        return made
 
 
 class KVDisk:
@@ -160,8 +183,7 @@ class KVDisk:
         arrived = self._arrived.pop(key)
         if arrived is None:
             return None
-        pairs = [(_array(keys, arrived.dtype), _array(values, arrived.dtype)) for keys, values in arrived.layers]
-        return self._layers.revived(pairs, arrived.length)
+        return self._layers.revived(arrived.arrays(), arrived.length)
 
     def drop(self, key: str) -> None:
         """Forget what was fetched under this key."""
@@ -192,21 +214,19 @@ class KVDisk:
 
     def _read(self, order: Fetch) -> None:
         started, nbytes, before = time.monotonic(), 0, self._files.brought
-        pieces: list[list[Layer]] = []
         lost: list[bytes] = []
-        arrived, dtype = None, ""
+        arrived: _Arrived | None = None
         try:
-            for name in order.names:
+            for number, name in enumerate(order.names):
                 layers, dtype, size = self._files.read(name)
-                pieces.append(layers)
+                arrived = arrived or _Arrived(layers, dtype, len(order.names))
+                arrived.put(number, layers, dtype)
                 nbytes += size
-            arrived = _Arrived([(np.concatenate(keys, axis=2), np.concatenate(values, axis=2))
-                                for keys, values in (zip(*layer, strict=True) for layer in zip(*pieces, strict=True))],
-                               dtype, PIECE * len(pieces))
         except (Unusable, MemoryError, ValueError) as error:
             seldom.warning("%s; KV on disk that cannot be used is computed again", str(error) or "no memory is left")
             # Those behind it are of no use, and are kept anew with it; those that do not fit together are so too.
-            lost = order.names[len(pieces):] or order.names
+            lost = order.names[number:] if isinstance(error, Unusable) else order.names
+            arrived = None
         self._arrived[order.key] = arrived
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes,
                              self._files.brought - before))
