@@ -105,7 +105,7 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
         fleet.command("add")
         fleet.lent_to_all(3)
         undisturbed = fleet.ask("1", prompts[1], 400)
-        body = {"model": "default", "prompt": prompts[1], "max_tokens": 6000, "temperature": 0, "ignore_eos": True,
+        body = {"model": "default", "prompt": prompts[1], "max_tokens": 7000, "temperature": 0, "ignore_eos": True,
                 "stream": True, "prompt_cache_key": fleet.key_of("0")}
         text = ""
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=240) as stream:
@@ -114,8 +114,8 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
                 text += json.loads(next(lines)[6:])["choices"][0]["text"]
             before = sum(fleet.counted("tandem_kv_disk_brought_bytes_total").values())
             fleet.command("drain", "0")
-            eventually(lambda: sum(fleet.counted("tandem_requests_moved_total").values()) or "moved_total 1" in
-                       httpx.get(f"{server.url}/metrics", timeout=240).text, what=lambda: server.log)
+            eventually(lambda: "tandem_requests_moved_total 1" in httpx.get(f"{server.url}/metrics", timeout=240).text,
+                       what=lambda: server.log)
             while len(text) < len(undisturbed):
                 text += json.loads(next(lines)[6:])["choices"][0]["text"]
         assert text.startswith(undisturbed)
@@ -140,6 +140,8 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
         machines.cut("h2")
         try:
             assert answers.get(timeout=240) == expected
+            eventually(lambda: not machines.processes("h2", "tandem.executors.worker"), what=lambda: server.log)
         finally:
             machines.heal("h2")
+        server.wait_for(r"\[engine 1\].* the ranks are back")
         assert "the machine that has it has not sent it" in server.log
