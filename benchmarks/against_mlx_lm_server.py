@@ -102,7 +102,7 @@ def _waits(answers: Sequence[load.Timed]) -> list[float]:
     long = [a.ttft for a in answers if a.job.name == "long"]
     others = [a.ttft for a in answers if a.job.name != "long"]
     return [harness.middle(waits), percentile(waits, 0.99), harness.middle(long),
-            max(a.longest_gap for a in answers), percentile(others, 0.99)]
+            max((gap for a in answers for gap in a.gaps), default=0.0), percentile(others, 0.99)]
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Any
 from harness import Server
 
 from tandem.bench import client
-from tandem.bench import load as generator
 from tandem.bench.client import Job, Target, Timed
-from tandem.bench.report import rate
+from tandem.bench.load import offer
+from tandem.bench.report import duration
 from tandem.bench.workload import Prompts
 
 __all__ = ["Timed", "Job", "Prompts", "closed_loop", "one", "rate"]
@@ -26,7 +26,12 @@ def one(server: Server, job: Job) -> Timed:
 def closed_loop(server: Server, jobs: Sequence[Job], concurrency: int, **body: Any) -> list[Timed]:
     """Work through `jobs` with `concurrency` clients, each sending its next one when its last is answered. `body` are
     more fields of the requests, which are greedy otherwise."""
-    return _checked(server, generator.closed_loop(_target(server, **body), jobs, concurrency))
+    return _checked(server, asyncio.run(offer(_target(server, **body), jobs, concurrency=concurrency)))
+
+
+def rate(answers: Sequence[Timed]) -> float:
+    """Generated tokens of all answers per second, from the first request to the last answer."""
+    return sum(a.tokens for a in answers) / duration(answers)
 
 
 def _target(server: Server, **body: Any) -> Target:

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+from scheduler_invariants import check_invariants
 from tandem import LLM
 from tandem.engine.engine import Engine
 from tandem.engine.thread import Event
@@ -62,4 +63,4 @@ def ask(llm: LLM, work: Callable[[Engine], T]) -> T:
 
 def check(llm: LLM) -> None:
     """The scheduler's books are right."""
-    ask(llm, lambda engine: engine.scheduler.check())
+    ask(llm, lambda engine: check_invariants(engine.scheduler))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
@@ -128,7 +129,7 @@ def serve(engine: Engine, clock: Clock, until: float, rng: random.Random) -> tup
             elif isinstance(message, Output) and message.finish_reason:
                 answered += 1
                 live.discard(message.request_id)
-        engine.scheduler.check()
+        check_invariants(engine.scheduler)
     return answered, refused
 
 

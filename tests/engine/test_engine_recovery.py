@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, ParallelSettings, ProcessSettings, SchedulerSettings, Settings
 from tandem.engine import fallback, recovery
 from tandem.engine.engine import Engine
@@ -197,7 +198,7 @@ def test_limits_that_were_halved_for_a_full_memory_grow_back(model: Path, monkey
     passed += 2 * recovery.WIDEN_S
     engine.pump(0.0)
     assert engine.scheduler.limits == whole
-    engine.scheduler.check()
+    check_invariants(engine.scheduler)
     passed += 10 * recovery.WIDEN_S
     engine.pump(0.0)
     full()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.config.settings import ModelSettings, ParallelSettings, SchedulerSettings, Settings
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
@@ -81,7 +82,7 @@ def run(engine: Engine, requests: list[EngineRequest], rng: random.Random, abort
                 answers[message.request_id] += message.tokens
                 if message.finish_reason:
                     live.remove(message.request_id)
-        engine.scheduler.check()
+        check_invariants(engine.scheduler)
     assert not live
     return answers
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.config.settings import (
     ModelSettings,
     ParallelSettings,
@@ -80,7 +81,7 @@ def answers(engine: Engine, wanted: Sequence[EngineRequest], live: Sequence[int]
             assert isinstance(message, Output), message
             got[message.request_id] += message.tokens
             open_ -= message.finish_reason is not None
-        engine.scheduler.check()
+        check_invariants(engine.scheduler)
         if kills and len(wanted) - len(todo) >= kills[0]:
             del kills[0]
             os.kill(rng.choice(engine.executor.pids), signal.SIGKILL)

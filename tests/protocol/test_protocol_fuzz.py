@@ -61,7 +61,7 @@ SAMPLES = {
     "rank": (
         control.RankMessage,
         [
-            control.Hello(0, "t", 1, "h", {"mlx": "1"}, "e"),
+            control.Hello(0, 1, "h", {"mlx": "1"}, "e"),
             control.LoadProgress(0, 1, 2),
             control.Stepped(RankStep(0, 1, 0.1, 2, digest=(1, 2)), 5, StepResult(1, 0, [4], {"r": [LOGPROB]})),
             control.Failure(0, "E", "m", "t"),

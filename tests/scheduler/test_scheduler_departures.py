@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import HandedOver, Output
@@ -51,7 +52,7 @@ class Ranks:
         for message in self.scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
             assert isinstance(message, Output)
             self.outputs.setdefault(message.request_id, []).extend(message.tokens)
-        self.scheduler.check()
+        check_invariants(self.scheduler)
         return plan
 
     def write(self, count: int = 1000) -> None:
@@ -68,7 +69,7 @@ class Ranks:
             self.step()
             self.write(1)
             for one in self.scheduler.departures.depart():
-                self.scheduler.check()
+                check_invariants(self.scheduler)
                 if one.request_id == name:
                     return one
         raise AssertionError("it does not leave")
@@ -335,7 +336,7 @@ def test_random_histories(seed: int) -> None:
             scheduler.abort(rng.choice(list(scheduler.sequences)))
         ranks.step()
         scheduler.departures.depart()
-        scheduler.check()
+        check_invariants(scheduler)
     scheduler.departures.lose_patience()
     while ranks.step() is not None:
         scheduler.departures.depart()

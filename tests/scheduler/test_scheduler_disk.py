@@ -7,6 +7,7 @@ from collections import deque
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import Refused
@@ -44,7 +45,7 @@ def begin(scheduler: Scheduler, *kept: list[bytes] | None) -> None:
 def fetched(scheduler: Scheduler, key: str, lost: tuple[bytes, ...] = (), seconds: float = 0.1) -> None:
     for rank in range(RANKS):
         scheduler.disk.take(Fetched(rank, key, list(lost), seconds), scheduler.prefixes)
-        scheduler.check()
+        check_invariants(scheduler)
 
 
 def inserted(scheduler: Scheduler) -> dict[str, int]:
@@ -54,7 +55,7 @@ def inserted(scheduler: Scheduler) -> dict[str, int]:
         restored = {op.request_id: op.length for op in plan.restores}
         found.update({op.request_id: restored.get(op.request_id, 0) for op in plan.inserts})
         scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
-        scheduler.check()
+        check_invariants(scheduler)
     return found
 
 
@@ -209,7 +210,7 @@ def test_random_histories_with_disks_that_fail_and_ranks_that_die(seed: int) -> 
             for message in scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
                 if getattr(message, "finish_reason", None):
                     live.discard(message.request_id)  # type: ignore[union-attr]
-        scheduler.check()
+        check_invariants(scheduler)
     scheduler.disk.lose_patience()
     for _ in range(5000):
         while (plan := scheduler.next_plan()) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from scheduler_invariants import check_invariants
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepResult
 from tandem.scheduler.limits import Limits
@@ -24,7 +25,7 @@ def run(one: Scheduler, steps: int) -> None:
     for _ in range(steps):
         if plan := one.next_plan():
             one.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
-            one.check()
+            check_invariants(one)
 
 
 def lengths(one: Scheduler) -> list[list[int]]:

@@ -8,6 +8,7 @@ from collections import deque
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.logprobs import PromptLogprobs, joined
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -73,7 +74,7 @@ def test_random_histories_bring_all_of_them_once(seed: int) -> None:
                 if message.finish_reason:
                     live.remove(message.request_id)
                     check(brought[message.request_id], lengths[message.request_id], asked[message.request_id])
-        scheduler.check()
+        check_invariants(scheduler)
         if not waiting and not live and scheduler.idle:
             return
     raise AssertionError(f"never done: {live}")

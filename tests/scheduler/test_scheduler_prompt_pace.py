@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.limits import Limits
@@ -79,7 +80,7 @@ def test_a_stream_waits_for_as_long_as_was_asked_for(time_s: float | None, chunk
     if time_s:
         longest = max(seconds for plan, seconds in device.done if plan.decode)
         assert longest <= 1.25 * max(time_s, LEAST * 0.01) + DECODE_S + 1e-6
-    device.scheduler.check()
+    check_invariants(device.scheduler)
 
 
 def test_a_fast_device_gets_the_largest_chunks() -> None:

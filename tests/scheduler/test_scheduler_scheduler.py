@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.errors import OverloadedError, RequestError
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -50,7 +51,7 @@ def drain(scheduler: Scheduler, token: int = 5) -> dict[str, list[int]]:
         for message in answer(scheduler, plans.popleft(), token):
             assert isinstance(message, Output)
             got.setdefault(message.request_id, []).extend(message.tokens)
-        scheduler.check()
+        check_invariants(scheduler)
     raise AssertionError("the scheduler does not come to rest")
 
 
@@ -88,7 +89,7 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
                 assert isinstance(message, Output) and message.request_id in live
                 if message.finish_reason:
                     live.remove(message.request_id)
-        scheduler.check()
+        check_invariants(scheduler)
         if sent == 60 and not live and scheduler.idle:
             return
     raise AssertionError(f"never done: {live}")
@@ -280,7 +281,7 @@ def test_a_pooled_prompt_takes_no_token_and_is_gone_after_its_last_chunk() -> No
         plan = plans.popleft()
         vectors = dict.fromkeys(plan.ended(), b"")
         messages += scheduler.update(StepResult(plan.step_id, 0, vectors=vectors))
-        scheduler.check()
+        check_invariants(scheduler)
     assert counts == [5, 5, 5, 5]
     [message] = messages
     assert isinstance(message, Refused) and message.code == "not_finite"

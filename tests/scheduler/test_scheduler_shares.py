@@ -7,6 +7,7 @@ from collections import Counter, deque
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.errors import OverloadedError, RequestError
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest, SamplingParams
@@ -53,7 +54,7 @@ class Load:
             if message.finish_reason:
                 self.open[self._groups[message.request_id]] -= 1
                 self.done.append(message.request_id)
-        self.scheduler.check()
+        check_invariants(self.scheduler)
 
     def steps_until(self, name: str, most: int) -> int:
         for count in range(most):

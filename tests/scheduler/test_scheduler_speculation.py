@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_invariants import check_invariants
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import SpecDecodeRow, StepPlan, StepResult, accepted, batch_fingerprint
@@ -138,7 +139,7 @@ def events(rng: random.Random, scheduler: Scheduler, ranks: FakeRanks, plans: de
     elif plans:
         plan = plans.popleft()
         yield from scheduler.update(ranks.execute(plan), ranks.now)
-    scheduler.check()
+    check_invariants(scheduler)
 
 
 @settings(deadline=None)
@@ -195,7 +196,7 @@ def run(ranks: FakeRanks, requests: list[EngineRequest], **changes: object) -> S
         for message in scheduler.update(ranks.execute(plans.popleft()), ranks.now):
             assert isinstance(message, Output)
             got.setdefault(message.request_id, []).extend(message.tokens)
-        scheduler.check()
+        check_invariants(scheduler)
     assert got == {request.request_id: expected(request) for request in requests}
     return scheduler
 

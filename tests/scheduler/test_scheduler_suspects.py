@@ -6,6 +6,7 @@ from collections import deque
 
 import pytest
 
+from scheduler_invariants import check_invariants
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
@@ -54,7 +55,7 @@ class Gang:
                                  if isinstance(message, Refused)]
             else:
                 self.take(plan)
-            self.scheduler.check()
+            check_invariants(self.scheduler)
         raise AssertionError("it never ends")
 
     def take(self, plan: StepPlan) -> None:

@@ -83,7 +83,7 @@ def test_bytes_that_are_no_message_are_an_error_and_the_bus_goes_on(bus: EngineB
     member.send_multipart([b"one", b"two"])
     with pytest.raises(TransportError, match="frames"):
         bus.receive(240.0)
-    hello = Hello(0, "t", 1, "h", {}, "")
+    hello = Hello(0, 1, "h", {}, "")
     member.send(msgspec.msgpack.encode(hello))
     assert bus.receive(240.0) == ("0:g", hello)
     member.close()

@@ -86,11 +86,6 @@ class Timed:
         return [b - a for a, b in zip(self.pieces, self.pieces[1:], strict=False)]
 
     @property
-    def longest_gap(self) -> float:
-        """Most seconds between two pieces."""
-        return max(self.gaps, default=0.0)
-
-    @property
     def decode_rate(self) -> float:
         """Tokens per second after the first."""
         return (self.tokens - 1) / (self.pieces[-1] - self.pieces[0])

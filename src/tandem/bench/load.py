@@ -37,8 +37,3 @@ async def offer(target: Target, jobs: Sequence[Job], *, rate: float = math.inf, 
         tasks.append(asyncio.create_task(one(job)))
         due += draw.gammavariate(burstiness, 1 / (rate * burstiness)) if math.isfinite(rate) else 0.0
     return await asyncio.gather(*tasks)
-
-
-def closed_loop(target: Target, jobs: Sequence[Job], concurrency: int) -> list[Timed]:
-    """Work through `jobs` with `concurrency` clients, each sending its next one when its last is answered."""
-    return asyncio.run(offer(target, jobs, concurrency=concurrency))

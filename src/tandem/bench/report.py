@@ -32,11 +32,6 @@ def samples(answers: Sequence[Timed]) -> dict[str, list[float]]:
     }
 
 
-def rate(answers: Sequence[Timed]) -> float:
-    """Generated tokens of all answers per second, from the first request to the last answer."""
-    return sum(a.tokens for a in answers) / duration(answers)
-
-
 def duration(answers: Sequence[Timed]) -> float:
     """Seconds from the first request to the last answer."""
     return max(a.ended for a in answers) - min(a.sent for a in answers)

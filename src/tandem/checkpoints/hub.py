@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatchcase
@@ -17,12 +17,11 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from huggingface_hub.utils import tqdm as hub_bar
 
 from tandem.checkpoints.index import weight_names
+from tandem.checkpoints.progress import Progress
 from tandem.checkpoints.pruning import used
 from tandem.checkpoints.safetensors import header_length, read_header
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound, TandemError
-
-Progress = Callable[[int, int], None]
 
 HEADER_GUESS = 128 * 1024
 """Bytes asked for at first: the header of nearly every file is shorter."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +12,11 @@ from pathlib import Path
 from tandem.checkpoints.demo import DEMO_NAME, complete_demo, demo_path
 from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles
 from tandem.checkpoints.gguf.convert import convert_cached
+from tandem.checkpoints.progress import Progress
 from tandem.errors import ModelNotFound, UsageError
 from tandem.system.files import file_trouble
 
-Progress = Callable[[int, int], None]
-"""Called with bytes done and bytes in all (0 while unknown)."""
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 
 
 def resolve(
@@ -47,7 +46,7 @@ def resolve(
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it", param="model")
         return ModelFiles(convert_cached(path, progress), path.stem)
-    if _HUB_ID.match(model):
+    if HUB_ID.match(model):
         return _hub_model(model, revision, progress if weights else None, weights=weights)
     raise _unknown(model, path)
 
@@ -59,7 +58,7 @@ def expect(model: str) -> None:
         _demo()
     elif path.is_dir():
         _directory(path)
-    elif not path.exists() and not _HUB_ID.match(model):
+    elif not path.exists() and not HUB_ID.match(model):
         raise _unknown(model, path)
 
 

@@ -158,12 +158,11 @@ OFTEN = frozenset({
 """Settings that `--help` shows; `--help-all` shows the others too."""
 
 
-def add_settings(parser: Parser, sections: Sequence[str], *, model_argument: bool = True) -> None:
+def add_settings(parser: Parser, sections: Sequence[str]) -> None:
     """Add the options of `sections`, and the model as a positional argument."""
     parser.add_argument("--help-all", action=_HelpAll)
-    if model_argument:
-        text = field_docs(section_class("model"))["model"]
-        parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=text)
+    text = field_docs(section_class("model"))["model"]
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help=text)
     general = parser.add_argument_group("configuration")
     general.add_argument("--config", metavar="FILE", help="TOML file with tables [model] [parallel] [scheduler] "
                          "[speculation] [server] [process] [models]. Options win over TANDEM_* variables, and those "

@@ -114,8 +114,3 @@ class Evidence:
 def alike(check: str, findings: list[Finding], fine: str) -> list[Finding]:
     """`findings`, or one line that all is well when there is none."""
     return findings or [Finding(check, "ok", "", fine)]
-
-
-def joined(names: list[str]) -> str:
-    """Names in a sentence."""
-    return ", ".join(names)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from pathlib import Path
 
 from tandem.checkpoints.demo import demo_path
+from tandem.checkpoints.resolve import HUB_ID
 from tandem.doctor.messages import ModelFacts
 from tandem.system.files import file_trouble
 
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".gguf")
 SAMPLE = 1 << 20
 """Bytes of each sample."""
@@ -23,7 +22,7 @@ quantisation shows; a single wrong byte between them does not (`full_hash`)."""
 
 def is_hub_id(model: str) -> bool:
     """True for org/name, unless a directory of that name is here."""
-    return bool(_HUB_ID.match(model)) and not Path(model).exists()
+    return bool(HUB_ID.match(model)) and not Path(model).exists()
 
 
 def look_at(model: str, *, full_hash: bool = False) -> ModelFacts:

@@ -108,7 +108,7 @@ class Worker:
         return build_runner(self._spec, stage, link, group, files, mailbox.put, lending)
 
     def _greet(self, channel: TcpChannel | None) -> object:
-        hello = Hello(rank=self._spec.rank, token=self._payload.generation, pid=os.getpid(), host=socket.gethostname(),
+        hello = Hello(rank=self._spec.rank, pid=os.getpid(), host=socket.gethostname(),
                       versions={"tandem": __version__, **{name: version(name) for name in VERSIONED}},
                       endpoint=channel.endpoint if channel else "")
         while True:

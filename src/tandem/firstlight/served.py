@@ -42,11 +42,6 @@ class Server:
         """Process ids of its ranks; empty while there are none, or where one process does all."""
         return [int(rank["pid"]) for rank in self.health().get("ranks") or []]
 
-    def status(self) -> dict[str, Any]:
-        """/v1/status."""
-        found: dict[str, Any] = json.loads(get(self.url, "/v1/status", timeout_s=20))
-        return found
-
 
 @contextmanager
 def serving(model: str, *options: str, start_s: float = START_S) -> Iterator[Server]:

@@ -6,7 +6,7 @@ Chained stages compute what mlx-lm's own model computes in one process, bit for 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from tandem.checkpoints.config import read_config
 from tandem.checkpoints.files import ModelFiles
+from tandem.checkpoints.progress import Progress, counter
 from tandem.errors import BrokenModel, LayoutError, UnsupportedModel, UsageError
 from tandem.loading.adapters import AdapterLoader
 from tandem.loading.attention import let_caches_attend
@@ -196,7 +197,7 @@ def load_stage(
     *,
     dtype: str = "auto",
     dequantize: bool = False,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     shard: Shard | None = None,
     tensor_parallel: TensorParallel | None = None,
     adapter: Adapter | None = None,
@@ -231,7 +232,7 @@ def load_stage(
         dequantize=dequantize,
         dtype=compute,
         keep=(lambda name: not predicate(name)) if predicate else (lambda name: False),
-        loaded=_counter(progress, total),
+        loaded=counter(progress, total),
     )
     modules = _load_parts(frame, owned, loader, _cutters(frame, owned, description, shard))
     nbytes = sum(a.nbytes for module in modules.values() for _, a in tree_flatten(module.parameters()))
@@ -400,15 +401,3 @@ def _load_parts(
             put(frame.model, part, modules[part])
         mx.clear_cache()  # buffers of the packed originals
     return modules
-
-
-def _counter(progress: Callable[[int, int], None] | None, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def loaded(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
-    return loaded

@@ -22,6 +22,7 @@ from typing import BinaryIO, Protocol
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers
+from tandem.checkpoints.progress import Progress, counter
 from tandem.checkpoints.pruning import used
 from tandem.checkpoints.safetensors import header_length, read_header
 from tandem.env import cache_dir
@@ -31,7 +32,6 @@ from tandem.models.slices import PartPlan, Span, chunks, plan_parts
 from tandem.protocol.blobs import BlobFile, Range
 from tandem.transport.blobs import CHUNK, checksum
 
-Progress = Callable[[int, int], None]
 """Called with bytes that are here and bytes in all."""
 
 POLL_S = 0.2
@@ -143,14 +143,8 @@ def _write(path: Path, data: bytes, mtime_ns: int | None = None) -> None:
 def _fetch_parts(
     source: Source, plans: Sequence[PartPlan], directory: Path, progress: Progress | None, limit: int
 ) -> None:
-    total, done = sum(plan.size for plan in plans), 0
-
-    def add(nbytes: int) -> None:
-        nonlocal done
-        done += nbytes
-        if progress is not None:
-            progress(done, total)
-
+    total = sum(plan.size for plan in plans)
+    add = counter(progress, total)
     waiting = [plan for plan in plans if not _complete(directory / plan.name, plan.size)]
     add(total - sum(plan.size for plan in waiting))
     _require_space(directory, waiting)

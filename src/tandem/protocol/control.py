@@ -301,7 +301,6 @@ class Hello(Struct, frozen=True, tag=True):
     """First message of a rank. Versions must be alike on all ranks."""
 
     rank: int
-    token: str
     pid: int
     host: str
     versions: dict[str, str]

@@ -28,7 +28,6 @@ from tandem.protocol.step import (
 from tandem.scheduler.admission import check_admission
 from tandem.scheduler.departures import Departures
 from tandem.scheduler.disk import DiskTier
-from tandem.scheduler.invariants import check_invariants
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.placement import choose_lane
@@ -493,7 +492,3 @@ class Scheduler:
         assert limits.lanes == self.limits.lanes and limits.kv_tokens >= self.limits.kv_tokens
         self.limits = limits
         self.prefixes.widen(limits.prefix_tokens)
-
-    def check(self) -> None:
-        """Raise AssertionError unless every invariant holds; for tests and debugging."""
-        check_invariants(self, self._under_way.values())

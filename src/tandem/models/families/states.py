@@ -21,6 +21,7 @@ from tandem.models.families.cuts import Cut, Sharding, attention, columns, first
 from tandem.models.families.rules import (
     BAILING_SHARED,
     EXPERT,
+    FUSED_GLU,
     LATENT,
     LATENT_WHOLE,
     NORMED,
@@ -209,14 +210,13 @@ JAMBA = Sharding(
     axes=channels("mamba_expand", "hidden_size"),
     counts={"mamba.intermediate_size": ("channels",), "mamba.conv1d.groups": ("channels",)},
 )
-PLAMO_MLP = {"mlp.gate_up_proj": rows("mlp", "mlp"), "mlp.down_proj": columns("mlp")}
 PLAMO2 = Sharding(
     cuts={
         "mixer.qkv_proj": rows("q", "kv", "kv"),
         "mixer.o_proj": columns("q"),
         "mixer.q_weight": Cut("heads", ("q_heads",)),
         "mixer.k_weight": Cut("heads", ("kv_heads",)),
-        **PLAMO_MLP,
+        **FUSED_GLU,
     },
     sums=("mixer", "mlp"),
     attention="",
@@ -236,7 +236,7 @@ PLAMO2 = Sharding(
                 "mixer.bcdt_proj": columns("ssm_width"),
                 **{f"mixer.{name}": rows("ssm_heads") for name in ("dt_proj", "dt_bias", "A_log", "D")},
                 "mixer.out_proj": columns("ssm_width"),
-                **PLAMO_MLP,
+                **FUSED_GLU,
             },
             sums=("mixer.bcdt_proj", "mixer", "mlp"),
             attention="",

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
-
-from tandem.protocol.step import StepPlan
-
-if TYPE_CHECKING:
-    from tandem.scheduler.scheduler import Scheduler
+from tandem.scheduler.scheduler import Scheduler
 
 
-def check_invariants(scheduler: Scheduler, under_way: Collection[StepPlan]) -> None:
+def check_invariants(scheduler: Scheduler) -> None:
     """Raise AssertionError unless every invariant holds."""
+    under_way = scheduler._under_way.values()
     for sequence in scheduler.sequences.values():
         places = (sequence in scheduler.waiting) + sum(
             sequence.request_id in lane.members for lane in scheduler.lanes)
