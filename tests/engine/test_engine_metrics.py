@@ -52,3 +52,12 @@ def test_a_request_that_its_client_has_all_of_is_a_success() -> None:
     assert value(text, 'request_success_total{finished_reason="stop"}') == 1
     assert value(text, "e2e_request_latency_seconds_count") == 1
     assert value(text, "request_aborted_total") == 0
+
+
+def test_what_another_engine_began_to_answer_has_no_prompt_and_no_first_token_here() -> None:
+    one = EngineMetrics()
+    one.arrived("a", 7, begun=True)
+    one.produced("a", 1, None)
+    text = one.text().decode()
+    assert value(text, "prompt_tokens_total") == value(text, "time_to_first_token_seconds_count") == 0
+    assert value(text, "inter_token_latency_seconds_count") == value(text, "generation_tokens_total") == 1

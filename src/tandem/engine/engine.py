@@ -121,7 +121,7 @@ class Engine:
         except OverloadedError as error:
             error.retry_after = self._drain_rate.retry_after(self._scheduler.queued_tokens)
             raise
-        self.metrics.arrived(request.request_id, len(request.prompt))
+        self.metrics.arrived(request.request_id, len(request.prompt), begun=bool(request.produced))
 
     def abort(self, request_id: str, *, answered: bool = False) -> bool:
         """End a request without further output; False if it is not live. `answered`: its client has all that it wants,

@@ -98,10 +98,12 @@ class EngineMetrics:
             counter.inc(count - self._counted.get(counter, 0))
         self._counted |= counts
 
-    def arrived(self, request_id: str, prompt_tokens: int) -> None:
-        """A request was queued."""
-        self._arrived[request_id] = time.monotonic()
+    def arrived(self, request_id: str, prompt_tokens: int, *, begun: bool = False) -> None:
+        """A request was queued; `begun`: another engine began to answer it."""
+        self._arrived[request_id] = now = time.monotonic()
         self._prompts[request_id] = prompt_tokens
+        if begun:
+            self._last_token[request_id] = now
 
     def produced(self, request_id: str, count: int, finish_reason: str | None, *, embedded: bool = False) -> None:
         """`count` tokens went out; when it is 0, what the prompt alone brings: a vector if it was `embedded`."""
