@@ -239,7 +239,8 @@ class Engine:
 
     def _let_leave(self, now: float) -> None:
         departures = self.scheduler.departures
-        self._out += departures.depart()
+        if departures.asked:
+            self._out += departures.depart()
         if self._writing.seconds(departures.progress, now) > WRITE_S:
             log.warning("what requests that leave have computed is not written in %.0f s; those who can stay do, and "
                         "what the others have is computed again where they go", WRITE_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,16 @@ class LaneBatch:
                  one_by_one: str = "", attention: Attention | None = None) -> None:
         """`prefixes` is shared by all lanes of the rank; `drafts` is the most drafts of a sequence in one step;
         `one_by_one`: why rows are computed apart from one another, if they are; `attention`: of decode steps."""
-        self._make_caches = make_caches
         self._prefixes = prefixes
         self.held: dict[str, Held] = {}
         self.store = make_store(make_caches, drafts, one_by_one, attention)
 
+    def insert(self, op: InsertOp, caches: list[Any]) -> None:
+        """Hold a sequence of which nothing is computed yet."""
+        self.held[op.request_id] = Held(op, caches)
+
     def apply(self, plan: StepPlan) -> None:
-        """Inserts, restores, cuts, then the fingerprint. Raises BatchDesync before anything is computed."""
-        for insert in plan.inserts:
-            self.held[insert.request_id] = Held(insert, self._make_caches())
+        """Restores, cuts, then the fingerprint. Raises BatchDesync before anything is computed."""
         for op in plan.restores:
             held = self.held[op.request_id]
             held.caches, held.length = self._prefixes.restore(op.key, op.length), op.length
@@ -47,7 +48,7 @@ class LaneBatch:
         mine = batch_fingerprint(self.lengths())
         if mine != plan.fingerprint or (not plan.pause and set(self.store.ids) != set(plan.decode)):
             raise BatchDesync(f"BATCH DESYNC DETECTED: Fingerprint mismatch at step {plan.step_id}: local={mine}, "
-                              f"plan={plan.fingerprint}, local_requests={list(self.lengths())}, decode={plan.decode}")
+                              f"plan={plan.fingerprint}, local_requests={self.lengths()}, decode={plan.decode}")
 
     def _cut(self, plan: StepPlan) -> None:
         """Take back what was computed from drafts that were not accepted."""
@@ -81,10 +82,10 @@ class LaneBatch:
             source.store.leave(request_id)
         self.held[request_id] = held
 
-    def lengths(self) -> Iterator[tuple[str, int]]:
+    def lengths(self) -> list[tuple[str, int]]:
         """(request id, positions that its caches really hold), in the order of insertion."""
-        for request_id, held in self.held.items():
-            yield request_id, self.store.length(request_id) if held.caches is None else held.length
+        return [(request_id, self.store.length(request_id) if held.caches is None else held.length)
+                for request_id, held in self.held.items()]
 
     def chunk(self, op: PrefillOp) -> tuple[list[int], list[Any]]:
         """Tokens of one prompt chunk, and the caches that it extends."""

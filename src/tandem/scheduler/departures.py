@@ -74,6 +74,11 @@ class Departures:
         return parting is not None and parting.after > 0
 
     @property
+    def asked(self) -> bool:
+        """Somebody is about to leave."""
+        return bool(self._leaving)
+
+    @property
     def progress(self) -> object:
         """Changes as long as disks write; None when nobody waits for them."""
         return [(one.sequence.request_id, len(self._missing(one)), len(one.ordered))

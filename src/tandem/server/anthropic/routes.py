@@ -56,7 +56,7 @@ async def count_tokens(http: Request) -> Response:
     fields = await parse(http, CountRequest)
     served = await engage(http, fields.model)
     try:
-        plan, _, _ = await prepare_chat(http, served, await translated(http, lambda: chat_request(fields)))
+        plan, _ = await prepare_chat(http, served, await translated(http, lambda: chat_request(fields)))
     except RequestError as error:
         raise in_own_words(error) from None
     return Response(encode_json({"input_tokens": len(plan.prompt)}), media_type="application/json")

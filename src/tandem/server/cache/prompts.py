@@ -11,7 +11,7 @@ from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.fitting import too_long
 from tandem.server.chats.plan import callable_tools
 from tandem.server.chats.request_texts import RequestTexts
-from tandem.server.chats.start import template_variables
+from tandem.server.chats.variables import template_variables
 from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.messages import Message, ToolChoice
 
@@ -42,7 +42,7 @@ async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
     given = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if tools is not None else []
 
     async def render(messages: Sequence[Message]) -> list[int]:
-        return await texts.render(messages, dict(variables), tools=given)
+        return (await texts.render(messages, dict(variables), tools=given)).tokens
 
     last = fields.messages[-1]
     if fields.unfinished:

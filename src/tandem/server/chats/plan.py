@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fastapi import Request
+
 from tandem.errors import RequestError
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.chats.forms import accepted, asked_form, described
+from tandem.server.chats.prompt import Rendered
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
+from tandem.server.chats.variables import template_variables
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.messages import ToolChoice
 from tandem.server.openai.schemas import ChatRequest
@@ -20,8 +24,6 @@ from tandem.server.tools.scan import Tools
 
 NO_ARGUMENTS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 _AUTO = ToolChoice(mode="auto")
-_END_TOKENS = 16
-"""Tokens at the end of a prompt that may hold the tag which opens the reasoning."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +43,11 @@ class ChatPlan:
     """Ids of calls have nine characters, as Mistral's templates demand."""
 
 
-async def plan_chat(served: Served, texts: RequestTexts, fields: ChatRequest, variables: dict[str, Any]) -> ChatPlan:
-    """Render the prompt and settle the rest; `variables` are those of the template. Raises RequestError."""
+async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple[ChatPlan, RequestTexts]:
+    """Render the prompt and settle the rest; also with what it was rendered. Raises RequestError."""
+    texts = await RequestTexts.of(http, served)
     tokenizer, settings = texts.tokenizer, served.settings.server
+    variables = template_variables(http, fields, tokenizer)
     choice = fields.tool_choice or _AUTO
     tools = callable_tools(fields, choice)
     if tools is not None and settings.tool_parser == "none":
@@ -54,8 +58,7 @@ async def plan_chat(served: Served, texts: RequestTexts, fields: ChatRequest, va
         message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
         raise RequestError(message, param=asked[0], code="invalid_value")
     prompt = await _prompt(texts, fields, tools is not None, variables)
-    end = tokenizer.decode(prompt[-_END_TOKENS:], skip_special_tokens=False)
-    own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, end,
+    own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end,
                        tokenizer.special_texts)
     writing = Writing(
         format=forced_format(own.calls) if forced or asked is not None else own.calls,
@@ -65,14 +68,15 @@ async def plan_chat(served: Served, texts: RequestTexts, fields: ChatRequest, va
         several=choice.mode != "named" and fields.parallel_tool_calls is not False,
     )
     how = dialect(writing)
-    return ChatPlan(
-        prompt=prompt,
+    plan = ChatPlan(
+        prompt=prompt.tokens,
         form=await _form(texts, writing, asked) if forced or asked is not None else None,
         dialect=how,
         shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
         calls_finish="stop" if choice.mode == "named" else "tool_calls",
         short_ids=own.calls == "mistral",
     )
+    return plan, texts
 
 
 def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
@@ -88,7 +92,7 @@ def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
     return tools if tools and choice.mode != "none" else None
 
 
-async def _prompt(texts: RequestTexts, fields: ChatRequest, with_tools: bool, variables: dict[str, Any]) -> list[int]:
+async def _prompt(texts: RequestTexts, fields: ChatRequest, with_tools: bool, variables: dict[str, Any]) -> Rendered:
     tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
     return await texts.render(fields.messages, variables, tools=tools)
 

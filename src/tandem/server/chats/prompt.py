@@ -1,14 +1,32 @@
-"""The text of a conversation's prompt. Pure."""
+"""The prompt that a conversation comes to. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+from tandem.server.chats.fitting import encode_fitting
 from tandem.server.openai.messages import Message
 from tandem.server.tools.prompt import knows_tools, plain_messages
 from tandem.text.tokenizer import Tokenizer
+
+_END = 64
+"""Characters at the end of a prompt that may hold the tag which opens the reasoning."""
+
+
+class Rendered(NamedTuple):
+    """A prompt."""
+
+    tokens: list[int]
+    end: str
+    """How its text ends."""
+
+
+def rendered(tokenizer: Tokenizer, context: int, conversation: Mapping[str, Any], *, quick: bool) -> Rendered:
+    """The prompt of a conversation: arguments of `prompt_text` by their names. Raises as it and `encode_fitting` do."""
+    text = prompt_text(tokenizer, **conversation, quick=quick)
+    return Rendered(encode_fitting(tokenizer, text, context, "messages", special=False), text[-_END:])
 
 
 def prompt_text(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]],

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 
 from tandem.protocol.control import EngineStatus
 from tandem.server.chats.fitting import check_bytes, encode_fitting
-from tandem.server.chats.prompt import prompt_text, template_input
+from tandem.server.chats.prompt import Rendered, rendered, template_input
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.engines.served_model import Served
@@ -69,8 +69,8 @@ class RequestTexts:
         )
 
     async def render(self, messages: Sequence[Message], variables: dict[str, Any], *,
-                     tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = True) -> list[int]:
-        """Token ids of a conversation in the model's chat template, which is told of the `tools`.
+                     tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = True) -> Rendered:
+        """The prompt of a conversation in the model's chat template, which is told of the `tools`.
 
         Raises RequestError when there is no template, or the template rejects the conversation.
         """
@@ -78,16 +78,13 @@ class RequestTexts:
         given: dict[str, Any] = {"messages": [template_input(message) for message in messages], "tools": tools,
                                  "variables": variables, "add_generation_prompt": add_generation_prompt}
 
-        def render() -> list[int]:
-            text = prompt_text(self.tokenizer, **given, quick=True)
-            return encode_fitting(self.tokenizer, text, context, "messages", special=False)
-
         if self.body_size <= LARGE_BODY:
             try:
-                return await self._here(self.body_size, render)
+                return await self._here(self.body_size, lambda: rendered(self.tokenizer, context, given, quick=True))
             except TooExpensive:
                 pass  # for others to wait for
-        return _ids(await self.ask(Render(self._model, context, to_json(given)), bytes))
+        packed, end = await self.ask(Render(self._model, context, to_json(given)), tuple[bytes, str])
+        return Rendered(_ids(packed), end)
 
     async def _here(self, size: int, work: Callable[[], Result]) -> Result:
         """Run `work` in this process: at once when it is small, else in a thread when it is this client's turn."""

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from tandem.errors import NotFoundError
 from tandem.server.body import parse
 from tandem.server.chats.request_texts import RequestTexts
-from tandem.server.chats.start import checked_template_kwargs
 from tandem.server.chats.texts import LARGE, off_loop
+from tandem.server.chats.variables import checked_template_kwargs
 from tandem.server.context import get_api
 from tandem.server.generation.model_wait import engage
 from tandem.server.openai.sampling import check_token_ids
@@ -27,7 +27,7 @@ async def tokenize(http: Request) -> Response:
     texts = await RequestTexts.of(http, await engage(http, fields.model))
     if fields.messages is not None:
         kwargs = checked_template_kwargs(fields.chat_template_kwargs)
-        tokens = await texts.render(fields.messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
+        tokens, _ = await texts.render(fields.messages, kwargs, add_generation_prompt=fields.add_generation_prompt)
     else:
         special = fields.add_special_tokens is not False
         [tokens] = await texts.encode([fields.prompt or ""], "prompt", special=special)

@@ -47,7 +47,7 @@ class Encode(Struct, tag=True):
 
 
 class Render(Struct, tag=True):
-    """Token ids of a conversation. Answer: bytes, int32 each."""
+    """The prompt of a conversation. Answer: its token ids as bytes, int32 each, and the end of its text."""
 
     model: TextsOf
     context: int

@@ -17,7 +17,7 @@ from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.fitting import encode_fitting
-from tandem.server.chats.prompt import prompt_text
+from tandem.server.chats.prompt import rendered
 from tandem.server.chats.texts import tokenizer_of
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
@@ -53,7 +53,8 @@ def answer(task: Task) -> Any:
         return [_packed(encode_fitting(tokenizer, text, task.context, task.param, special=task.special,
                                        closed=task.closed)) for text in task.texts]
     if isinstance(task, Render):
-        return _packed(_rendered(task))
+        tokens, end = rendered(_tokenizer(task.model), task.context, from_json(task.conversation), quick=False)
+        return _packed(tokens), end
     if isinstance(task, Describe):
         try:
             return grammar_of(_form(from_json(task.form)))
@@ -66,12 +67,6 @@ def answer(task: Task) -> Any:
 
 def _form(fields: dict[str, Any]) -> StructuredOutputs:
     return msgspec.convert(fields, StructuredOutputs)
-
-
-def _rendered(task: Render) -> list[int]:
-    tokenizer = _tokenizer(task.model)
-    text = prompt_text(tokenizer, **from_json(task.conversation), quick=False)
-    return encode_fitting(tokenizer, text, task.context, "messages", special=False)
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
