@@ -51,10 +51,12 @@ def tandem(tmp_path_factory) -> Iterator[Tandem]:
 @pytest.fixture
 def server(tandem) -> Iterator[dict]:
     done = tandem("up", tandem.model, "--port", "0", "-pp", "2")
-    assert done.returncode == 0, done.stderr
-    assert "default is ready: http://127.0.0.1:" in done.stdout
-    yield tandem.status("--interval", "0")[0]
-    tandem("down", "--now")
+    try:
+        assert done.returncode == 0, done.stderr
+        assert "default is ready: http://127.0.0.1:" in done.stdout
+        yield tandem.status("--interval", "0")[0]
+    finally:
+        tandem("down", "--now")
 
 
 def family(pid: int) -> list[psutil.Process]:
