@@ -55,6 +55,30 @@ def test_a_cache_that_can_attend_does_so_in_every_family(tmp_path, family, confi
     assert own.calls == 5 * description.num_layers
 
 
+def test_on_a_cpu_rows_of_very_different_lengths_are_attended_to_one_by_one(tmp_path, monkeypatch):
+    assert ragged_attention.chosen_attention("masked") is None
+    if not ragged_attention.on_cpu():
+        pytest.skip("about CPUs")
+    attend, whole = ragged_attention.chosen_attention(), [600] + 7 * [20]
+    few = {"queries": mx.random.normal((8, 9, 1, 64)), "scale": 0.125}
+    keys, values = (mx.random.normal((9, 3, 768, 64))[:8, :, :601] for _ in range(2))
+    lengths = mx.array(whole, dtype=mx.int32)
+    seen = (mx.arange(601) <= lengths[:, None])[:, None, None]
+    expected = mx.fast.scaled_dot_product_attention(few["queries"], keys, values, scale=0.125, mask=seen)
+    assert mx.allclose(attend(keys=keys, values=values, lengths=lengths, longest=600, **few), expected, atol=1e-6)
+    near = mx.array([600] + 7 * [500], dtype=mx.int32)
+    assert attend(keys=keys, values=values, lengths=near, longest=600, **few) is None
+
+    monkeypatch.setattr(ragged_attention, "WASTE", 1)
+    for family, config in (("llama", {}), ("gemma3_text", {"sliding_window": 16, "sliding_window_pattern": 2})):
+        files = resolve(str(tiny_model(tmp_path / family, family, dtype="float32", config=config)))
+        description = describe(files)
+        stage = load_stage(files, description, range(description.num_layers))
+        for mine, theirs in zip(decoded(stage, [3, 40, 9, 25], 5, attend), decoded(stage, [3, 40, 9, 25], 5, None),
+                                strict=True):
+            assert mx.allclose(mx.array(mine), mx.array(theirs), atol=1e-5)
+
+
 def test_rows_of_one_length_are_left_to_mlx_until_they_are_long(tmp_path):
     model = tiny_model(tmp_path, dtype="float32")
     files = resolve(str(model))

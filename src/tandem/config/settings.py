@@ -26,8 +26,8 @@ class ModelSettings:
     dequantize: Literal["auto", "yes", "no"] = "auto"
     """Expand quantised weights while loading. auto: on a CPU, where quantised products are slow."""
     attention: Literal["auto", "masked"] = "auto"
-    """Attention of decode steps. masked: MLX's own, over all positions up to the longest; auto: on CUDA one that reads
-    each sequence's own length, elsewhere masked."""
+    """Attention of decode steps. masked: MLX's own, over all positions up to the longest; auto: on CUDA and on
+    a CPU one that reads each sequence's own length, elsewhere masked."""
     fuse_projections: Literal["auto", "on", "off"] = "auto"
     """Compute projections of the same input (q, k and v; gate and up) as one product each, so that a step has fewer
     operations. auto: on a GPU, where a step waits for them; sums are rounded otherwise than with off."""

@@ -37,7 +37,7 @@ from tandem.runner.kv_disk import KVDisk, Layers, Report, dtype_name, takes_part
 from tandem.runner.links import StageLink
 from tandem.runner.piece_files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
 from tandem.runner.prefix_store import trimmable
-from tandem.runner.ragged_attention import decode_attention
+from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.text.tokenizer import load_tokenizer
 from tandem.transport.lenders import Lending
@@ -125,7 +125,7 @@ def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, gro
     disk, trouble = _open_disk(spec, stage, files, report, lending) if report and files else (None, "")
     runner = Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
                     group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
-                    drafter=load_drafter(spec), attention=decode_attention(spec.attention), disk=disk)
+                    drafter=load_drafter(spec), attention=chosen_attention(spec.attention), disk=disk)
     return runner, _ready(spec, runner, trouble)
 
 

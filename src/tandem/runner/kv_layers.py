@@ -74,7 +74,8 @@ class RowStep:
     def held(self, ring: int) -> mx.array:
         """int32 [rows]: positions that each row of such a ring reads besides the one that it writes."""
         if ring not in self._held:
-            self._held[ring] = mx.minimum(self.positions, ring - 1) if ring else self.positions
+            self._held[ring] = (mx.array([min(one, ring - 1) for one in self.lengths], dtype=mx.int32) if ring
+                                else self.positions)
         return self._held[ring]
 
     def says_lengths(self, ring: int, mask: mx.array) -> mx.array:

@@ -1,4 +1,4 @@
-"""Decode attention that reads each row's own length, as CUDA kernels over views of the KV arena.
+"""Decode attention that reads each row's own length, as CUDA kernels over views of the KV arena; on a CPU row by row.
 
 MLX's attention over rows of different lengths computes all of them up to the longest, under a mask. Here a block of
 four warps takes one row and one kv head (or a part of the row, where there are few rows), goes over the row's own
@@ -24,6 +24,8 @@ PART = 2048
 MOST_PARTS = 64
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MOST_SHARING = 16
+WASTE = 65_536
+"""Elements of keys beyond the rows' ends, for each row, from which a CPU is quicker with one row after the other."""
 """Query heads of one kv head; more would not fit into the registers of a block."""
 
 _HEADER = r"""
@@ -157,6 +159,30 @@ def _parts(blocks: int, longest: int) -> int:
     """In how many parts a row is read: enough to fill the device, and none longer than `PART`."""
     wanted = max(-(-BLOCKS // blocks), -(-longest // PART))
     return max(1, min(wanted, MOST_PARTS, -(-longest // 64)))
+
+
+def chosen_attention(choice: str = "auto") -> Attention | None:
+    """What takes the place of mlx-lm's attention in decode steps on this device; None: nothing does. `choice` is `auto`
+    or `masked`."""
+    return attend_by_row if choice == "auto" and on_cpu() else decode_attention(choice)
+
+
+def attend_by_row(queries: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, longest: int,
+                  scale: float) -> mx.array | None:
+    """As `attend`, for a CPU and of any shapes; None where rows are about as long as one another. `lengths` was made
+    of numbers that this process knows, so that nothing is waited for.
+
+    MLX has no fused attention on a CPU: under a mask all rows are computed, and their scores stored, up to the longest.
+    """
+    held: list[int] = lengths.tolist()  # type: ignore[assignment]
+    rows, kv_heads, _, dim = keys.shape
+    if (rows * longest - sum(held)) * kv_heads * dim < WASTE * rows:
+        return None
+    return mx.concatenate([
+        mx.fast.scaled_dot_product_attention(
+            queries[row : row + 1], keys[row : row + 1, :, : length + 1], values[row : row + 1, :, : length + 1],
+            scale=scale)
+        for row, length in enumerate(held)])
 
 
 @cache

@@ -24,7 +24,7 @@ from tandem.models.trial import require_trial
 from tandem.protocol.layout import RankPosition
 from tandem.runner.links import ChannelLink
 from tandem.runner.prefix_store import trimmable
-from tandem.runner.ragged_attention import decode_attention
+from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner
 from tandem.transport.channel import TcpChannel
 
@@ -115,7 +115,7 @@ def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str |
                        tensor_parallel=group, fuse=on_gpu())
     link = ChannelLink(channel) if channel is not None else None
     runner = Runner(stage, lanes=lanes, vocab_size=description.vocab_size, eos_token_ids=description.eos_token_ids,
-                    link=link, group=group, samples=layout.samples, drafts=drafts, attention=decode_attention())
+                    link=link, group=group, samples=layout.samples, drafts=drafts, attention=chosen_attention())
     wire_weights(None, memory_share)
     return LoadedRank(runner=runner, stage=stage, description=description,
                       trimmable=trimmable(stage.caches_of_all_stages()),
