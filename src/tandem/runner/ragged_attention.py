@@ -24,9 +24,9 @@ PART = 2048
 MOST_PARTS = 64
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MOST_SHARING = 16
+"""Query heads of one kv head; more would not fit into the registers of a block."""
 WASTE = 65_536
 """Elements of keys beyond the rows' ends, for each row, from which a CPU is quicker with one row after the other."""
-"""Query heads of one kv head; more would not fit into the registers of a block."""
 
 _HEADER = r"""
 #include <cuda_bf16.h>
