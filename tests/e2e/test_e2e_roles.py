@@ -41,8 +41,13 @@ class Fleet(Server):
 
     def counted(self, name: str, replica: int | None = None) -> float:
         label = "" if replica is None else f'{{replica="{replica}"}}'
-        [line] = [one for one in self.metrics().splitlines() if one.startswith(f"{name}{label} ")]
-        return float(line.split()[-1])
+
+        def samples() -> list[str]:
+            return [one for one in self.metrics().splitlines() if one.startswith(f"{name}{label} ")]
+
+        while not (found := samples()):  # an engine's are left out if it has not told them within two seconds
+            assert self.process.poll() is None
+        return float(found[0].split()[-1])
 
     @property
     def handed_over(self) -> float:
@@ -97,7 +102,7 @@ def test_answers_are_those_without_roles_and_each_replica_does_its_own(fleet: Fl
         answers = list(pool.map(fleet.complete, names))
     assert [one.choices[0].text for one in answers] == [expected[name] for name in names]
     assert all(one.usage.completion_tokens == TOKENS for one in answers)
-    assert 2 <= fleet.handed_over <= 4
+    assert 1 <= fleet.handed_over <= 4  # some may be computed where they are answered, if too much waits
     assert fleet.counted("tandem_kv_disk_hit_tokens_total", DECODE) >= 512, "it read what the other had computed"
     before = fleet.handed_over
     again = fleet.complete("longer")
