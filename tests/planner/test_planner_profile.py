@@ -187,7 +187,7 @@ def test_what_remains_is_laid_out_by_measured_speeds(model, tmp_path, caplog, fi
         pipeline_parallel_size=3, hostfile=str(hosts), hardware_profile=str(measured)))
     alternatives = Alternatives(settings, plan_layout(settings), [ready(rank) for rank in range(3)])
     measured.unlink()  # it was read when the engine started
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="tandem")
     found = alternatives.next([0, 1])
     assert found.layout.ranks[0].stage_sizes == sizes
     assert "gives the speed of a, b." in caplog.text
@@ -200,7 +200,7 @@ def test_what_remains_is_laid_out_by_measured_speeds(model, tmp_path, caplog, fi
 def test_what_remains_of_macs_is_laid_out_with_the_fence_that_is_set(model, tmp_path, caplog):
     hosts = tmp_path / "hosts.json"
     hosts.write_text(json.dumps([{"ssh": name} for name in "abc"]))
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="tandem")
     for fast, words in (("off", "waits 180 us"), ("auto", "waits 4 us")):
         settings = Settings(model=ModelSettings(model=model), parallel=ParallelSettings(
             pipeline_parallel_size=3, hostfile=str(hosts), fast_sync=fast))

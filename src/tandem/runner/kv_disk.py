@@ -266,7 +266,7 @@ def _serve(directory: Path, lending: Lending) -> PieceServer | None:
     try:
         return PieceServer(directory, lending)
     except TransportError as error:
-        log.warning("KV that is kept here is not lent to other machines: %s", error)
+        log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
         return None
 
 
