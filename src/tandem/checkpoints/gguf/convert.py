@@ -34,6 +34,7 @@ from tandem.checkpoints.gguf.tensors import (
     stored_bytes,
 )
 from tandem.checkpoints.gguf.tokenizer import write_tokenizer
+from tandem.checkpoints.progress import Progress, counter
 from tandem.checkpoints.pruning import in_use_by_us, used
 from tandem.checkpoints.safetensors import PendingTensor, write_safetensors
 from tandem.env import cache_dir
@@ -42,7 +43,7 @@ from tandem.errors import BrokenModel, ModelError, UnsupportedModel
 _FORMAT = 3  # raised when converted directories from before must not be used any more
 
 
-def convert_gguf(source: Path, directory: Path, progress: Callable[[int, int], None] | None = None) -> None:
+def convert_gguf(source: Path, directory: Path, progress: Progress | None = None) -> None:
     """Write `source` as an MLX model into the existing, empty `directory`.
 
     `progress` gets bytes done and in all. Peak memory is about one tensor. Raises `UnsupportedModel` for an
@@ -58,7 +59,7 @@ def convert_gguf(source: Path, directory: Path, progress: Callable[[int, int], N
         raise BrokenModel(f"{source}: metadata or tensors contradict one another ({text})", param="model") from error
 
 
-def _convert(source: Path, directory: Path, progress: Callable[[int, int], None] | None) -> None:
+def _convert(source: Path, directory: Path, progress: Progress | None) -> None:
     file = read_gguf(source)
     for tensor in file.tensors:
         if tensor.kind not in kinds():
@@ -72,15 +73,7 @@ def _convert(source: Path, directory: Path, progress: Callable[[int, int], None]
     factors = {t.name: _plain(data, t) for t in file.tensors if t.name.startswith(("rope_freqs.", "rope_factors_"))}
     config = model_config(file.metadata, shapes, factors, str(source))
     total = sum(stored_bytes(t.kind, t.shape) for t in file.tensors)
-    done = 0
-
-    def progressed(size: int) -> None:
-        nonlocal done
-        done += size
-        if progress is not None:
-            progress(done, total)
-
-    writer = _Writer(data, str(file.metadata.get("general.architecture")), config, progressed)
+    writer = _Writer(data, str(file.metadata.get("general.architecture")), config, counter(progress, total))
     pending = [part for tensor in file.tensors for part in writer.parts(tensor)]
     if writer.packed:
         config["quantization"] = _quantization(writer.packed)
@@ -190,7 +183,7 @@ def _unpermute(
     return {key: restore(array) for key, array in parts.items()}
 
 
-def convert_cached(source: Path, progress: Callable[[int, int], None] | None = None) -> Path:
+def convert_cached(source: Path, progress: Progress | None = None) -> Path:
     """The MLX directory of a GGUF file in the cache directory, converted unless it is there already."""
     status = source.stat()
     key = f"{_FORMAT}:{source.resolve()}:{status.st_size}:{status.st_mtime_ns}"
