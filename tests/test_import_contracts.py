@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -46,3 +47,11 @@ def test_the_page_about_the_structure_draws_these_floors():
     drawn = page[page.index("\ncli\n") + 1:].split("\n```")[0].split("\n")
     assert [{name.strip() for name in floor.split("|")} for floor in drawn] == [
         {name + "*" * (name in ARRAYS) for name in floor} for floor in floors()]
+
+
+def test_the_way_down_names_files_that_are_there_and_none_twice():
+    page = (Path(__file__).parents[1] / "docs" / "structure.md").read_text(encoding="utf-8")
+    way = page[page.index("A chat's way down"):page.index("Of all files that a prompt's calls")]
+    names = re.findall(r"`([\w/]+\.py)`", way)
+    assert len(names) > 25 and len(set(names)) == len(names)
+    assert [name for name in names if not any(SOURCE.rglob(name))] == []

@@ -2,7 +2,7 @@
 
 Every stage has one inbound and one outbound end, so the stages form a ring. A frame is a header (step, element type,
 shape) and the raw bytes of an array. Frames arrive in the order in which they were sent; the receiver knows from the
-plan what must come next and stops when something else does.
+plan what header must come next, to the byte, and stops when something else does.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class FrameHeader(Struct, frozen=True, array_like=True):
 
 
 Buffer = bytes | memoryview
+_encode = msgspec.msgpack.Encoder().encode
 
 
 class Channel(ABC):
@@ -48,21 +49,25 @@ class Channel(ABC):
         """Queue one frame. `data` must not change afterwards."""
 
     @abstractmethod
-    def _next(self) -> tuple[FrameHeader, Buffer]:
-        """Wait for the next frame."""
+    def _next(self) -> tuple[Buffer, Buffer]:
+        """Wait for the next frame: header, as MessagePack, and data."""
 
     @abstractmethod
     def close(self) -> None:
         """Close both ends."""
 
     def receive(self, expected: FrameHeader) -> Buffer:
-        """Wait for the next frame; raises BatchDesync when it is not the expected one."""
+        """Wait for the next frame.
+
+        Raises BatchDesync when it is not the expected one, TransportError when it is none at all.
+        """
         header, data = self._next()
-        if header != expected:
-            raise BatchDesync(f"BATCH DESYNC DETECTED: the channel brought {header}, the plan expects {expected}")
+        if header != _encode(expected):
+            other = Decoder[FrameHeader](FrameHeader).decode(header)
+            raise BatchDesync(f"BATCH DESYNC DETECTED: the channel brought {other}, the plan expects {expected}")
         size = ITEM_BYTES[expected.dtype] * math.prod(expected.shape)
         if len(data) != size:
-            raise TransportError(f"the channel brought {len(data)} bytes for {header}, which is {size}")
+            raise TransportError(f"the channel brought {len(data)} bytes for {expected}, which is {size}")
         return data
 
 
@@ -83,7 +88,6 @@ class TcpChannel(Channel):
             else:
                 self._inbound.bind(f"tcp://{host}:{port}")
         self.endpoint = f"tcp://{host}:{port}"
-        self._decoder = Decoder[FrameHeader](FrameHeader)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
@@ -105,16 +109,16 @@ class TcpChannel(Channel):
         """Queue one frame for every peer; blocks only when `FRAMES_IN_FLIGHT` frames wait."""
         if self._outbound is None:
             raise TransportError("the channel was used before it was connected")
-        encoded = msgspec.msgpack.encode(header)
+        encoded = _encode(header)
         for socket in self._outbound:
             socket.send(encoded, zmq.SNDMORE)
             socket.send(data, copy=False)
 
-    def _next(self) -> tuple[FrameHeader, Buffer]:
+    def _next(self) -> tuple[Buffer, Buffer]:
         frames = self._inbound.recv_multipart(copy=False)
         if len(frames) != 2:
             raise TransportError(f"channel message of {len(frames)} frames, expected 2")
-        return self._decoder.decode(frames[0].buffer), frames[1].buffer
+        return frames[0].buffer, frames[1].buffer
 
     def close(self) -> None:
         """Close both ends; frames that are not sent yet are dropped."""
@@ -128,22 +132,22 @@ class TcpChannel(Channel):
 class MemoryChannel(Channel):
     """The in-process twin, for ranks that are threads of one process."""
 
-    def __init__(self, inbound: queue.Queue[tuple[FrameHeader, Buffer]],
-                 outbound: queue.Queue[tuple[FrameHeader, Buffer]]) -> None:
+    def __init__(self, inbound: queue.Queue[tuple[Buffer, Buffer]],
+                 outbound: queue.Queue[tuple[Buffer, Buffer]]) -> None:
         self._inbound = inbound
         self._outbound = outbound
 
     @classmethod
     def ring(cls, size: int) -> list[MemoryChannel]:
         """Channels of `size` stages, connected in a ring."""
-        queues: list[queue.Queue[tuple[FrameHeader, Buffer]]] = [queue.Queue() for _ in range(size)]
+        queues: list[queue.Queue[tuple[Buffer, Buffer]]] = [queue.Queue() for _ in range(size)]
         return [cls(queues[i], queues[(i + 1) % size]) for i in range(size)]
 
     def send(self, header: FrameHeader, data: Buffer) -> None:
         """Hand the frame over; never blocks."""
-        self._outbound.put((header, bytes(data)))
+        self._outbound.put((_encode(header), bytes(data)))
 
-    def _next(self) -> tuple[FrameHeader, Buffer]:
+    def _next(self) -> tuple[Buffer, Buffer]:
         return self._inbound.get()
 
     def close(self) -> None:

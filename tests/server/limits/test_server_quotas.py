@@ -58,6 +58,19 @@ def test_requests_a_minute_come_back_evenly(clock):
         admit(quotas, "a", 10)
 
 
+@pytest.mark.parametrize("now", [0.0, 0.3, 86_400.7, 1e8 + 0.1])
+@pytest.mark.parametrize("limit", [1, 7, 11, 49, 997])
+def test_a_limit_is_met_to_the_last_one_within_an_instant(clock, limit, now):
+    clock.now = now
+    quotas = Quotas(ClientLimits(requests_per_minute=limit), {}, clock)
+    for left in range(limit, 0, -1):
+        assert dict(quotas.headers("a"))[b"x-ratelimit-remaining-requests"] == b"%d" % left
+        quotas.admit("a")
+    assert dict(quotas.headers("a"))[b"x-ratelimit-remaining-requests"] == b"0"
+    with pytest.raises(OverloadedError):
+        quotas.admit("a")
+
+
 def test_answers_count_as_tokens(clock):
     quotas = Quotas(ClientLimits(tokens_per_minute=600), {}, clock)
     lease = admit(quotas, "a", 100)

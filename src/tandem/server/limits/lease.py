@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tandem.server.limits.usage import Usage, require
+from tandem.server.limits.usage import Usage
 
 
 class Lease:
@@ -19,14 +19,14 @@ class Lease:
 
     def prompt(self, tokens: int) -> None:
         """The prompt has so many tokens. Raises OverloadedError when its client may not use them now."""
-        now = self._clock()
-        require(self._client.tokens, tokens, "tokens", "tokens_per_minute", now)
-        self.spend(tokens)
+        now, bucket = self._clock(), self._client.tokens
+        if bucket.wait(tokens, now):
+            raise bucket.refusal(tokens, now)
+        bucket.take(tokens, now)
 
     def spend(self, tokens: int) -> None:
         """Tokens are used, whatever is left."""
-        if self._client.tokens is not None:
-            self._client.tokens.take(tokens, self._clock())
+        self._client.tokens.take(tokens, self._clock())
 
     def end(self) -> None:
         """The request is over. Safe to call again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Mapping
 from typing import Final
@@ -12,7 +11,7 @@ from starlette.types import Scope
 from tandem.config.keys import ClientLimits
 from tandem.errors import OverloadedError
 from tandem.server.limits.lease import Lease
-from tandem.server.limits.usage import RATE_LIMIT, Usage, duration, require
+from tandem.server.limits.usage import RATE_LIMIT, Usage, duration
 
 FORGET_ABOVE = 1024
 """Clients from which on those are forgotten that have used nothing lately."""
@@ -51,11 +50,10 @@ class Quotas:
         now = self._clock()
         client = self._client(group, now)
         self._check_running(client)
-        if client.requests is not None and not again:
-            require(client.requests, 1, "requests", "requests_per_minute", now)
-        require(client.tokens, 1, "tokens", "tokens_per_minute", now)
-        if client.requests is not None and not again:
-            client.requests.take(1, now)
+        for bucket in (client.tokens,) if again else (client.requests, client.tokens):
+            if bucket.wait(1, now):
+                raise bucket.refusal(1, now)
+        client.requests.take(0 if again else 1, now)
         client.running += 1
         return Lease(client, self._clock)
 
@@ -71,12 +69,11 @@ class Quotas:
         now = self._clock()
         client = self._client(group, now)
         headers: list[tuple[bytes, bytes]] = []
-        for name, bucket in (("requests", client.requests), ("tokens", client.tokens)):
-            if bucket is not None:
-                remaining = max(math.floor(bucket.level(now)), 0)
-                values = {"limit": bucket.per_minute, "remaining": remaining,
-                          "reset": duration(bucket.wait(math.inf, now))}
-                headers += [(f"x-ratelimit-{kind}-{name}".encode(), str(value).encode())
+        for bucket in (client.requests, client.tokens):
+            if bucket.per_minute:
+                values = {"limit": bucket.per_minute, "remaining": bucket.left(now),
+                          "reset": duration(bucket.full_in(now))}
+                headers += [(f"x-ratelimit-{kind}-{bucket.what}".encode(), str(value).encode())
                             for kind, value in values.items()]
         return headers
 
@@ -84,5 +81,5 @@ class Quotas:
         if group not in self._clients:
             if len(self._clients) >= FORGET_ABOVE:
                 self._clients = {name: one for name, one in self._clients.items() if not one.idle(now)}
-            self._clients[group] = Usage(self._limits.get(group, self._default), now)
+            self._clients[group] = Usage(self._limits.get(group, self._default))
         return self._clients[group]

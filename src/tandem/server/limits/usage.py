@@ -14,53 +14,54 @@ RATE_LIMIT: Final = "rate_limit_exceeded"
 
 
 class Bucket:
-    """A token bucket: holds a minute's worth, and fills evenly. Output, which nobody can foresee, may overdraw it."""
+    """A token bucket: holds a minute's worth, and fills evenly. Output, which nobody can foresee, may overdraw it.
 
-    def __init__(self, per_minute: int, now: float) -> None:
+    It is kept as the time at which it is full again (the generic cell rate algorithm).
+    """
+
+    def __init__(self, what: str, per_minute: int | None) -> None:
+        """For `what` ("tokens"); without a limit it is always full."""
+        self.what = what
         self.per_minute = per_minute
-        self._level = float(per_minute)
-        self._at = now
+        self._unit_s = MINUTE_S / per_minute if per_minute else 0.0
+        self._full_at = -math.inf
 
-    def level(self, now: float) -> float:
-        """What is in it; below 0 when it is overdrawn."""
-        self._level = min(self._level + (now - self._at) * self.per_minute / MINUTE_S, float(self.per_minute))
-        self._at = now
-        return self._level
+    def left(self, now: float) -> int:
+        """What is in it, in whole units; 0 when it is overdrawn, or has no limit."""
+        return max(math.floor(round((MINUTE_S - self.full_in(now)) / self._unit_s, 3)), 0) if self._unit_s else 0
 
-    def wait(self, amount: float, now: float) -> float:
-        """Seconds until `amount` can be taken; what is more than a minute's worth waits until it is full."""
-        missing = min(amount, self.per_minute) - self.level(now)
-        return max(missing, 0.0) * MINUTE_S / self.per_minute
+    def full_in(self, now: float) -> float:
+        """Seconds until it is full."""
+        return max(self._full_at - now, 0.0)
 
-    def take(self, amount: float, now: float) -> None:
+    def wait(self, amount: int, now: float) -> float:
+        """Seconds until `amount` can be taken, to the millisecond; more than a minute's worth waits for all of it."""
+        return max(round(self.full_in(now) - max(MINUTE_S - amount * self._unit_s, 0.0), 3), 0.0)
+
+    def take(self, amount: int, now: float) -> None:
         """Take it, whatever is there."""
-        self._level = self.level(now) - amount
+        self._full_at = now + self.full_in(now) + amount * self._unit_s
+
+    def refusal(self, amount: int, now: float) -> OverloadedError:
+        """Why `amount` cannot be taken now; names limit and remedy."""
+        wait = self.wait(amount, now)
+        message = (f"Rate limit reached: the limit is {self.per_minute} {self.what} a minute ({self.what}_per_minute), "
+                   f"{self.left(now)} are left and {amount} are needed. Please try again in {duration(wait)}.")
+        return OverloadedError(message, retry_after=math.ceil(wait), code=RATE_LIMIT)
 
 
 class Usage:
-    """Buckets for the limits that the client has, and its running requests."""
+    """A client's buckets, and its running requests."""
 
-    def __init__(self, limits: ClientLimits, now: float) -> None:
+    def __init__(self, limits: ClientLimits) -> None:
         self.limits = limits
         self.running = 0
-        self.requests = Bucket(limits.requests_per_minute, now) if limits.requests_per_minute else None
-        self.tokens = Bucket(limits.tokens_per_minute, now) if limits.tokens_per_minute else None
+        self.requests = Bucket("requests", limits.requests_per_minute)
+        self.tokens = Bucket("tokens", limits.tokens_per_minute)
 
     def idle(self, now: float) -> bool:
         """True when it has used nothing that still counts."""
-        buckets = [bucket for bucket in (self.requests, self.tokens) if bucket is not None]
-        return not self.running and all(bucket.wait(math.inf, now) == 0 for bucket in buckets)
-
-
-def require(bucket: Bucket | None, amount: int, what: str, name: str, now: float) -> None:
-    """Raises OverloadedError, naming limit and remedy, when `amount` cannot be taken now."""
-    wait = bucket.wait(amount, now) if bucket is not None else 0.0
-    if bucket is None or wait <= 0:
-        return
-    left = max(math.floor(bucket.level(now)), 0)
-    message = (f"Rate limit reached: the limit is {bucket.per_minute} {what} a minute ({name}), {left} are left "
-               f"and {amount} are needed. Please try again in {duration(wait)}.")
-    raise OverloadedError(message, retry_after=math.ceil(wait), code=RATE_LIMIT)
+        return not (self.running or self.requests.full_in(now) or self.tokens.full_in(now))
 
 
 def duration(seconds: float) -> str:
