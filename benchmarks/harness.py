@@ -190,14 +190,15 @@ class Server:
 
 
 def tandem_server(model: Path, threads: int, name: str = "tandem", *, log: Path | None = None,
-                  **flags: object) -> Server:
-    """`tandem serve`; `flags` are its options with underscores. `log`: a file for what it prints, which is kept."""
+                  beside: Sequence[Sequence[str]] = (), **flags: object) -> Server:
+    """`tandem serve`; `flags` are its options with underscores. `log`: a file for what it prints, which is kept.
+    `beside`: other commands that run as long as it does, and end after it."""
     port = free_port()
     chosen = {"model": model, "port": port, "threads_per_rank": threads, "dequantize": "no", "log_level": "WARNING",
               **flags}
     options = [text for key, value in chosen.items() for text in ("--" + key.replace("_", "-"), str(value))]
     command = [sys.executable, "-P", "-m", "tandem.cli.main", "serve", *options]
-    return Server(name, [command], child_environment(threads_environment(threads)), port=port,
+    return Server(name, [*beside, command], child_environment(threads_environment(threads)), port=port,
                   health="/health/ready", model="default", log=log)
 
 

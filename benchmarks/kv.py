@@ -1,10 +1,15 @@
 """What KV on disk saves: time to the first token after a restart, and a stream's pause after a rank is killed, or when
-its replica is drained; and the gaps of running streams while long prompts come, with roles and without.
+its replica is drained; and what handing prompts from rank to rank and quantised KV do.
 
-usage: python benchmarks/kv.py [--model DIR] [--tokens 2000 6000] [--layout 1|pp] [--drain | --roles]
+usage: python benchmarks/kv.py [--model DIR] [--tokens 2000 6000] [--layout 1|pp]
+       python benchmarks/kv.py --drain
+       python benchmarks/kv.py --roles [--apart machines] [--mixed pp|one|dp]   gaps of streams while prompts come
+       python benchmarks/kv.py --hand-over [--apart disks]                      bytes a second, and how much is hidden
+       python benchmarks/kv.py --decode --tokens 32000 --rows 8                 decode steps, 8-bit KV against 16
 
-Each figure is a ratio with the disk to without it, taken side by side in one run; with --roles of two replicas with
-roles to two without.
+Without one of these, and with --drain, each figure is a ratio with the disk to without it, taken side by side in one
+run; with --roles of two replicas with roles to the same cores without. --apart gives each replica a directory of its
+own (disks), or a network of its own too (machines), on this machine; that needs root on Linux.
 """
 
 from __future__ import annotations
@@ -15,14 +20,14 @@ import random
 import signal
 import subprocess
 import tempfile
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
 import httpx
+import kv_hand_over
+import kv_roles
+import kv_types
 from harness import table, tandem_server
 
 from tandem import LLM, SamplingParams
@@ -72,76 +77,6 @@ def drained(model: str, prompt: list[int], **flags: object) -> float:
     return max(later - earlier for earlier, later in pairwise(times[20:]))
 
 
-@dataclass
-class Stream:
-    """A streamed completion, read by a thread: when each of its tokens came."""
-
-    times: list[float] = field(default_factory=list)
-    over: threading.Event = field(default_factory=threading.Event)
-
-    def read(self, port: int, prompt: list[int], max_tokens: int) -> None:
-        """Until it ends, or `over`."""
-        body = {"model": "default", "prompt": prompt, "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True,
-                "stream": True}
-        with httpx.Client(timeout=900) as client, client.stream(
-                "POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as reply:
-            for line in reply.iter_lines():
-                if self.over.is_set():
-                    return
-                if line.startswith("data: {"):
-                    self.times.append(time.monotonic())
-
-    def gaps(self, since: float) -> list[float]:
-        """Seconds between its tokens from then on."""
-        return [later - earlier for earlier, later in pairwise(self.times) if later > since]
-
-
-def disturbed(model: str, length: int, directory: str, roles: tuple[str, ...]) -> dict[str, float]:
-    """Gaps of four streams while four prompts of so many tokens come one after the other, and how long each took to its
-    first token."""
-    rng = random.Random(length)
-    prompts = [[rng.randrange(100, 20_000) for _ in range(count)] for count in (*[40] * 4, *[length] * 4)]
-    with tandem_server(Path(model), 1, data_parallel_size=2, dequantize="auto", threads_per_rank=1, kv_disk=directory,
-                       roles=",".join(roles)) as server:
-        Stream().read(server.port, prompts[-1][:-1], 8)  # both paces are known, and all code has run
-        running = [Stream() for _ in range(4)]
-        readers = [start(one.read, server.port, prompt, 7000) for one, prompt in zip(running, prompts, strict=False)]
-        while min(len(one.times) for one in running) < 20:
-            time.sleep(0.05)
-        began, waits = time.monotonic(), list[float]()
-        for prompt in prompts[4:]:
-            asked, one = time.monotonic(), Stream()
-            one.read(server.port, [7, *prompt], 16)
-            waits.append(one.times[0] - asked)
-        gaps = sorted(gap for one in running for gap in one.gaps(began))
-        for one in running:
-            one.over.set()
-        for reader in readers:
-            reader.join()
-    return {"p50_gap_s": gaps[len(gaps) // 2], "p99_gap_s": gaps[len(gaps) * 99 // 100], "max_gap_s": gaps[-1],
-            "gaps": len(gaps), "first_token_s": sorted(waits)[len(waits) // 2]}
-
-
-def start(work: Callable[..., None], *arguments: object) -> threading.Thread:
-    """Do it in a thread."""
-    thread = threading.Thread(target=work, args=arguments)
-    thread.start()
-    return thread
-
-
-def compare_roles(model: str, lengths: list[int]) -> None:
-    """Print a table: two replicas that do both, and two with roles."""
-    rows = []
-    for length in lengths:
-        found = {}
-        for roles in (("both", "both"), ("prefill", "decode")):
-            with tempfile.TemporaryDirectory() as directory:
-                found[roles] = disturbed(model, length, directory, roles)
-            ratio = found[roles]["p99_gap_s"] / found["both", "both"]["p99_gap_s"]
-            rows.append({"tokens": length, "roles": ",".join(roles), **found[roles], "ratio": ratio})
-    table(list(rows[0]), [list(row.values()) for row in rows])
-
-
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -150,9 +85,29 @@ def main() -> None:
     parser.add_argument("--layout", choices=LAYOUTS, default="1")
     parser.add_argument("--drain", action="store_true", help="only the pause when a replica is drained")
     parser.add_argument("--roles", action="store_true", help="only gaps of streams while prompts come")
+    parser.add_argument("--hand-over", action="store_true", help="only prompts that go from rank to rank")
+    parser.add_argument("--decode", action="store_true", help="only decode steps, for each type of KV")
+    parser.add_argument("--apart", choices=("no", "disks", "machines"), default="no", help="what replicas do not share")
+    parser.add_argument("--pin", action="store_true", help="with --apart, each replica computes on a core of its own")
+    parser.add_argument("--mixed", choices=kv_roles.MIXED, default="pp", help="what roles are compared with")
+    parser.add_argument("--streams", type=int, default=4, help="that run while prompts come")
+    parser.add_argument("--answer", type=int, default=7000, help="most tokens of a stream")
+    parser.add_argument("--prompts", type=int, default=1, help="one after the other")
+    parser.add_argument("--rows", type=int, default=8, help="decoded together")
+    parser.add_argument("--types", nargs="+", choices=kv_types.TYPES, default=["auto", "8bit"], help="of KV")
+    parser.add_argument("--steps", type=int, default=32, help="decode steps that are timed")
+    parser.add_argument("--kv-dtype", default="auto", help="type of what is handed over")
+    parser.add_argument("--vocabulary", type=int, default=20_000, help="ids of prompts are below it")
+    parser.add_argument("--directory", type=Path, help="for what is on disk; by default among temporary files")
     given = parser.parse_args()
     if given.roles:
-        compare_roles(given.model, given.tokens)
+        kv_roles.compare(given)
+        return
+    if given.hand_over:
+        kv_hand_over.compare(given)
+        return
+    if given.decode:
+        kv_types.compare_steps(given)
         return
     model, layout = given.model, LAYOUTS[given.layout]
     rows = []

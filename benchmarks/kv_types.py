@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import argparse
 import math
+import random
 import statistics
+import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from harness import table
 
 from tandem import LLM, SamplingParams
+from tandem.engine.engine import Engine
 from tandem.models.kv_types import group_for, group_size
 
 TYPES = ("auto", "8bit", "4bit")
@@ -67,6 +71,56 @@ def attention(bits: int, rows: int, kv_heads: int, width: int, positions: int) -
 
     full = fastest(lambda: mx.fast.scaled_dot_product_attention(queries, keys, values, scale=0.1))
     return fastest(lambda: attend(queries, *packed, scale=0.1, mask=None, sinks=None)) / full
+
+
+def decode_steps(given: argparse.Namespace, kind: str, context: int) -> dict[str, float]:
+    """Of rows with one prompt of `context` tokens, which is computed once: time of a decode step, and memory."""
+    rng, room = random.Random(context), context + given.steps + 64
+    prompt = [rng.randrange(100, given.vocabulary) for _ in range(context)]
+    flags: dict[str, Any] = {"kv_tokens": (given.rows + 2) * room, "max_context": room, "max_batch_size": given.rows,
+                             "prefix_cache": 1.5 / (given.rows + 2), "canary": False, "dequantize": "auto"}
+    with LLM(given.model, kv_dtype=kind, **flags) as llm:
+        began = time.monotonic()
+        llm.generate([prompt], SamplingParams(max_tokens=1, temperature=0))
+        computed = time.monotonic() - began
+        params = SamplingParams(max_tokens=given.steps + 32, temperature=0, ignore_eos=True)
+        streams = [llm.stream([*prompt[:-1], 100 + row], params) for row in range(given.rows)]
+        times: list[list[float]] = [[] for _ in streams]
+        held: list[tuple[int, int]] = []
+
+        def read(row: int) -> None:
+            for _ in streams[row]:
+                times[row].append(time.monotonic())
+                if row == given.rows - 1 and len(times[row]) == 8:
+                    [rank] = llm._session.engine.call(Engine.status).result().ranks
+                    held.append((rank.kv_bytes, rank.used_bytes))
+
+        threads = [threading.Thread(target=read, args=(row,)) for row in range(given.rows)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        [rank] = llm._session.engine.call(Engine.status).result().ranks
+    together = max(one[4] for one in times), min(one[-1] for one in times)
+    gaps = [later - earlier for one in times for earlier, later in pairwise(one)
+            if earlier >= together[0] and later <= together[1]]
+    return {"prompt_s": computed, "step_ms": 1e3 * statistics.median(gaps), "kv_mb": held[0][0] / 1e6,
+            "used_mb": held[0][1] / 1e6, "peak_mb": rank.peak_bytes / 1e6}
+
+
+def compare_steps(given: argparse.Namespace) -> None:
+    """Print a table: each type, and its ratios to the first."""
+    rows = []
+    for context in given.tokens:
+        full: dict[str, float] = {}
+        for kind in given.types:
+            found = decode_steps(given, kind, context)
+            full = full or found
+            rows.append({"tokens": context, "rows": given.rows, "KV": kind, **found,
+                         "step ratio": found["step_ms"] / full["step_ms"], "KV ratio": found["kv_mb"] / full["kv_mb"]})
+            table(list(rows[0]), [list(rows[-1].values())])
+    print()
+    table(list(rows[0]), [list(row.values()) for row in rows])
 
 
 def main() -> None:

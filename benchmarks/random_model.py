@@ -32,19 +32,22 @@ def main() -> None:
     parser.add_argument("directory", type=Path, help="where to write it")
     parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"),
                         help="of the weights")
+    parser.add_argument("--layers", type=int, help="other than that model's")
     parser.add_argument("--seed", type=int, default=0, help="of the random numbers")
     args = parser.parse_args()
-    write(args.shape, args.directory, dtype=args.dtype, seed=args.seed)
+    write(args.shape, args.directory, dtype=args.dtype, seed=args.seed, layers=args.layers)
     size = sum(path.stat().st_size for path in args.directory.glob("*.safetensors"))
     print(f"{args.directory}: {args.shape}, {size / 2**30:.2f} GiB")
 
 
-def write(shape: str, directory: Path, *, dtype: str = "bfloat16", seed: int = 0) -> None:
-    """Write config, tokenizer and weights of a random model of this shape."""
+def write(shape: str, directory: Path, *, dtype: str = "bfloat16", seed: int = 0,
+          layers: int | None = None) -> None:
+    """Write config, tokenizer and weights of a random model of this shape, with so many `layers`."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
 
     config = {**BASE, **SHAPES[shape], "eos_token_id": 2, "torch_dtype": dtype}
+    config |= {"num_hidden_layers": layers} if layers else {}
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     shapes = {name: array.shape for name, array in
               tree_flatten(module.Model(module.ModelArgs.from_dict(config)).parameters())}

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from tandem.protocol.pieces import PIECE, Fetch, Fetched
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Written
+from tandem.runner import kv_disk
 from tandem.runner.kv_disk import KVDisk, Layers
 from tandem.runner.piece_files import Part, PieceFiles
 
@@ -67,3 +68,16 @@ def test_pieces_that_do_not_fit_together_are_lost(disk) -> None:
     other.write(NAMES[2], [(layer, layer) for layer in KEYS[..., 2 * PIECE:3 * PIECE, :]], "float32")
     one.fetch(Fetch("gap", NAMES))
     assert reports.get(timeout=60).lost == NAMES[3:]
+
+
+def test_what_somebody_waits_for_is_written_without_a_limit(disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, reports = disk
+    monkeypatch.setattr(kv_disk, "WRITE_BYTES_S", 1.0)
+    states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
+    new = [bytes([100 + i]) * 16 for i in range(3)]
+    one.store(StoreOp("a", list(enumerate(new)), awaited=True), states)
+    for name in new:
+        got = reports.get(timeout=60)
+        assert isinstance(got, Written) and got.names == [name] and got.nbytes > 0 < got.seconds
+    other.survey()
+    assert set(new) <= set(other.names())

@@ -68,6 +68,7 @@ class EngineMetrics:
         self.disk_written = counter("kv_disk_written_bytes", "Bytes of KV that ranks have written to disk.")
         self.disk_brought = counter("kv_disk_brought_bytes", "Bytes of KV that came from disks of other machines.")
         self.disk_seconds = counter("kv_disk_read_seconds", "What reading took, of the slowest rank each time.")
+        self.disk_written_seconds = counter("kv_disk_write_seconds", "What writing took, of all ranks together.")
         self.disk_failures = counter("kv_disk_failures", "Prefixes on disk that could not be used.")
         self.restarts = counter("gang_restarts", "Times that the ranks were replaced.")
         self.failures = counter("gang_failures", "Failures of a gang of ranks by what was found.", "cause")
@@ -81,7 +82,8 @@ class EngineMetrics:
         """What has been read from disk and written there so far."""
         self._count_up_to({self.disk_hits: counts.hit_tokens, self.disk_read: counts.read_bytes,
                            self.disk_written: counts.written_bytes, self.disk_seconds: counts.read_s,
-                           self.disk_brought: counts.brought_bytes, self.disk_failures: counts.failures})
+                           self.disk_written_seconds: counts.written_s, self.disk_brought: counts.brought_bytes,
+                           self.disk_failures: counts.failures})
 
     def cached(self, tokens: int, from_disk: int) -> None:
         """Tokens of a prompt that were not computed, and those of them that were read from disk."""

@@ -18,6 +18,8 @@ class StoreOp(Struct, frozen=True, array_like=True):
     key: str
     pieces: list[tuple[int, bytes]]
     """Number of each piece within the prefix, and its name."""
+    awaited: bool = False
+    """Somebody goes on elsewhere once they are written."""
 
 
 class Fetch(Struct, frozen=True, tag=True):
@@ -80,5 +82,7 @@ class Written(Struct, frozen=True, tag=True):
     rank: int
     names: list[bytes]
     nbytes: int = 0
+    seconds: float = 0.0
+    """What that took, once it was computed."""
     gone: list[bytes] = []
     """Others that were deleted meanwhile, wholly or in part."""

@@ -29,7 +29,7 @@ seldom = Seldom(log)
 WAITING_BYTES = 1 << 30
 """Pieces that wait to be written; beyond it, others are left out."""
 WRITE_BYTES_S = 400e6
-"""Most that is written in a second, so that a disk has time for what is read."""
+"""Most that is written in a second, so that a disk has time for what is read; what somebody waits for goes at once."""
 FULL_S = 60.0
 """Nothing is written for so long after a disk was full."""
 _READ, _WRITE, _END = range(3)
@@ -160,7 +160,7 @@ class KVDisk:
             # Arrays of their own: MLX promises nothing for two threads at one.
             own = [(_plain(mx.contiguous(keys)), _plain(mx.contiguous(values))) for keys, values in cut]
             mx.async_eval(own)
-            self._jobs.put((_WRITE, next(self._number), (name, own, dtype_name(cut[0][0].dtype), nbytes)))
+            self._jobs.put((_WRITE, next(self._number), (name, own, dtype_name(cut[0][0].dtype), nbytes, op.awaited)))
 
     def fetch(self, order: Fetch) -> None:
         """Read a prefix; `Fetched` says when it is here."""
@@ -244,17 +244,20 @@ class KVDisk:
         self._files.take_gone()  # what is there says it too
         self._report(Surveyed(self._rank, order.number, self._files.names(), self._files.lent(), nbytes, total))
 
-    def _write(self, name: bytes, own: list[tuple[mx.array, mx.array]], dtype: str, nbytes: int) -> None:
-        started = time.monotonic()
+    def _write(self, name: bytes, own: list[tuple[mx.array, mx.array]], dtype: str, nbytes: int,
+               awaited: bool) -> None:
         try:
-            if started < self._quiet_until:
+            if time.monotonic() < self._quiet_until:
                 return
+            np.asarray(own[-1][-1])  # once it is computed, as all before it
+            started = time.monotonic()
             size = self._files.write(name, [(np.asarray(keys), np.asarray(values)) for keys, values in own], dtype)
-            self._report(Written(self._rank, [name], size, self._files.take_gone()))
-            time.sleep(max(size / WRITE_BYTES_S - (time.monotonic() - started), 0.0))
+            took = time.monotonic() - started
+            self._report(Written(self._rank, [name], size, took, self._files.take_gone()))
+            time.sleep(0.0 if awaited else max(size / WRITE_BYTES_S - took, 0.0))
         except OSError as error:
-            self._quiet_until = started + FULL_S
-            self._report(Written(self._rank, [], 0, self._files.take_gone()))
+            self._quiet_until = time.monotonic() + FULL_S
+            self._report(Written(self._rank, [], gone=self._files.take_gone()))
             seldom.warning("KV cannot be kept on disk: %s; nothing is for %.0f s", error.strerror or error, FULL_S)
         finally:
             with self._lock:

@@ -113,7 +113,7 @@ class Departures:
             if pieces:
                 room -= len(pieces)
                 parting.ordered.update(name for _, name in pieces)
-                orders.append(StoreOp(request_id, pieces))
+                orders.append(StoreOp(request_id, pieces, awaited=True))
         return orders
 
     def depart(self) -> list[HandedOver]:

@@ -47,6 +47,7 @@ class DiskCounts:
     read_bytes: int = 0
     written_bytes: int = 0
     read_s: float = 0.0
+    written_s: float = 0.0
     failures: int = 0
     """Prefixes that could not be read."""
     brought_bytes: int = 0
@@ -222,6 +223,7 @@ class DiskTier:
         self._pieces.keep(report.rank, report.names)
         self._pieces.lose(report.gone)
         self.counts.written_bytes += report.nbytes
+        self.counts.written_s += report.seconds
 
     def _seen(self, report: Surveyed, prefixes: PrefixIndex) -> None:
         look = self._looks.get(report.number)
