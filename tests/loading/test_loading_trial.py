@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import mlx.core as mx
@@ -57,6 +59,27 @@ def test_an_unlisted_type_is_tried_in_a_process_of_its_own(tmp_path: Path, caplo
     (tmp_path / "broken" / "config.json").write_text(json.dumps({**UNLISTED, "num_attention_heads": "two"}))
     with pytest.raises(UnsupportedModel, match="its trial failed: "):
         require_trial(tmp_path / "broken", description)
+
+
+def test_a_trial_that_takes_much_memory_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(UNLISTED))
+    program = "from tandem.loading import trial; trial.MOST_BYTES = 10**6; raise SystemExit(trial.main())"
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, text=True,
+                          stdout=subprocess.PIPE) as trying:
+        try:
+            assert trying.stdin and trying.stdout
+            trying.stdin.write("\n")
+            trying.stdin.flush()  # and stays open: it is the lifeline
+            assert trying.stdout.read() == "it takes more than 0.001 GB, cut down as it is\n"
+            assert trying.wait(240) == 1
+        finally:
+            trying.kill()
+
+
+def test_what_mlx_says_in_many_lines_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="makes no model: uniform") as found:
+        trial.try_config({**UNLISTED, "head_dim": 10**30})
+    assert "\n" not in found.value.message
 
 
 def test_drafts_for_a_recurrent_model_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,48 @@ from tandem.errors import BrokenModel
 from tandem.system.files import file_trouble
 
 LARGEST_NUMBER = 2**31  # no number in a config comes near it
+
+
+class Watched(dict[str, Any]):
+    """A config that knows which of its entries were read: those that an error was made of."""
+
+    def __init__(self, config: dict[str, Any], path: Path) -> None:
+        super().__init__(config)
+        self._path = path
+        self._read: list[str] = []
+
+    def __getitem__(self, key: str) -> Any:
+        self._read.append(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The entry; like a dict's."""
+        self._read.append(key)
+        return super().get(key, default)
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """What is computed within from entries that make no sense raises `BrokenModel` with the name of one of them."""
+        try:
+            yield
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, KeyError) and error.args[0] not in self:
+                key, trouble = str(error.args[0]), "is missing"
+            else:
+                key = self._suspect()
+                trouble = f"is {super().get(key)!r:.100}, of which nothing can be made"
+            raise BrokenModel(f"{self._path}/config.json: {key} {trouble}", param=key) from error
+
+    def _suspect(self) -> str:
+        """Of the entries that were read, the last that is no positive number, or the very last."""
+        there = [key for key in reversed(self._read) if key in self]
+        odd = (key for key in there if key != "model_type" and not is_count(super(Watched, self).__getitem__(key)))
+        return next(odd, next(iter(there), "model_type"))
+
+
+def is_count(value: Any) -> bool:
+    """A positive whole number that a config can have."""
+    return type(value) is int and 0 < value < LARGEST_NUMBER
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -122,6 +122,11 @@ def peak_bytes() -> int:
     """Most memory that this process has used: on the device if there is one, else resident."""
     if on_gpu():
         return int(mx.get_peak_memory())
+    return resident_bytes()
+
+
+def resident_bytes() -> int:
+    """Most memory of this machine, not of a device, that this process has used."""
     if sys.platform == "linux":
         # Not getrusage: its maximum is inherited from the parent process.
         for line in Path("/proc/self/status").read_text().splitlines():

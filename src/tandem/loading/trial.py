@@ -1,13 +1,16 @@
 """Is an architecture that no row vouches for computed rightly over stages? Tried on a tiny random model (mlx).
 
-`python -m tandem.loading.trial DIRECTORY` runs the model of a directory's config.json, cut down, whole and in two and
-three stages. Exit code 0 and a line of what was compared if all bits agree, else 1 and the line that differed.
+`python -m tandem.loading.trial DIRECTORY`, which `models/trial.py` starts, runs the model of a directory's config.json,
+cut down, whole and in two and three stages. Exit code 0 and a line of what was compared if all bits agree, else 1 and
+the line that differed.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +18,25 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
+from tandem.borders import start_thread
 from tandem.checkpoints.config import read_config
 from tandem.errors import TandemError, UnsupportedModel
 from tandem.loading.frame import Frame
+from tandem.loading.memory import resident_bytes
 from tandem.loading.mlx_lm_models import import_models_only
+from tandem.loading.weights import one_line
 from tandem.models.cuts import uncut
 from tandem.models.description import text_config
 from tandem.models.families.shrink import shrunk
 from tandem.models.families.table import family_of, module_of
 from tandem.models.partition import split_layers
+from tandem.processes.child import receive_payload, watch_lifeline
 
 STEPS = (11, 16, 1, 1)
 """Tokens of each call: a prompt in two chunks, which is longer than tiny windows, and two more."""
 MOST_WEIGHTS = 60_000_000
+MOST_BYTES = 4 * 10**9
+"""Of memory, beyond what the process begins with: far more than such models take."""
 
 
 def try_config(config: dict[str, Any]) -> str:
@@ -43,7 +52,7 @@ def cut_down(config: dict[str, Any]) -> tuple[dict[str, Any], nn.Module]:
         try:
             model = _model(small)
         except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
-            failed = f"cut down, its config makes no model: {error}"
+            failed = f"cut down, its config makes no model: {one_line(error)}"
             continue
         if sum(array.size for _, array in tree_flatten(model.parameters())) <= MOST_WEIGHTS:
             return small, model
@@ -109,11 +118,23 @@ def outcome(config: dict[str, Any]) -> tuple[bool, str]:
     except TandemError as error:
         return False, error.message
     except Exception as error:  # noqa: BLE001 - mlx-lm's code on a config that nobody has tried
-        return False, f"its forward pass fails: {type(error).__name__}: {error}".splitlines()[0]
+        return False, f"its forward pass fails: {type(error).__name__}: {one_line(error)}"
+
+
+def _end_when_large() -> None:
+    """Whatever a config makes mlx-lm's code do: it takes no more memory than there should be for it."""
+    most = resident_bytes() + MOST_BYTES
+    while max(resident_bytes(), mx.get_peak_memory()) < most:
+        time.sleep(0.05)
+    os.write(1, f"it takes more than {MOST_BYTES / 1e9:g} GB, cut down as it is\n".encode())
+    os._exit(1)
 
 
 def main() -> int:
-    """Try the config of the directory that is the only argument."""
+    """Try the config of the directory that is the only argument; the process that asks holds a lifeline."""
+    receive_payload()
+    watch_lifeline()
+    start_thread(_end_when_large, name="memory")
     import_models_only()
     try:
         passed, line = outcome(read_config(Path(sys.argv[1])))

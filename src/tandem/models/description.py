@@ -5,12 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tandem.checkpoints.config import LARGEST_NUMBER, eos_token_ids, read_config
+from tandem.checkpoints.config import Watched, eos_token_ids, is_count, read_config
 from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.safetensors import TensorInfo
@@ -157,38 +157,39 @@ def describe(files: ModelFiles) -> ModelDescription:
     kv_heads = facts.kv_heads()
     head_dim = facts.number(facts.key(_WIDTH_KEYS), facts.hidden_size // facts.num_heads)
     layer_type = _layer_type(files.path, str(name))
-    known = {**family.defaults, **config}
-    caches = layer_caches(known, facts.num_layers, 2 * kv_heads * head_dim)
-    return ModelDescription(
-        family=str(name),
-        num_layers=facts.num_layers,
-        hidden_size=facts.hidden_size,
-        vocab_size=facts.number(facts.key(_VOCAB_KEYS)),
-        num_heads=facts.num_heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        token_elements=sum(cache.position for cache in caches) / len(caches),
-        state_elements=sum(cache.state for cache in caches) / len(caches),
-        float32_elements=sum(cache.float32 for cache in caches) / len(caches),
-        can_be_cut=all(cache.can_be_cut for cache in caches),
-        replicated_cache=any(cache.replicated for cache in caches),
-        kv_groups=tuple(zip(kv_groups(known, caches, head_dim), (cache.position for cache in caches), strict=True)),
-        kept_by_position=kept_by_position(known, caches),
-        latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),
-        max_context=facts.max_context(),
-        dtype=_stored_dtype(tensors),
-        quantization=quantization.settings,
-        tied_head=tied,
-        layer_bytes=layers,
-        embed_bytes=embed,
-        head_bytes=norm if tied else norm + head,
-        eos_token_ids=eos_token_ids(files.path),
-        uncut=uncut(known, facts.num_layers),
-        left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
-        generates=not headless,
-        whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
-        **facts.shares(layer_type),
-    )
+    known = facts.config
+    with known.named():
+        caches = layer_caches(known, facts.num_layers, 2 * kv_heads * head_dim)
+        return ModelDescription(
+            family=str(name),
+            num_layers=facts.num_layers,
+            hidden_size=facts.hidden_size,
+            vocab_size=facts.number(facts.key(_VOCAB_KEYS)),
+            num_heads=facts.num_heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            token_elements=sum(cache.position for cache in caches) / len(caches),
+            state_elements=sum(cache.state for cache in caches) / len(caches),
+            float32_elements=sum(cache.float32 for cache in caches) / len(caches),
+            can_be_cut=all(cache.can_be_cut for cache in caches),
+            replicated_cache=any(cache.replicated for cache in caches),
+            kv_groups=tuple(zip(kv_groups(known, caches, head_dim), (cache.position for cache in caches), strict=True)),
+            kept_by_position=kept_by_position(known, caches),
+            latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),
+            max_context=facts.max_context(),
+            dtype=_stored_dtype(tensors),
+            quantization=quantization.settings,
+            tied_head=tied,
+            layer_bytes=layers,
+            embed_bytes=embed,
+            head_bytes=norm if tied else norm + head,
+            eos_token_ids=eos_token_ids(files.path),
+            uncut=uncut(known, facts.num_layers),
+            left_out=tuple(sense for sense in ("vision", "audio") if config.get(f"{sense}_config")),
+            generates=not headless,
+            whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
+            **facts.shares(layer_type),
+        )
 
 
 def _nearest(name: object) -> str:
@@ -207,7 +208,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 def _layer_type(path: Path, name: str) -> str:
     nested = read_config(path).get("text_config")
     inner = nested.get("model_type") if isinstance(nested, dict) else None
-    return inner if name in _OF_SEVERAL and inner in SHARDING else name
+    return inner if name in _OF_SEVERAL and isinstance(inner, str) and inner in SHARDING else name
 
 
 def in_mlx_lm(module: str) -> bool:
@@ -222,7 +223,8 @@ class _Facts:
 
     def __init__(self, path: Path, family: Family, config: dict[str, Any]) -> None:
         nested = config.get("attn_config")  # dbrx
-        self._path, self._config = path, {**family.defaults, **(nested if isinstance(nested, dict) else {}), **config}
+        entries = {**family.defaults, **(nested if isinstance(nested, dict) else {}), **config}
+        self._path, self.config = path, Watched(entries, path)
         layers = self.key(_LAYER_KEYS)
         self.num_layers = self.number(layers)
         if self.num_layers > _MAX_LAYERS:
@@ -230,31 +232,31 @@ class _Facts:
                               param=layers)
         self.hidden_size = self.number(self.key(_HIDDEN_KEYS))
         # Models without attention name none, though their states have heads.
-        stateful = "state_size" in self._config and "num_attention_heads" not in self._config
+        stateful = "state_size" in self.config and "num_attention_heads" not in self.config
         self.num_heads = 1 if stateful else self.number(self.key(_HEAD_KEYS))
 
     def key(self, keys: tuple[str, ...]) -> str:
         """The first of `keys` that the config has, or the very first."""
-        return next((key for key in keys if self._config.get(key) is not None), keys[0])
+        return next((key for key in keys if self.config.get(key) is not None), keys[0])
 
     def number(self, key: str, default: int | None = None) -> int:
-        value = self._config.get(key)
+        value = self.config.get(key)
         value = default if value is None else value
         if isinstance(value, list) and value and all(type(one) is int for one in value):
             value = max(value)  # one entry a layer
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < LARGEST_NUMBER:
+        if not is_count(value):
             raise BrokenModel(
                 f"{self._path}/config.json: {key} must be a positive whole number, is {value!r:.100}", param=key
             )
-        return value
+        return int(value)
 
     def kv_heads(self) -> int:
         """Heads of keys and values. Of a latent each head makes its own."""
-        if isinstance(self._config.get("kv_lora_rank"), int):
+        if isinstance(self.config.get("kv_lora_rank"), int):
             return self.num_heads
-        if self._config.get("multi_query") is True:
+        if self.config.get("multi_query") is True:
             return 1
-        if isinstance(sharing := self._config.get("n_shared_head"), int) and sharing > 0:
+        if isinstance(sharing := self.config.get("n_shared_head"), int) and sharing > 0:
             return -(-self.num_heads // sharing)
         return self.number(self.key(_KV_KEYS), self.num_heads)
 
@@ -270,24 +272,30 @@ class _Facts:
             "expert_width": experts,
             "shared_width": self._product(sharding.shared),
             "num_experts": self._product((_EXPERT_COUNTS,)) if experts else 0,
-            "axes": sharding.axes(self._config) if sharding.axes is not None else {},
+            "axes": sharding.axes(self.config) if sharding.axes is not None else {},
         }
 
     def _product(self, width: Width) -> int:
         """0 for a width that is empty, or whose keys are not there or not whole numbers."""
         if not isinstance(width, tuple):
-            return width(self._config)
+            if (found := width(self.config)) and not is_count(found):
+                raise ValueError(found)
+            return found
         product = 1 if width else 0
         for factor in width:
-            found: Any = factor
-            if isinstance(factor, str):
-                found = next((v for v in map(self._config.get, factor.split("|")) if v is not None), 0)
-            product *= found if isinstance(found, int) and not isinstance(found, bool) else 0
+            product *= self._width(factor.split("|")) if isinstance(factor, str) else factor
         return product
+
+    def _width(self, keys: Sequence[str]) -> int:
+        key = next((key for key in keys if self.config.get(key) is not None), keys[0])
+        value = self.config.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value == 0:
+            return 0
+        return self.number(key)
 
     def max_context(self) -> int:
         for key in _CONTEXT_KEYS:
-            if self._config.get(key) is not None:
+            if self.config.get(key) is not None:
                 return self.number(key)
         return _DEFAULT_CONTEXT
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryFile
 
 from tandem.env import child_environment
 from tandem.errors import UnsupportedModel
 from tandem.models.description import ModelDescription
 from tandem.models.families.table import FAMILIES
-from tandem.processes.interpreter import module_command
+from tandem.processes.child import ChildProcess
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +31,20 @@ def require_trial(path: Path, description: ModelDescription) -> None:
 
 @cache
 def _tried(path: Path) -> str:
-    command = module_command("tandem.loading.trial", str(path))
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S,
-                              env=child_environment())
-        line = (done.stdout.strip() or done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-    except subprocess.TimeoutExpired:
+    with TemporaryFile() as output:
+        child = ChildProcess("tandem.loading.trial", b"", arguments=(str(path),), env=child_environment(),
+                             name="trial of the architecture", output=output.fileno())
+        try:
+            ended = child.wait(TIMEOUT_S)
+        finally:
+            child.kill()
+            child.wait(TIMEOUT_S)
+        output.seek(0)
+        said = output.read().decode(errors="replace").splitlines()
+    if not ended:
         raise UnsupportedModel(f"{path}: an unlisted architecture; its trial did not end within {TIMEOUT_S:g} s",
-                               param="model") from None
-    if done.returncode:
+                               param="model")
+    line = said[-1] if said and (child.poll() or 0) >= 0 else child.describe_exit()
+    if child.poll():
         raise UnsupportedModel(f"{path}: an unlisted architecture, and its trial failed: {line[:500]}", param="model")
     return line

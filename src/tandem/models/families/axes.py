@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from tandem.checkpoints.config import LARGEST_NUMBER
+
 Base = Literal["heads", "queries", "states", "whole"]
 """What is shared out among ranks: key and value heads of attention; its query heads; heads (or groups of heads, or
 channels) of a recurrent layer; or nothing, so that every rank has all of it."""
@@ -31,9 +33,9 @@ Axes = Callable[[Mapping[str, Any]], dict[str, Axis]]
 
 
 def number(config: Mapping[str, Any], *keys: str) -> int:
-    """The first of `keys` that is a whole number, or 0."""
+    """The first of `keys` that is a whole number that a config can have, or 0."""
     found = (config.get(key) for key in keys)
-    return next((value for value in found if isinstance(value, int) and not isinstance(value, bool)), 0)
+    return next((value for value in found if type(value) is int and 0 <= value < LARGEST_NUMBER), 0)
 
 
 def latent(config: Mapping[str, Any]) -> dict[str, Axis]:

@@ -1,0 +1,69 @@
+"""Entries of config.json that are missing or make no sense: refused with the entry's name, or of no importance."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tandem.checkpoints.resolve import resolve
+from tandem.errors import UsageError
+from tandem.models.description import describe
+from tandem.models.partition import split_layers
+from tandem.models.shard import plan_shards
+from tandem.testing import tiny_model
+
+KINDS = ("baichuan_m1", "bailing_hybrid", "bailing_moe_v3", "dbrx", "deepseek_v2", "falcon_h1", "gemma4", "hunyuan",
+         "kimi_k3", "lfm2", "llama4", "mimo_v2_flash", "minimax_m3_vl", "nemotron_h", "qwen3_next")
+"""Types whose layers are told from other entries each."""
+MISSING = object()
+ODD = (MISSING, None, "two", -1, 10**30, ["x"])
+
+
+def changed(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Each with one entry that is odd in one of two ways, of the text model where that is nested."""
+    for i, (key, value) in enumerate(config.items()):
+        if key == "text_config":
+            yield from ({**config, key: one} for one in changed(value))
+        for odd in (ODD[i % len(ODD)], ODD[(i + 3) % len(ODD)]):
+            yield {**{k: v for k, v in config.items() if k != key}, **({} if odd is MISSING else {key: odd})}
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_no_entry_ends_in_a_traceback_or_a_hang(family: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, family)
+    config = json.loads((path / "config.json").read_text())
+    refused = 0
+    for odd in changed(config):
+        (path / "config.json").write_text(json.dumps(odd))
+        try:
+            description = describe(resolve(str(path)))
+            split_layers(description.num_layers, 2, uncut=description.uncut)
+            plan_shards(description, 2)
+        except UsageError as error:
+            refused += 1
+            assert len(error.message) < 400 and "\n" not in error.message
+    assert refused > 3
+
+
+@pytest.mark.parametrize(("family", "nested", "entries", "said"), [
+    ("deepseek_v2", False, {"qk_nope_head_dim": "two"}, "qk_nope_head_dim is 'two', of which nothing can be made"),
+    ("deepseek_v3", False, {"intermediate_size": -1}, "intermediate_size must be a positive whole number, is -1"),
+    ("deepseek_v3", False, {"moe_intermediate_size": 10**30}, "moe_intermediate_size must be a positive whole number"),
+    ("bailing_hybrid", False, {"layer_group_size": 0}, "layer_group_size is 0, of which nothing can be made"),
+    ("lfm2", False, {"block_ffn_dim_multiplier": 1e30}, "block_ffn_dim_multiplier is 1e+30, of which nothing can be"),
+    ("gemma4", True, {"layer_types": ["x"]}, "layer_types is ['x'], of which nothing can be made"),
+    ("kimi_k3", True, {"linear_attn_config": {}}, "num_heads is missing"),
+    ("qwen3_5", True, {"text_config": {"hidden_size": 64}, "hidden_size": None}, "hidden_size must be a positive"),
+])
+def test_the_entry_is_named(family: str, nested: bool, entries: dict[str, Any], said: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, family)
+    config = json.loads((path / "config.json").read_text())
+    (config["text_config"] if nested else config).update(entries)
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError) as found:
+        describe(resolve(str(path)))
+    assert f"{path}/config.json: {said}" in found.value.message
