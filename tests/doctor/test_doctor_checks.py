@@ -47,7 +47,7 @@ def pair(**changes) -> Evidence:
         [Host("a", "10.254.0.1", (None, "rdma_en2")), Host("b", "10.254.0.2", ("rdma_en2", None))], "a", "jaccl", "m",
         planned=Planned("pp=2", {"a": Need(10 << 30, 40 << 30), "b": Need(10 << 30, 40 << 30)}),
         facts={"a": mac(1), "b": mac(2)}, clocks={"b": Clock(0.01, 0.02)},
-        links={ends: Transferred(None, 2e-5, 3e9, "10.254.0.1") for ends in (("a", "b"), ("b", "a"))},
+        links={ends: Transferred(None, 2e-5, 3e9) for ends in (("a", "b"), ("b", "a"))},
         collected={name: Collected(None, {"4096": 3e-5}) for name in "ab"})
     for name, value in changes.items():
         setattr(evidence, name, value)
@@ -253,7 +253,7 @@ def test_links():
     assert (firewall.verdict, firewall.where) == ("fail", "b")
     assert "nothing arrives from a" in firewall.detail
     evidence = pair()
-    evidence.links["a", "b"] = Transferred(None, 1e-4, 1e6, "")
+    evidence.links["a", "b"] = Transferred(None, 1e-4, 1e6)
     assert [(one.check, one.verdict, one.where) for one in bad(evidence)] == [("speed", "fail", "a -> b")]
 
 

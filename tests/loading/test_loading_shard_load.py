@@ -62,7 +62,7 @@ def layer_of(name):
     return found.groups() if found else ("", name)
 
 
-def copies(name, family, names, size, split_head):
+def copies(name, family, names, size):
     """On how many ranks each element of a stored tensor must be; `names` are those of all tensors."""
     if family in ONE_KV_HEAD and any(word in name for word in ("c_attn", "k_proj", "v_proj")):
         return {1, size} if "c_attn" in name else {size}
@@ -72,7 +72,7 @@ def copies(name, family, names, size, split_head):
         listed = any(path.startswith(f"{one}.") for one in own.lists)
         return {1} if listed or not own.keeps(path) else {size}
     head = any(word in name for word in ("embed_out", "lm_head")) or name.startswith("output")
-    return {1} if split_head and head and "norm" not in name and "lm_head.ln" not in name else {size}
+    return {1} if head and "norm" not in name and "lm_head.ln" not in name else {size}
 
 
 @st.composite
@@ -101,7 +101,7 @@ def shapes(draw, families):
             "short_mscale": 1.1, "long_mscale": 1.2,
         }
     weights = draw(st.none() | st.lists(st.floats(0.2, 5), min_size=size, max_size=size))
-    return family, config if plain else wide_figures(family), size, weights, draw(st.booleans())
+    return family, config if plain else wide_figures(family), size, weights
 
 
 EMBEDDING = "model.embed_tokens"
@@ -113,19 +113,19 @@ ONE_KV_HEAD = ("gpt_bigcode", "recurrent_gemma")
 @settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_every_element_is_owned_as_planned(families, data):
-    family, config, size, weights, split_head = data.draw(shapes(families))
+    family, config, size, weights = data.draw(shapes(families))
     with tempfile.TemporaryDirectory() as directory:
         layers = LAYERS.get(family, 2)
         path = tiny_model(directory, family, layers=layers, vocab=301, dtype="float32", config=config)
         spans, end = number_elements(path)
         files = resolve(str(path))
         seen = np.zeros(end, np.int64)
-        for shard in plan_shards(describe(files), size, weights=weights, split_head=split_head):
+        for shard in plan_shards(describe(files), size, weights=weights):
             modules = filter(None, load(files, shard).modules.values())
             held = [np.array(array).reshape(-1) for module in modules for _, array in tree_flatten(module.parameters())]
             seen += np.bincount(np.concatenate(held).astype(np.int64), minlength=end)
     for name, (start, count) in spans.items():
-        assert set(seen[start : start + count]) == copies(name, family, spans, size, split_head), name
+        assert set(seen[start : start + count]) == copies(name, family, spans, size), name
 
 
 def test_a_tied_head_on_the_last_stage_is_rows_of_the_embedding(tmp_path):

@@ -148,7 +148,7 @@ def test_more_ranks_than_kv_heads(family, tmp_path):
 def test_a_tied_head_is_cut_and_other_tables_are_not(tmp_path):
     config = {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512}
     files = wide(tmp_path, "gemma4_text", dtype="float32", config=config)
-    assert_parity(files, [(2, None), (2, None, 2)], split_head=True)
+    assert_parity(files, [(2, None), (2, None, 2)])
 
 
 def test_masks_of_rows_where_ranks_have_one_query_head_each(tmp_path):

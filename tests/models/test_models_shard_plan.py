@@ -118,12 +118,6 @@ def test_exceptions_of_single_modules_count_where_they_are_cut():
         plan_shards(dataclasses.replace(d, mlp_width=32 * 5 * 3), 3)
 
 
-def test_the_head_can_stay_whole():
-    for shard in plan_shards(description(), 3, split_head=False):
-        assert shard.vocab == range(49152)
-        assert shard.vocab_sizes == ()
-
-
 @pytest.mark.parametrize(
     ("changes", "size", "weights", "message"),
     [

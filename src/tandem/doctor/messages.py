@@ -132,8 +132,6 @@ class Transferred(Struct, frozen=True, tag=True):
     """Half of the median round trip of a small message."""
     bandwidth: float = 0.0
     """Bytes a second, one way."""
-    source: str = ""
-    """Local address that the system chose."""
 
 
 class Collected(Struct, frozen=True, tag=True):

@@ -42,7 +42,7 @@ class Shard:
     vocab: range
     """Rows of the head."""
     vocab_sizes: tuple[int, ...]
-    """Rows of the head that each rank holds; empty where every rank holds the whole head."""
+    """Rows of the head that each rank holds; empty where one rank holds all."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,6 @@ def plan_shards(
     *,
     weights: Sequence[float] | None = None,
     dequantize: bool = False,
-    split_head: bool = True,
     expert_parallel: bool = False,
 ) -> tuple[Shard, ...]:
     """Divide a model's layers over `size` ranks.
@@ -67,8 +66,8 @@ def plan_shards(
     `weights` are the ranks' shares (speed or memory, in any unit; by default all alike). Attention is cut between kv
     heads, as near to the shares as whole heads allow; MLP and expert widths then make up for it, so that each rank's
     part of a layer's weights is its share. Where weights stay packed (not `dequantize`), cuts through the inputs of a
-    matrix fall between quantisation groups. With `split_head` the head is divided too, by rows. With `expert_parallel`
-    each rank has some of the routed experts whole, in place of a part of each.
+    matrix fall between quantisation groups. The head is divided by rows. With `expert_parallel` each rank has some of
+    the routed experts whole, in place of a part of each.
     Raises `LayoutError` naming the figure in the way and what would work.
     """
     d = description
@@ -93,8 +92,8 @@ def plan_shards(
     mlp = widths("mlp", d.mlp_width, dense)
     experts = _whole_experts(d, sparse) if expert_parallel else widths("experts", d.expert_width, sparse)
     shared = widths("shared", d.shared_width, sparse)
-    vocab = _ranges(d.vocab_size, 1, shares, "vocab") if split_head else (range(d.vocab_size),) * size
-    sizes = tuple(len(rows) for rows in vocab) if split_head else ()
+    vocab = _ranges(d.vocab_size, 1, shares, "vocab")
+    sizes = tuple(len(rows) for rows in vocab)
     return tuple(
         Shard(
             rank=i, size=size, kv_heads=kv[i], queries=queries[i], states=states[i], mlp=mlp[i], experts=experts[i],

@@ -32,12 +32,12 @@ def _any(of: str, names: str) -> dict[str, Known]:
     return {name: Known(of, None, "any") for name in names.split()}
 
 
-def _only(of: str, names: str, *values: Any, words: str = "") -> dict[str, Known]:
+def _only(of: str, names: str, *values: Any) -> dict[str, Known]:
     """Fields with values that change nothing; any other would need what is not here."""
     def harmless(value: Any) -> bool:
         return any(type(value) is type(one) or float in (type(value), type(one)) for one in values if value == one)
 
-    shown = words or ", ".join(f"`{_json(value)}`" for value in values) or "`null`"
+    shown = ", ".join(f"`{_json(value)}`" for value in values) or "`null`"
     return {name: Known(of, harmless, shown) for name in names.split()}
 
 
