@@ -240,7 +240,8 @@ def running_server(*arguments: str) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tiny, random, float32: greedy texts are the same in every layout and after every replay."""
-    return tiny_model(tmp_path_factory.mktemp("model"), dtype="float32", config={"max_position_embeddings": 1024})
+    return tiny_model(tmp_path_factory.mktemp("model"), dtype="float32", layers=2,
+                      config={"max_position_embeddings": 1024})
 
 
 @pytest.fixture(scope="session")
