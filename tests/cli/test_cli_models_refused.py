@@ -50,7 +50,11 @@ def refused(capfd: pytest.CaptureFixture[str], *words: str) -> str:
     ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantisation 'bitsandbytes' is not supported; use a "
      "model in MLX format, or convert one with `mlx_lm.convert`"),
     ({"quantization": {"group_size": 64, "bits": 4, "mode": "mxfp3"}}, "'mode': 'mxfp3'} are not MLX's"),
-], ids=["unknown type", "refused type", "unknown quantisation", "unknown mode"])
+    ({"quantization": {"group_size": 64, "bits": 4, "model.layers.0.mlp.up_proj": {"mode": "x"}}},
+     "quantization settings {'mode': 'x'} of model.layers.0.mlp.up_proj are not MLX's"),
+    ({"quantization_config": {"quant_method": "awq", "bits": "4\n"}}, "AWQ with 4 bits is not supported"),
+], ids=["unknown type", "refused type", "unknown quantisation", "unknown mode", "unknown mode of a layer",
+        "bits in text"])
 def test_what_config_json_says(entries: dict[str, Any], said: str, models: Path, tmp_path: Path,
                                capfd: pytest.CaptureFixture[str]) -> None:
     odd = str(changed(models, "llama", tmp_path / "odd", **entries))

@@ -1,4 +1,4 @@
-"""Types of every kind behind one address over two stages, and two ranks where they divide: mlx-lm's own text."""
+"""Types of every kind behind one address over two stages, over two ranks, and over both: mlx-lm's own text."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ pytestmark = pytest.mark.slow
 
 TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k25", "glm4_moe_lite", "qwen3_next", "qwen3_5_moe", "minimax_m2",
          "llama4", "gemma3", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2", "kimi_linear", "mamba2", "mistral3")
-LAYOUTS = {"pp": TYPES, "tp": tuple(one for one in TYPES if one in SHARDING)}
+BOTH = ("dbrx", "longcat_flash", "minimax_m3_vl", "recurrent_gemma")
+"""Experts in a list; two attentions a layer; an index, and one by one; a kv head that every rank has, and gates."""
+LAYOUTS = {"pp": TYPES, "tp": tuple(one for one in TYPES if one in SHARDING), "both": BOTH}
 PROMPTS = ("Once upon a time", "the rain in Spain stays mainly in the plain, and so does the river " * 2)
 MESSAGES = [{"role": "user", "content": "the other one"}]
 TOKENS = 10
@@ -29,7 +31,7 @@ TOKENS = 10
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models")
-    for family in TYPES:
+    for family in TYPES + BOTH:
         tiny_model(path / family, family)
     return path
 
@@ -37,8 +39,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def url(models: Path) -> Iterator[str]:
     """One server; a model is loaded when a request names it, and goes for the next but one."""
-    sizes = {"pp": "pipeline_parallel_size", "tp": "tensor_parallel_size"}
-    tables = [f'[models."{family}.{layout}"]\nmodel = "{models / family}"\n{sizes[layout]} = 2\nkv_tokens = 2000\n'
+    pp, tp = "pipeline_parallel_size = 2\n", "tensor_parallel_size = 2\n"
+    sizes = {"pp": pp, "tp": tp, "both": pp + tp}
+    tables = [f'[models."{family}.{layout}"]\nmodel = "{models / family}"\n{sizes[layout]}kv_tokens = 2000\n'
               for layout, families in LAYOUTS.items() for family in families]
     config = models / "tandem.toml"
     config.write_text(f'[model]\nmodel = "{models / TYPES[0]}"\n[scheduler]\ncanary = false\nkv_tokens = 2000\n'
@@ -57,7 +60,8 @@ def expected(path: Path) -> tuple[list[str], str]:
     texts = []
     for prompt in prompts:
         tokens = [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=TOKENS)]
-        texts.append(tokenizer.decode(tokens[:tokens.index(EOS)] if EOS in tokens else tokens))
+        tokens = tokens[:tokens.index(EOS)] if EOS in tokens else tokens
+        texts.append(tokenizer.decode(tokens, skip_special_tokens=True))
     return texts[:-1], texts[-1]
 
 

@@ -27,6 +27,8 @@ class LayerCache:
     """Elements whatever the length."""
     float32: int = 0
     """Those of them that are float32, whatever the model computes in."""
+    whole: int = 0
+    """Those of a position that have no heads, beside others that have: every rank of a stage holds them."""
 
     @property
     def can_be_cut(self) -> bool:
@@ -173,7 +175,8 @@ def _minimax_m3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:
     sparse = config.get("sparse_attention_config") or {}
     listed = sparse.get("sparse_attention_freq") or config.get("sparse_attention_freq")
     wide = sparse.get("sparse_index_dim") or config.get("index_head_dim") or 0
-    return LayerCache("positions", plain + (wide if listed is None or listed[i] else 0))
+    index = wide if listed is None or listed[i] else 0
+    return LayerCache("positions", plain + index, whole=index)
 
 
 def _bailing_v3(config: Mapping[str, Any], i: int, plain: int) -> LayerCache:

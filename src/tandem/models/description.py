@@ -110,6 +110,8 @@ class ModelDescription:
     """The last positions of every cache can be taken back."""
     replicated_cache: bool = False
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
+    whole_elements: float = 0.0
+    """Those of `token_elements` that every rank holds beside its heads' own: the keys of an index."""
     kv_groups: tuple[tuple[int, float], ...] = ()
     """For each layer the size of the groups in which its keys and values can be quantised (0: they stay as they are),
     and their elements of one token."""
@@ -125,6 +127,13 @@ class ModelDescription:
     generates: bool = True
     """It has an output projection. Stored without one (as sentence-transformers does) a model embeds and no more; the
     embedding then stands in for the projection."""
+
+    def cache_share(self, heads: float) -> float:
+        """Share of a position's cache that a rank holds which has this share of the kv heads."""
+        if self.replicated_cache:
+            return 1.0
+        whole = self.whole_elements / self.token_elements if self.token_elements else 0.0
+        return heads + (1 - heads) * whole
 
 
 def describe(files: ModelFiles) -> ModelDescription:
@@ -173,6 +182,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             float32_elements=sum(cache.float32 for cache in caches) / len(caches),
             can_be_cut=all(cache.can_be_cut for cache in caches),
             replicated_cache=any(cache.replicated for cache in caches),
+            whole_elements=sum(cache.whole for cache in caches) / len(caches),
             kv_groups=tuple(zip(kv_groups(known, caches, head_dim), (cache.position for cache in caches), strict=True)),
             kept_by_position=kept_by_position(known, caches),
             latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),

@@ -112,8 +112,8 @@ class Costs:
     def kv_bytes(self, part: RankShare) -> float:
         """A rank's KV bytes of one token in one layer, on average. Layers with a window count as full, as in the
         engine's budget."""
-        share = 1.0 if self.model.replicated_cache else part.kv
-        return token_bytes(self.model, self.item(part.machine), self.request.kv_dtype) * share
+        each = token_bytes(self.model, self.item(part.machine), self.request.kv_dtype)
+        return each * self.model.cache_share(part.kv)
 
     def state(self, part: RankShare, layers: int, streams: int) -> float:
         """A rank's bytes of recurrent state, which is divided also where a latent cannot be."""

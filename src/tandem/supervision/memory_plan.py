@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -154,11 +155,10 @@ def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
     whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
     draft = _draft(spec)
     more = kv_bytes_per_token(draft, draft.num_layers, spec.dtype, gpu=gpu) if draft else 0
-    if layout.description.replicated_cache:
-        return more + whole
     shards = plan_shards(layout.description, spec.tp_size, weights=spec.tensor_split,
                          dequantize=_dequantizes(spec, gpu), expert_parallel=spec.expert_parallel)
-    return more + whole * held_kv_heads(layout.description, shards[spec.tp_rank]) // heads
+    share = held_kv_heads(layout.description, shards[spec.tp_rank]) / heads
+    return more + math.ceil(whole * layout.description.cache_share(share))
 
 
 def _draft(spec: StageSpec) -> ModelDescription | None:

@@ -152,7 +152,7 @@ class TandemWorker(WorkerBase):
         heads, size = self._loaded.kv_heads, description.head_dim
         each = token_elements(description)
         if each != 2 * description.num_kv_heads * size:  # latents, or states in some layers: vLLM counts bytes alone
-            own = each if description.replicated_cache else each * heads / description.num_kv_heads
+            own = each * description.cache_share(heads / description.num_kv_heads)
             heads, size = 1, max(math.ceil(own / 2), 1)
         spec = FullAttentionSpec(block_size=self.cache_config.block_size, num_kv_heads=heads, head_size=size,
                                  dtype=getattr(torch, str(stage.dtype).removeprefix("mlx.core.")))
