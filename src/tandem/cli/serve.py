@@ -30,22 +30,9 @@ from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import new_cluster
 from tandem.processes.child import ChildProcess
+from tandem.protocol import supervisor
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
-from tandem.protocol.supervisor import (
-    AddReplica,
-    DrainReplica,
-    EventNoted,
-    ListReplicas,
-    LoadModel,
-    ModelChanged,
-    NoteEvent,
-    ReplicaChanged,
-    ReplicaList,
-    SupervisorReply,
-    SupervisorRequest,
-    UnloadModel,
-)
 from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.connections.tls import Certificate
 from tandem.server.journal.journal import make_directory
@@ -163,28 +150,28 @@ class Supervisor:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals += 1
 
-    def _answer(self, request: SupervisorRequest) -> SupervisorReply:
+    def _answer(self, request: supervisor.SupervisorRequest) -> supervisor.SupervisorReply:
         """Answer the control socket. Raises UsageError."""
-        if isinstance(request, ListReplicas) and self._api.heard(request.api):
+        if isinstance(request, supervisor.ListReplicas) and self._api.heard(request.api):
             self._reached = request.reached
-        if isinstance(request, NoteEvent):
+        if isinstance(request, supervisor.NoteEvent):
             self._history.take([request.event])
-            return EventNoted()
-        if isinstance(request, AddReplica):
-            return ReplicaChanged(self._engines.add(request.role))
-        if isinstance(request, DrainReplica):
-            return ReplicaChanged(self._engines.drain(request.replica))
-        events = self._history.after(request.events_after) if isinstance(request, ListReplicas) else []
+            return supervisor.EventNoted()
+        if isinstance(request, supervisor.AddReplica):
+            return supervisor.ReplicaChanged(self._engines.add(request.role))
+        if isinstance(request, supervisor.DrainReplica):
+            return supervisor.ReplicaChanged(self._engines.drain(request.replica))
+        events = self._history.after(request.events_after) if isinstance(request, supervisor.ListReplicas) else []
         if isinstance(self._engines, EngineSet):
-            if isinstance(request, LoadModel | UnloadModel):
+            if isinstance(request, supervisor.LoadModel | supervisor.UnloadModel):
                 raise UsageError("this server has one model, which stays loaded")
-            return ReplicaList(self._engines.infos(), over=self._over, announced=self._engines.announced,
+            return supervisor.ReplicaList(self._engines.infos(), over=self._over, announced=self._engines.announced,
                                events=events)
-        if isinstance(request, LoadModel):
-            return ModelChanged(self._engines.load(request.model))
-        if isinstance(request, UnloadModel):
-            return ModelChanged(self._engines.unload(request.model))
-        return ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget, self._over,
+        if isinstance(request, supervisor.LoadModel):
+            return supervisor.ModelChanged(self._engines.load(request.model))
+        if isinstance(request, supervisor.UnloadModel):
+            return supervisor.ModelChanged(self._engines.unload(request.model))
+        return supervisor.ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget, self._over,
                            self._engines.announced, events)
 
     @property

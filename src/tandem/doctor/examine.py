@@ -13,24 +13,10 @@ from typing import TypeVar
 
 from msgspec import structs
 
-from tandem.doctor import checks_apple, checks_hosts, checks_links, checks_ray, checks_software
+from tandem.doctor import checks_apple, checks_hosts, checks_links, checks_ray, checks_software, messages
 from tandem.doctor.checks_links import TRIED
 from tandem.doctor.findings import Clock, Evidence, Finding, Host
 from tandem.doctor.memory_plan import PlanRequest, planned_for
-from tandem.doctor.messages import (
-    Collect,
-    Collected,
-    Facts,
-    GatherFacts,
-    Listen,
-    Request,
-    Reserve,
-    ReservedPorts,
-    TellTime,
-    Time,
-    Transfer,
-    Transferred,
-)
 from tandem.doctor.parsing import interfaces
 from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
 from tandem.launchers.agent.link import agent_name, paired_agent
@@ -132,17 +118,17 @@ class _Examination:
         question = self._question
         slow = HASH_S if question.full_hash else GATHER_S
 
-        def ask(name: str) -> Facts | ProbeLost:
+        def ask(name: str) -> messages.Facts | ProbeLost:
             extra = [question.port] if name == self._evidence.here else []
-            request = GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
+            request = messages.GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
             try:
                 reply = self._links[name].ask(request, slow)
             except ProbeLost as error:
                 return error
-            return reply if isinstance(reply, Facts) else ProbeLost("another version of Tandem answers there")
+            return reply if isinstance(reply, messages.Facts) else ProbeLost("another version of Tandem answers there")
 
         for name, found in self._each(ask, self._links).items():
-            if isinstance(found, Facts):
+            if isinstance(found, messages.Facts):
                 self._evidence.facts[name] = found
             else:
                 self._evidence.unreachable[name] = found.message, found.remedy
@@ -169,7 +155,7 @@ class _Examination:
             best = Clock(0.0, float("inf"))
             for _ in range(CLOCK_ROUNDS):
                 sent = time.time()
-                now = self._ask(name, TellTime(), Time, TRANSFER_S).now
+                now = self._ask(name, messages.TellTime(), messages.Time, TRANSFER_S).now
                 back = time.time()
                 if back - sent < 2 * best.within:
                     best = Clock(now - (sent + back) / 2, (back - sent) / 2)
@@ -194,13 +180,15 @@ class _Examination:
         """Every way between two machines: first whether it is open, then one after the other how fast it is."""
         evidence = self._evidence
         token = secrets.token_hex(16)
-        ports = self._each(lambda name: self._ask(name, Listen(token), ReservedPorts, TRANSFER_S).ports[0], self._links)
+        listen, opened = messages.Listen(token), messages.ReservedPorts
+        ports = self._each(lambda name: self._ask(name, listen, opened, TRANSFER_S).ports[0], self._links)
         address = {one.name: one.address for one in evidence.hosts}
 
-        def ask(source: str, target: str, seconds: float) -> Transferred:
-            return self._ask(source, Transfer(address[target], ports[target], token, seconds), Transferred, TRANSFER_S)
+        def ask(source: str, target: str, seconds: float) -> messages.Transferred:
+            transfer = messages.Transfer(address[target], ports[target], token, seconds)
+            return self._ask(source, transfer, messages.Transferred, TRANSFER_S)
 
-        def ask_all(source: str) -> dict[str, Transferred]:
+        def ask_all(source: str) -> dict[str, messages.Transferred]:
             return {target: ask(source, target, 0.0) for target in self._links if target != source}
 
         self._say("connecting every machine with every other")
@@ -223,18 +211,19 @@ class _Examination:
         if lacking or any(one.verdict == "fail" for one in checks_apple.rdma(evidence)):
             return
         self._say(f"adding over {len(ranks)} ranks ({question.backend})")
-        ports = self._each(lambda name: self._ask(name, Reserve(1), ReservedPorts, TRANSFER_S).ports[0], names)
+        reserve, reserved = messages.Reserve(1), messages.ReservedPorts
+        ports = self._each(lambda name: self._ask(name, reserve, reserved, TRANSFER_S).ports[0], names)
         group = world(question.backend, ranks, ports)
 
-        def ask(index: int) -> Collected:
+        def ask(index: int) -> messages.Collected:
             variables = {**question.variables, **group.variables(index)}
-            request = Collect(question.backend, variables, group.files(index), COLLECTIVE_S)
-            return self._ask(ranks[index].name, request, Collected, COLLECTIVE_S + TRANSFER_S)
+            request = messages.Collect(question.backend, variables, group.files(index), COLLECTIVE_S)
+            return self._ask(ranks[index].name, request, messages.Collected, COLLECTIVE_S + TRANSFER_S)
 
         found = list(self._pool.map(ask, range(len(ranks))))
         evidence.collected = {one.name: collected for one, collected in zip(ranks, found, strict=True)}
 
-    def _ask(self, name: str, request: Request, kind: type[T], timeout_s: float) -> T:
+    def _ask(self, name: str, request: messages.Request, kind: type[T], timeout_s: float) -> T:
         try:
             reply = self._links[name].ask(request, timeout_s)
         except ProbeLost as error:
@@ -283,5 +272,5 @@ def _link(host: Host) -> ProbeLink:
     return ProbeLink(host.name, remote_probe(host.name, host.python))
 
 
-def _identity(facts: Facts) -> tuple[str, list[str]]:
+def _identity(facts: messages.Facts) -> tuple[str, list[str]]:
     return facts.hostname, sorted(str(network) for one in interfaces(facts) for network in one.networks)

@@ -19,24 +19,8 @@ import msgspec
 
 from tandem.borders import start_thread
 from tandem.descriptors import raise_limit
+from tandem.doctor import messages
 from tandem.doctor.facts import gather
-from tandem.doctor.messages import (
-    MARK,
-    Collect,
-    Collected,
-    GatherFacts,
-    Listen,
-    ProbeError,
-    RankRan,
-    Reply,
-    Request,
-    Reserve,
-    ReservedPorts,
-    RunRank,
-    TellTime,
-    Time,
-    Transfer,
-)
 from tandem.doctor.transfer import Listener, transfer
 from tandem.env import child_environment
 from tandem.processes.interpreter import module_command
@@ -54,20 +38,20 @@ class Probe:
     def __init__(self) -> None:
         self._listener: Listener | None = None
 
-    def answer(self, request: Request) -> Reply:
+    def answer(self, request: messages.Request) -> messages.Reply:
         """The reply. Raises OSError."""
-        if isinstance(request, GatherFacts):
+        if isinstance(request, messages.GatherFacts):
             return gather(request)
-        if isinstance(request, TellTime):
-            return Time(time.time())
-        if isinstance(request, Listen):
+        if isinstance(request, messages.TellTime):
+            return messages.Time(time.time())
+        if isinstance(request, messages.Listen):
             self._listener = self._listener or Listener(request.token)
-            return ReservedPorts([self._listener.port])
-        if isinstance(request, Reserve):
-            return ReservedPorts(free_ports(request.count))
-        if isinstance(request, Transfer):
+            return messages.ReservedPorts([self._listener.port])
+        if isinstance(request, messages.Reserve):
+            return messages.ReservedPorts(free_ports(request.count))
+        if isinstance(request, messages.Transfer):
             return transfer(request.address, request.port, request.token, request.seconds)
-        return run_rank(request) if isinstance(request, RunRank) else collect(request)
+        return run_rank(request) if isinstance(request, messages.RunRank) else collect(request)
 
 
 def free_ports(count: int) -> list[int]:
@@ -79,17 +63,18 @@ def free_ports(count: int) -> list[int]:
         return [int(one.getsockname()[1]) for one in sockets]
 
 
-def collect(request: Collect) -> Collected:
+def collect(request: messages.Collect) -> messages.Collected:
     """Run one rank of the test group."""
     error, line = run_module(COLLECTIVE, request.backend, request.variables, request.files, request.timeout_s)
-    return Collected(f"no sum within {request.timeout_s:g} s" if error == LATE else error,
+    return messages.Collected(f"no sum within {request.timeout_s:g} s" if error == LATE else error,
                      json.loads(line) if error is None else {})
 
 
-def run_rank(request: RunRank) -> RankRan:
+def run_rank(request: messages.RunRank) -> messages.RankRan:
     """Run one rank that measures."""
     error, line = run_module(MEASURING, request.payload, request.variables, request.files, request.timeout_s)
-    return RankRan(f"has not ended within {request.timeout_s:g} s (--timeout)" if error == LATE else error, line)
+    late = f"has not ended within {request.timeout_s:g} s (--timeout)"
+    return messages.RankRan(late if error == LATE else error, line)
 
 
 def run_module(module: str, payload: str, given: Mapping[str, str], files: Mapping[str, str], timeout_s: float
@@ -138,10 +123,10 @@ def main() -> int:
     probe = Probe()
     while True:
         try:
-            reply = probe.answer(msgspec.json.decode(requests.get(), type=Request))
+            reply = probe.answer(msgspec.json.decode(requests.get(), type=messages.Request))
         except (OSError, msgspec.MsgspecError, ValueError) as error:
-            reply = ProbeError(f"{type(error).__name__}: {error}")
-        sys.stdout.buffer.write(MARK + msgspec.json.encode(reply) + b"\n")
+            reply = messages.ProbeError(f"{type(error).__name__}: {error}")
+        sys.stdout.buffer.write(messages.MARK + msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
 
 

@@ -15,21 +15,8 @@ import zmq
 from tandem.borders import start_thread
 from tandem.errors import TransportError, UsageError
 from tandem.log import Seldom
+from tandem.protocol import control
 from tandem.protocol.codec import Decoder
-from tandem.protocol.control import (
-    Abort,
-    ApiMessage,
-    Detach,
-    EngineMessage,
-    EngineStatus,
-    HandOver,
-    MetricsText,
-    Neighbours,
-    Noted,
-    QueryMetrics,
-    QueryStatus,
-    Submit,
-)
 from tandem.protocol.kept import QueryCache
 from tandem.transport.socket_file import SocketFile
 
@@ -42,7 +29,8 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = Submit | Abort | Noted | QueryCache | HandOver | Neighbours | Detach
+Inbound = (control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours
+           | control.Detach)
 
 
 class Gateway:
@@ -51,7 +39,7 @@ class Gateway:
     Status and metrics are answered here, from what the engine last published; everything else goes to the engine.
     """
 
-    def __init__(self, path: Path, status: EngineStatus, metrics: Callable[[], bytes]) -> None:
+    def __init__(self, path: Path, status: control.EngineStatus, metrics: Callable[[], bytes]) -> None:
         self.path = path
         self._status = (status, time.monotonic())
         self._metrics = metrics
@@ -66,7 +54,7 @@ class Gateway:
             raise UsageError(f"cannot listen on {self.path}: {error}; choose another --engine-socket, or more open "
                              "files with `ulimit -n`", param="engine_socket") from error
         self._seen: dict[Client, float] = {}
-        self._decoder = Decoder[ApiMessage](ApiMessage)
+        self._decoder = Decoder[control.ApiMessage](control.ApiMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._thread = start_thread(self._run, name="gateway")
 
@@ -93,12 +81,12 @@ class Gateway:
     # --- the engine's thread ---
 
     @property
-    def status(self) -> EngineStatus:
+    def status(self) -> control.EngineStatus:
         """What apis are told. Replaced as a whole by the engine's thread."""
         return self._status[0]
 
     @status.setter
-    def status(self, status: EngineStatus) -> None:
+    def status(self, status: control.EngineStatus) -> None:
         self._status = (status, time.monotonic())
 
     def receive(self, timeout_s: float) -> list[tuple[Client, Inbound]]:
@@ -109,11 +97,11 @@ class Gateway:
             wait = 0
             client, data = self.engine_end.recv_multipart()
             message = self._decoder.decode(data)
-            assert not isinstance(message, QueryStatus | QueryMetrics), "the gateway's thread answers these"
+            assert not isinstance(message, control.QueryStatus | control.QueryMetrics), "the gateway answers these"
             messages.append((client, message))
         return messages
 
-    def send(self, client: Client, *messages: EngineMessage) -> None:
+    def send(self, client: Client, *messages: control.EngineMessage) -> None:
         """Send to one api, one frame a message; dropped if it is gone."""
         self.engine_end.send_multipart([client, *map(self._encoder.encode, messages)])
 
@@ -161,7 +149,7 @@ class Gateway:
         except zmq.ZMQError:
             self._forget(frames[0])
 
-    def _answer(self, query_id: int) -> EngineStatus:
+    def _answer(self, query_id: int) -> control.EngineStatus:
         status, at = self._status
         return msgspec.structs.replace(status, query_id=query_id, age_s=time.monotonic() - at)
 
@@ -175,10 +163,10 @@ class Gateway:
                 seldom.warning("a message of an api cannot be read: %s; it is dropped; are both of one version?", error)
                 continue
             self._seen[client] = time.monotonic()
-            if isinstance(message, QueryStatus):
-                answer: EngineMessage = self._answer(message.query_id)
-            elif isinstance(message, QueryMetrics):
-                answer = MetricsText(message.query_id, self._metrics())
+            if isinstance(message, control.QueryStatus):
+                answer: control.EngineMessage = self._answer(message.query_id)
+            elif isinstance(message, control.QueryMetrics):
+                answer = control.MetricsText(message.query_id, self._metrics())
             else:
                 self._inside.send_multipart([client, frames[0]])
                 continue
@@ -195,7 +183,7 @@ class Gateway:
     def _forget(self, client: Client) -> None:
         """It is gone: what it still has running is aborted."""
         if self._seen.pop(client, None) is not None:
-            self._inside.send_multipart([client, self._encoder.encode(Detach())])
+            self._inside.send_multipart([client, self._encoder.encode(control.Detach())])
 
 
 def _answers(path: Path) -> bool:
@@ -210,7 +198,7 @@ def _answers(path: Path) -> bool:
     client.linger = 0
     try:
         client.connect(f"ipc://{path}")
-        client.send(msgspec.msgpack.encode(QueryStatus(0)))
+        client.send(msgspec.msgpack.encode(control.QueryStatus(0)))
         return bool(client.poll(500))
     except zmq.ZMQError:
         return False

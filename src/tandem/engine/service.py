@@ -22,19 +22,7 @@ from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.env import engine_socket_path
 from tandem.errors import EngineStuck, RankFailure, RequestError
 from tandem.processes.child import watch_lifeline
-from tandem.protocol.control import (
-    Abort,
-    EngineMessage,
-    HandedOver,
-    HandOver,
-    LoadProgress,
-    Neighbours,
-    Noted,
-    Output,
-    Refused,
-    Submit,
-    Trial,
-)
+from tandem.protocol import control
 from tandem.protocol.events import History
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
@@ -159,22 +147,22 @@ class EngineService:
         return (self._engine.idle and not self._handed) or now > self._deadline
 
     def _handle(self, client: Client, message: Inbound) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, control.Submit):
             self._submit(client, message.request)
-        elif isinstance(message, Abort):
+        elif isinstance(message, control.Abort):
             self._handed.pop(message.request_id, None)
             if self._owners.get(message.request_id) == client:
                 del self._owners[message.request_id]
                 self._engine.abort(message.request_id, answered=message.answered)
-        elif isinstance(message, Noted):
+        elif isinstance(message, control.Noted):
             if self._owners.get(message.request_id) == client and not message.resting:
                 self._engine.noted(message.request_id)
         elif isinstance(message, QueryCache):
             self._engine.query_cache(message, partial(self._gateway.send, client))
-        elif isinstance(message, HandOver):
+        elif isinstance(message, control.HandOver):
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
-        elif isinstance(message, Neighbours):
+        elif isinstance(message, control.Neighbours):
             self._engine.meet(message)
         else:
             self._handed = {name: owner for name, owner in self._handed.items() if owner != client}
@@ -187,23 +175,23 @@ class EngineService:
             self._engine.submit(request)
         except RequestError as error:
             self._engine.metrics.refused.labels(str(error.status)).inc()
-            self._gateway.send(client, Refused(request.request_id, error.status, error.message, error.code,
+            self._gateway.send(client, control.Refused(request.request_id, error.status, error.message, error.code,
                                                error.param, getattr(error, "retry_after", None)))
             return
         self._owners[request.request_id] = client
 
-    def _deliver(self, messages: list[EngineMessage]) -> None:
+    def _deliver(self, messages: list[control.EngineMessage]) -> None:
         """Hand out what a step brought: all that goes to one api at once, since sending costs more than encoding."""
-        batches: dict[Client, list[EngineMessage]] = {}
+        batches: dict[Client, list[control.EngineMessage]] = {}
         ended = False
         for message in messages:
-            if not isinstance(message, Output | Refused | HandedOver | Trial):
+            if not isinstance(message, control.Output | control.Refused | control.HandedOver | control.Trial):
                 continue
-            over = isinstance(message, Refused | HandedOver) or (isinstance(message, Output)
+            over = isinstance(message, control.Refused | control.HandedOver) or (isinstance(message, control.Output)
                                                                  and message.finish_reason is not None)
             ended |= over
             owner = self._owners.pop(message.request_id, None) if over else self._owners.get(message.request_id)
-            if isinstance(message, HandedOver) and owner is not None and self._engine.gang.lends:
+            if isinstance(message, control.HandedOver) and owner is not None and self._engine.gang.lends:
                 self._handed[message.request_id], self._handed_at = owner, time.monotonic()
             if owner is not None:
                 batches.setdefault(owner, []).append(message)
@@ -234,14 +222,14 @@ class _Loading:
     def __init__(self, changed: Callable[[], None], history: History) -> None:
         """`changed` is called when there is something new to show."""
         self._history = history
-        self.ranks: dict[int, LoadProgress] = {}
+        self.ranks: dict[int, control.LoadProgress] = {}
         self._changed = changed
         self._shown = 0.0
         self._logged: dict[tuple[int, str], float] = {}
 
     def __call__(self, rank: int, done: int, total: int, phase: str) -> None:
         before, now = self.ranks.get(rank), time.monotonic()
-        self.ranks[rank] = LoadProgress(rank, done, total, phase)
+        self.ranks[rank] = control.LoadProgress(rank, done, total, phase)
         if phase == "fetch":
             self._note_download(before, self.ranks[rank])
         if before is None or before.phase != phase or now - self._shown > SHOW_S:
@@ -251,7 +239,7 @@ class _Loading:
             self._logged[rank, phase] = now
             log.info("rank %d: %s %d%% of %.0f MiB", rank, phase, 100 * done // total, total / 2**20)
 
-    def _note_download(self, before: LoadProgress | None, now: LoadProgress) -> None:
+    def _note_download(self, before: control.LoadProgress | None, now: control.LoadProgress) -> None:
         size = f"{now.total / 2**20:.0f} MiB"
         begun = before is not None and before.phase == "fetch" and before.total > 0
         if now.total and now.done < now.total and not begun:

@@ -32,26 +32,7 @@ from tandem.launchers.worlds import free_ports
 from tandem.log import Seldom, set_up
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.leftovers import temporary_prefix
-from tandem.protocol.hosts import (
-    DropSpare,
-    HeadMessage,
-    Join,
-    JoinAgain,
-    KeepSpare,
-    KillRank,
-    Leave,
-    MlxWorld,
-    Ping,
-    Pong,
-    Ports,
-    RankExited,
-    RankStarted,
-    Refuse,
-    Release,
-    ReservePorts,
-    StartRank,
-    Welcome,
-)
+from tandem.protocol import hosts
 from tandem.protocol.payloads import HostPayload
 from tandem.system.awake import keep_awake
 from tandem.system.privacy import silent_because
@@ -73,7 +54,7 @@ WORLD_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COO
 class _Rank:
     """The rank process and the files that it was given."""
 
-    def __init__(self, order: StartRank, spares: Spares) -> None:
+    def __init__(self, order: hosts.StartRank, spares: Spares) -> None:
         self.number = order.number
         self._directory = Path(tempfile.mkdtemp(prefix=temporary_prefix("rank")))
         world = dict(order.world)
@@ -90,7 +71,7 @@ class _Rank:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _variables(order: StartRank | KeepSpare) -> dict[str, str | None]:
+def _variables(order: hosts.StartRank | hosts.KeepSpare) -> dict[str, str | None]:
     threads = thread_variables(max(1, (os.cpu_count() or 1) // order.sharing))
     return {**dict.fromkeys(WORLD_VARIABLES), **threads, **order.environment}
 
@@ -98,9 +79,9 @@ def _variables(order: StartRank | KeepSpare) -> dict[str, str | None]:
 class RankHost:
     """Joins, and does what the head says until it is released, refused, or loses the head."""
 
-    def __init__(self, payload: HostPayload, mlx: MlxWorld | None = None) -> None:
+    def __init__(self, payload: HostPayload, mlx: hosts.MlxWorld | None = None) -> None:
         self._payload = payload
-        self._mlx = mlx or MlxWorld()
+        self._mlx = mlx or hosts.MlxWorld()
         self._id = secrets.token_hex(8)
         self._attempts = 0
         self._rank: _Rank | None = None
@@ -166,7 +147,7 @@ class RankHost:
                              f"hostfile, or --address); towards the head it has {address_towards(head)}")
         link = HostEnd(f"tcp://{head}:{port}", self._payload.keys, secrets.token_hex(8))
         self._attempts += 1
-        join = Join(facts=host_facts(address), host_id=self._id, attempt=self._attempts, head=head,
+        join = hosts.Join(facts=host_facts(address), host_id=self._id, attempt=self._attempts, head=head,
                     slot=self._payload.slot, ticket=self._payload.ticket, mlx=self._mlx)
         try:
             while time.monotonic() < until and not self._told_to_end:
@@ -176,9 +157,9 @@ class RankHost:
                 except TransportError as error:
                     seldom.warning("%s; it is dropped; is the head of this version?", error)
                     continue
-                if isinstance(answer, Refuse):
+                if isinstance(answer, hosts.Refuse):
                     raise UsageError(f"the head at {head}:{port} refuses this machine: {answer.reason}")
-                if isinstance(answer, Welcome):
+                if isinstance(answer, hosts.Welcome):
                     self._heartbeat_s = answer.heartbeat_timeout
                     return link, ""
         except BaseException:
@@ -202,9 +183,9 @@ class RankHost:
             now = time.monotonic()
             if message is not None:
                 heard = now
-            if isinstance(message, Release):
+            if isinstance(message, hosts.Release):
                 return 0
-            if isinstance(message, JoinAgain):
+            if isinstance(message, hosts.JoinAgain):
                 log.error("the head had given this machine up; the rank ends")
                 return None
             if now - heard > self._heartbeat_s:
@@ -214,42 +195,42 @@ class RankHost:
                 self._obey(link, message)
             self._report_exit(link)
         self._end_rank()
-        link.send(Leave())
+        link.send(hosts.Leave())
         return 128 + signal.SIGTERM
 
-    def _obey(self, link: HostEnd, message: HeadMessage) -> None:
-        if isinstance(message, Ping):
-            link.send(Pong(message.number, self._rank is not None and self._rank.process.stopped))
-        elif isinstance(message, ReservePorts):
+    def _obey(self, link: HostEnd, message: hosts.HeadMessage) -> None:
+        if isinstance(message, hosts.Ping):
+            link.send(hosts.Pong(message.number, self._rank is not None and self._rank.process.stopped))
+        elif isinstance(message, hosts.ReservePorts):
             try:
-                link.send(Ports(message.number, free_ports(message.count, message.address, message.wanted)))
+                link.send(hosts.Ports(message.number, free_ports(message.count, message.address, message.wanted)))
             except OSError as error:
-                link.send(Ports(message.number, [], f"{socket.gethostname()} cannot listen on {message.address}: "
+                link.send(hosts.Ports(message.number, [], f"{socket.gethostname()} cannot listen on {message.address}: "
                                 f"{error.strerror}"))
-        elif isinstance(message, StartRank):
+        elif isinstance(message, hosts.StartRank):
             self._start(link, message)
-        elif isinstance(message, KeepSpare):
+        elif isinstance(message, hosts.KeepSpare):
             self._spares.keep(message.rank, message.spec, _variables(message))
-        elif isinstance(message, DropSpare):
+        elif isinstance(message, hosts.DropSpare):
             self._spares.clear()
-        elif isinstance(message, KillRank) and self._rank is not None and self._rank.number == message.number:
+        elif isinstance(message, hosts.KillRank) and self._rank is not None and self._rank.number == message.number:
             self._rank.process.kill()
 
-    def _start(self, link: HostEnd, order: StartRank) -> None:
+    def _start(self, link: HostEnd, order: hosts.StartRank) -> None:
         self._end_rank()
         try:
             self._rank = _Rank(order, self._spares)
         except (OSError, SpawnError) as error:
-            link.send(RankExited(order.number, 1, f"could not be started: {error}"))
+            link.send(hosts.RankExited(order.number, 1, f"could not be started: {error}"))
             return
-        link.send(RankStarted(order.number, self._rank.process.pid))
+        link.send(hosts.RankStarted(order.number, self._rank.process.pid))
 
     def _report_exit(self, link: HostEnd) -> None:
         rank = self._rank
         if rank is None or (code := rank.process.poll()) is None:
             return
         self._end_rank()
-        link.send(RankExited(rank.number, code, rank.process.describe_exit()))
+        link.send(hosts.RankExited(rank.number, code, rank.process.describe_exit()))
 
     def _end_rank(self) -> None:
         if self._rank is not None:

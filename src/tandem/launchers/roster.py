@@ -15,23 +15,7 @@ from tandem.errors import RankFailure, TransportError
 from tandem.launchers.facts import versions
 from tandem.launchers.member import Member, RemoteRank
 from tandem.log import Seldom
-from tandem.protocol.hosts import (
-    HeadMessage,
-    HostMessage,
-    Join,
-    JoinAgain,
-    KillRank,
-    Leave,
-    Ping,
-    Pong,
-    Ports,
-    RankExited,
-    RankStarted,
-    Refuse,
-    Release,
-    ReservePorts,
-    Welcome,
-)
+from tandem.protocol import hosts
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.join import HeadEnd
 
@@ -49,7 +33,7 @@ LOST = 255
 @dataclass
 class _Answers:
     numbers: int = 0
-    ports: dict[int, Ports] = field(default_factory=dict)
+    ports: dict[int, hosts.Ports] = field(default_factory=dict)
 
 
 class Roster:
@@ -67,7 +51,7 @@ class Roster:
         self._changed = threading.Condition()
         self._answers = _Answers()
         self._refusals: dict[int | None, str] = {}
-        self._outbox: list[tuple[bytes, HeadMessage]] = []
+        self._outbox: list[tuple[bytes, hosts.HeadMessage]] = []
         self._bell, self._ring = socket.socketpair()
         self._closing = False
         self._pinged = 0.0
@@ -108,7 +92,7 @@ class Roster:
         with self._changed:
             self._changed.wait(timeout_s)
 
-    def send(self, member: Member, message: HeadMessage) -> None:
+    def send(self, member: Member, message: hosts.HeadMessage) -> None:
         """Send soon."""
         with self._changed:
             self._outbox.append((member.identity, message))
@@ -123,7 +107,7 @@ class Roster:
     def begin(self, member: Member) -> RemoteRank:
         """A rank process for the member's host, which is to be told to start it."""
         number = self.number()
-        rank = RemoteRank(number, member, lambda: self.send(member, KillRank(number)), self._changed)
+        rank = RemoteRank(number, member, lambda: self.send(member, hosts.KillRank(number)), self._changed)
         with self._changed:
             member.rank = rank
             if member.identity not in self._members:
@@ -133,7 +117,7 @@ class Roster:
     def reserve(self, member: Member, address: str, count: int, wanted: list[int]) -> list[int]:
         """Free ports on the member's machine. Raises RankFailure."""
         number = self.number()
-        self.send(member, ReservePorts(number, address, count, wanted))
+        self.send(member, hosts.ReservePorts(number, address, count, wanted))
         deadline = time.monotonic() + ASK_S
         with self._changed:
             while number not in self._answers.ports:
@@ -184,7 +168,7 @@ class Roster:
             self._keep_up()
         self._send_outbox()
         for member in self._members.values():
-            self._post(member.identity, Release())
+            self._post(member.identity, hosts.Release())
         with self._changed:
             self._members.clear()
         self._end.close()
@@ -202,36 +186,37 @@ class Roster:
         for identity, message in outbox:
             self._post(identity, message)
 
-    def _post(self, identity: bytes, message: HeadMessage) -> None:
+    def _post(self, identity: bytes, message: hosts.HeadMessage) -> None:
         try:
             self._end.send(identity, message)
         except TransportError as error:
             log.debug("%s", error)  # its silence will tell
 
-    def _take(self, identity: bytes, message: HostMessage) -> None:
-        if isinstance(message, Join):
+    def _take(self, identity: bytes, message: hosts.HostMessage) -> None:
+        if isinstance(message, hosts.Join):
             self._greet(identity, message)
             return
         with self._changed:
             member = self._members.get(identity)
             if member is None:
-                self._post(identity, JoinAgain())
+                self._post(identity, hosts.JoinAgain())
                 return
             member.heard = time.monotonic()
-            if isinstance(message, Leave):
+            rank = member.rank
+            if isinstance(message, hosts.Leave):
                 self._strike(member, "has been ended there")
-            elif isinstance(message, Ports):
+            elif isinstance(message, hosts.Ports):
                 self._answers.ports[message.number] = message
-            elif not isinstance(message, Pong) and member.rank is not None and member.rank.number == message.number:
-                if isinstance(message, RankStarted):
-                    member.rank.pid = message.pid
-                elif isinstance(message, RankExited):
-                    member.rank.ended(message.code, message.how)
-            elif isinstance(message, Pong) and member.rank is not None:
-                member.rank.stopped = message.stopped
+            elif rank is not None and isinstance(message, hosts.Pong):
+                rank.stopped = message.stopped
+            elif rank is not None and rank.number == message.number:
+                if isinstance(message, hosts.RankStarted):
+                    rank.pid = message.pid
+                elif isinstance(message, hosts.RankExited):
+                    rank.ended(message.code, message.how)
             self._changed.notify_all()
 
-    def _greet(self, identity: bytes, join: Join) -> None:
+    def _greet(self, identity: bytes, join: hosts.Join) -> None:
         with self._changed:
             if identity not in self._members:
                 for earlier in [one for one in self._members.values() if one.join.host_id == join.host_id]:
@@ -242,7 +227,7 @@ class Roster:
                     seldom.warning("refused %s (%s): %s; it may join when that is mended", join.facts.name,
                                    join.facts.address, reason)
                     self._refusals[join.slot] = reason
-                    self._post(identity, Refuse(reason))
+                    self._post(identity, hosts.Refuse(reason))
                     self._changed.notify_all()
                     return
                 member = Member(identity, join, join.slot, time.monotonic())
@@ -251,9 +236,9 @@ class Roster:
                          "" if join.slot is None else f" for rank {join.slot}", join.facts.chip or join.facts.system,
                          join.facts.cores, join.facts.memory_bytes / 2**30)
                 self._changed.notify_all()
-        self._post(identity, Welcome(self._heartbeat))
+        self._post(identity, hosts.Welcome(self._heartbeat))
 
-    def _objection(self, join: Join) -> str | None:
+    def _objection(self, join: hosts.Join) -> str | None:
         """Why the rank host cannot be let in; takes its ticket."""
         facts, own = join.facts, versions()
         different = [f"{name} {facts.versions.get(name, 'missing')} (here {own[name]})"
@@ -284,7 +269,7 @@ class Roster:
                     self._strike(member, f"has not answered for {self._heartbeat:.0f} s (heartbeat_timeout)")
             identities = list(self._members)
         for identity in identities:
-            self._post(identity, Ping(int(now)))
+            self._post(identity, hosts.Ping(int(now)))
 
     def _strike(self, member: Member, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]

@@ -20,17 +20,7 @@ import zmq
 from tandem.borders import start_thread
 from tandem.errors import TransportError
 from tandem.log import Seldom
-from tandem.protocol.blobs import (
-    BlobAnswer,
-    BlobFile,
-    BlobRequest,
-    Chunk,
-    FileList,
-    ListFiles,
-    Range,
-    ReadRange,
-    Refusal,
-)
+from tandem.protocol import blobs
 from tandem.protocol.codec import Decoder
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.errors import translated
@@ -66,7 +56,7 @@ class BlobServer:
     def __init__(self, paths: Iterable[Path], keys: ClusterKeys, host: str = "127.0.0.1") -> None:
         """Names are those of the files, without their directories, and must differ."""
         self._paths = {path.name: path for path in paths}
-        self._files: dict[str, BlobFile] = {}
+        self._files: dict[str, blobs.BlobFile] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator = Authenticator(self._context, keys)
         self._socket = self._context.socket(zmq.ROUTER)
@@ -81,7 +71,7 @@ class BlobServer:
         self._stop.bind("inproc://stop")
         self._stopped = self._context.socket(zmq.PAIR)
         self._stopped.connect("inproc://stop")
-        self._decoder = Decoder[BlobRequest](BlobRequest)
+        self._decoder = Decoder[blobs.BlobRequest](blobs.BlobRequest)
         self._thread = start_thread(self._run, name="blobs")
 
     def _give_up(self) -> None:
@@ -111,26 +101,26 @@ class BlobServer:
                            error)
             return None
         try:
-            if isinstance(request, ListFiles):
-                return [_encoder.encode(FileList(request.number, self.listed(request.stems)))]
+            if isinstance(request, blobs.ListFiles):
+                return [_encoder.encode(blobs.FileList(request.number, self.listed(request.stems)))]
             digest, data = self.chunk(request.range)
-            return [_encoder.encode(Chunk(request.number, digest)), data]
+            return [_encoder.encode(blobs.Chunk(request.number, digest)), data]
         except TransportError as error:
-            return [_encoder.encode(Refusal(request.number, error.message))]
+            return [_encoder.encode(blobs.Refusal(request.number, error.message))]
         except OSError as error:
-            return [_encoder.encode(Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
+            return [_encoder.encode(blobs.Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
 
-    def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
+    def listed(self, stems: Collection[str] | None) -> list[blobs.BlobFile]:
         """As `ListFiles` asks for them."""
         return [one for name, one in self.served().items() if stems is None or name.partition(".")[0] in stems]
 
-    def served(self) -> dict[str, BlobFile]:
+    def served(self) -> dict[str, blobs.BlobFile]:
         """The files that are served, by name, as they were when first asked for."""
         if not self._files:
             self._files = {name: _describe(path) for name, path in self._paths.items()}
         return self._files
 
-    def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
+    def chunk(self, wanted: blobs.Range) -> tuple[bytes, bytes]:
         """Checksum and bytes of a range. Raises TransportError for one that is not served, and OSError."""
         file = self.served().get(wanted.name)
         if file is None:
@@ -156,13 +146,13 @@ class BlobServer:
             self._context.term()
 
 
-def _describe(path: Path) -> BlobFile:
+def _describe(path: Path) -> blobs.BlobFile:
     digest = hashlib.blake2b(digest_size=16)
     with path.open("rb", buffering=0) as file:
         status = os.fstat(file.fileno())
         for i in range(SAMPLES):
             digest.update(os.pread(file.fileno(), SAMPLE, max(status.st_size - SAMPLE, 0) * i // (SAMPLES - 1)))
-    return BlobFile(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
+    return blobs.BlobFile(path.name, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
 class NotServed(TransportError):
@@ -181,29 +171,29 @@ class BlobClient:
         self._socket.maxmsgsize = MAX_ANSWER
         keys.secure_connect(self._socket)
         self._socket.connect(endpoint)
-        self._decoder = Decoder[BlobAnswer](BlobAnswer)
+        self._decoder = Decoder[blobs.BlobAnswer](blobs.BlobAnswer)
         self._number = 0
 
-    def files(self) -> list[BlobFile]:
+    def files(self) -> list[blobs.BlobFile]:
         """What is served. Raises TransportError when there is no answer."""
         return self.listed(self.ask())
 
     def ask(self, stems: Collection[str] | None = None) -> int:
         """Ask what is served, as `ListFiles` has it; the number of the question, for `listed`."""
-        return self._ask(ListFiles(self._next(), None if stems is None else list(stems)))
+        return self._ask(blobs.ListFiles(self._next(), None if stems is None else list(stems)))
 
-    def listed(self, number: int, until: float | None = None) -> list[BlobFile]:
+    def listed(self, number: int, until: float | None = None) -> list[blobs.BlobFile]:
         """The answer, waited for until this time of the monotonic clock. Raises TransportError when there is none."""
         until = time.monotonic() + self._patience if until is None else until
         while True:
             answer, _ = self._receive(until)
-            if isinstance(answer, Refusal) and answer.number == number:
+            if isinstance(answer, blobs.Refusal) and answer.number == number:
                 raise TransportError(f"the engine's machine cannot list its files: {answer.message}")
-            if isinstance(answer, FileList) and answer.number == number:
+            if isinstance(answer, blobs.FileList) and answer.number == number:
                 return answer.files
             self._check(until)
 
-    def read(self, ranges: Sequence[Range]) -> Iterator[tuple[int, memoryview, bytes]]:
+    def read(self, ranges: Sequence[blobs.Range]) -> Iterator[tuple[int, memoryview, bytes]]:
         """Each range once, in any order, as (index in `ranges`, bytes, checksum); a damaged one is asked for again.
 
         Ranges are of at most `CHUNK` bytes. Raises TransportError when one is refused, stays damaged, or none comes.
@@ -214,16 +204,16 @@ class BlobClient:
         while waiting or pending:
             while waiting and len(pending) < WINDOW:
                 index, attempt = waiting.popleft()
-                pending[self._ask(ReadRange(self._next(), ranges[index]))] = (index, attempt)
+                pending[self._ask(blobs.ReadRange(self._next(), ranges[index]))] = (index, attempt)
             answer, data = self._receive(until)
             if answer.number not in pending:
                 self._check(until)
                 continue  # of a call that was given up
             index, attempt = pending.pop(answer.number)
             wanted = ranges[index]
-            if isinstance(answer, Refusal):
+            if isinstance(answer, blobs.Refusal):
                 raise NotServed(f"the engine's machine refuses {wanted.name}: {answer.message}")
-            if not isinstance(answer, Chunk):
+            if not isinstance(answer, blobs.Chunk):
                 raise TransportError(f"the engine's machine answers {type(answer).__name__} for {wanted.name}")
             if len(data) == wanted.length and checksum(data) == answer.digest:
                 yield index, data, answer.digest
@@ -240,11 +230,11 @@ class BlobClient:
         self._number += 1
         return self._number
 
-    def _ask(self, request: BlobRequest) -> int:
+    def _ask(self, request: blobs.BlobRequest) -> int:
         self._socket.send(_encoder.encode(request))
         return request.number
 
-    def _receive(self, until: float) -> tuple[BlobAnswer, memoryview]:
+    def _receive(self, until: float) -> tuple[blobs.BlobAnswer, memoryview]:
         if not self._socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):
             raise TransportError(self._silence)
         frames = self._socket.recv_multipart(copy=False)

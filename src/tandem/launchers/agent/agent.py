@@ -23,18 +23,7 @@ from tandem.launchers.agent.pairing import AgentSide
 from tandem.launchers.agent.session import Session
 from tandem.launchers.agent.trust import NAME, Peer, Trust
 from tandem.log import Seldom
-from tandem.protocol.agent import (
-    Beat,
-    CloseInput,
-    Data,
-    Ended,
-    OpenSession,
-    PairHello,
-    PairRefused,
-    PairRequest,
-    SessionReply,
-    SessionRequest,
-)
+from tandem.protocol import agent
 from tandem.protocol.codec import Decoder
 
 log = logging.getLogger(__name__)
@@ -81,8 +70,8 @@ class Agent:
         except UsageError:
             self.close()
             raise
-        self._decode = Decoder[SessionRequest](SessionRequest).decode
-        self._decode_pair = Decoder[PairRequest](PairRequest).decode
+        self._decode = Decoder[agent.SessionRequest](agent.SessionRequest).decode
+        self._decode_pair = Decoder[agent.PairRequest](agent.PairRequest).decode
         self._beaten = 0.0
 
     def _bind(self, one: zmq.Socket[bytes], host: str, port: int) -> int:
@@ -146,36 +135,36 @@ class Agent:
         if owner not in self._keys:
             self._look_at_keys()  # it may have been paired with a moment ago
         if owner not in self._keys:
-            self._send(identity, Ended(255, UNPAIRED))
-        elif isinstance(message, OpenSession):
+            self._send(identity, agent.Ended(255, UNPAIRED))
+        elif isinstance(message, agent.OpenSession):
             self._open(identity, owner, message)
         elif session is None:
-            self._send(identity, Ended(255, "there is no such session"))
+            self._send(identity, agent.Ended(255, "there is no such session"))
         elif session.reason is None:
             session.heard = time.monotonic()
-            if isinstance(message, Data):
+            if isinstance(message, agent.Data):
                 if not session.write(message.data):
                     session.end("it does not read what it is sent")
-            elif isinstance(message, CloseInput):
+            elif isinstance(message, agent.CloseInput):
                 session.close_input()
 
-    def _open(self, identity: bytes, owner: str, message: OpenSession) -> None:
+    def _open(self, identity: bytes, owner: str, message: agent.OpenSession) -> None:
         module = PROGRAMS.get(message.program)
         if module is None or identity in self._sessions or len(self._sessions) >= MOST_SESSIONS:
-            self._send(identity, Ended(255, f"{message.program} cannot be started here"))
+            self._send(identity, agent.Ended(255, f"{message.program} cannot be started here"))
             return
         try:
             session = self._sessions[identity] = Session(identity, owner, module)
         except OSError as error:
-            self._send(identity, Ended(255, f"{message.program} cannot be started: {error.strerror}"))
+            self._send(identity, agent.Ended(255, f"{message.program} cannot be started: {error.strerror}"))
             return
         log.info("a head has started a %s (process %d)", message.program, session.pid)
-        self._send(identity, Beat())
+        self._send(identity, agent.Beat())
 
     def _pass_on(self, session: Session) -> None:
         """Output of a program; its end when there is no more."""
         if data := os.read(session.output, CHUNK):
-            self._send(session.identity, Data(data))
+            self._send(session.identity, agent.Data(data))
         else:
             session.end("")
 
@@ -185,14 +174,14 @@ class Agent:
             request = self._decode_pair(frames[-1])
         except TransportError:
             return  # anybody may knock
-        if isinstance(request, PairHello) and not NAME.fullmatch(request.name):
+        if isinstance(request, agent.PairHello) and not NAME.fullmatch(request.name):
             return
         reply, head = self.pairing.answer(frames[0], request)
         if head is not None:
             self._trust.add(head.name, Peer(head.public))
             self._look_at_keys()
             log.info("paired with %s: it may run ranks here", head.name)
-        elif isinstance(reply, PairRefused):
+        elif isinstance(reply, agent.PairRefused):
             seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again",
                            reply.reason)
         self._pairs.send_multipart([frames[0], msgspec.msgpack.encode(reply)])
@@ -211,7 +200,7 @@ class Agent:
             if session.reason is not None:
                 self._bury(session)
             elif beat:
-                self._send(session.identity, Beat())
+                self._send(session.identity, agent.Beat())
 
     def _bury(self, session: Session) -> None:
         """Say how a session has ended, if it has."""
@@ -219,7 +208,7 @@ class Agent:
             return
         del self._sessions[session.identity]
         reason = session.reason or ""
-        self._send(session.identity, Ended(code, reason))
+        self._send(session.identity, agent.Ended(code, reason))
         log.info("process %d has ended with %d%s", session.pid, code, f": {reason}" if reason else "")
 
     def _look_at_keys(self) -> None:
@@ -236,7 +225,7 @@ class Agent:
             self._keys = set()
         self._keys_from = changed
 
-    def _send(self, identity: bytes, message: SessionReply) -> None:
+    def _send(self, identity: bytes, message: agent.SessionReply) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the head has gone; silence ends the session
             self._commands.send_multipart([identity, msgspec.msgpack.encode(message)], zmq.DONTWAIT)
 

@@ -23,18 +23,10 @@ from tandem.errors import RankFailure, UsageError
 from tandem.launchers.ray.nodes import RayNode
 from tandem.processes.child import ChildProcess
 from tandem.processes.interpreter import module_command
+from tandem.protocol import placement
 from tandem.protocol.codec import UNREADABLE
-from tandem.protocol.placement import (
-    ClusterRefused,
-    Connected,
-    DriverMessage,
-    DriverPayload,
-    HostEnded,
-    HostOutput,
-    PlaceRanks,
-)
 
-OnHost = Callable[[HostOutput | HostEnded], None]
+OnHost = Callable[[placement.HostOutput | placement.HostEnded], None]
 log = logging.getLogger(__name__)
 
 MODULE = "tandem.launchers.ray.launcher"
@@ -83,10 +75,10 @@ class RayDriver:
         """
         _check_installed()
         self._address = address or variable("RAY_ADDRESS") or "auto"
-        payload = DriverPayload(address=self._address, start_units=start_units,
+        payload = placement.DriverPayload(address=self._address, start_units=start_units,
                                 lock=str((runtime_dir() / "ray-placement.lock").absolute()))
         self._on_host = on_host
-        self._news: queue.Queue[DriverMessage | None] = queue.Queue()
+        self._news: queue.Queue[placement.DriverMessage | None] = queue.Queue()
         self._closed = False
         self._link, far = socket.socketpair()
         variables = ray_variables() | (TOKEN if token else {})
@@ -109,8 +101,8 @@ class RayDriver:
     def _read(self) -> None:
         with contextlib.suppress(OSError), self._link.makefile("rb") as lines:
             for line in lines:
-                message = msgspec.json.decode(line, type=DriverMessage)
-                if isinstance(message, HostOutput | HostEnded):
+                message = msgspec.json.decode(line, type=placement.DriverMessage)
+                if isinstance(message, placement.HostOutput | placement.HostEnded):
                     self._on_host(message)
                 else:
                     self._news.put(message)
@@ -122,11 +114,11 @@ class RayDriver:
         self._closed = True
         self._news.put(None)
 
-    def connect(self) -> Connected:
+    def connect(self) -> placement.Connected:
         """Wait until it is connected. Raises UsageError when it cannot, RankFailure when it ends."""
         timeout_s = NEW_S if self._address == "new" else CONNECT_S
         message = self.next(timeout_s)
-        if not isinstance(message, Connected):
+        if not isinstance(message, placement.Connected):
             raise UsageError(f"no Ray head has answered at {self._address} within {timeout_s:.0f} s; is it one, and "
                              "does a firewall let Ray's ports through?")
         return message
@@ -136,14 +128,14 @@ class RayDriver:
         """It is no more."""
         return self._closed or self._process.poll() is not None
 
-    def send(self, request: PlaceRanks) -> None:
+    def send(self, request: placement.PlaceRanks) -> None:
         """Raises RankFailure when the driver has ended."""
         try:
             self._link.sendall(msgspec.json.encode(request) + b"\n")
         except OSError as error:
             raise RankFailure("the connection to the Ray cluster is lost") from error
 
-    def next(self, timeout_s: float) -> DriverMessage | None:
+    def next(self, timeout_s: float) -> placement.DriverMessage | None:
         """Its next message; None when `timeout_s` seconds pass.
 
         Raises UsageError for what the user must mend, RankFailure when the driver has ended.
@@ -152,7 +144,7 @@ class RayDriver:
             message = self._news.get(timeout=max(timeout_s, 0.0))
         except queue.Empty:
             return None
-        if isinstance(message, ClusterRefused):
+        if isinstance(message, placement.ClusterRefused):
             raise UsageError(message.message)
         if message is None:
             raise RankFailure("the connection to the Ray cluster is lost; has its head ended, or Ray on this machine?",
@@ -206,7 +198,7 @@ def ray_command(address: str | None, node_id: str, module: str, *, token: bool) 
     return [*shown, *module_command(MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module)]
 
 
-def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, Connected]:
+def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, placement.Connected]:
     """A driver that is connected, with the user's Ray token if that is what the cluster wants.
 
     A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is

@@ -19,23 +19,8 @@ from zmq.utils.monitor import parse_monitor_message
 from tandem.borders import start_task
 from tandem.errors import TransportError
 from tandem.log import Seldom
+from tandem.protocol import control
 from tandem.protocol.codec import Decoder
-from tandem.protocol.control import (
-    Abort,
-    ApiMessage,
-    Detach,
-    EngineMessage,
-    EngineStatus,
-    HandedOver,
-    HandOver,
-    MetricsText,
-    Noted,
-    Output,
-    QueryMetrics,
-    QueryStatus,
-    Submit,
-    Trial,
-)
 from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.request import EngineRequest
 from tandem.server.engines.protocol import Departed, EngineLost, Sink
@@ -62,13 +47,13 @@ class EngineClient:
 
     def __init__(self, endpoint: str, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         self.endpoint = endpoint
-        self.status: EngineStatus | None = None
+        self.status: control.EngineStatus | None = None
         """The engine's last answer, kept after it has gone; see `alive`."""
         self._heartbeat_s = heartbeat_s
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = Decoder[EngineMessage](EngineMessage).decode
+        self._decode = Decoder[control.EngineMessage](control.EngineMessage).decode
         self._sinks: dict[str, Sink] = {}
-        self._questions: dict[int, asyncio.Future[EngineMessage]] = {}
+        self._questions: dict[int, asyncio.Future[control.EngineMessage]] = {}
         self._queries = itertools.count(1)
         self._fresh = False
         self._heard = False
@@ -105,7 +90,7 @@ class EngineClient:
             return
         self._beat.cancel()
         await asyncio.gather(self._beat, return_exceptions=True)
-        self._send(Detach())
+        self._send(control.Detach())
         self._fail_all("The server is shutting down.")
         self._loop.remove_reader(self._socket.FD)
         self._loop.remove_reader(self._monitor.FD)
@@ -122,7 +107,7 @@ class EngineClient:
         The caller must `forget` or `abort` it.
         """
         self._sinks[request.request_id] = sink
-        if self._send(Submit(request)):
+        if self._send(control.Submit(request)):
             return True
         self.forget(request.request_id)
         return False
@@ -134,20 +119,20 @@ class EngineClient:
     def abort(self, request_id: str, *, answered: bool = False) -> None:
         """Stop a request in the engine; its subscription hears no more of it. `answered`: it had all that it wants."""
         self.forget(request_id)
-        self._send(Abort(request_id, answered))
+        self._send(control.Abort(request_id, answered))
 
     def hand_over(self) -> None:
         """Have the engine let go of its requests: each fails with `Departed`, unless it is finished there."""
-        self._send(HandOver())
+        self._send(control.HandOver())
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
         """The engine's metrics in Prometheus' text format; empty when it does not answer in `timeout` seconds."""
-        answer = await self._ask(QueryMetrics(next(self._queries)), timeout)
-        return answer.text if isinstance(answer, MetricsText) else b""
+        answer = await self._ask(control.QueryMetrics(next(self._queries)), timeout)
+        return answer.text if isinstance(answer, control.MetricsText) else b""
 
     async def refresh(self, timeout: float = REFRESH_S) -> None:
         """Have `status` as of now, or as it was if the engine does not answer in `timeout` seconds."""
-        await self._ask(QueryStatus(next(self._queries)), timeout)
+        await self._ask(control.QueryStatus(next(self._queries)), timeout)
 
     async def cache(self, tokens: Sequence[int] = (), drop: Literal["", "memory", "all"] = "",
                     timeout: float = CACHE_S) -> CacheReport:
@@ -155,10 +140,11 @@ class EngineClient:
         answer = await self._ask(QueryCache(next(self._queries), list(tokens), drop), timeout)
         return answer if isinstance(answer, CacheReport) else CacheReport(0, trouble="the engine does not answer")
 
-    async def _ask(self, question: QueryMetrics | QueryStatus | QueryCache, timeout: float) -> EngineMessage | None:
+    async def _ask(self, question: control.QueryMetrics | control.QueryStatus | QueryCache,
+                   timeout: float) -> control.EngineMessage | None:
         if not self.alive:
             return None
-        future: asyncio.Future[EngineMessage] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[control.EngineMessage] = asyncio.get_running_loop().create_future()
         self._questions[question.query_id] = future
         try:
             return await asyncio.wait_for(future, timeout) if self._send(question) else None
@@ -169,7 +155,7 @@ class EngineClient:
 
     # --- socket ------------------------------------------------------------------------------------------------
 
-    def _send(self, message: ApiMessage) -> bool:
+    def _send(self, message: control.ApiMessage) -> bool:
         """False when nobody is connected to take it."""
         if self._loop is None:
             return False
@@ -197,7 +183,7 @@ class EngineClient:
                              "api and engine of one version?", error)
         self._loop.call_soon(self._drain)
 
-    def _hand_on(self, message: EngineMessage) -> None:
+    def _hand_on(self, message: control.EngineMessage) -> None:
         """A border: what a request makes of its message ends that request, not those that come after it."""
         try:
             self._handle(message)
@@ -207,31 +193,29 @@ class EngineClient:
             if sink is not None:
                 sink.fail(failure)
 
-    def _handle(self, message: EngineMessage) -> None:
+    def _handle(self, message: control.EngineMessage) -> None:
         self._heard = True
-        if isinstance(message, Output):
+        if isinstance(message, control.Output):
             sink = self._sinks.get(message.request_id)
             if sink is not None:
                 sink.push(message)
-        elif isinstance(message, EngineStatus):
+        elif isinstance(message, control.EngineStatus):
             if not self._fresh:
                 logger.info("engine is there: state %s", message.state)
             self.status = message
             self._fresh = True
             self._missed = 0
             self._answered(message)
-        elif isinstance(message, MetricsText | CacheReport):
+        elif isinstance(message, control.MetricsText | CacheReport):
             self._answered(message)
-        elif isinstance(message, Trial):
+        elif isinstance(message, control.Trial):
             if (sink := self._sinks.get(message.request_id)) is not None:
                 sink.tried(resting=message.resting)
-                self._send(Noted(message.request_id, message.resting))
-        else:
-            sink = self._sinks.pop(message.request_id, None)
-            if sink is not None:
-                sink.fail(Departed(message.positions) if isinstance(message, HandedOver) else message.as_error())
+                self._send(control.Noted(message.request_id, message.resting))
+        elif (sink := self._sinks.pop(message.request_id, None)) is not None:
+            sink.fail(Departed(message.positions) if isinstance(message, control.HandedOver) else message.as_error())
 
-    def _answered(self, message: EngineStatus | MetricsText | CacheReport) -> None:
+    def _answered(self, message: control.EngineStatus | control.MetricsText | CacheReport) -> None:
         future = self._questions.get(message.query_id)
         if future is not None and not future.done():
             future.set_result(message)
@@ -247,12 +231,12 @@ class EngineClient:
                 self._drain()
                 self._lost("The engine went away while it worked on the request; please send it again.")
             else:
-                self._send(QueryStatus(next(self._queries)))
+                self._send(control.QueryStatus(next(self._queries)))
 
     async def _heartbeat(self) -> None:
         while True:
             self._heard = False
-            self._send(QueryStatus(next(self._queries)))
+            self._send(control.QueryStatus(next(self._queries)))
             await asyncio.sleep(self._heartbeat_s)
             self._drain()
             self._drain_monitor()
@@ -277,6 +261,6 @@ class EngineClient:
     def _fail_all(self, message: str, code: str = "engine_unavailable") -> None:
         sinks, self._sinks = self._sinks, {}
         for request_id in sinks:
-            self._send(Abort(request_id))  # for an engine that was only slow
+            self._send(control.Abort(request_id))  # for an engine that was only slow
         for sink in dict.fromkeys(sinks.values()):
             sink.fail(EngineLost(message, code=code))

@@ -16,18 +16,9 @@ import zmq
 from tandem.borders import start_task
 from tandem.errors import TransportError
 from tandem.log import Seldom
+from tandem.protocol import supervisor
 from tandem.protocol.codec import Decoder
 from tandem.protocol.events import KEPT, Event
-from tandem.protocol.supervisor import (
-    ControlRefused,
-    ListReplicas,
-    LoadModel,
-    NoteEvent,
-    ReplicaList,
-    SupervisorReply,
-    SupervisorRequest,
-    UnloadModel,
-)
 
 logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
@@ -37,7 +28,7 @@ INTERVAL_S, BEGIN_S = 1.0, 0.1
 ANSWER_S = 0.05
 """Seconds after a question at which the answer is looked for."""
 
-OnReplicas = Callable[[ReplicaList], Awaitable[None]]
+OnReplicas = Callable[[supervisor.ReplicaList], Awaitable[None]]
 Reached = Callable[[], int]
 """Says how many engines are connected and take requests."""
 
@@ -62,7 +53,7 @@ class SupervisorLink:
         for option, value in ((zmq.LINGER, 0), (zmq.IMMEDIATE, 1), (zmq.RECONNECT_IVL, 50)):
             self._socket.setsockopt(option, value)
         self._socket.connect(f"ipc://{self._path}")
-        self._decode = Decoder[SupervisorReply](SupervisorReply).decode
+        self._decode = Decoder[supervisor.SupervisorReply](supervisor.SupervisorReply).decode
         self._task = start_task(self._run(on_replicas, reached), name="supervisor-link")
 
     async def close(self) -> None:
@@ -75,7 +66,7 @@ class SupervisorLink:
         self._context.term()
         self._task = None
 
-    def tell(self, request: LoadModel | UnloadModel | NoteEvent) -> None:
+    def tell(self, request: supervisor.LoadModel | supervisor.UnloadModel | supervisor.NoteEvent) -> None:
         """Send a command; the next list shows what came of it."""
         self._send(request)
         self._awake.set()
@@ -84,7 +75,7 @@ class SupervisorLink:
         known: int | None = None
         while True:
             self._awake.clear()
-            self._send(ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0))
+            self._send(supervisor.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0))
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
@@ -96,16 +87,16 @@ class SupervisorLink:
                     await asyncio.wait_for(self._awake.wait(),
                                            (INTERVAL_S if reached() >= known else BEGIN_S) - ANSWER_S)
 
-    def _send(self, request: SupervisorRequest) -> None:
+    def _send(self, request: supervisor.SupervisorRequest) -> None:
         try:
             # The empty frame is what a REP socket expects before the message.
             self._socket.send_multipart([b"", msgspec.msgpack.encode(request)], zmq.NOBLOCK)
         except zmq.Again:
             return
 
-    def _answer(self) -> ReplicaList | None:
+    def _answer(self) -> supervisor.ReplicaList | None:
         """The latest list that is here."""
-        latest: ReplicaList | None = None
+        latest: supervisor.ReplicaList | None = None
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -116,9 +107,9 @@ class SupervisorLink:
             except TransportError as error:
                 seldom.error("unreadable message from the supervisor: %s; it is asked again", error)
                 continue
-            if isinstance(message, ReplicaList):
+            if isinstance(message, supervisor.ReplicaList):
                 latest = message
                 known = self.events[-1].number if self.events else 0  # an answer may come after it was asked again
                 self.events.extend(one for one in message.events if one.number > known)
-            elif isinstance(message, ControlRefused):
+            elif isinstance(message, supervisor.ControlRefused):
                 seldom.error("the supervisor refuses: %s; it is asked again", message.message)
