@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 
 from adapters import tiny_adapter
 from tandem.checkpoints.resolve import resolve
+from tandem.loading import fusion
 from tandem.loading.fusion import FusedPart, fuse_projections
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.adapter_files import read_adapter
@@ -137,6 +138,14 @@ def test_there_is_one_copy_of_the_weights(tmp_path):
         logits([stage])  # after which nothing of a call is kept
         assert mx.get_active_memory() - before < 1.05 * held + 100_000
         del stage
+
+
+def test_large_products_are_not_joined(tmp_path, monkeypatch):
+    tiny_model(tmp_path, dtype="float32", config={"hidden_size": 64, "intermediate_size": 512, "head_dim": 16})
+    monkeypatch.setattr(fusion, "_JOINED_BYTES", 2 * 64 * 512 * 4 - 1)
+    joined = {path for module in load(tmp_path, fuse=True).modules.values() for path, one in module.named_modules()
+              if isinstance(one, FusedPart)}
+    assert joined and not [path for path in joined if "mlp" in path]
 
 
 class Block(nn.Module):

@@ -29,6 +29,9 @@ _OUTPUT_AXIS: dict[type[nn.Module], int] = {
 """Of every parameter of such a module, the axis of its outputs."""
 _PARAMETERS = frozenset(("weight", "scales", "biases", "bias"))
 _SETTINGS = ("group_size", "bits", "mode")
+_JOINED_BYTES = 256 * 2**20
+"""Larger ones stay several products: beside reading so much the start of a kernel is nothing, and while weights are
+joined both forms are in memory."""
 
 
 class FusedPart(nn.Module):
@@ -112,7 +115,8 @@ def fuse_projections(layers: Mapping[int, nn.Module], call: Callable[[], object]
     for number, groups in _alike(layers, call, is_whole).items():
         for paths in groups:
             _join(layers[number], paths)
-            mx.clear_cache()  # of the parts, into whose places the next product would not fit
+            mx.synchronize()  # MLX lets go of the parts on a thread of its own
+            mx.clear_cache()  # into their places the next product would not fit
             fewer += len(paths) - 1
     if fewer:
         log.info("projections of the same input are computed together: %d products fewer in a step", fewer)
@@ -184,7 +188,8 @@ def _alike(layers: Mapping[int, nn.Module], call: Callable[[], object],
             groups[*place, tuple(map(id, one.given[0])), _form(modules[number, path])].append(path)
     found: dict[int, list[list[str]]] = {}
     for (number, *_), paths in groups.items():
-        if len(paths) > 1:
+        size = sum(array.nbytes for path in paths for array in modules[number, path].parameters().values())
+        if len(paths) > 1 and size <= _JOINED_BYTES:
             found.setdefault(number, []).append(paths)
     return found
 

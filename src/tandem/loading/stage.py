@@ -23,6 +23,7 @@ from tandem.loading.adapters import AdapterLoader
 from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
 from tandem.loading.fusion import fuse_projections
+from tandem.loading.memory import on_gpu, on_metal
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.recurrence import bound_recurrences
 from tandem.loading.shard_modules import (
@@ -39,6 +40,7 @@ from tandem.loading.shard_modules import (
     rows_of,
     sum_outputs,
 )
+from tandem.loading.splits import split_by_slices
 from tandem.loading.weights import PartLoader, one_line, open_weights, split_by_part
 from tandem.models.adapter_files import Adapter
 from tandem.models.description import ModelDescription, part_of_tensor
@@ -374,6 +376,8 @@ def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
     let_caches_attend()
     bound_recurrences()
+    if on_gpu() and not on_metal():
+        split_by_slices()
     config = read_config(files.path)
     try:
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
