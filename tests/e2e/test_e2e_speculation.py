@@ -28,7 +28,7 @@ SAMPLINGS = ({"temperature": 0.0, "seed": 1}, {"temperature": 0.7, "seed": 5})
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+    return tiny_model(tmp_path_factory.mktemp("model") / "tiny", layers=2)
 
 
 @pytest.fixture(scope="module")

@@ -42,7 +42,7 @@ CHAT: dict[str, Any] = {"model": "default", "messages": [{"role": "user", "conte
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("tiny"), config={"max_position_embeddings": 4096})
+    return tiny_model(tmp_path_factory.mktemp("tiny"), layers=2, config={"max_position_embeddings": 4096})
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

@@ -48,7 +48,8 @@ def prompts() -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=["llama", "gpt_oss"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("model") / request.param, request.param)
+    layers = 2 if request.param == "llama" else 4
+    return tiny_model(tmp_path_factory.mktemp("model") / request.param, request.param, layers=layers)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 PLANTED = Path(__file__).parents[1] / "firstlight" / "planted"
-LONG = {"prompt": [7, 8, 9], "max_tokens": 400, "temperature": 0, "stream": True}
+LONG = {"prompt": [7, 8, 9], "max_tokens": 200, "temperature": 0, "stream": True}
 pytestmark = pytest.mark.slow
 
 
