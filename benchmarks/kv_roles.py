@@ -20,7 +20,7 @@ from kv_machines import Machines
 SPLIT = "prefill,decode"
 MIXED = {"pp": "one gang of two ranks", "one": "one rank with two threads", "dp": "two replicas for everything"}
 """What the split is compared with."""
-WARM = 1024
+WARM = 600
 """Tokens of a prompt after which all code has run, and paces are known."""
 ENOUGH = 20
 """Tokens of each stream before prompts come."""

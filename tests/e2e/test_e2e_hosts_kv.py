@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
+import random
 import re
+import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -13,6 +18,7 @@ import pytest
 
 from hosts import Served, eventually, hostfile, serving
 from netns import Machines
+from tandem import LLM, SamplingParams
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -71,21 +77,47 @@ class Fleet:
     def written(self, machine: str, pieces: int) -> None:
         eventually(lambda: len(list(self.disks[machine].glob("*/*.kv"))) >= pieces, 120)
 
+    @property
+    def handed_over(self) -> int:
+        text = httpx.get(f"{self.server.url}/metrics", timeout=240).text
+        return int(float(re.findall(r"^tandem_requests_handed_over_total (\S+)", text, re.M)[0]))
+
+    def hands_over(self) -> None:
+        """Wait until long prompts go from one to the other."""
+        before = self.handed_over
+
+        def one_did() -> bool:
+            self.server.complete(2, prompt=random.choices(range(3, 400), k=600))
+            return self.handed_over > before
+
+        eventually(one_did, what=lambda: self.server.log)
+
     def command(self, *arguments: str) -> str:
         words = ["tandem", "replica", *arguments, "--port", "8000"]
         return self.server.machines.run("h0", words, timeout=240).stdout
 
 
-def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machines, tmp_path: Path) -> None:
-    # So wide that it pays to fetch, however busy the machine.
-    model = str(tiny_model(tmp_path / "model", layers=4, dtype="float32", config={"max_position_embeddings": 8192,
-                                                                                  "intermediate_size": 4096}))
-    directory = tmp_path / "kv"
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """So wide that it pays to fetch, however busy the machine."""
+    return str(tiny_model(tmp_path_factory.mktemp("wide") / "model", layers=4, dtype="float32",
+                          config={"max_position_embeddings": 8192, "intermediate_size": 4096}))
+
+
+def disks_of(machines: Machines, directory: Path) -> dict[str, Path]:
+    """What each machine has at that path, which is its own."""
     directory.mkdir()
-    disks = {name: tmp_path / name for name in machines.names}
+    disks = {name: directory.with_name(name) for name in machines.names}
     for name, disk in disks.items():
         disk.mkdir()
         machines.run(name, ["mount", "--bind", str(disk), str(directory)])
+    return disks
+
+
+def test_replicas_without_a_common_disk_fetch_from_one_another(
+        machines: Machines, model: str, tmp_path: Path) -> None:
+    directory = tmp_path / "kv"
+    disks = disks_of(machines, directory)
     lengths = {7: 600, 11: 600, 13: 600, 17: 1600}
     prompts = [[3 + i * step % 400 for i in range(length)] for step, length in lengths.items()]
     hosts = hostfile(machines, ["h1", "h2", {"ssh": "localhost"}])
@@ -145,3 +177,41 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(machines: Machine
             machines.heal("h2")
         server.wait_for(r"\[engine 1\].* the ranks are back")
         assert "the machine that has it has not sent it" in server.log
+
+
+def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model: str, tmp_path: Path) -> None:
+    disks = disks_of(machines, tmp_path / "kv")
+    prompts = [[3 + i * step % 400 for i in range(length)] for step, length in ((7, 60), (11, 1300), (13, 2000),
+                                                                                (17, 3000))]
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    with LLM(model, kv_tokens=20_000) as llm:
+        expected = [one.text for one in llm.generate(prompts, params)]
+    common = [model, "--hostfile", hostfile(machines, ["h1", "h2"]), "--parallel", "1", "-dp", "2", "--roles",
+              "prefill,decode", "--kv-disk", str(tmp_path / "kv"), "--kv-tokens", "40000"]
+    with serving(machines, *common) as server, ThreadPoolExecutor(2) as pool:
+        fleet = Fleet(server, disks)
+        fleet.lent_to_all(2)
+        fleet.hands_over()
+        before, brought = fleet.handed_over, fleet.counted("tandem_kv_disk_brought_bytes_total")
+        assert [server.complete(prompt=prompt) for prompt in prompts[:2]] == expected[:2]
+        assert fleet.handed_over == before + 1, "a short prompt stays where its answer is"
+        after = fleet.counted("tandem_kv_disk_brought_bytes_total")
+        assert after["1"] > brought["1"] and after["0"] == brought["0"] == 0
+        # The machine for prompts dies while one of them comes from it over its cable, and another is computed there.
+        pieces = len(list(disks["h1"].glob("*/*.kv")))
+        machines.slow("h1", rate="1mbit")
+        sent = machines.sent("h1")
+        answers = [pool.submit(server.complete, prompt=prompt) for prompt in prompts[2:]]
+        eventually(lambda: machines.sent("h1") > sent + 100_000, what=lambda: server.log)
+        fleet.written("h1", pieces + 2000 // 256 + 1)
+        machines.cut("h1")
+        try:
+            for pid in machines.processes("h1", "tandem"):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            assert [one.result() for one in answers] == expected[2:], server.log
+            assert "the machine that has it has not sent it" in server.log
+        finally:
+            machines.heal("h1")
+        server.wait_for(r"\[engine 0\].* the ranks are back")
+        fleet.hands_over()

@@ -14,6 +14,7 @@ from tandem.protocol.control import Refused
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.router.router import Router
+from tandem.server.engines import replicas as replicas_module
 from tandem.server.engines.merged import merged_metrics, merged_status
 from tandem.server.engines.protocol import replica_state
 from tandem.server.engines.replicas import Replicas
@@ -411,6 +412,35 @@ async def test_what_runs_at_a_draining_replica_without_a_common_disk_is_finished
             one.hold = False
         assert await asyncio.wait_for(task, 240)
         assert where(engines, "a") == [home]
+
+
+@in_loop
+async def test_what_a_replica_has_that_stays_without_its_ranks_goes_on_elsewhere(engines, monkeypatch):
+    async with connected(engines[:2]) as replicas:
+        task, home = await held(replicas, engines)
+        heir = engines[1 - home]
+        engines[home].set_status(state="recovering")
+
+        async def look():
+            await replicas.refresh()
+            await replicas.update(draining(engines[:2]))
+
+        await look()
+        await look()
+        assert not heir.submitted, "its ranks may come back"
+        monkeypatch.setattr(replicas_module, "STRANDED_S", -1.0)
+        heir.set_status(state="recovering")
+        await look()
+        assert not heir.submitted, "nobody else is ready"
+        heir.set_status(state="ready")
+        await look()
+        await until(lambda: heir._live and engines[home].aborted == {"a"})
+        assert b"tandem_requests_moved_total 1.0" in await replicas.metrics()
+        heir.hold = False
+        assert await asyncio.wait_for(task, 240)
+        engines[home].set_status(state="ready")
+        await look()
+        assert replicas._members[home].without_ranks is None
 
 
 @in_loop

@@ -22,7 +22,7 @@ from tandem.protocol.supervisor import NoteEvent
 from tandem.router.router import Router
 from tandem.server.engines.flight import Flight
 from tandem.server.engines.member import NOBODY, Member, why_none
-from tandem.server.engines.protocol import Departed, EngineLost
+from tandem.server.engines.protocol import Departed, EngineLost, Stranded
 from tandem.server.engines.subscription import Subscription
 from tandem.server.engines.trials import Trials
 
@@ -139,6 +139,13 @@ class Dispatcher:
             self._router.end(request.request_id)
             flight.refused_by.add(index)
 
+    def leave(self, index: int) -> None:
+        """Send what a replica has to others, but for what has to be done there, or is tried there alone."""
+        for flight in [one for one in self._flights.values() if one.replica == index]:
+            if flight.only is None and flight.trial is None:
+                self._members[index].client.abort(flight.wire_id)
+                self.failed(flight, Stranded())
+
     def arrived(self, flight: Flight, output: Output) -> None:
         """An output of a flight: count it and hand it on."""
         self._let_go(flight)
@@ -171,8 +178,8 @@ class Dispatcher:
                 status = None if member is None else member.client.status
                 flight.written = {} if status is None else {status.kv_store: error.positions}
             if isinstance(error, EngineLost):
-                kept = error.positions if isinstance(error, Departed) else None
-                self._lost(flight, died=kept is None and member is not None and not member.draining, kept=kept or 0)
+                died = not isinstance(error, Departed | Stranded) and member is not None and not member.draining
+                self._lost(flight, died=died, kept=error.positions if isinstance(error, Departed) else 0)
             elif flight.replica is not None:
                 flight.refused_by.add(flight.replica)
                 flight.replica = None

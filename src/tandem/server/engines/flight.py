@@ -61,7 +61,7 @@ class Flight:
         self.leaves = False
         """Its replica lets go of it once its prompt is computed."""
         self.perhaps_kept = 0
-        """So many may be there, as a replica that was to let go of it died before."""
+        """So many may be there, as a replica that was to let go of it was lost before."""
         self.lost_at: float | None = None
         """When it lost the last one, by the event loop's clock. It was accepted once: it is not turned away now because
         others are full."""
@@ -113,7 +113,7 @@ class Flight:
     def lose(self, now: float, *, died: bool, kept: int = 0) -> None:
         """Its replica is lost; `died` unless it was leaving anyway. So many of its tokens it has `kept` on disk."""
         self.kept = max(self.kept, kept)
-        if died and self.leaves:
+        if self.leaves and not kept:
             self.perhaps_kept = len(self._request.prompt)
         self.lost_at, self.replica = now, None
         self.refused_by.clear()

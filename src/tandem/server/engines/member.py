@@ -22,6 +22,8 @@ class Member:
     """What the supervisor last said of it, if there is one."""
     leaves: bool = False
     """It was told to let go of what it has."""
+    without_ranks: float | None = None
+    """Since when its ranks have been gone, by the event loop's clock."""
 
     @property
     def role(self) -> Role:

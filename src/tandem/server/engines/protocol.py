@@ -25,6 +25,14 @@ class Departed(EngineLost):
         self.positions = positions
 
 
+class Stranded(EngineLost):
+    """The engine is there, but has been without its ranks for long; others can go on with the request."""
+
+    def __init__(self) -> None:
+        super().__init__("The engine has lost its ranks, and no other takes the request; please send it again.",
+                         code="engine_unavailable")
+
+
 class Sink(Protocol):
     """What takes the answers to one engine request."""
 

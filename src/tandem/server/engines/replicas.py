@@ -24,6 +24,9 @@ from tandem.server.engines.supervisor import SupervisorLink
 
 logger = logging.getLogger(__name__)
 
+STRANDED_S = 10.0
+"""Seconds, beyond twice what its last start took, for which a replica's requests wait for its ranks to come back."""
+
 
 class Replicas:
     """Engines by number. Belongs to the event loop that called `start`."""
@@ -105,6 +108,17 @@ class Replicas:
                 logger.info("what replica %d works on goes on at others, who read what it has computed", index)
                 member.leaves = True
                 member.client.hand_over()
+            self._leave_stranded(index, member, others=[one for one in ready if one != index])
+
+    def _leave_stranded(self, index: int, member: Member, others: Sequence[int]) -> None:
+        """Take away what a replica has whose machine does not come back, as others can go on with it."""
+        now, status = asyncio.get_running_loop().time(), member.client.status
+        if member.state != "recovering" or status is None:
+            member.without_ranks = None
+            return
+        member.without_ranks = member.without_ranks or now
+        if others and now > member.without_ranks + STRANDED_S + 2 * status.load_s:
+            self.requests.leave(index)
 
     # --- state ---
 
