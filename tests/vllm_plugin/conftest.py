@@ -36,3 +36,8 @@ def expected(tiny: Path) -> list[list[int]]:
     found = expected_tokens(tiny, PROMPTS, OUTPUT)
     assert found["served"] == found["mlx_lm"]
     return found["served"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file first: of the two that run at a time none is left alone at the end."""
+    items.sort(key=lambda item: item.path.name != "test_vllm_plugin_ray.py")
