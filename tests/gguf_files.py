@@ -34,11 +34,12 @@ def permute(array, heads):
     return array.reshape(heads, 2, half, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
-def write_gguf(path, model, kind, arch="llama", extra=(), metadata=()):
-    """`model` (a tiny MLX directory in float32) as a GGUF file with its matrices as `kind`."""
+def write_gguf(path, model, kind, arch="llama", extra=(), metadata=(), **split):
+    """`model` (a tiny MLX directory in float32) as a GGUF file with its matrices as `kind`; `split` may say how large
+    parts are, which then stand beside where the file would."""
     config = json.loads((model / "config.json").read_text())
     weights = {k: np.array(v) for k, v in mx.load(str(model / "model.safetensors")).items()}
-    writer = gguf.GGUFWriter(str(path), arch)
+    writer = gguf.GGUFWriter(str(path), arch, **split)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])

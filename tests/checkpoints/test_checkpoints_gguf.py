@@ -168,6 +168,25 @@ def test_mixed_types_and_one_conversion(tmp_path):
     assert not [p for p in first.path.parent.iterdir() if p.name.startswith(".")]
 
 
+def test_a_model_in_several_files(tmp_path):
+    model = tiny_model(tmp_path / "m", "llama", dtype="float32")
+    whole = resolve(str(write_gguf(tmp_path / "tiny.gguf", model, "Q4_0")))
+    write_gguf(tmp_path / "parts.gguf", model, "Q4_0", split_max_tensors=15, small_first_shard=True)
+    parts = sorted(tmp_path.glob("parts-*.gguf"))
+    assert len(parts) == 4 and parts[0].name == "parts-00001-of-00004.gguf"
+    files = resolve(str(parts[0]))
+    assert files.name == "parts" and files.path != whole.path
+    for name in ("config.json", "tokenizer.json"):
+        assert (files.path / name).read_text() == (whole.path / name).read_text()
+    loaded, want = (mx.load(str(one.path / "model.safetensors")) for one in (files, whole))
+    assert loaded.keys() == want.keys() and all(mx.array_equal(loaded[name], want[name]).item() for name in want)
+    assert resolve(str(parts[2])) == files, "each part names the model"
+    with pytest.raises(BrokenModel, match=r"odd\.gguf: is a part of a model in 4 parts; give each the name"):
+        resolve(str(parts[1].rename(tmp_path / "odd.gguf")))
+    with pytest.raises(BrokenModel, match=r"parts-00002-of-00004\.gguf: is not there.*; put all 4 parts into one"):
+        resolve(str(parts[0]))
+
+
 def test_a_rank_takes_the_memory_of_its_slice_and_few_tensors(tmp_path):
     """From the file to what computes: conversion goes tensor by tensor, and ranks read their slices of the result. Of
     all types Q6_K takes the most."""

@@ -85,7 +85,7 @@ def test_experts_that_are_fewer_than_ranks_or_not_there(models: Path, tmp_path: 
     few = changed(models, "deepseek_v3", tmp_path / "few", n_routed_experts=2, n_group=1, topk_group=1)
     assert "--expert-parallel: the model's 2 experts are fewer than 4 ranks; use --tensor-parallel-size 2 at most" in (
         refused(capfd, "serve", str(few), "-tp", "4", "--expert-parallel"))
-    assert "llama has no routed experts here; leave it out" in refused(
+    assert "llama has no experts that ranks could hold whole; leave it out" in refused(
         capfd, "serve", str(models / "llama"), "-tp", "2", "--expert-parallel")
 
 

@@ -256,7 +256,7 @@ def test_experts_stay_whole_where_that_is_wanted():
     assert plan_shards(packed, 4, expert_parallel=True)[0].experts == range(3)
     with pytest.raises(LayoutError, match="--expert-parallel: the model's 3 experts are fewer than 4 ranks"):
         plan_shards(dataclasses.replace(d, num_experts=3), 4, expert_parallel=True)
-    with pytest.raises(LayoutError, match="--expert-parallel: llama has no routed experts"):
+    with pytest.raises(LayoutError, match="--expert-parallel: llama has no experts that ranks"):
         plan_shards(description(), 2, expert_parallel=True)
 
 

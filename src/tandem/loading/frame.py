@@ -19,8 +19,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from tandem.errors import UnsupportedModel
+from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.parcel import TRACED, Form, Parcel, residuals
 from tandem.loading.shard_modules import at, put
+from tandem.loading.weights import one_line
 from tandem.models.families.table import Family
 
 _PLAIN = Family()
@@ -160,9 +162,9 @@ class Frame:
         shape = (1, 1) if self.own.start == 0 else (1, 1, self.width)
         try:
             self.run(mx.zeros(shape, mx.float32 if self.own.start else mx.int32), self.make_caches())
-        except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
+        except FAILURES as error:
             raise UnsupportedModel(f"layers {self.own.start} to {self.own.stop - 1} do not run without the others: "
-                                   f"{error}") from error
+                                   f"{one_line(error)}") from error
 
     def _stand_in(self, i: int) -> Any:
         layer, last = self.layers[i], self.own.stop - 1
@@ -215,8 +217,8 @@ class Frame:
             self._residuals = residuals(self.layers, out)
             carried = self._as_sent(out)[1 : 1 + self._family.carries]
             parcel = Parcel(Form.of(out[0]), tuple(map(Form.of, carried)), tuple(map(Form.of, gifts)))
-        except (TypeError, ValueError, AttributeError, IndexError, KeyError) as error:
-            raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {error}") from error
+        except FAILURES as error:
+            raise UnsupportedModel(f"its forward pass fails: {type(error).__name__}: {one_line(error)}") from error
         self._idle = {i for i, cache in enumerate(caches) if type(cache) is KVCache and cache.keys is None}
         used = [None if one.cache in self._idle else one.cache for one in seen]
         return used, [len(one.out) - 1 for one in seen], gift_of, parcel

@@ -9,6 +9,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+FAILURES = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What mlx-lm's models raise where a config's entries make no sense."""
+
 
 def import_models_only() -> None:
     """From now on `mlx_lm` has its submodules and nothing else; for a process that is ours. No effect if it is imported

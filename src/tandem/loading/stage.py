@@ -24,6 +24,7 @@ from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
 from tandem.loading.fusion import fuse_projections
 from tandem.loading.memory import on_gpu, on_metal
+from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.recurrence import bound_recurrences
 from tandem.loading.shard_modules import (
@@ -162,7 +163,7 @@ class StageModel:
             require_products(groups)
         try:
             self._traced(1)
-        except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+        except UnsupportedModel as error:
             raise UnsupportedModel(f"--kv-dtype {kv_dtype}: this model's attention computes with keys and values "
                                    "itself, and cannot read quantised ones; leave it out", param="kv_dtype") from error
         self.__dict__.pop("cache_bytes", None)
@@ -184,7 +185,11 @@ class StageModel:
         """Fresh caches after a call of which nothing is computed."""
         caches = self.make_caches()
         x = mx.zeros((1, tokens), mx.int32)
-        self._frame.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
+        try:
+            self._frame.run(x if self.is_first else mx.zeros((1, tokens, self.hidden_size), self.dtype), caches)
+        except FAILURES as error:
+            raise UnsupportedModel(f"its forward pass fails with {tokens} tokens: {type(error).__name__}: "
+                                   f"{one_line(error)}", param="model") from error
         return caches
 
     def caches_of_all_stages(self) -> list[Any]:
@@ -271,10 +276,14 @@ def _check(
 def _frame(model: nn.Module, layers: range, description: ModelDescription, shard: Shard | None, name: str) -> Frame:
     family = family_of(description.family)
     heads = (len(shard.queries), len(shard.kv_heads)) if shard else (description.num_heads, description.num_kv_heads)
+    cause: Exception
     try:
         return Frame(model, layers, family, grouped_scores=family.grouped_scores and heads[0] > heads[1])
     except UnsupportedModel as error:
-        raise UnsupportedModel(f"{name}: {description.family} cannot run so: {error.message}", param="model") from error
+        why, cause = error.message, error
+    except FAILURES as error:
+        why, cause = f"{type(error).__name__}: {one_line(error)}", error
+    raise UnsupportedModel(f"{name}: {description.family} cannot run so: {why}", param="model") from cause
 
 
 def _cutters(
@@ -381,7 +390,7 @@ def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     config = read_config(files.path)
     try:
         model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
-    except (TypeError, ValueError, KeyError, AttributeError, AssertionError, IndexError) as error:
+    except FAILURES as error:
         raise BrokenModel(
             f"{files.path}/config.json: does not describe a model: {one_line(error)}", param="model"
         ) from error

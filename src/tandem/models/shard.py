@@ -297,7 +297,7 @@ def _queries(
 def _whole_experts(d: ModelDescription, shares: Sequence[float]) -> tuple[range, ...]:
     size = len(shares)
     if not d.num_experts:
-        raise LayoutError(f"--expert-parallel: {d.family} has no routed experts here; leave it out",
+        raise LayoutError(f"--expert-parallel: {d.family} has no experts that ranks could hold whole; leave it out",
                           param="expert_parallel")
     if d.num_experts < size:
         raise LayoutError(f"--expert-parallel: the model's {d.num_experts} experts are fewer than {size} ranks; use "

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tandem.checkpoints.gguf.config import model_config
-from tandem.checkpoints.gguf.header import GGUFTensor, read_gguf
+from tandem.checkpoints.gguf.header import GGUFTensor, model_stem, parts_of, read_parts
 from tandem.checkpoints.gguf.names import mlx_name
 from tandem.checkpoints.gguf.tensors import (
     GROUP,
@@ -44,7 +44,7 @@ _FORMAT = 3  # raised when converted directories from before must not be used an
 
 
 def convert_gguf(source: Path, directory: Path, progress: Progress | None = None) -> None:
-    """Write `source` as an MLX model into the existing, empty `directory`.
+    """Write `source`, with the other parts of its model if it is one, as an MLX model into `directory`, which is empty.
 
     `progress` gets bytes done and in all. Peak memory is about one tensor. Raises `UnsupportedModel` for an
     architecture, tensor type or tokenizer that is not supported, `BrokenModel` for a damaged file.
@@ -60,26 +60,28 @@ def convert_gguf(source: Path, directory: Path, progress: Progress | None = None
 
 
 def _convert(source: Path, directory: Path, progress: Progress | None) -> None:
-    file = read_gguf(source)
-    for tensor in file.tensors:
+    files = read_parts(source)
+    metadata, tensors = files[0].metadata, [tensor for file in files for tensor in file.tensors]
+    for tensor in tensors:
         if tensor.kind not in kinds():
             raise UnsupportedModel(
                 f"{source}: tensor type {kind_name(tensor.kind)} ({tensor.name}) is not supported; supported are "
                 f"{', '.join(kind.name for kind in kinds().values())}",
                 param="model",
             )
-    data = np.memmap(source, np.uint8, "r")
-    shapes = {t.name: t.shape for t in file.tensors}
-    factors = {t.name: _plain(data, t) for t in file.tensors if t.name.startswith(("rope_freqs.", "rope_factors_"))}
-    config = model_config(file.metadata, shapes, factors, str(source))
-    total = sum(stored_bytes(t.kind, t.shape) for t in file.tensors)
-    writer = _Writer(data, str(file.metadata.get("general.architecture")), config, counter(progress, total))
-    pending = [part for tensor in file.tensors for part in writer.parts(tensor)]
+    mapped = ((np.memmap(file.path, np.uint8, "r"), file.tensors) for file in files)
+    data = {tensor.name: whole for whole, held in mapped for tensor in held}
+    shapes = {t.name: t.shape for t in tensors}
+    factors = {t.name: _plain(data[t.name], t) for t in tensors if t.name.startswith(("rope_freqs.", "rope_factors_"))}
+    config = model_config(metadata, shapes, factors, str(source))
+    total = sum(stored_bytes(t.kind, t.shape) for t in tensors)
+    writer = _Writer(data, str(metadata.get("general.architecture")), config, counter(progress, total))
+    pending = [part for tensor in tensors for part in writer.parts(tensor)]
     if writer.packed:
         config["quantization"] = _quantization(writer.packed)
     write_safetensors(directory / "model.safetensors", pending)
     (directory / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
-    write_tokenizer(file.metadata, directory, str(source))
+    write_tokenizer(metadata, directory, str(source))
 
 
 def _plain(data: np.ndarray, tensor: GGUFTensor) -> np.ndarray:
@@ -91,9 +93,11 @@ class _Writer:
     """Says which tensors are to be written, and makes them when their turn comes."""
 
     def __init__(
-        self, data: np.ndarray, architecture: str, config: dict[str, Any], progressed: Callable[[int], None]
+        self, data: Mapping[str, np.ndarray], architecture: str, config: dict[str, Any],
+        progressed: Callable[[int], None],
     ) -> None:
         self._data = data
+        """The file that a tensor is in, by its name."""
         self._architecture = architecture
         self._gemma = architecture.startswith("gemma")
         # Gemma's activations are too large for float16, and the embedding's type is that of the activations.
@@ -128,7 +132,7 @@ class _Writer:
 
     def _read(self, tensor: GGUFTensor, wide: bool) -> dict[str, np.ndarray]:
         size = stored_bytes(tensor.kind, tensor.shape)
-        data = self._data[tensor.offset : tensor.offset + size]
+        data = self._data[tensor.name][tensor.offset : tensor.offset + size]
         if wide:
             weight = expanded(data, tensor.kind, tensor.shape, "BF16")
             parts = {"weight": bfloat16(weight) if weight.dtype == np.float16 else weight}
@@ -184,10 +188,11 @@ def _unpermute(
 
 
 def convert_cached(source: Path, progress: Progress | None = None) -> Path:
-    """The MLX directory of a GGUF file in the cache directory, converted unless it is there already."""
-    status = source.stat()
-    key = f"{_FORMAT}:{source.resolve()}:{status.st_size}:{status.st_mtime_ns}"
-    target = cache_dir() / "gguf" / f"{source.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    """The MLX directory of a GGUF file, or of all parts of its model, in the cache directory; converted unless it is
+    there already."""
+    found = [(part, part.stat()) for part in parts_of(source)]
+    key = ":".join([str(_FORMAT), *(f"{part.resolve()}:{one.st_size}:{one.st_mtime_ns}" for part, one in found)])
+    target = cache_dir() / "gguf" / f"{model_stem(source)}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
     if not (target / "config.json").is_file():
         with new_directory(target) as directory:
             convert_gguf(source, directory, progress)

@@ -6,6 +6,7 @@ reader follows announced counts beyond the end of a file.
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from tandem.errors import BrokenModel, UnsupportedModel
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 MAX_DIMENSIONS = 4
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})", re.DOTALL)
+"""Stem of a part's name, as llama.cpp's gguf-split gives it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,38 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: tuple[GGUFTensor, ...]
+
+
+def model_stem(path: Path) -> str:
+    """Name of the model that is in the file, or in it and the other parts."""
+    part = _PART.fullmatch(path.stem)
+    return part[1] if part else path.stem
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The file, or all parts of the model of which it is one, by their names. Raises `BrokenModel` if one is not there.
+    """
+    part = _PART.fullmatch(path.stem)
+    if part is None:
+        return [path]
+    parts = (path.with_name(f"{part[1]}-{i + 1:05}-of-{part[3]}{path.suffix}") for i in range(int(part[3])))
+    found = []
+    for one in parts:
+        if not one.is_file():
+            raise BrokenModel(f"{one}: is not there, a part of the same model as {path.name}; put all {int(part[3])} "
+                              "parts into one directory", param="model")
+        found.append(one)
+    return found or [path]
+
+
+def read_parts(path: Path) -> list[GGUFFile]:
+    """The file, or all parts of its model. Raises as `read_gguf`, and `BrokenModel` where parts are missing."""
+    files = [read_gguf(one) for one in parts_of(path)]
+    count = files[0].metadata.get("split.count", 0)
+    if count not in (0, len(files)):
+        raise BrokenModel(f"{path}: is a part of a model in {str(count)[:20]} parts; give each the name that it had, "
+                          "such as model-00001-of-00002.gguf", param="model")
+    return files
 
 
 class _Reader:
