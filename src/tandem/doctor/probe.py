@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from tandem.doctor import messages
 from tandem.doctor.facts import gather
 from tandem.doctor.transfer import Listener, transfer
 from tandem.env import child_environment
+from tandem.launchers.worlds import free_ports
 from tandem.processes.interpreter import module_command
 
 COLLECTIVE = "tandem.doctor.collective"
@@ -48,19 +48,10 @@ class Probe:
             self._listener = self._listener or Listener(request.token)
             return messages.ReservedPorts([self._listener.port])
         if isinstance(request, messages.Reserve):
-            return messages.ReservedPorts(free_ports(request.count))
+            return messages.ReservedPorts(free_ports(request.count, ""))
         if isinstance(request, messages.Transfer):
             return transfer(request.address, request.port, request.token, request.seconds)
         return run_rank(request) if isinstance(request, messages.RunRank) else collect(request)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that were free on all addresses a moment ago, all different."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
 
 
 def collect(request: messages.Collect) -> messages.Collected:
