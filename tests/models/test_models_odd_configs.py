@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import UsageError
 from tandem.models.description import describe
+from tandem.models.families.table import module_of
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.testing import tiny_model
@@ -47,6 +49,23 @@ def test_no_entry_ends_in_a_traceback_or_a_hang(family: str, tmp_path: Path) -> 
             refused += 1
             assert len(error.message) < 400 and "\n" not in error.message
     assert refused > 3
+
+
+@pytest.mark.parametrize(("family", "entry"), [
+    ("bailing_moe_v3", "layer_group_size"), ("deepseek_v3", "kv_lora_rank"), ("deepseek_v32", "index_head_dim"),
+    ("gemma4_text", "num_key_value_heads"), ("glm4_moe_lite", "v_head_dim"), ("nanbeige", "tie_word_embeddings"),
+    ("plamo2", "mamba_step"), ("qwen3_next", "full_attention_interval"),
+])
+def test_an_entry_that_is_left_out_is_what_mlx_lm_takes_it_for(family: str, entry: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, family)
+    config = json.loads((path / "config.json").read_text())
+    del config[entry]
+    assumed = getattr(import_module(f"mlx_lm.models.{module_of(family)}").ModelArgs.from_dict(config), entry)
+    described = []
+    for entries in ({}, {entry: assumed}):
+        (path / "config.json").write_text(json.dumps({**config, **entries}))
+        described.append(describe(resolve(str(path))))
+    assert described[0] == described[1]
 
 
 @pytest.mark.parametrize(("family", "nested", "entries", "said"), [

@@ -61,12 +61,15 @@ _GPT_OSS = {
     "vocab_size": 201088,
     "max_position_embeddings": 131072,
 }
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_EVERY_FOURTH = {"full_attention_interval": 4}
+_GEMMA4 = {"head_dim": 256, "num_key_value_heads": 1}
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         (
             "llama", "qwen2", "apertus", "ernie4_5", "ernie4_5_moe", "exaone4", "glm", "granite", "granitemoe",
-            "helium", "olmo2", "olmoe", "seed_oss", "smollm3", "starcoder2", "nanbeige", "olmo_hybrid",
+            "helium", "olmo2", "olmoe", "seed_oss", "smollm3", "starcoder2", "olmo_hybrid",
             "granitemoehybrid", "falcon_h1", "spark2_5", "gear",
         ),
         Family(),
@@ -74,22 +77,28 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         (
             "qwen3", "qwen3_moe", "phi3", "dots1", "hunyuan_v1_dense", "internlm3", "mimo", "mixtral", "nemotron",
-            "olmo3", "telechat3", "exaone_moe", "afmoe", "qwen3_next", "kimi_linear", "minimax", "llama4_text",
-            "mellum", "minicpm", "minicpm3", "muse_glimmer", "nemotron-nas", "bailing_moe_v3",
+            "olmo3", "telechat3", "exaone_moe", "afmoe", "kimi_linear", "minimax", "llama4_text", "mellum", "minicpm",
+            "minicpm3", "muse_glimmer", "nanbeige", "nemotron-nas",
         ),
         Family(tied="config-false"),
     ),
     **dict.fromkeys(
         (
-            "deepseek", "glm4", "glm4_moe", "phimoe", "qwen2_moe", "solar_open", "stablelm", "phi", "deepseek_v2",
-            "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "step3p5", "Klear", "mimo_v2_flash",
+            "deepseek", "glm4", "glm4_moe", "phimoe", "qwen2_moe", "solar_open", "stablelm", "phi", "step3p5", "Klear",
+            "mimo_v2_flash",
         ),
         Family(tied="never"),
     ),
     **dict.fromkeys(("cohere", "cohere2", "gemma", "lfm2", "lfm2_moe"), Family(tied="always")),
     "mistral": Family(module="llama"),
-    "kimi_k2": Family(module="deepseek_v3", tied="never"),
-    "joyai_llm_flash": Family(module="deepseek_v3", tied="never"),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), Family(tied="never", defaults=_LATENT)),
+    **dict.fromkeys(("kimi_k2", "joyai_llm_flash"), Family(module="deepseek_v3", tied="never", defaults=_LATENT)),
+    "deepseek_v32": Family(tied="never", defaults={**_LATENT, "index_head_dim": 128}),
+    "glm4_moe_lite": Family(tied="never", defaults={**_LATENT, "qk_nope_head_dim": 192, "v_head_dim": 256}),
+    "bailing_moe_v3": Family(
+        tied="config-false", defaults={**_LATENT, "head_dim": 128, "layer_group_size": 4}
+    ),
+    "qwen3_next": Family(tied="config-false", defaults=_EVERY_FOURTH),
     "minimax_m2": Family(module="minimax", tied="config-false"),
     "gemma2": Family(tied="always", grouped_scores=True),
     "gemma3_text": Family(tied="file", defaults=_GEMMA3),
@@ -107,7 +116,7 @@ FAMILIES: dict[str, Family] = {
     "ministral3": Family(),
     "mistral4": Family(tied="config-false"),
     "laguna": Family(tied="config-false"),
-    "youtu_llm": Family(),
+    "youtu_llm": Family(defaults=_LATENT),
     "qwen3_vl": Family(layers=_NESTED),
     "qwen3_vl_moe": Family(layers=_NESTED),
     "jamba": Family(),
@@ -123,9 +132,9 @@ FAMILIES: dict[str, Family] = {
         layers="model.language_model.layers", tied="always", gives=(3,),
         one_by_one="layers that share keys and values read them off the cache of one sequence",
     ),
-    "gemma4": Family(layers=_NESTED, gives=("per_layer_input",)),
-    "gemma4_unified": Family(module="gemma4", layers=_NESTED, gives=("per_layer_input",)),
-    "gemma4_text": Family(gives=("per_layer_input",)),
+    "gemma4": Family(layers=_NESTED, gives=("per_layer_input",), defaults=_GEMMA4),
+    "gemma4_unified": Family(module="gemma4", layers=_NESTED, gives=("per_layer_input",), defaults=_GEMMA4),
+    "gemma4_text": Family(gives=("per_layer_input",), defaults=_GEMMA4),
     "gpt2": Family(layers="model.h", tied="always"),
     "gpt_bigcode": Family(
         layers="transformer.h", defaults={"multi_query": True},
@@ -141,7 +150,11 @@ FAMILIES: dict[str, Family] = {
         module="phixtral", layers="transformer.h", tied="never", defaults={"num_local_experts": 4}
     ),
     "plamo": Family(layers="model.layers.layers", tied="never"),
-    "plamo2": Family(layers="model.layers.layers"),
+    "plamo2": Family(
+        layers="model.layers.layers",
+        defaults={"mamba_step": 2, "mamba_d_state": 64, "mamba_d_conv": 4, "mamba_num_heads": 64,
+                  "hidden_size_per_head": 128},
+    ),
     "plamo3": Family(layers="model.layers.layers"),
     "qwen": Family(layers="transformer.h", tied="never"),
     "kimi_vl": Family(layers=_NESTED, tied="never"),
@@ -161,9 +174,9 @@ FAMILIES: dict[str, Family] = {
         layers=_NESTED, tied="file", defaults={**_GEMMA3, "num_attention_heads": 8, "num_key_value_heads": 4}
     ),
     "mistral3": Family(layers=_NESTED, tied="config-false"),
-    "kimi_k25": Family(layers=_NESTED, tied="never"),
-    "qwen3_5": Family(layers=_NESTED, tied="config-false"),
-    "qwen3_5_moe": Family(layers=_NESTED, tied="config-false"),
+    "kimi_k25": Family(layers=_NESTED, tied="never", defaults=_LATENT),
+    "qwen3_5": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
+    "qwen3_5_moe": Family(layers=_NESTED, tied="config-false", defaults=_EVERY_FOURTH),
 }
 """By `model_type` of `config.json`."""
 
