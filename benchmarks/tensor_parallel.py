@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,9 @@ def run_rank(args: argparse.Namespace, variant: str) -> list[float]:
     group = StageGroup(args.backend, args.ranks) if args.ranks > 1 else None
     files = resolve(args.model)
     description = describe(files)
-    shards = plan_shards(description, args.ranks, split_head=variant != "whole head on each rank")
+    shards = plan_shards(description, args.ranks)
+    if variant == "whole head on each rank":
+        shards = tuple(replace(one, vocab=range(description.vocab_size), vocab_sizes=()) for one in shards)
     rank = group.rank if group else 0
     parallel: Any = NoSums(group) if variant == "no sums" else group
     stage = load_stage(files, description, range(description.num_layers),

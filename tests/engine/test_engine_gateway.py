@@ -130,7 +130,7 @@ def test_a_file_that_a_killed_engine_left_is_no_obstacle(monkeypatch: pytest.Mon
         with zmq.Context() as context, context.socket(zmq.ROUTER) as old:
             old.bind(f"ipc://{path}")
         path.touch()
-        monkeypatch.setattr("tandem.engine.gateway.QueryStatus", None)  # nobody is asked, and waited for
+        monkeypatch.setattr("tandem.protocol.control.QueryStatus", None)  # nobody is asked, and waited for
         Gateway(path, STATUS, lambda: b"").close()
 
 

@@ -182,12 +182,11 @@ def test_even_halves(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "phi"])
-@pytest.mark.parametrize("split_head", [True, False])
-def test_stages_of_several_ranks(family, split_head, tmp_path):
+def test_stages_of_several_ranks(family, tmp_path):
     """The last stage holds rows of a tied embedding (qwen2), of a head (qwen3), of a head with a bias (phi)."""
-    assert_parity(wide(tmp_path, family, vocab=509), UNEVEN, stages=2, split_head=split_head)
+    assert_parity(wide(tmp_path, family, vocab=509), UNEVEN, stages=2)
     quantized = wide(tmp_path / "q", family, vocab=509, quantized=True)
-    assert_parity(quantized, UNEVEN, stages=2, split_head=split_head)
+    assert_parity(quantized, UNEVEN, stages=2)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

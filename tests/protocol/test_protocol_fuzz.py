@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from statuses import STATUS
 from tandem.errors import TransportError
-from tandem.protocol import control, hosts, supervisor
+from tandem.protocol import blobs, control, hosts, supervisor
 from tandem.protocol.codec import Decoder
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SnapshotOp, StepPlan, StepResult
-from tandem.transport import blobs
 from tandem.transport.channel import FrameHeader
 
 FUZZ = settings(max_examples=100, derandomize=True, deadline=None, database=None)
