@@ -8,7 +8,7 @@ import pytest
 
 from tandem.config.settings import Role
 from tandem.protocol.pieces import PIECE
-from tandem.router.router import EXPECTED_OUTPUT, LATER, LONG, SLOWER, Router
+from tandem.router.router import AGAIN, EXPECTED_OUTPUT, LATER, LONG, SLOWER, Router
 
 PREFILL, DECODE = 0, 1
 
@@ -96,6 +96,25 @@ def test_a_slow_or_busy_replica_for_prompts_is_passed_over():
     quick = fleet("prefill", "decode")
     quick.set_role(PREFILL, "prefill", 10_000.0, 50_000)
     assert [choose(quick, f"long {i}", prompt(6000, i))[0] for i in range(30)] == [PREFILL] * 30
+
+
+def test_more_waits_there_while_others_are_answered_where_it_goes_on():
+    router = fleet("prefill", "decode")
+    for i in range(3):
+        assert choose(router, f"short {i}", prompt(20, 100 + i))[0] == DECODE
+        router.advance(f"short {i}", 100)
+    placed = [choose(router, f"long {i}", prompt(6000, i))[0] for i in range(3 * int(LATER) + 1)]
+    assert placed == [PREFILL] * 3 * int(LATER) + [DECODE]
+
+
+def test_a_slow_replica_for_prompts_is_tried_again():
+    router = fleet("prefill", "decode")
+    router.set_role(PREFILL, "prefill", 100.0, 50_000)
+    placed = []
+    for i in range(2 * AGAIN):
+        placed.append(choose(router, f"long {i}", prompt(6000, i))[0])
+        router.end(f"long {i}")
+    assert placed == ([DECODE] * (AGAIN - 1) + [PREFILL]) * 2
 
 
 def test_of_several_the_one_that_is_soonest():

@@ -99,7 +99,7 @@ class Report:
             lent_saves=scheduler.disk.lent_saves if scheduler else 0.0,
             lends=list(gang.lends.items()) if gang.state in ("ready", "draining") else [],
             prefix_room=scheduler.limits.prefix_tokens if scheduler else 0,
-            prompt_tokens_s=_proven(scheduler.disk.computing) if scheduler else 0.0,
+            prompt_tokens_s=_proven(scheduler.disk.beginning) if scheduler else 0.0,
             kv_dtype=_kv_dtype(layout, gang.ready),
             kv_bytes_per_token=sum(ready.kv_bytes_per_token for ready in gang.ready),
             speculation=_speculation(layout), stages=layout.ranks[0].stages, lanes=layout.lanes,

@@ -210,7 +210,7 @@ class EngineStatus(Struct, frozen=True, tag=True):
     prefix_room: int = 0
     """Longest prefix, in tokens, that can be kept in memory, as one that is read from disk has to be."""
     prompt_tokens_s: float = 0.0
-    """Tokens of prompts computed a second, lately, while nobody decoded; 0 until many were."""
+    """Tokens near the beginnings of prompts computed a second, lately, while nobody decoded; 0 until many were."""
     kv_dtype: str = ""
     """In what keys and values are kept, and in which layers."""
     kv_bytes_per_token: int = 0

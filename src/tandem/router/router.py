@@ -32,8 +32,11 @@ LONG = 2 * PIECE
 """Tokens to compute from which a prompt disturbs those who decode."""
 SLOWER = 2.0
 """How many times as long a replica for prefill may take for a prompt as the one where it goes on."""
+AGAIN = 16
+"""Of those that it would take too long for, every so manieth goes there all the same: paces change."""
 LATER = 4.0
-"""The same, with what waits before it at either."""
+"""How many times as late the first token may come from there, with what waits at either, for each who is answered where
+the prompt goes on and would be held up."""
 KEY_TOKENS = 8192
 """What it is worth, in tokens of work, that requests with one key are together."""
 
@@ -100,6 +103,8 @@ class Router:
         """What was sent to any replica with this disk."""
         self._jobs: dict[str, _AtReplica] = {}
         self._choices = 0
+        self._slow = 0
+        """Prompts for which a replica for prefill was too slow."""
 
     # --- replicas ---
 
@@ -216,8 +221,10 @@ class Router:
         """The first token would not come much later from `reader`."""
         there, here = self._replicas[reader], self._replicas[home]
         ratio = here.pace / there.pace if here.pace and there.pace else 1.0
-        return (ratio * work[reader] <= SLOWER * work[home]
-                and ratio * (there.load + work[reader]) <= LATER * (here.load + work[home]))
+        if ratio * work[reader] > SLOWER * work[home]:
+            self._slow += 1
+            return self._slow % AGAIN == 0
+        return ratio * (there.load + work[reader]) <= LATER * max(here.jobs, 1) * (here.load + work[home])
 
     def leaves(self, request_id: str) -> bool:
         """The replica that was chosen for it is to compute its prompt, and no more."""

@@ -15,6 +15,8 @@ from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 from tandem.scheduler.sequence import Sequence as Running
 
+NEAR = 2048
+"""Positions that are near the beginning of a prompt."""
 OLD = 0.8
 """Weight of what was measured before."""
 GUESS, LENT_GUESS = 0.5, 0.25
@@ -84,6 +86,9 @@ class DiskTier:
         self.counts = DiskCounts()
         self.computing = Pace()
         """Of prompts."""
+        self.beginning = Pace()
+        """The same near the beginnings of prompts: alike for replicas that get short ones and those that get long ones,
+        of which positions far behind take longer."""
         self._reading, self._bringing = Pace(), Pace()
         """Of what is on the ranks' own disks, and of what others lend."""
         self._pieces = PieceIndex()
@@ -122,6 +127,12 @@ class DiskTier:
         if not (pace.tokens_s and self.computing.tokens_s):
             return guess if self.on else 0.0
         return max(0.0, 1.0 - self.computing.tokens_s / pace.tokens_s)
+
+    def computed(self, count: int, longest: int, seconds: float) -> None:
+        """A step of prompts alone took so long: `count` tokens, each before position `longest`."""
+        self.computing.measure(count, seconds)
+        if longest <= NEAR:
+            self.beginning.measure(count, seconds)
 
     def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex,
               lenders: Iterable[tuple[str, str]] = ()) -> None:

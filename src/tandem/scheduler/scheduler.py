@@ -332,7 +332,8 @@ class Scheduler:
         lane = self.lanes[plan.lane]
         ahead = lane.returned(plan)
         if not plan.decode:
-            self.disk.computing.measure(sum(op.count for op in plan.prefill), busy_s)
+            self.disk.computed(sum(op.count for op in plan.prefill),
+                               max((op.start + op.count for op in plan.prefill), default=0), busy_s)
         for op in plan.prefill:
             if (prompted := self.sequences.get(op.request_id)) is not None:
                 self._got(prompted, op.start + op.count)
