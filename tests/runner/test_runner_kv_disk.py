@@ -70,6 +70,21 @@ def test_pieces_that_do_not_fit_together_are_lost(disk) -> None:
     assert reports.get(timeout=60).lost == NAMES[3:]
 
 
+def test_what_comes_too_slowly_is_left(disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _, reports = disk
+    one.fetch(Fetch("quick", NAMES, within_s=1e-9))
+    got = reports.get(timeout=60)
+    assert not got.late and not got.lost and one.take("quick"), "it has not lasted long enough to tell"
+    monkeypatch.setattr(kv_disk, "TRIAL_S", 0.0)
+    one.fetch(Fetch("slow", NAMES, within_s=1e-9))
+    got = reports.get(timeout=60)
+    assert got.late and got.lost == NAMES[1:] and one.take("slow") is None
+    for order in (Fetch("in time", NAMES, within_s=1e9), Fetch("patient", NAMES), Fetch("one", NAMES[:1], 1e-9)):
+        one.fetch(order)
+        got = reports.get(timeout=60)
+        assert not got.late and not got.lost and one.take(order.key)
+
+
 def test_what_somebody_waits_for_is_written_without_a_limit(disk, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other, reports = disk
     monkeypatch.setattr(kv_disk, "WRITE_BYTES_S", 1.0)

@@ -14,6 +14,7 @@ from tandem.protocol.control import Refused
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
+from tandem.scheduler.disk import AGAIN, SLOWER
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
@@ -120,6 +121,39 @@ def test_what_others_lend_is_brought_where_that_pays_and_is_no_loss_when_they_go
     far.submit(request("b", OTHER), seed=1)
     [order] = far.disk.orders
     assert isinstance(order, Fetch) and order.names == names(OTHER)[:1], "a slow link is left alone, the disk is not"
+
+
+def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> None:
+    scheduler = make()
+    scheduler.disk.computed(1000, 1000, 1.0)
+    begin(scheduler, [], [])
+
+    def lend(tokens: list[int]) -> None:
+        for rank in range(RANKS):
+            scheduler.disk.take(Surveyed(rank, 7, names(tokens), names(tokens)), scheduler.prefixes)
+
+    lend(LONG)
+    scheduler.submit(request("a", LONG), seed=1)
+    order = scheduler.disk.orders.pop()
+    assert isinstance(order, Fetch) and order.within_s == pytest.approx(2 * PIECE / 1000)
+    for rank in range(RANKS):  # one of them had all in time
+        lost, late = ([], False) if rank else (names(LONG)[1:], True)
+        scheduler.disk.take(Fetched(rank, order.key, lost, 5.0, 5000, 2000, late), scheduler.prefixes)
+    assert scheduler.disk.counts.failures == 0 and scheduler.disk.lent_saves == 0.0
+    own = scheduler.disk.orders.pop()
+    assert isinstance(own, Fetch) and own.names == names(LONG)[:1], "what came is on the ranks' disks"
+    fetched(scheduler, own.key)
+    assert inserted(scheduler) == {"a": PIECE}
+    lend(OTHER)
+    for number in range(1, AGAIN + 1):
+        scheduler.submit(request(f"b{number}", OTHER), seed=1)
+        assert bool(scheduler.disk.orders) == (number == AGAIN), "it is tried again one day"
+    other = make()
+    other.disk.computed(1000, 1000, 1.0)
+    begin(other, names(LONG), names(LONG))
+    other.submit(EngineRequest(request_id="c", prompt=LONG, params=SamplingParams(max_tokens=9), produced=[5],
+                               kept=2 * PIECE), seed=1)
+    assert other.disk.orders == [Fetch(other.disk.fetching or "", names(LONG), SLOWER * 2 * PIECE / 1000)]
 
 
 def test_ranks_without_a_disk_and_prompts_for_which_it_does_not_pay() -> None:

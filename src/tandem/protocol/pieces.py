@@ -27,6 +27,8 @@ class Fetch(Struct, frozen=True, tag=True):
 
     key: str
     names: list[bytes]
+    within_s: float = 0.0
+    """What comes so slowly that all of it would take longer is left; 0: nothing is."""
 
 
 class Borrow(Struct, frozen=True, tag=True):
@@ -74,6 +76,8 @@ class Fetched(Struct, frozen=True, tag=True):
     nbytes: int = 0
     brought_bytes: int = 0
     """Of files that came from other machines."""
+    late: bool = False
+    """They came too slowly; what came is on this rank's disk."""
 
 
 class Written(Struct, frozen=True, tag=True):

@@ -30,6 +30,8 @@ WAITING_BYTES = 1 << 30
 """Pieces that wait to be written; beyond it, others are left out."""
 WRITE_BYTES_S = 400e6
 """Most that is written in a second, so that a disk has time for what is read; what somebody waits for goes at once."""
+TRIAL_S = 1.0
+"""For so long it is not asked whether what is read comes too slowly."""
 FULL_S = 60.0
 """Nothing is written for so long after a disk was full."""
 _READ, _WRITE, _END = range(3)
@@ -213,7 +215,7 @@ class KVDisk:
                 self._write(*job)
 
     def _read(self, order: Fetch) -> None:
-        started, nbytes, before = time.monotonic(), 0, self._files.brought
+        started, nbytes, before, late = time.monotonic(), 0, self._files.brought, False
         lost: list[bytes] = []
         arrived: _Arrived | None = None
         try:
@@ -222,6 +224,11 @@ class KVDisk:
                 arrived = arrived or _Arrived(layers, dtype, len(order.names))
                 arrived.put(number, layers, dtype)
                 nbytes += size
+                took, count = time.monotonic() - started, len(order.names)
+                late = number + 1 < count and took > TRIAL_S and took * count > order.within_s * (number + 1) > 0
+                if late:
+                    lost, arrived = order.names[number + 1:], None
+                    break
         except (Unusable, MemoryError, ValueError) as error:
             seldom.warning("%s; KV on disk that cannot be used is computed again", str(error) or "no memory is left")
             # Those behind it are of no use, and are kept anew with it; those that do not fit together are so too.
@@ -229,7 +236,7 @@ class KVDisk:
             arrived = None
         self._arrived[order.key] = arrived
         self._report(Fetched(self._rank, order.key, lost, time.monotonic() - started, nbytes,
-                             self._files.brought - before))
+                             self._files.brought - before, late))
 
     def _borrow(self, order: Borrow) -> None:
         if self._lenders is not None:

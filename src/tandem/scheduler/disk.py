@@ -19,6 +19,10 @@ NEAR = 2048
 """Positions that are near the beginning of a prompt."""
 OLD = 0.8
 """Weight of what was measured before."""
+SLOWER = 4.0
+"""How many times as long as computing it a prompt may take to read that another replica has computed for this one."""
+AGAIN = 64
+"""Every so many times that reading does not pay it is tried all the same: paces change."""
 GUESS, LENT_GUESS = 0.5, 0.25
 """Share of the time to compute a prompt that reading it saves, and bringing it from another machine, until both were
 measured."""
@@ -68,6 +72,8 @@ class _Fetching:
     seconds: float = 0.0
     brought: bool = False
     """Some of it came from other machines."""
+    late: bool = False
+    """It came too slowly."""
 
 
 @dataclass
@@ -91,6 +97,8 @@ class DiskTier:
         of which positions far behind take longer."""
         self._reading, self._bringing = Pace(), Pace()
         """Of what is on the ranks' own disks, and of what others lend."""
+        self._too_slow = 0
+        """Times that reading did not pay."""
         self._pieces = PieceIndex()
         self._lent: dict[int, set[bytes]] = {}
         """Pieces for which a rank needs what others lend, as it last saw."""
@@ -197,7 +205,9 @@ class DiskTier:
             key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK])
             if key is None:
                 return
-            self.orders.append(Fetch(key, names))
+            # One that came would hold up others, were it computed here.
+            within_s = (SLOWER if came else 1.0) * gain / self.computing.tokens_s if self.computing.tokens_s else 0.0
+            self.orders.append(Fetch(key, names, within_s))
             fetching = self._fetching[key] = _Fetching(names, gain, set(range(self._ranks)))
         fetching.waiting.append(sequence)
         sequence.awaits, sequence.fetched = True, gain
@@ -219,7 +229,10 @@ class DiskTier:
         pace = self._reading if len(self._own(names)) == len(names) else self._bringing
         if not (pace.tokens_s and self.computing.tokens_s):
             return True
-        return len(names) * PIECE / pace.tokens_s < gain / self.computing.tokens_s
+        if len(names) * PIECE / pace.tokens_s < gain / self.computing.tokens_s:
+            return True
+        self._too_slow += 1
+        return self._too_slow % AGAIN == 0
 
     def take(self, report: Fetched | Written | Surveyed, prefixes: PrefixIndex) -> None:
         """What a rank has read, written or seen."""
@@ -260,21 +273,24 @@ class DiskTier:
         self.counts.read_bytes += report.nbytes
         self.counts.brought_bytes += report.brought_bytes
         fetching.brought |= report.brought_bytes > 0
+        fetching.late |= report.late
         if fetching.missing:
             return
         del self._fetching[report.key]
         self._silent = False
         self.counts.read_s += fetching.seconds
+        came = [name for name in fetching.names if name not in fetching.lost]
+        if not fetching.lost or fetching.late:
+            pace = self._bringing if fetching.brought else self._reading
+            pace.measure(len(came) * PIECE, fetching.seconds)
+            for lent in self._lent.values():
+                lent.difference_update(came)  # the ranks have kept it
         if fetching.lost:
-            self.counts.failures += 1
+            self.counts.failures += not fetching.late
             self._pieces.lose(fetching.lost)
             prefixes.give_up(report.key)
         else:
             self.counts.hit_tokens += fetching.gain
-            pace = self._bringing if fetching.brought else self._reading
-            pace.measure(len(fetching.names) * PIECE, fetching.seconds)
-            for lent in self._lent.values():
-                lent.difference_update(fetching.names)  # the ranks have kept it
             prefixes.arrived(report.key)
         waited = list(fetching.waiting)
         _let_go(fetching.waiting, arrived=not fetching.lost)
