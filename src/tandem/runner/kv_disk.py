@@ -227,6 +227,7 @@ class KVDisk:
                 took, count = time.monotonic() - started, len(order.names)
                 late = number + 1 < count and took > TRIAL_S and took * count > order.within_s * (number + 1) > 0
                 if late:
+                    seldom.warning("KV comes more slowly than it could be computed; what has not come is computed")
                     lost, arrived = order.names[number + 1:], None
                     break
         except (Unusable, MemoryError, ValueError) as error:
