@@ -32,6 +32,7 @@ from harness import table, tandem_server
 
 from tandem import LLM, SamplingParams
 from tandem.processes.interpreter import module_command
+from tandem.protocol.pieces import PIECE
 
 LAYOUTS = {"1": {}, "pp": {"pipeline_parallel_size": 2}}
 END = SamplingParams(max_tokens=1, temperature=0.0)
@@ -123,7 +124,7 @@ def main() -> None:
             disk = {"kv_disk": directory, **layout}
             with LLM(model, **disk) as llm:
                 computed = first_token(llm, prompt)
-                count = (length - 1) // 256 * max(len(llm.engine.executor.pids), 1)
+                count = (length - 1) // PIECE * max(len(llm.engine.executor.pids), 1)
                 while len(list(Path(directory).glob("*/*.kv"))) < count:
                     time.sleep(0.1)
             with LLM(model, **disk) as llm:

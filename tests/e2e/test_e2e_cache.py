@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from served import PATIENCE_S, Server, serving
+from tandem.protocol.pieces import PIECE
 from tandem.testing import tiny_model
 
 SYSTEM = "You answer in verse, and never say why. " * 25
@@ -56,7 +57,8 @@ def cached(server: Server, system: str) -> int:
 
 def test_the_prompts_of_warm_are_there_when_the_server_is_ready(two, place):
     for replica in ask(two, "GET", "/v1/cache").json()["data"][0]["replicas"]:
-        assert [one["tokens"] >= 512 and one["disk_tokens"] == 512 for one in replica["prefixes"]] == [True]
+        [one] = replica["prefixes"]
+        assert one["tokens"] >= 512 and one["disk_tokens"] == one["tokens"] // PIECE * PIECE
     assert cached(two, SYSTEM) > 512
     told = two.command("serve", str(place / "tiny"), "--warm", str(place / "none.txt"))
     assert told.returncode == 2
@@ -68,22 +70,23 @@ def test_a_system_prompt_is_warmed_listed_and_dropped(two, place):
     told = command(two, place, "warm", str(place / "system.txt")).splitlines()
     total = int(told[0].split(": ")[1].split()[0])
     assert 512 < total < 768
+    there = total // PIECE * PIECE
     # The second replica reads what the first has put on the disk that they share.
-    kept = f"kept in memory {total // 32 * 32}, on disk 512"
+    kept = f"kept in memory {total // 32 * 32}, on disk {there}"
     assert told[1] == f"  replica 0: {total} computed, 0 were there; {kept}"
-    assert told[2] == f"  replica 1: {total - 512} computed, 512 were there; {kept}"
+    assert told[2] == f"  replica 1: {total - there} computed, {there} were there; {kept}"
     for _ in range(3):  # wherever it is sent
         assert cached(two, SYSTEM) == total // 32 * 32
     listed = command(two, place, "list").splitlines()
     assert {line.split()[1] for line in listed[1:]} == {"0", "1"}
-    assert all(line.split()[3] == "512" for line in listed[1:])
+    assert all(line.split()[3] == str(there) for line in listed[1:])
     info = command(two, place, "info")
-    assert f"disk          {place / 'kv'}: 512 tokens" in info
+    assert f"disk          {place / 'kv'}: {there} tokens" in info
     shown = command(two, place, "drop", "--tier", "memory")
     assert "replica 1" in shown
     assert " 0 tokens are gone" not in shown
     assert command(two, place, "list").startswith("no prefix is in memory")
-    assert f"{place / 'kv'}: 512 tokens" in command(two, place, "info")
+    assert f"{place / 'kv'}: {there} tokens" in command(two, place, "info")
     command(two, place, "warm", str(place / "system.txt"))
     gone = ask(two, "DELETE", "/v1/cache").json()
     assert sum(one["memory_tokens"] for one in gone["replicas"]) == 2 * (total // 32 * 32)

@@ -24,7 +24,7 @@ from tandem.testing import tiny_model
 pytestmark = pytest.mark.slow
 LEFT = "the machine that has it has not sent it|comes more slowly than it could be computed"
 """What ranks say of KV that they do not get, or not soon enough."""
-PROMPT = [3 + i * 7 % 400 for i in range(600)]
+PROMPT = [3 + i * 7 % 400 for i in range(540)]
 
 
 def test_another_split_over_the_machines_finds_what_they_kept(machines: Machines, tmp_path: Path) -> None:
@@ -38,14 +38,14 @@ def test_another_split_over_the_machines_finds_what_they_kept(machines: Machines
     common = [model, "--hostfile", hostfile(machines, ["h1", "h2"]), "--kv-disk", str(directory)]
     with serving(machines, *common, "--layer-split", "1,3") as server:
         expected = server.complete(prompt=PROMPT)
-        eventually(lambda: all(len(list(disk.glob("*/*.kv"))) == 2 for disk in disks), 120)
+        eventually(lambda: all(len(list(disk.glob("*/*.kv"))) == 8 for disk in disks), 120)
     with serving(machines, *common, "--layer-split", "3,1") as server:
         assert httpx.get(f"{server.url}/v1/cache", timeout=240).status_code == 200  # all ranks have looked
         assert server.complete(prompt=PROMPT) == expected
         metrics = httpx.get(f"{server.url}/metrics", timeout=240).text
         assert 'tandem_kv_disk_hit_tokens_total{replica="0"} 512.0' in metrics
         # What was brought is kept where it is needed: of layers 1 and 2 the first machine has a copy.
-        assert len(list(disks[0].glob("*/*.kv"))) == 4 and not list(directory.iterdir())
+        assert len(list(disks[0].glob("*/*.kv"))) == 16 and not list(directory.iterdir())
 
 
 class Fleet:
@@ -120,7 +120,7 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(
         machines: Machines, model: str, tmp_path: Path) -> None:
     directory = tmp_path / "kv"
     disks = disks_of(machines, directory)
-    lengths = {7: 600, 11: 600, 13: 600, 17: 1600}
+    lengths = {7: 540, 11: 540, 13: 540, 17: 1600}
     prompts = [[3 + i * step % 400 for i in range(length)] for step, length in lengths.items()]
     hosts = hostfile(machines, ["h1", "h2", {"ssh": "localhost"}])
     common = [model, "--hostfile", hosts, "--parallel", "1", "-dp", "2", "--kv-disk", str(directory), "--drain-timeout",
@@ -130,11 +130,11 @@ def test_replicas_without_a_common_disk_fetch_from_one_another(
         fleet.lent_to_all(2)
         # A prompt that one has computed is brought to the other.
         expected = fleet.ask("0", prompts[0])
-        fleet.written("h1", 2)
+        fleet.written("h1", 8)
         assert fleet.ask("1", prompts[0]) == expected
         assert fleet.counted("tandem_kv_disk_hit_tokens_total") == {"0": 0.0, "1": 512.0}
         assert fleet.counted("tandem_kv_disk_brought_bytes_total")["1"] > 0
-        assert len(list(disks["h2"].glob("*/*.kv"))) == 2, "it is kept there too"
+        assert len(list(disks["h2"].glob("*/*.kv"))) == 8, "it is kept there too"
         # One that joins later, on the server's own machine, takes over what runs at one that drains.
         fleet.command("add")
         fleet.lent_to_all(3)
@@ -205,7 +205,7 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
         sent = machines.sent("h1")
         answers = [pool.submit(server.complete, prompt=prompt) for prompt in prompts[2:]]
         eventually(lambda: machines.sent("h1") > sent + 100_000, what=lambda: server.log)
-        fleet.written("h1", pieces + 2000 // 256 + 1)
+        fleet.written("h1", pieces + 2000 // 64 + 1)
         machines.cut("h1")
         try:
             for pid in machines.processes("h1", "tandem"):

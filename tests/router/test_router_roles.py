@@ -13,6 +13,9 @@ from tandem.router.router import AGAIN, EXPECTED_OUTPUT, LATER, LONG, SLOWER, Ro
 PREFILL, DECODE = 0, 1
 
 
+WRITTEN = 6000 // PIECE * PIECE
+
+
 def fleet(*roles: Role, pace: float = 1000.0) -> Router:
     router = Router()
     for index, role in enumerate(roles):
@@ -42,8 +45,8 @@ def test_long_prompts_are_computed_apart_and_all_else_where_answers_are():
     router.advance("long", 1)
     assert router.outstanding(PREFILL) == 99, "until it has left"
     router.end("long")
-    assert choose(router, "long+1", [*prompt(6000), 5], done=1, written={"disk": 23 * PIECE}) == (DECODE, False)
-    assert router.kept("long+1") == 23 * PIECE
+    assert choose(router, "long+1", [*prompt(6000), 5], done=1, written={"disk": WRITTEN}) == (DECODE, False)
+    assert router.kept("long+1") == WRITTEN
     router.end("long+1")
     assert choose(router, "again", [*prompt(6000), 8]) == (DECODE, False), "it has all of it in memory"
 
@@ -54,10 +57,10 @@ def test_what_is_on_the_disk_need_not_be_computed_apart():
     assert choose(router, "like", [*prompt(6000), 5]) == (PREFILL, True), "not written yet: it is no hit for others"
     for name in ("long", "like"):
         router.end(name)
-    moved = choose(router, "long+1", [*prompt(6000), 5], done=1, written={"disk": 23 * PIECE}, may_leave=False)
+    moved = choose(router, "long+1", [*prompt(6000), 5], done=1, written={"disk": WRITTEN}, may_leave=False)
     assert moved == (1, False)
     assert choose(router, "like it", [*prompt(6000), 6]) == (2, False), "it reads that"
-    assert router.kept("like it") == 23 * PIECE
+    assert router.kept("like it") == WRITTEN
     assert choose(router, "more", [*prompt(6000), *prompt(LONG + PIECE, seed=2)]) == (PREFILL, True)
 
 

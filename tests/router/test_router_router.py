@@ -74,14 +74,14 @@ def test_a_prefix_draws_its_like_until_the_saving_is_used_up():
 
 def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
     router = ready(3)
-    prompt = tokens(20 * BLOCK)  # two pieces, and four blocks more
+    prompt = tokens(17 * BLOCK)  # eight pieces, and a block more
     for index, store in enumerate(("disk", "disk", "")):
         router.set_disk(index, store, 0.5)
     assert router.place("a", prompt, 100) == 0
     assert router.kept("a") == 0 == router.kept("nobody")
-    assert router.place("b", [*prompt, 1], 100) == 1, "740 wait at the first; here it reads 512 tokens, at no wait"
+    assert router.place("b", [*prompt, 1], 100) == 1, "644 wait at the first; here it reads 512 tokens, at no wait"
     assert router.kept("b") == 512
-    assert router.outstanding(1) == 20 * BLOCK + 1 - 256 + 100
+    assert router.outstanding(1) == 17 * BLOCK + 1 - 256 + 100
     router.end("a")
     assert router.place("c", [*prompt, 2], 100) == 0, "nothing waits there now, and it has all in memory"
     assert router.kept("c") == 0
@@ -107,14 +107,14 @@ def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
 
 def test_a_prompt_that_another_lends_is_worth_less_than_one_on_its_own_disk():
     router = ready(3)
-    prompt = tokens(20 * BLOCK)  # two pieces, and four blocks more
+    prompt = tokens(17 * BLOCK)  # eight pieces, and a block more
     for index, store in enumerate(("a/x", "b/x c/x", "d/x")):
         router.set_disk(index, store, 0.5, ["a/x", "b/x", "c/x"] if index < 2 else ["d/x", "b/x"], 0.25)
     assert router.reads(0, "b/x c/x") and not router.reads(2, "b/x c/x"), "it needs all parts"
     assert not router.reads(0, "")
     assert router.place("a", prompt, 100) == 0
     assert router.place("b", [*prompt, 1], 100) == 1 and router.kept("b") == 512
-    assert router.outstanding(1) == 20 * BLOCK + 1 - 128 + 100
+    assert router.outstanding(1) == 17 * BLOCK + 1 - 128 + 100
     router.set_disk(1, "b/x c/x", 0.5, ["b/x", "c/x"], 0.25)  # who lent it has gone
     router.end("b")
     router.set_state(1, "recovering")

@@ -99,9 +99,9 @@ def test_what_decodes_leaves_when_all_of_its_pieces_are_written() -> None:
 
 
 def test_a_prompt_half_computed_leaves_with_what_it_has() -> None:
-    scheduler = make()
+    scheduler = make(prefill_chunk=PIECE)
     ranks = Ranks(scheduler)
-    scheduler.submit(request("a", [7 + i % 31 for i in range(1500)]), seed=1)
+    scheduler.submit(request("a", [7 + i % 31 for i in range(6 * PIECE)]), seed=1)
     ranks.step()
     ranks.step()
     assert "a" not in ranks.outputs
@@ -124,7 +124,7 @@ def test_who_waits_leaves_at_once_and_one_after_another_writes() -> None:
 
 
 def test_a_prompt_that_leaves_is_written_while_it_is_computed() -> None:
-    scheduler = make(lanes=1, prefill_chunk=128)
+    scheduler = make(lanes=1, prefill_chunk=PIECE // 2)
     ranks = Ranks(scheduler)
     prompt = [7 + i % 31 for i in range(4 * PIECE + 50)]
     names = piece_names(block_hashes(prompt))
@@ -135,7 +135,7 @@ def test_a_prompt_that_leaves_is_written_while_it_is_computed() -> None:
         ranks.step()
         written += ranks.writes
         ranks.write()
-        if 3 * PIECE > scheduler.sequences["a"].computed >= 2 * PIECE + 128:
+        if 3 * PIECE > scheduler.sequences["a"].computed >= 2 * PIECE + PIECE // 2:
             assert written == names[:2], "what is there is on its way"
     assert written == names, "each once, though the prefix is kept in memory too"
     assert scheduler.departures.depart() == [HandedOver("a", 4 * PIECE)]
@@ -183,9 +183,9 @@ def test_what_disks_do_not_take_is_finished_where_it_is() -> None:
 
 
 def test_a_prompt_that_leaves_when_its_ranks_die_or_its_replica_drains() -> None:
-    scheduler = make(lanes=1, prefill_chunk=128)
+    scheduler = make(lanes=1, prefill_chunk=PIECE // 2)
     ranks = Ranks(scheduler)
-    scheduler.submit(request("a", [7 + i % 31 for i in range(1100)], leaves=True), seed=1)
+    scheduler.submit(request("a", [7 + i % 31 for i in range(4 * PIECE + 20)], leaves=True), seed=1)
     for _ in range(5):
         ranks.step()
     scheduler.restart()

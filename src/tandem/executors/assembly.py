@@ -140,7 +140,7 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
     heads = range(description.num_kv_heads) if shard is None else shard.kv_heads
     need = Part(range(*spec.layers), range(1) if description.replicated_cache else heads)
     versions = f"{__version__}-{version('mlx-lm')}"
-    space = f"{spec.kv_space}-{versions}-{dtype_name(stage.dtype)}"
+    space = f"{spec.kv_space}-{versions}-{PIECE}-{dtype_name(stage.dtype)}"
     space += f"-{spec.kv_dtype}" if spec.kv_dtype != "auto" else ""
     piece = PIECE * token_bytes(description, stage.dtype.size, spec.kv_dtype) * description.num_layers
     if KEPT * spec.kv_disk_bytes < piece:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-PIECE = 256
-"""Positions of a piece."""
+PIECE = 64
+"""Positions of a piece. What a prompt has behind its last whole piece is computed again."""
 
 
 class StoreOp(Struct, frozen=True, array_like=True):

@@ -28,7 +28,7 @@ TAIL = 32
 
 DISK_CAPACITY = 65536
 """Blocks remembered for one disk (2 million tokens)."""
-LONG = 2 * PIECE
+LONG = 512
 """Tokens to compute from which a prompt disturbs those who decode."""
 SLOWER = 2.0
 """How many times as long a replica for prefill may take for a prompt as the one where it goes on."""

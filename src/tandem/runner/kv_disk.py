@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,28 @@ class _Arrived:
         return made
 
 
+class _Span:
+    """Pieces in a row that wait to be written: one copy of each side of a layer, however many pieces it has."""
+
+    def __init__(self, pairs: Sequence[tuple[mx.array, mx.array]], first: int) -> None:
+        """`pairs` of each layer; `first`: number of the first piece."""
+        self.dtype = dtype_name(pairs[0][0].dtype)
+        self._first = first
+        # Arrays of their own: MLX promises nothing for two threads at one.
+        self._own = [(_plain(mx.contiguous(keys)), _plain(mx.contiguous(values))) for keys, values in pairs]
+        mx.async_eval(self._own)
+
+    @cached_property
+    def _arrays(self) -> list[Layer]:
+        own, self._own = self._own, []
+        return [(np.asarray(keys), np.asarray(values)) for keys, values in own]
+
+    def piece(self, number: int) -> list[Layer]:
+        """Waits until it is computed. For one thread."""
+        where = slice((number - self._first) * PIECE, (number - self._first + 1) * PIECE)
+        return [(keys[:, :, where], values[:, :, where]) for keys, values in self._arrays]
+
+
 class KVDisk:
     """`store` and `take` are for the thread that owns MLX, `fetch` for any."""
 
@@ -148,21 +171,27 @@ class KVDisk:
 
     def store(self, op: StoreOp, states: Sequence[tuple[Any, ...]]) -> None:
         """Write pieces of a prefix whose layers' caches have these states."""
-        for number, name in op.pieces:
-            cut = self._layers.stored(states, slice(number * PIECE, (number + 1) * PIECE))
-            if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in cut):
-                seldom.warning("this model's KV is not divided as its description says; it is not kept on disk")
-                return
-            nbytes = sum(array.nbytes for pair in cut for array in pair)
-            with self._lock:
-                if self._waiting + nbytes > WAITING_BYTES:
-                    seldom.warning("the disk for KV is too slow for what is computed; some of it is not kept")
-                    return
-                self._waiting += nbytes
-            # Arrays of their own: MLX promises nothing for two threads at one.
-            own = [(_plain(mx.contiguous(keys)), _plain(mx.contiguous(values))) for keys, values in cut]
-            mx.async_eval(own)
-            self._jobs.put((_WRITE, next(self._number), (name, own, dtype_name(cut[0][0].dtype), nbytes, op.awaited)))
+        # A run of numbers keeps its distance to where it stands in the list.
+        for _, run in itertools.groupby(enumerate(op.pieces), lambda one: one[1][0] - one[0]):
+            self._store([piece for _, piece in run], states, op.awaited)
+
+    def _store(self, pieces: list[tuple[int, bytes]], states: Sequence[tuple[Any, ...]], awaited: bool) -> None:
+        """Of pieces in a row the first ones, as many as there is room for while they wait."""
+        first = pieces[0][0]
+        one = self._layers.stored(states, slice(first * PIECE, (first + 1) * PIECE))  # not evaluated
+        if any(keys.shape[1] != len(self._files.need.heads) for keys, _ in one):
+            seldom.warning("this model's KV is not divided as its description says; it is not kept on disk")
+            return
+        nbytes = sum(array.nbytes for pair in one for array in pair)
+        with self._lock:
+            taken = pieces[:max(WAITING_BYTES - self._waiting, 0) // nbytes]
+            self._waiting += len(taken) * nbytes
+        if len(taken) < len(pieces):
+            seldom.warning("the disk for KV is too slow for what is computed; some of it is not kept")
+        if taken:
+            span = _Span(self._layers.stored(states, slice(first * PIECE, (first + len(taken)) * PIECE)), first)
+            for number, name in taken:
+                self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
 
     def fetch(self, order: Fetch) -> None:
         """Read a prefix; `Fetched` says when it is here."""
@@ -252,14 +281,13 @@ class KVDisk:
         self._files.take_gone()  # what is there says it too
         self._report(Surveyed(self._rank, order.number, self._files.names(), self._files.lent(), nbytes, total))
 
-    def _write(self, name: bytes, own: list[tuple[mx.array, mx.array]], dtype: str, nbytes: int,
-               awaited: bool) -> None:
+    def _write(self, number: int, name: bytes, span: _Span, nbytes: int, awaited: bool) -> None:
         try:
             if time.monotonic() < self._quiet_until:
                 return
-            np.asarray(own[-1][-1])  # once it is computed, as all before it
+            layers = span.piece(number)  # once it is computed, as all before it
             started = time.monotonic()
-            size = self._files.write(name, [(np.asarray(keys), np.asarray(values)) for keys, values in own], dtype)
+            size = self._files.write(name, layers, span.dtype)
             took = time.monotonic() - started
             self._report(Written(self._rank, [name], size, took, self._files.take_gone()))
             time.sleep(0.0 if awaited else max(size / WRITE_BYTES_S - took, 0.0))

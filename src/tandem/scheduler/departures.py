@@ -18,7 +18,7 @@ from tandem.scheduler.disk import DiskTier
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence
 
-AT_ONCE = 4
+AT_ONCE = 1024 // PIECE
 """Pieces that ranks are told to write before those have been written: what waits there takes memory."""
 
 
