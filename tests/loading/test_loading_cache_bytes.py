@@ -19,6 +19,7 @@ from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.runner.kv_store import make_store
 from tandem.runner.prefix_store import trimmable
 from tandem.testing import tiny_model
+from tandem.vllm_plugin.rank import counted_heads
 from thread_ranks import ThreadGroup, ThreadRank
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models-list.md").read_text(encoding="utf-8")
@@ -63,8 +64,8 @@ def test_what_is_told_is_what_arrays_take(family: str, tmp_path: Path) -> None:
     assert sum(cache.nbytes for cache in caches) == 256 * stage.cache_bytes.position + stage.cache_bytes.state
 
 
-@pytest.mark.parametrize("family", ["gpt_bigcode", "kimi_linear", "llama4", "mimo_v2_flash", "minimax_m3_vl",
-                                    "qwen3_next", "recurrent_gemma"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_bigcode", "kimi_linear", "llama", "llama4", "mimo_v2_flash",
+                                    "minimax_m3_vl", "qwen3_next", "recurrent_gemma"])
 def test_what_is_told_of_a_rank_is_what_it_takes(family: str, tmp_path: Path) -> None:
     """Latents, an index's keys and a kv head alone are on both ranks, states and other heads are shared."""
     files = resolve(str(tiny_model(tmp_path, family, dtype="float32")))
@@ -75,8 +76,11 @@ def test_what_is_told_of_a_rank_is_what_it_takes(family: str, tmp_path: Path) ->
     for shard in plan_shards(description, 2):
         rank = ThreadRank(ThreadGroup(2), shard.rank)
         stage = load_stage(files, description, layers, dtype="float32", shard=shard, tensor_parallel=rank)
-        share = description.cache_share(held_kv_heads(description, shard) / description.num_kv_heads)
+        held = held_kv_heads(description, shard)
+        share = description.cache_share(held / description.num_kv_heads)
         assert stage.cache_bytes == (told * share, states / 2)
+        heads, width = counted_heads(description, held)  # as vLLM counts them: 4 bytes, of a key and of a value
+        assert 0 <= 2 * heads * width * 4 * len(layers) - stage.cache_bytes.position < 2 * 4 * len(layers)
 
 
 def test_kv_heads_that_config_json_does_not_count(tmp_path: Path) -> None:

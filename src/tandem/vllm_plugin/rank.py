@@ -85,6 +85,21 @@ class LoadedRank:
     kv_heads: int
     """Most kv heads that a rank of the stage holds."""
 
+    @property
+    def counted_heads(self) -> tuple[int, int]:
+        """Heads and their width by which vLLM counts a token's bytes in a layer."""
+        return counted_heads(self.description, self.kv_heads)
+
+
+def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
+    """Heads and their width, of keys and of values, on ranks that hold so many kv heads: of plain attention its own,
+    else (latents, states in some layers, an index) one that is as large as a layer's cache is on average."""
+    each = token_elements(description)
+    if each == 2 * description.num_kv_heads * description.head_dim:
+        return heads, description.head_dim
+    own = each * description.cache_share(heads / description.num_kv_heads)
+    return 1, max(math.ceil(own / 2), 1)
+
 
 def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str | None, memory_share: float, lanes: int,
          group: StageGroup | None, channel: TcpChannel | None, drafts: int = 0, sharing: int = 1) -> LoadedRank:

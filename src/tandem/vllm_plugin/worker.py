@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from concurrent.futures import Future
@@ -20,7 +19,6 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.env import set_variables
-from tandem.models.footprint import token_elements
 from tandem.protocol.step import StepPlan
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
@@ -148,12 +146,7 @@ class TandemWorker(WorkerBase):
 
         All ranks of a stage must say the same of a layer, also those that hold fewer heads than others.
         """
-        stage, description = self._loaded.stage, self._loaded.description
-        heads, size = self._loaded.kv_heads, description.head_dim
-        each = token_elements(description)
-        if each != 2 * description.num_kv_heads * size:  # latents, or states in some layers: vLLM counts bytes alone
-            own = each * description.cache_share(heads / description.num_kv_heads)
-            heads, size = 1, max(math.ceil(own / 2), 1)
+        stage, (heads, size) = self._loaded.stage, self._loaded.counted_heads
         spec = FullAttentionSpec(block_size=self.cache_config.block_size, num_kv_heads=heads, head_size=size,
                                  dtype=getattr(torch, str(stage.dtype).removeprefix("mlx.core.")))
         return {f"model.layers.{layer}.self_attn": spec for layer in stage.layers}
