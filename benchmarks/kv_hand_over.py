@@ -16,6 +16,8 @@ from kv_roles import SPLIT, WARM, Stream, place
 
 from tandem.protocol.pieces import PIECE
 
+ANSWER = 96
+"""Tokens of an answer: so many that it is not done before its prompt is written."""
 TOLD_S = 2.5
 """Within so many seconds engines tell their metrics."""
 AT_HOME = {"prompt_cache_retention": "in_memory"}
@@ -33,7 +35,7 @@ def counts(server: Server) -> dict[str, float]:
 def waits(server: Server, prompt: list[int], **fields: object) -> tuple[float, float]:
     """Seconds to the first token, and the longest gap between those after it."""
     asked, stream = time.monotonic(), Stream()
-    stream.read(server.port, prompt, 16, **fields)
+    stream.read(server.port, prompt, ANSWER, **fields)
     return stream.times[0] - asked, max(stream.gaps(asked))
 
 

@@ -89,7 +89,7 @@ class Fleet:
         before = self.handed_over
 
         def one_did() -> bool:
-            self.server.complete(2, prompt=random.choices(range(3, 400), k=600))
+            self.server.complete(200, prompt=random.choices(range(3, 400), k=600))
             return self.handed_over > before
 
         eventually(one_did, what=lambda: self.server.log)
@@ -185,7 +185,8 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
     disks = disks_of(machines, tmp_path / "kv")
     prompts = [[3 + i * step % 400 for i in range(length)] for step, length in ((7, 60), (11, 1300), (13, 2000),
                                                                                 (17, 3000))]
-    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    tokens = 200  # so many that nobody is done before its prompt is written
+    params = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True)
     with LLM(model, kv_tokens=20_000) as llm:
         expected = [one.text for one in llm.generate(prompts, params)]
     common = [model, "--hostfile", hostfile(machines, ["h1", "h2"]), "--parallel", "1", "-dp", "2", "--roles",
@@ -195,7 +196,7 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
         fleet.lent_to_all(2)
         fleet.hands_over()
         before, brought = fleet.handed_over, fleet.counted("tandem_kv_disk_brought_bytes_total")
-        assert [server.complete(prompt=prompt) for prompt in prompts[:2]] == expected[:2]
+        assert [server.complete(tokens, prompt=prompt) for prompt in prompts[:2]] == expected[:2]
         assert fleet.handed_over == before + 1, "a short prompt stays where its answer is"
         after = fleet.counted("tandem_kv_disk_brought_bytes_total")
         assert after["1"] > brought["1"] and after["0"] == brought["0"] == 0
@@ -203,7 +204,7 @@ def test_prompts_on_one_machine_and_answers_on_another(machines: Machines, model
         pieces = len(list(disks["h1"].glob("*/*.kv")))
         machines.slow("h1", rate="1mbit")
         sent = machines.sent("h1")
-        answers = [pool.submit(server.complete, prompt=prompt) for prompt in prompts[2:]]
+        answers = [pool.submit(server.complete, tokens, prompt=prompt) for prompt in prompts[2:]]
         eventually(lambda: machines.sent("h1") > sent + 100_000, what=lambda: server.log)
         fleet.written("h1", pieces + 2000 // 64 + 1)
         machines.cut("h1")
