@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import BrokenModel
-from tandem.system.files import file_trouble
+from tandem.system.files import file_trouble, read_text
 
 LARGEST_NUMBER = 2**31  # no number in a config comes near it
+MOST = 256 << 20  # bytes; the index of a checkpoint with a trillion weights has some ten millions
 
 
 class Watched(dict[str, Any]):
@@ -76,7 +77,7 @@ def eos_token_ids(path: Path) -> tuple[int, ...]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises `BrokenModel`."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_text(path, MOST))
     except OSError as error:
         raise BrokenModel(f"{path}: cannot be read: {file_trouble(error)}", param=path.name) from error
     except (ValueError, RecursionError) as error:

@@ -23,10 +23,13 @@ from tandem.borders import start_thread
 from tandem.cli.address import api_key, server_url
 from tandem.errors import UsageError
 from tandem.server.batches.lines import Line, parse_line
+from tandem.system.files import read_regular
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
 """Statuses that are no answer: another time, or with another key, the same request may succeed."""
 LONGEST_WAIT_S = 30.0
+MOST = 4 << 30
+"""Bytes of a file of requests, or of answers."""
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Json = dict[str, Any]
 
@@ -76,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
 def read_requests(path: Path) -> list[Line]:
     """The requests of a file. Raises UsageError naming the line at fault."""
     lines: dict[str, Line] = {}
-    for number, text in enumerate(path.read_bytes().splitlines(), 1):
+    for number, text in enumerate(_bytes(path, "input").splitlines(), 1):
         if not text.strip():
             continue
         try:
@@ -91,11 +94,18 @@ def read_requests(path: Path) -> list[Line]:
     return list(lines.values())
 
 
+def _bytes(path: Path, param: str) -> bytes:
+    try:
+        return read_regular(path, MOST)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}", param=param) from None
+
+
 def answered(path: Path, known: set[str]) -> set[str]:
     """Which requests have their answers in `path`; a last line that is torn is cut off. Raises UsageError."""
     if not path.exists():
         return set()
-    raw = path.read_bytes()
+    raw = _bytes(path, "output")
     done = set()
     for number, text in enumerate(raw[: raw.rfind(b"\n") + 1].splitlines(), 1):
         try:

@@ -10,6 +10,7 @@ from dotenv import dotenv_values
 from dotenv.parser import parse_stream
 
 from tandem.errors import ConfigError
+from tandem.system.files import read_text
 
 NAME = ".env"
 
@@ -21,7 +22,7 @@ def read_dotenv(directory: Path, environment: Mapping[str, str]) -> dict[str, st
     """
     path = directory / NAME
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         return {}
     except OSError as error:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
+from tandem.system.files import read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ def read_key_file(path: str, limits: ClientLimits, *, label: str = "--api-key-fi
     Blank lines and lines that start with # do not count. Raises ConfigError, which never quotes a key.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except UnicodeDecodeError:
         raise ConfigError(f"{label}: cannot read {path}: not UTF-8 text", param="api_key_file") from None
     except OSError as error:

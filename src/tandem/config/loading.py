@@ -8,7 +8,6 @@ import dataclasses
 import difflib
 import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,6 +19,7 @@ from tandem.config.several import check_table, named_models, settings_of, unload
 from tandem.config.validation import validate
 from tandem.env import EXTRA_VARIABLES
 from tandem.errors import ConfigError
+from tandem.system.files import read_text
 
 PROFILES = ("ring",)
 """Sets of legacy variables that can be asked for."""
@@ -150,7 +150,7 @@ def _add_environment(merged: _Values, environment: Mapping[str, str]) -> list[st
 def _add_file(merged: _Values, path: str) -> None:
     """Take the tables of a TOML file."""
     try:
-        tables = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tables = tomllib.loads(read_text(path))
     except OSError as error:
         raise ConfigError(f"--config: cannot read {path}: {error.strerror}", param="config") from None
     except (ValueError, RecursionError) as error:  # beside TOMLDecodeError: not UTF-8, endless digits

@@ -17,6 +17,7 @@ from tandem.env import machine_memory, variable
 from tandem.errors import ConfigError
 from tandem.launchers.worlds import visible_gpus
 from tandem.protocol.hosts import HostFacts, MlxWorld
+from tandem.system.files import read_text
 from tandem.system.identity import machine_id
 from tandem.system.metal import usable_memory
 from tandem.system.tools import sysctl
@@ -87,5 +88,5 @@ def launched_world() -> MlxWorld:
 def _listed(name: str) -> Any:
     """The JSON file that a variable names, with a list for each rank. mlx.launch leaves it empty for a single rank."""
     path = variable(name)
-    text = Path(path).read_text().strip() if path else ""
+    text = read_text(path).strip() if path else ""
     return json.loads(text) if text else []

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, get_args, get_type_hints
 from tandem.config.settings import ParallelSettings
 from tandem.config.sizes import memory_size
 from tandem.errors import ConfigError
+from tandem.system.files import read_text
 
 TOP_FIELDS = ("backend", "envs", "hosts")
 PLAN_FIELDS = ("memory", "chip", "gpu", "bandwidth", "tflops", "fence")
@@ -74,7 +75,7 @@ class _Reader:
 
     def read(self) -> Hostfile:
         try:
-            data = json.loads(Path(self._path).expanduser().read_text(encoding="utf-8"))
+            data = json.loads(read_text(Path(self._path).expanduser()))
         except OSError as error:
             self._fail(f"cannot be read: {error.strerror or error}")
         except json.JSONDecodeError as error:

@@ -13,6 +13,7 @@ from tandem.errors import ConfigError
 from tandem.launchers.hosts import HostsLauncher
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.keys import ClusterKeys
+from tandem.system.files import BY_HAND, read_regular
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def read_token(path: str) -> ClusterKeys:
     """The keys in a token file. Raises ConfigError: missing, readable by others, or not one."""
     try:
         file = Path(path).expanduser()
-        content, mode = file.read_bytes(), file.stat().st_mode
+        content, mode = read_regular(file, BY_HAND), file.stat().st_mode
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", error)
         raise ConfigError(f"--token-file: cannot read {path}: {reason}; copy it from the head, which makes it",

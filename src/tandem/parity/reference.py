@@ -25,6 +25,7 @@ from tandem.checkpoints.safetensors import read_header
 from tandem.env import cache_dir
 from tandem.errors import ConfigError
 from tandem.parity.task import Task
+from tandem.system.files import open_regular
 from tandem.version import __version__
 
 VERSIONED = ("mlx", "mlx-lm")
@@ -106,13 +107,16 @@ def read(path: Path, identity: dict[str, Any]) -> tuple[Recording, dict[str, Any
     """The recording and its metadata. Raises ConfigError for a file that is broken or answers another question."""
     try:
         # Opened here: NumPy leaves a file open that it cannot read.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as archive:
             metadata = json.loads(str(archive["metadata"]))
             count = len(metadata["prompts"])
             tokens = [[int(token) for token in archive[f"tokens_{i}"]] for i in range(count)]
             logits = [archive[f"logits_{i}"] for i in range(count)]
             recording = Recording(tokens, logits, str(metadata["dtype"]), bool(metadata["gpu"]))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+    except OSError as error:
+        raise ConfigError(f"--reference {path}: cannot be read: {error.strerror or error}",
+                          param="reference") from error
+    except (EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile, zlib.error) as error:
         raise ConfigError(f"--reference {path}: is not a reference that `tandem parity` wrote: {error}",
                           param="reference") from error
     for name, words in (("fingerprint", "another model"), ("prompts", "other prompts"), ("tokens", "another --tokens"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.errors import ConfigError
+from tandem.system.files import read_text
 
 """Small, so that a prompt of several chunks stays small too: its logits are kept for every position."""
 SHORT, BEYOND = 7, 6
@@ -38,9 +39,10 @@ def default_prompts(vocab_size: int, prefill_chunk: int) -> list[list[int]]:
 def read_prompts(path: Path, encode: Callable[[str], list[int]]) -> list[list[int]]:
     """Prompts of a file, one a line: text, or token ids as a JSON list. Raises ConfigError."""
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--prompts {path}: cannot be read: {error}", param="prompts") from error
+        raise ConfigError(f"--prompts {path}: cannot be read: {getattr(error, 'strerror', None) or error}",
+                          param="prompts") from error
     if not lines:
         raise ConfigError(f"--prompts {path}: has no lines; write one prompt a line", param="prompts")
     return [_ids(line) or encode(line) for line in lines]

@@ -11,9 +11,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from tandem.errors import ConfigError
+from tandem.system.files import BY_HAND, read_regular
 
 VERSION: Final = 1
-MAX_BYTES = 16 * 2**20
 Weights = Literal["float32", "bfloat16", "float16", "8bit", "4bit"]
 Backend = Literal["ring", "jaccl", "jaccl-ring", "nccl"]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
@@ -128,13 +128,10 @@ def read_profile(path: str, flag: str = "--profile") -> Profile:
     where = f"{flag} {path}"
     param = flag.removeprefix("--").replace("-", "_")
     try:
-        with Path(path).expanduser().open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        data = read_regular(Path(path).expanduser(), BY_HAND)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror or error}; `tandem bench comm --write-profile "
                           "FILE` writes one", param=param) from None
-    if len(data) > MAX_BYTES:
-        raise ConfigError(f"{where}: is no profile: it has more than {MAX_BYTES >> 20} MiB", param=param)
     try:
         found = msgspec.json.decode(data, type=_Head).tandem_profile
         if found != VERSION:

@@ -28,6 +28,7 @@ import numpy as np
 from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
+from tandem.system.files import NotRegular, read_regular
 from tandem.transport.lenders import SUFFIX, Lenders
 
 MAGIC = b"TDMKV\0\0\1"
@@ -122,7 +123,7 @@ def _identity(directory: Path) -> str:
             temporary.write_text(secrets.token_hex(16))
             with suppress(FileExistsError):  # another rank makes it too, and whoever is first has it
                 os.link(temporary, path)
-        return _read(path, MOST_IDENTITY).decode("ascii")
+        return read_regular(path, MOST_IDENTITY).decode("ascii")
     except (OSError, ValueError):
         return ""
     finally:
@@ -248,7 +249,10 @@ class PieceFiles:
 
     def _bytes(self, path: Path) -> bytes:
         """All of a file, which is used now. Raises OSError, and ValueError for what is none of ours."""
-        data = _read(path, self._most)
+        try:
+            data = read_regular(path, self._most)
+        except NotRegular as error:
+            raise ValueError("it is no piece") from error
         with suppress(OSError):  # a disk that cannot be written serves all the same
             os.utime(path)
         return data
@@ -356,16 +360,6 @@ def _files(root: Path) -> Iterator[tuple[str, os.DirEntry[str]]]:
             with suppress(OSError), os.scandir(space) as files:
                 for file in files:
                     yield space.name, file
-
-
-def _read(path: Path, most: int) -> bytes:
-    """All of a file. Raises OSError, and ValueError for what is none, or has more than `most` bytes."""
-    # Whoever opens a pipe waits for its other end.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-            raise ValueError("it is no piece")
-        return file.read(status.st_size)
 
 
 def _note(parts: dict[bytes, list[Part]], file: str) -> None:

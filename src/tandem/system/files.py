@@ -1,15 +1,56 @@
-"""Why a file cannot be opened, where the system's own words mislead."""
+"""Reading what may be no file, and why a file cannot be opened, where the system's own words mislead."""
 
 from __future__ import annotations
 
 import errno
+import os
 import resource
+import stat
 import sys
+from pathlib import Path
+from typing import BinaryIO
 
 WITHHELD = ("macOS withholds this folder from programs that were started over ssh, or by an app without permission: "
             "move the model out of Documents, Desktop, Downloads and external volumes, or allow it (System Settings, "
             "General, Sharing, Remote Login, Allow full disk access for remote users; for an app: Privacy & Security, "
             "Full Disk Access)")
+
+BY_HAND = 16 << 20
+"""Most bytes that are read of a file that people write."""
+
+
+class NotRegular(OSError):
+    """It can be opened, and is no file, or has more bytes than are read. `strerror` says what to do."""
+
+    def __init__(self, path: str | Path, why: str) -> None:
+        super().__init__(errno.EINVAL, why, str(path))
+
+
+def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
+    """A file to read bytes from, opened with `flags` too. Raises OSError, NotRegular for what is none: a pipe would be
+    waited for without end, and a device may have no end."""
+    file = open(  # noqa: SIM115 - the caller closes it
+        path, "rb", opener=lambda name, given: os.open(name, given | flags | os.O_NONBLOCK))
+    mode = os.fstat(file.fileno()).st_mode
+    if not stat.S_ISREG(mode):
+        file.close()
+        kind = "a pipe" if stat.S_ISFIFO(mode) else "a device"
+        raise NotRegular(path, f"it is {kind}; give a file")
+    return file
+
+
+def read_regular(path: str | Path, most: int) -> bytes:
+    """All of a file of at most `most` bytes. Raises OSError, NotRegular for what is none or has more."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > most:
+            raise NotRegular(path, f"it has more than {most >> 20 or 1} MiB; give another file")
+        return file.read(size or most)  # the kernel's own do not say what they have
+
+
+def read_text(path: str | Path, most: int = BY_HAND) -> str:
+    """The same as text in UTF-8, its lines ended by `\\n`. Raises UnicodeDecodeError too."""
+    return read_regular(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
 
 
 def file_trouble(error: OSError) -> str:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from tandem.checkpoints.config import eos_token_ids
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import BrokenModel, RequestError, UsageError
+from tandem.system.files import read_text
 from tandem.text.template import ChatTemplate
 from tandem.text.token_bytes import Scheme
 
@@ -231,9 +232,10 @@ def _only_id(backend: Backend, text: str) -> int | None:
 def _template_source(path: Path, config: dict[str, Any], given: str | Path | None) -> str | None:
     if given is not None:
         try:
-            return Path(given).expanduser().read_text(encoding="utf-8")
+            return read_text(Path(given).expanduser())
         except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--chat-template {given}: cannot be read: {error}", param="chat_template") from error
+            raise UsageError(f"--chat-template {given}: cannot be read: {getattr(error, 'strerror', None) or error}",
+                             param="chat_template") from error
     jinja = path / "chat_template.jinja"
     if jinja.is_file():
         try:

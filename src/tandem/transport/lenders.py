@@ -4,7 +4,6 @@ replica of the model."""
 from __future__ import annotations
 
 import os
-import stat
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -15,6 +14,7 @@ from msgspec import Struct
 from tandem.errors import TransportError
 from tandem.protocol.blobs import BlobFile, Range
 from tandem.protocol.keys import ClusterKeys
+from tandem.system.files import NotRegular, open_regular
 from tandem.transport.blobs import CHUNK, BlobClient, BlobServer, NotServed, checksum
 
 PATIENCE_S = 5.0
@@ -63,13 +63,11 @@ class PieceServer(BlobServer):
         """Checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
         if not _is_name(wanted.name) or not 0 < wanted.length <= CHUNK or wanted.offset < 0:
             raise TransportError(f"{wanted.name!r} is not lent")
-        descriptor = os.open(self._directory / wanted.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise TransportError(f"{wanted.name} is no file")
-            data = os.pread(descriptor, wanted.length, wanted.offset)
-        finally:
-            os.close(descriptor)
+            with open_regular(self._directory / wanted.name, os.O_NOFOLLOW) as file:
+                data = os.pread(file.fileno(), wanted.length, wanted.offset)
+        except NotRegular:
+            raise TransportError(f"{wanted.name} is no file") from None
         if len(data) != wanted.length:
             raise TransportError(f"{wanted.name} has changed")
         return checksum(data), data

@@ -16,6 +16,7 @@ from tandem.cli.talk.models import Message, Model, Served
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingParams
+from tandem.system.files import read_regular, read_text
 
 COMMANDS = {
     "/help": "this list",
@@ -32,6 +33,8 @@ KEYS = 'Enter sends; Alt-Enter, or """ around several lines, makes a new line; C
 _ALSO = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
 _KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
 MOST_IMAGE = 20 * 2**20
+MOST_SAVED = 256 * 2**20
+"""Of a conversation with its pictures."""
 
 
 class Ended(Exception):
@@ -105,7 +108,7 @@ class Conversation:
 
     def _load(self, name: str) -> str:
         try:
-            messages = json.loads(Path(name).expanduser().read_text(encoding="utf-8"))["messages"]
+            messages = json.loads(read_text(Path(name).expanduser(), MOST_SAVED))["messages"]
             good = all(one["role"] in ("system", "user", "assistant") and one["content"] is not None
                        for one in messages)
         except OSError as error:
@@ -156,11 +159,9 @@ class Conversation:
         if not kind.startswith("image/"):
             raise UsageError(f"{name}: its name does not end like that of a picture (.png, .jpg, ...)")
         try:
-            content = Path(name).expanduser().read_bytes()
+            content = read_regular(Path(name).expanduser(), MOST_IMAGE)
         except OSError as error:
             raise UsageError(f"{name} cannot be read: {error.strerror}") from None
-        if len(content) > MOST_IMAGE:
-            raise UsageError(f"{name} has {len(content) >> 20} MiB; at most {MOST_IMAGE >> 20} can be sent")
         data = base64.b64encode(content).decode()
         self.images.append({"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}})
         return f"{name} goes with the next message"

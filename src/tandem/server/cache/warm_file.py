@@ -8,17 +8,20 @@ from typing import Any, Literal
 
 from tandem.config.settings import Settings
 from tandem.errors import UsageError
+from tandem.system.files import read_text
 
 Role = Literal["system", "user", "none"]
 """What a text is: a system message, the beginning of the first user's message, or a prompt without a template."""
 Body = dict[str, Any]
+MOST = 256 << 20
+"""Bytes of a file."""
 
 
 def read_warm_file(path: Path, role: Role = "system", *, flag: str = "FILE") -> list[Body]:
     """Bodies for POST /v1/cache/warm. `.json` is a request or its messages, `.jsonl` one of these on each line, or
     a message on each; anything else is text. Raises UsageError that begins with `flag`."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path, MOST)
     except UnicodeDecodeError as error:
         raise UsageError(f"{flag} {path}: is not text in UTF-8 (byte {error.start})", param="warm") from None
     except OSError as error:

@@ -7,6 +7,7 @@ import os
 import ssl
 
 from tandem.errors import ConfigError
+from tandem.system.files import BY_HAND, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +50,7 @@ class Certificate:
         flag, path = ("--tls-cert", self._cert) if self._key is None else ("--tls-key", self._key)
         try:
             for one in filter(None, (self._cert, self._key)):
-                with open(one, "rb"):  # OpenSSL does not say which of the two it cannot read
-                    pass
+                read_regular(one, BY_HAND)  # OpenSSL does not say which of the two it cannot read
             context.load_cert_chain(self._cert, self._key, password=_no_password)
         except ssl.SSLError as error:
             reason = "there is no certificate, or no private key, in PEM format"

@@ -1,0 +1,109 @@
+"""Files that a command line names, and that are none: each ends the command at once, with one line that says it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.testing import tiny_model
+
+PATIENCE_S = 240
+
+
+def pipe(path: Path) -> str:
+    os.mkfifo(path)  # whoever opens it would wait for a writer
+    return "a pipe"
+
+
+def device(path: Path) -> str:
+    path.symlink_to("/dev/zero")
+    return "a device"
+
+
+def directory(path: Path) -> str:
+    path.mkdir()
+    return "irectory"
+
+
+def endless(path: Path) -> str:
+    path.touch()
+    os.truncate(path, 1 << 40)
+    return "more than"
+
+
+def locked(path: Path) -> str:
+    path.touch(0o000)
+    if os.geteuid() == 0:
+        pytest.skip("root may read all files")
+    return "ermission denied"
+
+
+COMMANDS = {
+    "--profile": ["plan", "MODEL", "--profile", "FILE"],
+    "plan --hostfile": ["plan", "MODEL", "--hostfile", "FILE"],
+    "--hardware-profile": ["serve", "MODEL", "--port", "0", "--hardware-profile", "FILE"],
+    "--hostfile": ["serve", "MODEL", "--hostfile", "FILE"],
+    "bench --hostfile": ["bench", "comm", "--hostfile", "FILE"],
+    "doctor --hostfile": ["doctor", "--hostfile", "FILE"],
+    "--write-profile": ["bench", "comm", "--ranks", "2", "--write-profile", "FILE"],
+    "--config": ["serve", "MODEL", "--config", "FILE"],
+    "--api-key-file": ["serve", "MODEL", "--api-key-file", "FILE"],
+    "cache --api-key-file": ["cache", "list", "--api-key-file", "FILE"],
+    "--warm": ["serve", "MODEL", "--warm", "FILE"],
+    "cache warm": ["cache", "warm", "FILE"],
+    "--chat-template": ["generate", "MODEL", "--local", "--chat-template", "FILE", "--prompt", "hello"],
+    "--generation-config": ["serve", "MODEL", "--port", "0", "--generation-config", "FILE"],
+    "--tls-cert": ["serve", "MODEL", "--tls-cert", "FILE"],
+    "--token-file": ["rank", "--join", "localhost:1", "--token-file", "FILE"],
+    "head --token-file": ["serve", "MODEL", "-pp", "2", "--launcher", "manual", "--token-file", "FILE"],
+    "batch": ["batch", "FILE", "OTHER"],
+    "batch OUT": ["batch", "GOOD", "FILE"],
+    "--prompts": ["parity", "MODEL", "--prompts", "FILE"],
+    "--reference": ["parity", "MODEL", "--reference", "FILE"],
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_model(tmp_path_factory.mktemp("files") / "model"))
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    def over(number: int, frame: FrameType | None) -> None:
+        raise AssertionError("the command waits for what does not come")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(PATIENCE_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+ALL_KINDS = ("--profile", "--hostfile", "--config", "--api-key-file", "cache warm", "--tls-cert", "--token-file",
+             "batch")
+
+
+@pytest.mark.parametrize(("name", "make"), [*((name, pipe) for name in COMMANDS),
+                                            *product(ALL_KINDS, (device, directory, endless, locked))])
+def test_what_is_no_file_is_refused_in_one_line(name: str, make: Callable[[Path], str], model: str, tmp_path: Path,
+                                                capfd: pytest.CaptureFixture[str]) -> None:
+    why = make(tmp_path / "it")
+    (tmp_path / "good").write_text(
+        '{"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {"prompt": "a"}}\n')
+    words = {"MODEL": model, "FILE": str(tmp_path / "it"), "OTHER": str(tmp_path / "out"),
+             "GOOD": str(tmp_path / "good")}
+    assert main([words.get(word, word) for word in COMMANDS[name]]) == 2
+    told = capfd.readouterr()
+    assert told.out == ""
+    line = told.err.splitlines()[-1]
+    assert "Traceback" not in told.err
+    assert str(tmp_path / "it") in line
+    assert why in line
