@@ -112,3 +112,26 @@ def test_the_seam_is_put_in_once():
     ours = module._gated_delta_step_ops
     recurrence.bound_recurrences()
     assert module._gated_delta_step_ops is ours and not hasattr(ours.__wrapped__, "__wrapped__")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "lightning"])
+def test_a_gpu_is_given_a_few_tokens_at_a_time(name: str, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch):
+    place, case = CASES[name]
+    module = importlib.import_module(f"mlx_lm.models.{place}")
+    theirs(module, monkeypatch)
+    mx.random.seed(0)
+    run = case(module)
+    expected = run()
+    mx.eval(expected)
+    waited: list[mx.array] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(recurrence, "on_cuda", lambda: True)
+        theirs(module, patched)
+        recurrence.bound_recurrences()
+        patched.setattr(recurrence, "_wait_for", waited.append)
+        found = [run(), run()]  # the second begins from the start again
+    assert len(waited) == 2 * (TOKENS // recurrence.AHEAD - 1)
+    assert all(mx.array_equal(mine, known) for pair in found for mine, known in zip(pair, expected, strict=True))
+    waited.clear()
+    run()
+    assert not waited

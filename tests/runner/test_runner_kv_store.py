@@ -16,6 +16,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from tandem.errors import UnsupportedModel
 from tandem.loading.attention import let_caches_attend
 from tandem.loading.quantized_kv import GroupedKVCache, Groups
+from tandem.runner.kv_arena import GROWTH
 from tandem.runner.kv_store import KVStore
 
 VOCAB = 61
@@ -103,8 +104,10 @@ def step_both(store: KVStore, reference: Reference, rng: random.Random) -> None:
                                atol=getattr(reference.model, "off", 2e-5))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_joins_leaves_and_steps_agree_with_single_sequences(model: Any, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "cuda"), [(0, False), (1, False), (2, False), (3, True)])
+def test_random_joins_leaves_and_steps_agree_with_single_sequences(model: Any, seed: int, cuda: bool,
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: cuda)
     rng = random.Random(seed)
     store, reference, serial = KVStore(model.make_cache), Reference(model), 0
     for _ in range(40):
@@ -125,6 +128,22 @@ def test_random_joins_leaves_and_steps_agree_with_single_sequences(model: Any, s
         assert {name: store.length(name) for name in store.ids} == {
             name: caches[0].offset for name, caches in reference.caches.items()
         }
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+def test_quantised_products_on_cuda_have_no_gaps(ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a step all of the arena is read, whose rows lie one behind the other."""
+    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
+    model = tiny_quantized()
+    store, rng = KVStore(model.make_cache), random.Random(1)
+    for number in range(3):
+        store.join(str(number), prefilled(model, [rng.randrange(VOCAB) for _ in range(5 + ragged * number)]))
+    [layer, *_] = store.batch()
+    new = mx.zeros((3, 2, 1, 32))
+    keys, values = layer.update_and_fetch(new, new)
+    for part in (*keys.parts, *values.parts):
+        assert part.shape[:3] == (3, 2, GROWTH) and memoryview(part).c_contiguous
+    assert layer.make_mask(1).shape[-1] == GROWTH
 
 
 @pytest.mark.parametrize("cuda", [False, True], ids=["", "as on CUDA"])

@@ -49,8 +49,9 @@ class LocalLauncher(Launcher):
         """
         gpus = len(visible_gpus()) if self._cuda else 0
         if 0 < gpus < len(ranks):
-            raise LayoutError(f"{len(ranks)} tensor-parallel ranks need a GPU each, there are {gpus}; use pipeline "
-                              "stages, which can share one (--pipeline-parallel-size), or --device cpu",
+            raise LayoutError(f"{len(ranks)} ranks that MLX joins (tensor-parallel ones, stages with --channel mlx) "
+                              f"need a GPU each, there are {gpus}; use pipeline stages with --channel tcp, which can "
+                              "share one (--pipeline-parallel-size), or --device cpu",
                               param="tensor_parallel_size")
         if backend == "auto":
             backend = "nccl" if gpus > max(ranks) else "ring"

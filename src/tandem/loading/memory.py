@@ -88,6 +88,11 @@ def on_metal() -> bool:
     return on_gpu() and mx.metal.is_available()
 
 
+def on_cuda() -> bool:
+    """True when that is NVIDIA's."""
+    return on_gpu() and mx.cuda.is_available()
+
+
 def small_product() -> None:
     """Have the device multiply two small matrices, and wait for it. Raises RuntimeError where it cannot."""
     ones = mx.ones((64, 64))

@@ -115,7 +115,9 @@ def attend(queries: mx.array, keys: Quantized, values: Quantized, *, scale: floa
 
 def _product(left: mx.array, right: Quantized, *, transpose: bool) -> mx.array:
     bits, size = right.groups
-    return mx.quantized_matmul(left, *right.parts, transpose=transpose, group_size=size, bits=bits)
+    # For CUDA MLX has no product with arrays that have gaps, as those of one sequence's cache; an arena gives it whole.
+    codes, scales, biases = map(mx.contiguous, right.parts) if mx.cuda.is_available() else right.parts
+    return mx.quantized_matmul(left, codes, scales, biases, transpose=transpose, group_size=size, bits=bits)
 
 
 def _masked(scores: mx.array, mask: Any) -> mx.array:

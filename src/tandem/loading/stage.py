@@ -23,7 +23,7 @@ from tandem.loading.adapters import AdapterLoader
 from tandem.loading.attention import let_caches_attend
 from tandem.loading.frame import Frame
 from tandem.loading.fusion import fuse_projections
-from tandem.loading.memory import on_gpu, on_metal
+from tandem.loading.memory import on_cuda
 from tandem.loading.mlx_lm_models import FAILURES
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, groups_for, require_products
 from tandem.loading.recurrence import bound_recurrences
@@ -385,7 +385,7 @@ def _build(files: ModelFiles, description: ModelDescription) -> nn.Module:
     module = importlib.import_module(f"mlx_lm.models.{module_of(description.family)}")
     let_caches_attend()
     bound_recurrences()
-    if on_gpu() and not on_metal():
+    if on_cuda():
         split_by_slices()
     config = read_config(files.path)
     try:

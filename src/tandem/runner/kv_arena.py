@@ -45,7 +45,8 @@ class ArenaLayer:
         self._ring = window + drafts if window else 0
         self._steady = mx.cuda.is_available()
         """With several positions a row attention reads all that the arena can hold, masked. There it is cuDNN's, which
-        plans anew for every length: tens of milliseconds a step if that were another one each time."""
+        plans anew for every length: tens of milliseconds a step if that were another one each time. Quantised keys are
+        read so with one position too: MLX's products for CUDA take no arrays with gaps."""
         self._parts: list[mx.array] = []
         """Keys and values, of quantised ones the parts; empty while there are no rows."""
         self._rows = 0
@@ -93,7 +94,8 @@ class ArenaLayer:
         span = window_size or self._window
         used = self._span(N)
         wrapped = N == 1 and 0 < self._window == self._ring <= min(step.lengths) + 1
-        if (step.aligned or wrapped) and (not span or span >= used) and (N == 1 or not (return_array or self._steady)):
+        if (step.aligned or wrapped) and (not span or span >= used) and not self._reads_all(N) and (
+                N == 1 or not return_array):
             return None if N == 1 else "causal"
         age = step.queries[:, :, None] - mx.arange(used, dtype=mx.int32)
         if self._ring:
@@ -212,7 +214,10 @@ class ArenaLayer:
     def _span(self, width: int) -> int:
         """Positions that attention reads in a step of `width` tokens a row."""
         used = self._used(self._now().longest + width)
-        return max(self._len_cap, self._round_up(used)) if self._steady and width > 1 else used
+        return max(self._len_cap, self._round_up(used)) if self._reads_all(width) else used
+
+    def _reads_all(self, width: int) -> bool:
+        return self._steady and (width > 1 or self._groups is not None)
 
     def _used(self, length: int) -> int:
         return min(length, self._ring) if self._ring else length

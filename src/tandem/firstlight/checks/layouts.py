@@ -22,6 +22,7 @@ def stages(task: Task) -> Figures:
 
 def ring(task: Task) -> Figures:
     """Two pipeline stages over MLX's ring."""
+    _require_gpus()
     return parity(task.model, "-pp", "2", "--channel", "mlx")
 
 
@@ -39,7 +40,7 @@ def both(task: Task) -> Figures:
 
 def _require_gpus() -> None:
     if uses_cuda("auto") and len(visible_gpus()) == 1:
-        raise NotApplicable("tensor-parallel ranks need a GPU each, there is one")
+        raise NotApplicable("ranks that MLX joins need a GPU each, there is one")
 
 
 def parity(model: str, *options: str) -> Figures:
