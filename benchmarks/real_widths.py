@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--shrink", type=int, default=1, help="divide the widths, to try this out without a GPU")
     parser.add_argument("--directory", type=Path, help="where to write weights (default: where there is room)")
     parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--runtime", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--reference", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -105,6 +106,7 @@ def drive(args: argparse.Namespace) -> int:
     end, results = time.monotonic() + args.total, Results(args.out)
     found = watched([sys.executable, __file__, "--probe"], environment(args.gpus[0]), PROBE_S)
     results.add({"kind": "probe", **found})
+    args.runtime = int(found.get("runtime", 0))
     if args.quant == "auto":
         args.quant = "4bit" if found.get("quantized_matmul 4bit") == found.get("gather_qmm 4bit") == "ok" else "bf16"
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -135,6 +137,7 @@ def work(args: argparse.Namespace, gpu: str, todo: queue.SimpleQueue[str], resul
         with weights_directory(args.directory) as directory:
             command = [sys.executable, __file__, "--case", name, "--directory", str(directory), "--quant", args.quant,
                        "--prompt", str(args.prompt), "--tokens", str(args.tokens), "--shrink", str(args.shrink),
+                       "--runtime", str(args.runtime),
                        *(["--short"] if args.short or args.quant == "bf16" else [])]
             started = time.monotonic()
             row = watched(command, environment(gpu), limit)
@@ -208,6 +211,8 @@ def probe() -> int:
     info = mx.device_info()
     tell(device=str(info.get("device_name", mx.default_device())), mlx=mx.__version__, cuda=mx.cuda.is_available(),
          metal=mx.metal.is_available())
+    mx.eval(mx.ones(1))
+    tell(runtime=runtime_bytes())
     x, w = mx.random.normal((4, 256)).astype(mx.bfloat16), mx.random.normal((8, 128, 256)).astype(mx.bfloat16)
     rows = mx.array([[0, 3], [1, 2], [7, 7], [5, 0]], dtype=mx.uint32)
 
@@ -245,6 +250,17 @@ def probe() -> int:
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:  # as which C++ exceptions come
             tell(**{name: " ".join(str(error).split())[:200]})
     tell(doing="done")
+    return 0
+
+
+def runtime_bytes() -> int:
+    """What CUDA takes of the GPU for this process, which has computed nothing yet, by nvidia-smi; 0 without one."""
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    with contextlib.suppress(OSError):
+        for line in subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines():
+            pid, _, used = line.partition(",")
+            if pid.strip() == str(os.getpid()) and used.strip().isdigit():
+                return int(used) * 2**20
     return 0
 
 
@@ -327,31 +343,32 @@ def serve(path: Path, prompt: list[int], count: int) -> tuple[Any, list[dict[str
 
 
 def plan_against(model: Any, path: Path, ranks: list[dict[str, Any]], args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Each rank's memory, and what the planner says of its layers. What a rank holds must be near that; its peak, which
-    has what a prompt's chunk needs for a moment, must not be beyond."""
+    """Each rank's memory, and what the planner says of its layers. What a rank holds must be near that; the most of
+    MLX's arrays, with what the GPU's own library takes for a process, must not be beyond."""
     import mlx.core as mx
 
     from tandem.checkpoints.resolve import resolve
     from tandem.models.description import describe
-    from tandem.planner.cost import RUNTIME_BYTES, Costs, RankShare
+    from tandem.planner.cost import Costs, RankShare
     from tandem.planner.hardware import Machine
     from tandem.planner.types import Request
 
     gpu = mx.default_device().type == mx.DeviceType.gpu
-    description = describe(resolve(str(path))) if args.shrink > 1 else model.described(args.quant)
+    planned = model.planned(args.quant)
+    description = describe(resolve(str(path))) if args.shrink > 1 else planned.description
     machine = Machine(name="here", memory=2**40, bandwidth=1e12, flops=1e14, gpu=gpu)
     request = Request(context=args.prompt + args.tokens, prefill_chunk=512, dequantize="no",
                       dtype="bfloat16" if gpu else "float32")
-    costs, whole = Costs(description, [machine], [], request), RankShare(0, 1.0, 1.0)
+    costs, whole = Costs(description, [machine], [], request, planned.experts), RankShare(0, 1.0, 1.0)
     rows = []
     for rank in ranks:
         start, stop = rank["layers"]
         plan = {"weights": int(costs.weights(whole, start, stop)), "cache": int(costs.kv(whole, stop - start, 1))}
-        room = int(costs.headroom(whole, 1, last=stop == description.num_layers))
+        room = int(costs.headroom(whole, 1, last=stop == description.num_layers, alone=stop - start == 1))
         holds = (rank["weights"] + rank["cache"]) / (plan["weights"] + plan["cache"])
-        most = rank["peak"] / (plan["weights"] + plan["cache"] + room)
+        most = (rank["peak"] + args.runtime) / (plan["weights"] + plan["cache"] + room)
         ok = abs(holds - 1) <= SHARE and most <= 1 + SHARE
-        rows.append({**rank, "planned": {**plan, "headroom": room, "of_it_runtime": RUNTIME_BYTES},
+        rows.append({**rank, "planned": {**plan, "headroom": room}, "runtime": args.runtime,
                      "holds": round(holds, 4), "peak_of_plan": round(most, 4), "ok": ok})
     return rows
 

@@ -16,8 +16,7 @@ import msgspec
 import numpy as np
 
 from tandem.checkpoints.safetensors import TensorInfo, encode_header
-from tandem.models.description import ModelDescription
-from tandem.planner.presets import Preset, planned, presets
+from tandem.planner.presets import Planned, Preset, planned, presets
 from tandem.testing import EOS, write_tokenizer
 
 CASES: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("real_widths.json").read_text())
@@ -44,9 +43,9 @@ class Cut(NamedTuple):
     layers: list[int]
     """Their numbers in the whole model."""
 
-    def described(self, quant: str) -> ModelDescription:
+    def planned(self, quant: str) -> Planned:
         """As the planner sees it with its weights stored as `quant` says."""
-        return planned("cut", self.preset, quant).description
+        return planned("cut", self.preset, quant)
 
 
 def cut(name: str, *, short: bool = False, shrink: int = 1) -> Cut:

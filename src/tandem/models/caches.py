@@ -82,6 +82,12 @@ def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
     return LayerCache("latent", latent + rope + (2 * index if isinstance(index, int) else 0))
 
 
+def index_heads(config: Mapping[str, Any]) -> int:
+    """Heads of the index over a latent (deepseek_v32, glm_moe_dsa); 0 where there is none."""
+    heads = config.get("index_n_heads")
+    return max(heads, 0) if isinstance(heads, int) and isinstance(config.get("kv_lora_rank"), int) else 0
+
+
 _EXPANDED = frozenset(("deepseek_v2", "minicpm3", "youtu_llm"))
 """Latent attention whose cache holds keys and values by head all the same, in mlx-lm."""
 _TWO_ATTENTIONS = frozenset(("longcat_flash", "longcat_flash_ngram"))

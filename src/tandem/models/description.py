@@ -15,7 +15,7 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
-from tandem.models.caches import layer_caches
+from tandem.models.caches import index_heads, layer_caches
 from tandem.models.cuts import uncut
 from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
@@ -112,6 +112,8 @@ class ModelDescription:
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
     whole_elements: float = 0.0
     """Those of `token_elements` that every rank holds beside its heads' own: the keys of an index."""
+    index_heads: int = 0
+    """Heads of an index that chooses positions: their scores over all positions are stored."""
     kv_groups: tuple[tuple[int, float], ...] = ()
     """For each layer the size of the groups in which its keys and values can be quantised (0: they stay as they are),
     and their elements of one token."""
@@ -183,6 +185,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             can_be_cut=all(cache.can_be_cut for cache in caches),
             replicated_cache=any(cache.replicated for cache in caches),
             whole_elements=sum(cache.whole for cache in caches) / len(caches),
+            index_heads=index_heads(known),
             kv_groups=tuple(zip(kv_groups(known, caches, head_dim), (cache.position for cache in caches), strict=True)),
             kept_by_position=kept_by_position(known, caches),
             latent_layers=frozenset(i for i, cache in enumerate(caches) if cache.kind == "latent"),

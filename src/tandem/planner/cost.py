@@ -39,6 +39,9 @@ EXPERT_OVERHEAD = 2.5
 """A layer with experts launches more kernels: factor on a machine's overhead per layer."""
 RUNTIME_BYTES = 512 * 2**20
 """Python, MLX and compiled kernels of a rank."""
+AHEAD_BYTES = 2**30
+"""Most that is counted for the layer that a GPU is given before the one before it is done. It would be given more where
+there is room; at the limit of its memory MLX waits."""
 _LARGEST = {2: 0.564, 3: 0.846, 4: 1.029, 5: 1.163, 6: 1.267, 7: 1.352, 8: 1.424}
 """How far the largest of so many normal deviates lies above their average, on average."""
 _FUSED_HEAD_DIMS = (64, 80, 128)
@@ -133,16 +136,24 @@ class Costs:
         """Bytes of KV for `streams` of the wanted context, and of their recurrent state."""
         return self.kv_bytes(part) * layers * streams * self.context + self.state(part, layers, streams)
 
-    def headroom(self, part: RankShare, streams: int, *, last: bool) -> float:
-        """Bytes besides weights and KV: the runtime, the activations of a prefill chunk, a batch's logits."""
-        model, item, chunk = self.model, self.item(part.machine), self.chunk(part.machine)
-        # residual, normed input, query, output, and the MLP's gate, up and product are alive together at most
+    def headroom(self, part: RankShare, streams: int, *, last: bool, alone: bool = False) -> float:
+        """Bytes besides weights and KV: the runtime, the activations of a prefill chunk, a batch's logits.
+
+        A GPU is given a layer before it is done with the one before, unless that is `alone` in its stage.
+        """
+        model, gpu = self.model, self.machines[part.machine].gpu
+        # residual, normed input, query, output, and the MLP's gate, up and product are alive together at most, with
+        # experts also what was gathered for them, and what they give
         wide = 4 * model.hidden_size + 3 * part.share * self._mlp_width
-        scores = 0.0
-        if not self.machines[part.machine].gpu or model.head_dim not in _FUSED_HEAD_DIMS:
-            scores = 2 * model.num_heads * part.kv * chunk * self.context * item
+        wide += 2 * self._experts.used * model.hidden_size if self._experts else 0
+        # scores, and what they are after a mask; of an index also what they are with its heads' weights
+        scores = 3 * model.index_heads
+        if not gpu or model.head_dim not in _FUSED_HEAD_DIMS:
+            scores += 2 * model.num_heads * part.kv
+        layer = self.chunk(part.machine) * (wide + scores * self.context) * self.item(part.machine)
+        ahead = min(layer, AHEAD_BYTES) if gpu and not alone else 0
         logits = 2 * streams * model.vocab_size * 4 if last else 0
-        return RUNTIME_BYTES + chunk * wide * item + scores + logits
+        return RUNTIME_BYTES + layer + ahead + logits
 
     def chunk(self, machine: int) -> int:
         """Prompt tokens in a prefill step."""

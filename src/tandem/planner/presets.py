@@ -56,6 +56,8 @@ class Preset(msgspec.Struct, frozen=True):
     are float32."""
     axes: dict[str, tuple[Base, int, int]] = {}
     """What is shared out, units and elements of a unit of the family's own kinds of divided axes."""
+    index_heads: int = 0
+    """As `ModelDescription` has it."""
 
 
 class Packing(NamedTuple):
@@ -166,6 +168,7 @@ def _description(preset: Preset, layers: list[int], packing: Packing | None, exp
         state_elements=sum(n * state for n, _, state, _ in preset.cache) / count,
         float32_elements=sum(n * float32 for n, _, _, float32 in preset.cache) / count,
         replicated_cache=preset.latent,
+        index_heads=preset.index_heads,
         kv_groups=tuple((group, cache.position) for group, cache in zip(groups, caches, strict=True)),
     )
 

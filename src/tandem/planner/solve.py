@@ -53,7 +53,7 @@ class Solver:
         self._layers = costs.model.num_layers
         self._heads = costs.model.num_kv_heads
         self._alike = costs.layers_alike
-        self._headrooms: dict[tuple[RankShare, int, bool], float] = {}
+        self._headrooms: dict[tuple[RankShare, int, bool, bool], float] = {}
         self._known: dict[tuple[tuple[int, ...], int, int, int, _Objective], _Placed] = {}
 
     # ---- splits
@@ -181,14 +181,15 @@ class Solver:
     # ---- memory of a rank
 
     def _short(self, part: RankShare, start: int, stop: int, streams: int) -> float:
-        costs, last = self.costs, stop == self._layers
+        costs = self.costs
         needed = costs.weights(part, start, stop) + costs.kv(part, stop - start, streams)
-        return needed + self._headroom(part, streams, last) - costs.budget(part.machine)
+        return needed + self._headroom(part, start, stop, streams) - costs.budget(part.machine)
 
-    def _headroom(self, part: RankShare, streams: int, last: bool) -> float:
-        key = (part, streams, last)
+    def _headroom(self, part: RankShare, start: int, stop: int, streams: int) -> float:
+        last, alone = stop == self._layers, stop - start == 1
+        key = (part, streams, last, alone)
         if key not in self._headrooms:
-            self._headrooms[key] = self.costs.headroom(part, streams, last=last)
+            self._headrooms[key] = self.costs.headroom(part, streams, last=last, alone=alone)
         return self._headrooms[key]
 
     def _memory(self, part: RankShare, start: int, stop: int, streams: int) -> MachineMemory:
@@ -196,14 +197,14 @@ class Solver:
             machine=part.machine,
             weights=int(self.costs.weights(part, start, stop)),
             kv=int(self.costs.kv(part, stop - start, streams)),
-            headroom=int(self._headroom(part, streams, stop == self._layers)),
+            headroom=int(self._headroom(part, start, stop, streams)),
             budget=self.costs.budget(part.machine),
         )
 
     def _capacity(self, part: RankShare, start: int, stop: int, streams: int) -> float:
         """KV tokens that a rank can hold beside its weights."""
         free = self.costs.budget(part.machine) - self.costs.weights(part, start, stop)
-        free -= self._headroom(part, streams, stop == self._layers)
+        free -= self._headroom(part, start, stop, streams)
         free -= self.costs.state(part, stop - start, streams)
         return max(0.0, free / max(self.costs.kv_bytes(part) * (stop - start), 1.0))
 
