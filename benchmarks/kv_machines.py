@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Self
@@ -15,6 +14,7 @@ from typing import Self
 from harness import Server, free_port, tandem_server
 
 from tandem.launchers.manual import make_token
+from tandem.processes.interpreter import module_command
 
 COUNT = 2
 
@@ -73,9 +73,9 @@ class Machines:
         enter = ["ip", "netns", "exec", f"{self._switch}-{number}"] if self._switch else []
         bind = f'mount --make-rprivate / && mount --bind {self.own(number)} {self.disk} && exec "$@"'
         core = ["taskset", "-c", str(number)] if self._pin else []
-        return [*enter, "unshare", "--mount", "sh", "-c", bind, "sh", *core, sys.executable, "-P", "-m",
-                "tandem.cli.main", "rank", "--join", f"{self.address}:{port}", "--token-file", str(self._token),
-                "--log-level", "WARNING"]
+        return [*enter, "unshare", "--mount", "sh", "-c", bind, "sh", *core,
+                *module_command("tandem.cli.main", "rank", "--join", f"{self.address}:{port}", "--token-file",
+                                str(self._token), "--log-level", "WARNING")]
 
     def __exit__(self, *exc: object) -> None:
         spaces = [*(f"{self._switch}-{number}" for number in range(COUNT)), self._switch] if self._switch else []
