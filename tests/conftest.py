@@ -3,9 +3,10 @@ what tests were skipped for (system_packages.py)."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 
 import pytest
@@ -33,6 +34,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def sigint() -> None:
     """Ctrl-C interrupts each test that sends it: `tandem serve`, run in this process by one before, leaves its own."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def logging_ends() -> Iterator[None]:
+    """A command that is run in this process logs to the stderr of its test, which is closed afterwards."""
+    yield
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        if type(handler) is logging.StreamHandler:  # pytest's own are of other types
+            root.removeHandler(handler)
 
 
 @pytest.hookimpl(wrapper=True)

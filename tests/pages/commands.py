@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import Any, Self
 
 from served import READY
+from tandem.launchers.worlds import free_ports
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).parent / "commands.toml"
@@ -136,6 +137,7 @@ class Shell:
         address = self._address or self._other
         text = text.replace("http://127.0.0.1:8000", address).replace("https://127.0.0.1:8000", address)
         text = re.sub(r"(^|\n)curl ", r"\1curl -sS -f ", text)
+        text = text.replace("tandem doctor", f"tandem doctor --port {free_ports(1)[0]}")  # 8000 may be another test's
         if serves:
             return self._serve(text)
         words = [sys.executable, "-"] if command.python else ["bash", "-o", "pipefail", "-c", text]

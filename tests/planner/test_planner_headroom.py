@@ -26,8 +26,8 @@ MEASURED = {
     "MiniMaxAI/MiniMax-M2.5": ((0, 1, 2, 3), (317, 270)),
     "meta-llama/Llama-4-Scout-17B-16E-Instruct": ((0, 1, 2, 3), (486, 417)),
 }
-"""Of an H200: layers, and MiB at most beside weights and cache in each stage, with prompts of 2,000 tokens in chunks of 512
-(docs/performance.md, benchmarks/real_widths.py)."""
+"""Of an H200: layers, and MiB at most beside weights and cache in each stage, with prompts of 2,000 tokens in chunks of
+512 (docs/performance.md, benchmarks/real_widths.py)."""
 GPU = Machine(name="gpu", memory=2**40, bandwidth=4e12, flops=1e15)
 WHOLE = RankShare(0, 1.0, 1.0)
 
@@ -40,7 +40,8 @@ def some_layers(name: str, layers: tuple[int, ...]) -> Planned:
                                                  cache=[(1, *caches[i]) for i in layers]), "4bit")
 
 
-def costs(description: ModelDescription, known: Planned | None = None, *, gpu: bool = True, context: int = 2048) -> Costs:
+def costs(description: ModelDescription, known: Planned | None = None, *, gpu: bool = True,
+          context: int = 2048) -> Costs:
     request = Request(context=context, prefill_chunk=512, dequantize="no")
     return Costs(description, [replace(GPU, gpu=gpu)], [], request, known.experts if known else None)
 

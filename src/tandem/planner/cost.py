@@ -147,7 +147,7 @@ class Costs:
         wide = 4 * model.hidden_size + 3 * part.share * self._mlp_width
         wide += 2 * self._experts.used * model.hidden_size if self._experts else 0
         # scores, and what they are after a mask; of an index also what they are with its heads' weights
-        scores = 3 * model.index_heads
+        scores = 3.0 * model.index_heads
         if not gpu or model.head_dim not in _FUSED_HEAD_DIMS:
             scores += 2 * model.num_heads * part.kv
         layer = self.chunk(part.machine) * (wide + scores * self.context) * self.item(part.machine)
