@@ -82,6 +82,15 @@ def theirs(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(owner, last, inspect.unwrap(getattr(owner, last)))
 
 
+def by_mlx_lm(name: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Callable[[], tuple[mx.array, mx.array]]]:
+    """A case's module, with mlx-lm's own functions, and its run."""
+    place, case = CASES[name]
+    module = importlib.import_module(f"mlx_lm.models.{place}")
+    theirs(module, monkeypatch)
+    mx.random.seed(0)
+    return module, case(module)
+
+
 def peak(run: Callable[[], tuple[mx.array, mx.array]]) -> tuple[int, mx.array, mx.array]:
     mx.synchronize()
     mx.reset_peak_memory()
@@ -93,11 +102,7 @@ def peak(run: Callable[[], tuple[mx.array, mx.array]]) -> tuple[int, mx.array, m
 
 @pytest.mark.parametrize("name", CASES)
 def test_states_of_tokens_that_are_done_are_let_go(name: str, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch):
-    place, case = CASES[name]
-    module = importlib.import_module(f"mlx_lm.models.{place}")
-    theirs(module, monkeypatch)
-    mx.random.seed(0)
-    run = case(module)
+    _, run = by_mlx_lm(name, monkeypatch)
     unbound, output, state = peak(run)
     assert unbound > TOKENS * state.nbytes, "mlx-lm keeps every token's state until the outputs are computed"
     recurrence.bound_recurrences()
@@ -116,11 +121,7 @@ def test_the_seam_is_put_in_once():
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "lightning"])
 def test_a_gpu_is_given_a_few_tokens_at_a_time(name: str, on_the_cpu: None, monkeypatch: pytest.MonkeyPatch):
-    place, case = CASES[name]
-    module = importlib.import_module(f"mlx_lm.models.{place}")
-    theirs(module, monkeypatch)
-    mx.random.seed(0)
-    run = case(module)
+    module, run = by_mlx_lm(name, monkeypatch)
     expected = run()
     mx.eval(expected)
     waited: list[mx.array] = []
@@ -128,7 +129,7 @@ def test_a_gpu_is_given_a_few_tokens_at_a_time(name: str, on_the_cpu: None, monk
         patched.setattr(recurrence, "on_cuda", lambda: True)
         theirs(module, patched)
         recurrence.bound_recurrences()
-        patched.setattr(recurrence, "_wait_for", waited.append)
+        patched.setattr(mx, "eval", waited.append)
         found = [run(), run()]  # the second begins from the start again
     assert len(waited) == 2 * (TOKENS // recurrence.AHEAD - 1)
     assert all(mx.array_equal(mine, known) for pair in found for mine, known in zip(pair, expected, strict=True))

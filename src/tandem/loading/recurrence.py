@@ -74,7 +74,7 @@ class _Waiting:
         elif self._tokens % AHEAD == 0:
             mx.async_eval(state)
             if self._before is not None:
-                _wait_for(self._before)
+                mx.eval(self._before)
             self._before = state
 
 
@@ -91,7 +91,3 @@ def _scan(theirs: Recurrence) -> Recurrence:
         return mx.concatenate(outputs, axis=2), h
 
     return scan
-
-
-def _wait_for(state: mx.array) -> None:
-    mx.eval(state)
