@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--pin", action="store_true", help="with --apart, each replica computes on a core of its own")
     parser.add_argument("--mixed", choices=kv_roles.MIXED, default="pp", help="what roles are compared with")
     parser.add_argument("--streams", type=int, default=4, help="that run while prompts come")
-    parser.add_argument("--answer", type=int, default=7000, help="most tokens of a stream")
+    parser.add_argument("--answer", type=int, help="most tokens of a stream; by default 7000, of a hand-over 96")
     parser.add_argument("--prompts", type=int, default=1, help="one after the other")
     parser.add_argument("--rows", type=int, default=8, help="decoded together")
     parser.add_argument("--types", nargs="+", choices=kv_types.TYPES, default=["auto", "8bit"], help="of KV")

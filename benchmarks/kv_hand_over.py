@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from collections.abc import Callable
 
 from harness import Server, metric, middle, table
 from kv_roles import SPLIT, WARM, Stream, place
@@ -17,7 +18,9 @@ from kv_roles import SPLIT, WARM, Stream, place
 from tandem.protocol.pieces import PIECE
 
 ANSWER = 96
-"""Tokens of an answer: so many that it is not done before its prompt is written."""
+"""Tokens of an answer, unless --answer says otherwise: so many that it is not done before its prompt is written."""
+TRIES = 20
+"""Prompts that are asked for one that is handed over: every sixteenth goes whatever the paces."""
 TOLD_S = 2.5
 """Within so many seconds engines tell their metrics."""
 AT_HOME = {"prompt_cache_retention": "in_memory"}
@@ -32,34 +35,45 @@ def counts(server: Server) -> dict[str, float]:
     return {name: sum(metric(server, found).values()) for name, found in COUNTED.items()}
 
 
-def waits(server: Server, prompt: list[int], **fields: object) -> tuple[float, float]:
+def waits(server: Server, prompt: list[int], answer: int, **fields: object) -> tuple[float, float]:
     """Seconds to the first token, and the longest gap between those after it."""
     asked, stream = time.monotonic(), Stream()
-    stream.read(server.port, prompt, ANSWER, **fields)
+    stream.read(server.port, prompt, answer, **fields)
     return stream.times[0] - asked, max(stream.gaps(asked))
+
+
+def handed_over(server: Server, fresh: Callable[[], list[int]], answer: int) -> tuple[tuple[float, float],
+                                                                                    dict[str, float]]:
+    """What a client waited for one that was handed over, of new prompts, and what was counted meanwhile."""
+    for _ in range(TRIES):
+        before = counts(server)
+        found = waits(server, fresh(), answer)
+        time.sleep(TOLD_S)
+        after = counts(server)
+        if after["handed"] > before["handed"]:
+            return found, {name: after[name] - before[name] for name in COUNTED}
+    raise SystemExit(f"none of {TRIES} prompts was handed over; the server's log ends with:\n{server.log()}")
 
 
 def compare(given: argparse.Namespace) -> None:
     """Print a table, a row for each length."""
-    rows = []
+    rows, answer = [], given.answer or ANSWER
+
+    def fresh(length: int) -> list[int]:
+        return [random.randrange(100, given.vocabulary) for _ in range(length)]
+
     flags = {"kv_disk_gb": 200, "kv_dtype": given.kv_dtype,
              "kv_tokens": 4 * (max(*given.tokens, WARM) + PIECE)}
     with place(given, SPLIT, **flags) as server:
-        while counts(server)["handed"] < 2:  # machines are connected, kernels compiled
-            waits(server, [random.randrange(100, given.vocabulary) for _ in range(WARM)])
+        for _ in range(2):  # machines are connected, kernels compiled
+            handed_over(server, lambda: fresh(WARM), answer)
         for length in given.tokens:
-            rng, stays, goes, moved = random.Random(length), [], [], []
+            whole, stays, goes, moved = length // PIECE * PIECE + 1, [], [], []
             for _ in range(given.prompts):
-                first, second = ([rng.randrange(100, given.vocabulary) for _ in range(length // PIECE * PIECE + 1)]
-                                 for _ in range(2))
-                stays.append(waits(server, first, **AT_HOME))
-                before = counts(server)
-                goes.append(waits(server, second))
-                time.sleep(TOLD_S)
-                after = counts(server)
-                moved.append({name: after[name] - before[name] for name in COUNTED})
-            if sum(one["handed"] for one in moved) < given.prompts:
-                raise SystemExit(f"of {given.prompts} prompts of {length} tokens not all were handed over")
+                stays.append(waits(server, fresh(whole), answer, **AT_HOME))
+                found, counted = handed_over(server, lambda whole=whole: fresh(whole), answer)
+                goes.append(found)
+                moved.append(counted)
             took = {name: middle([one[name] for one in moved]) for name in COUNTED}
             work = took["read_s"] + took["written_s"]
             (first_stays, gap_stays), (first_goes, gap_goes) = (

@@ -22,6 +22,8 @@ MIXED = {"pp": "one gang of two ranks", "one": "one rank with two threads", "dp"
 """What the split is compared with."""
 WARM = 600
 """Tokens of a prompt after which all code has run, and paces are known."""
+ANSWER = 7000
+"""Tokens of a running stream, unless --answer says otherwise: so many that it outlasts the prompts."""
 ENOUGH = 20
 """Tokens of each stream before prompts come."""
 
@@ -78,7 +80,7 @@ def disturbed(given: argparse.Namespace, length: int, side: str) -> dict[str, fl
     with place(given, side) as server:
         Stream().read(server.port, prompt(WARM), 8)
         running = [Stream() for _ in range(given.streams)]
-        readers = [start(one.read, server.port, prompt(40), given.answer) for one in running]
+        readers = [start(one.read, server.port, prompt(40), given.answer or ANSWER) for one in running]
         while min(len(one.times) for one in running) < ENOUGH:
             time.sleep(0.05)
         began, waits = time.monotonic(), list[float]()
