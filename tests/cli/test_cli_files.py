@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -11,7 +12,9 @@ from types import FrameType
 
 import pytest
 
+from tandem.bench.workload import Prompts
 from tandem.cli.main import main
+from tandem.errors import UsageError
 from tandem.testing import tiny_model
 
 PATIENCE_S = 240
@@ -59,6 +62,10 @@ COMMANDS = {
     "--warm": ["serve", "MODEL", "--warm", "FILE"],
     "cache warm": ["cache", "warm", "FILE"],
     "--chat-template": ["generate", "MODEL", "--local", "--chat-template", "FILE", "--prompt", "hello"],
+    "serve --chat-template": ["serve", "MODEL", "--port", "0", "--chat-template", "FILE"],
+    "serve further --chat-template": ["serve", "MODEL", "--port", "0", "--config", "SEVERAL"],
+    "api --chat-template": ["api", "--port", "0", "--chat-template", "FILE"],
+    "MODEL": ["generate", "FILE", "--local", "--prompt", "hello"],
     "--generation-config": ["serve", "MODEL", "--port", "0", "--generation-config", "FILE"],
     "--tls-cert": ["serve", "MODEL", "--tls-cert", "FILE"],
     "--token-file": ["rank", "--join", "localhost:1", "--token-file", "FILE"],
@@ -98,8 +105,15 @@ def test_what_is_no_file_is_refused_in_one_line(name: str, make: Callable[[Path]
     why = make(tmp_path / "it")
     (tmp_path / "good").write_text(
         '{"custom_id": "a", "url": "/v1/completions", "method": "POST", "body": {"prompt": "a"}}\n')
+    (tmp_path / "several.toml").write_text(f"""
+[models.one]
+model = "{model}"
+[models.two]
+model = "{model}"
+chat_template = "{tmp_path / "it"}"
+""")
     words = {"MODEL": model, "FILE": str(tmp_path / "it"), "OTHER": str(tmp_path / "out"),
-             "GOOD": str(tmp_path / "good")}
+             "GOOD": str(tmp_path / "good"), "SEVERAL": str(tmp_path / "several.toml")}
     assert main([words.get(word, word) for word in COMMANDS[name]]) == 2
     told = capfd.readouterr()
     assert told.out == ""
@@ -107,3 +121,32 @@ def test_what_is_no_file_is_refused_in_one_line(name: str, make: Callable[[Path]
     assert "Traceback" not in told.err
     assert str(tmp_path / "it") in line
     assert why in line
+
+
+def test_what_is_no_template_is_refused_before_anything_starts(model: str, tmp_path: Path,
+                                                               capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "t.jinja").write_text("{% for %}")
+    assert main(["serve", model, "--port", "0", "--chat-template", str(tmp_path / "t.jinja")]) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert f"--chat-template {tmp_path}/t.jinja: not a valid chat template" in line
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                                  "special_tokens_map.json", "chat_template.jinja", "chat_template.json",
+                                  "model.safetensors.index.json"])
+def test_what_is_no_file_in_a_model_is_refused_in_one_line(name: str, model: str, tmp_path: Path,
+                                                           capfd: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model, tmp_path / "m")
+    if name == "chat_template.json":  # it counts where nothing else has a template
+        (tmp_path / "m" / "tokenizer_config.json").unlink()
+    (tmp_path / "m" / name).unlink(missing_ok=True)
+    pipe(tmp_path / "m" / name)
+    assert main(["generate", str(tmp_path / "m"), "--local", "--prompt", "hello"]) == 2
+    line = capfd.readouterr().err.splitlines()[-1]
+    assert f"m/{name}: cannot be read: it is a pipe" in line
+
+
+def test_a_benchmark_waits_for_no_tokenizer(tmp_path: Path) -> None:
+    pipe(tmp_path / "tokenizer.json")
+    with pytest.raises(UsageError, match="it is a pipe"):
+        Prompts(tmp_path)

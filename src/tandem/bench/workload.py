@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.bench.client import Job
+from tandem.checkpoints.config import MOST
 from tandem.errors import UsageError
+from tandem.system.files import read_text
 
 WORDS = ("time", "person", "year", "way", "day", "thing", "man", "world", "life", "hand", "part", "child", "eye",
          "woman", "place", "work", "week", "case", "point", "company", "number", "group", "problem", "fact", "river",
@@ -32,7 +34,7 @@ class Prompts:
             from tokenizers import Tokenizer
 
             try:
-                self._tokenizer = Tokenizer.from_str((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
+                self._tokenizer = Tokenizer.from_str(read_text(tokenizer / "tokenizer.json", MOST))
             except Exception as error:
                 raise UsageError(f"--tokenizer {tokenizer}: its tokenizer.json cannot be read: {error}",
                                  param="tokenizer") from error

@@ -12,7 +12,8 @@ from tandem.errors import BrokenModel
 from tandem.system.files import file_trouble, read_text
 
 LARGEST_NUMBER = 2**31  # no number in a config comes near it
-MOST = 256 << 20  # bytes; the index of a checkpoint with a trillion weights has some ten millions
+MOST = 256 << 20
+"""Bytes of a JSON file; the index of a checkpoint with a trillion weights has some ten millions."""
 
 
 class Watched(dict[str, Any]):

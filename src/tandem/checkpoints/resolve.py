@@ -64,6 +64,8 @@ def expect(model: str) -> None:
 
 
 def _unknown(model: str, path: Path) -> ModelNotFound:
+    if path.exists():
+        return ModelNotFound(f"{model}: is a pipe or a device; name a directory or a GGUF file", param="model")
     near = difflib.get_close_matches(model, ["demo", DEMO_NAME, *_beside(path)], 1)
     meant = f"; did you mean {'demo' if near[0] == DEMO_NAME else near[0]}?" if near else ""
     return ModelNotFound(f"{model}: no such directory or file, and not a hub id (org/name){meant}", param="model")

@@ -66,10 +66,12 @@ def run_engine_command(arguments: argparse.Namespace) -> int:
 def run_api_command(arguments: argparse.Namespace) -> int:
     """`tandem api`."""
     from tandem.router.router import Router
+    from tandem.server.chats.texts import check_templates
     from tandem.server.engines.replicas import Replicas
     from tandem.server.run import engine_endpoint, run_api
 
     settings = alone(prepared(arguments))
+    check_templates(settings)
     run_api(settings, Replicas(Router(), {0: engine_endpoint(settings)}))
     return 0
 

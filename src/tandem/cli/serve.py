@@ -34,6 +34,7 @@ from tandem.protocol import supervisor
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
 from tandem.server.cache.warm_file import warm_bodies
+from tandem.server.chats.texts import check_templates
 from tandem.server.connections.tls import Certificate
 from tandem.server.journal.journal import make_directory
 from tandem.server.listener import listen
@@ -86,6 +87,7 @@ def serve(settings: Settings, on_listening: Callable[[Settings], None] = lambda 
     if settings.server.journal is not None:
         make_directory(Path(settings.server.journal))  # likewise
     warm_bodies(settings)  # likewise
+    check_templates(settings)  # it could answer nobody
     listener = listen(settings.server.host, settings.server.port)
     with listener, _with_cluster(settings) as settings:
         completed = _completed(settings, listener)

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import tokenizers
 
+from tandem.checkpoints.config import MOST
 from tandem.errors import BrokenModel, ServerError
 from tandem.log import Seldom
+from tandem.system.files import read_text
 from tandem.text.longest_token import longest_token
 from tandem.text.token_bytes import Scheme, scheme_of
 
@@ -23,7 +25,7 @@ class FastBackend:
 
     def __init__(self, path: Path) -> None:
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_text(path, MOST)
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
@@ -35,9 +37,8 @@ class FastBackend:
         except BaseException as error:
             if not _is_the_librarys(error):
                 raise
-            raise BrokenModel(
-                f"{path}: cannot be read: {' '.join(str(error).split())[:300]}", param=path.name
-            ) from error
+            why = " ".join(str(getattr(error, "strerror", None) or error).split())[:300]
+            raise BrokenModel(f"{path}: cannot be read: {why}", param=path.name) from error
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1
 

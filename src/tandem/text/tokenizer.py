@@ -6,13 +6,12 @@ tokenizer is Python code.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.checkpoints.config import eos_token_ids
+from tandem.checkpoints.config import eos_token_ids, read_json
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import BrokenModel, RequestError, UsageError
 from tandem.system.files import read_text
@@ -177,7 +176,7 @@ def load_tokenizer(
     """
     config = _config(files.path)
     backend: Backend
-    if (files.path / "tokenizer.json").is_file() and not (trust_remote_code and "auto_map" in config):
+    if (files.path / "tokenizer.json").exists() and not (trust_remote_code and "auto_map" in config):
         from tandem.text.fast import FastBackend
 
         backend = FastBackend(files.path / "tokenizer.json")
@@ -186,8 +185,11 @@ def load_tokenizer(
 
         backend = HFBackend(files.path, trust_remote_code=trust_remote_code)
     tokens = {name: text for name in _NAMES if (text := _token_string(config.get(name))) is not None}
-    source = _template_source(files.path, config, chat_template_file)
-    origin = str(chat_template_file or files.path)
+    source: str | None
+    if chat_template_file is not None:
+        source, origin = _given_template(chat_template_file), _flag(chat_template_file)
+    else:
+        source, origin = _template_source(files.path, config), str(files.path)
     ids = {name: _only_id(backend, text) for name, text in tokens.items() if name in ("bos_token", "eos_token")}
     eos = eos_token_ids(files.path)
     own_eos = ids.get("eos_token")
@@ -207,15 +209,8 @@ def _config(path: Path) -> dict[str, Any]:
     """tokenizer_config.json, completed by special_tokens_map.json of older models."""
     merged: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        file = path / name
-        if not file.is_file():
-            continue
-        try:
-            value = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise BrokenModel(f"{file}: cannot be read: {error}", param=name) from error
-        if isinstance(value, dict):
-            merged |= value
+        if (path / name).exists():
+            merged |= read_json(path / name)
     return merged
 
 
@@ -229,26 +224,35 @@ def _only_id(backend: Backend, text: str) -> int | None:
     return ids[0] if len(ids) == 1 else None
 
 
-def _template_source(path: Path, config: dict[str, Any], given: str | Path | None) -> str | None:
-    if given is not None:
-        try:
-            return read_text(Path(given).expanduser())
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--chat-template {given}: cannot be read: {getattr(error, 'strerror', None) or error}",
-                             param="chat_template") from error
+def check_template_file(given: str | Path) -> None:
+    """Raise UsageError for a file of `--chat-template` that cannot be read, BrokenModel for one that is no template."""
+    ChatTemplate(_given_template(given), {}, origin=_flag(given))
+
+
+def _flag(given: str | Path) -> str:
+    return f"--chat-template {given}"
+
+
+def _given_template(given: str | Path) -> str:
+    try:
+        return read_text(Path(given).expanduser())
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{_flag(given)}: cannot be read: {getattr(error, 'strerror', None) or error}",
+                         param="chat_template") from error
+
+
+def _template_source(path: Path, config: dict[str, Any]) -> str | None:
     jinja = path / "chat_template.jinja"
-    if jinja.is_file():
+    if jinja.exists():
         try:
-            return jinja.read_text(encoding="utf-8")
+            return read_text(jinja)
         except (OSError, ValueError) as error:
-            raise BrokenModel(f"{jinja}: cannot be read: {error}", param="chat_template") from error
+            raise BrokenModel(f"{jinja}: cannot be read: {getattr(error, 'strerror', None) or error}",
+                              param="chat_template") from error
     source = config.get("chat_template")
     if isinstance(source, list):  # named templates: [{"name": "default", "template": "..."}, ...]
         named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
         source = named.get("default") or next(iter(named.values()), None)
-    if source is None and (path / "chat_template.json").is_file():
-        try:
-            source = json.loads((path / "chat_template.json").read_text(encoding="utf-8")).get("chat_template")
-        except (OSError, ValueError, AttributeError, RecursionError) as error:
-            raise BrokenModel(f"{path}/chat_template.json: cannot be read: {error}", param="chat_template") from error
+    if source is None and (path / "chat_template.json").exists():
+        source = read_json(path / "chat_template.json").get("chat_template")
     return source if isinstance(source, str) else None

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TypeVar, TypeVarTuple
 
 from tandem.checkpoints.files import ModelFiles
-from tandem.config.settings import ModelSettings
+from tandem.config.settings import ModelSettings, Settings
+from tandem.config.several import settings_of
 from tandem.errors import TandemError, UnavailableError
 from tandem.guided.check import GrammarCheck
 from tandem.log import Seldom
 from tandem.protocol.control import EngineStatus
 from tandem.server.workers.tasks import TextsOf
-from tandem.text.tokenizer import Tokenizer, load_tokenizer
+from tandem.text.tokenizer import Tokenizer, check_template_file, load_tokenizer
 
 logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
@@ -32,6 +33,13 @@ def tokenizer_of(model: TextsOf) -> Tokenizer:
     """Load the tokenizer of a model. Raises TandemError."""
     files = ModelFiles(path=Path(model.source), name=model.name)
     return load_tokenizer(files, chat_template_file=model.chat_template, trust_remote_code=model.trust_remote_code)
+
+
+def check_templates(settings: Settings) -> None:
+    """Raise TandemError where `--chat-template`, of any model, names what cannot be used."""
+    models = [settings_of(settings, one).model for one in settings.named] or [settings.model]
+    for given in filter(None, (one.chat_template for one in models)):
+        check_template_file(given)
 
 
 class Texts:
