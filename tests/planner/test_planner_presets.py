@@ -15,10 +15,10 @@ from tandem.errors import ConfigError
 from tandem.models.description import describe
 from tandem.models.footprint import kv_bytes_per_token
 from tandem.planner.experts import read_experts
-from tandem.planner.hardware import machine
+from tandem.planner.hardware import link, machine
 from tandem.planner.plan import plan
 from tandem.planner.presets import QUANTS, Preset, find, planned, presets
-from tandem.planner.types import Request
+from tandem.planner.types import ManualLayout, Request
 from tandem.testing import tiny_model
 
 GIB = 2**30
@@ -71,6 +71,28 @@ def test_a_row_counts_what_the_files_have(family, tmp_path):
         assert getattr(got.description, field) == getattr(want, field), field
     assert kv_bytes_per_token(got.description, 3, "auto", gpu=True) == kv_bytes_per_token(want, 3, "auto", gpu=True)
     assert got.experts == read_experts(files, want)
+
+
+@pytest.mark.parametrize("family", ["minimax_m3_vl", "gemma4", "glm_moe_dsa", "qwen3_next"])
+def test_a_row_counts_what_each_rank_keeps_of_a_token(family, tmp_path):
+    files = resolve(str(tiny_model(tmp_path, family)))
+    want = describe(files)
+    got = planned("tiny", counted(json.loads((files.path / "config.json").read_text())), "bf16").description
+    for field in ("token_elements", "whole_elements", "replicated_cache", "index_heads"):
+        assert getattr(got, field) == getattr(want, field), field
+
+
+def test_the_keys_of_an_index_are_on_every_rank():
+    model = as_planned("MiniMax-M3").description
+
+    def kv(ranks):
+        hosts = [machine(name, 2048 * GIB, "m3-ultra") for name in "abcd"[:ranks]]
+        request = Request(context=1024, streams=2, layouts=(ManualLayout(stages=(ranks,)),))
+        return plan(model, hosts, [link("thunderbolt5-rdma")], request).chosen.prediction.memory[0].kv
+
+    index, heads = 57 * 128, 60 * 2 * 4 * 128
+    for ranks in (1, 2, 4):
+        assert kv(ranks) == pytest.approx(2 * (heads / ranks + index) * 1024 * 2, rel=1e-6)
 
 
 REAL_WIDTHS = json.loads((Path(__file__).parents[2] / "benchmarks" / "real_widths.json").read_text())

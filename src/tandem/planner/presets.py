@@ -58,6 +58,9 @@ class Preset(msgspec.Struct, frozen=True):
     """What is shared out, units and elements of a unit of the family's own kinds of divided axes."""
     index_heads: int = 0
     """As `ModelDescription` has it."""
+    whole: int = 0
+    """Cache elements of a token, of all layers together, that every rank of a tensor-parallel stage holds beside its
+    heads'."""
 
 
 class Packing(NamedTuple):
@@ -169,6 +172,7 @@ def _description(preset: Preset, layers: list[int], packing: Packing | None, exp
         float32_elements=sum(n * float32 for n, _, _, float32 in preset.cache) / count,
         replicated_cache=preset.latent,
         index_heads=preset.index_heads,
+        whole_elements=preset.whole / count,
         kv_groups=tuple((group, cache.position) for group, cache in zip(groups, caches, strict=True)),
     )
 
