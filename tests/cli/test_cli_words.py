@@ -110,8 +110,11 @@ def test_models_are_listed_shown_and_removed(capsys, tmp_path):
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     (snapshot / "blob").write_bytes(b"x" * 2**20)
+    (snapshot.parents[2] / "models--org--odd[4bit][" / "snapshots" / "abc").mkdir(parents=True)
+    (snapshot.parents[2] / "models--org--odd[4bit][" / "snapshots" / "abc" / "config.json").write_text("{}")
     assert main(["list"]) == 0
     rows = capsys.readouterr().out.splitlines()
+    assert any(row.startswith("org/odd[4bit][ ") for row in rows)
     assert rows[0].split() == ["name", "kind", "size", "modified"]
     assert any(row.split()[:4] == ["org/small", "hub", "1", "MiB"] for row in rows)
     assert main(["show", str(model)]) == 0

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Written
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Written
 from tandem.runner import kv_disk
-from tandem.runner.kv_disk import KVDisk, Layers
-from tandem.runner.piece_files import Part, PieceFiles
+from tandem.runner.kv_disk import KVDisk, Layers, kind_of
+from tandem.runner.piece_files import Kind, Part, PieceFiles
 
 NAMES = [bytes([i]) * 16 for i in range(8)]
 LAYERS, HEADS, WIDTH = 4, 2, 16
@@ -27,14 +27,15 @@ KEYS = np.random.default_rng(0).standard_normal((LAYERS, 1, HEADS, len(NAMES) * 
 def disk(tmp_path: Path) -> Iterator[tuple[KVDisk, PieceFiles, queue.SimpleQueue[Any]]]:
     reports: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def files() -> PieceFiles:
-        return PieceFiles(tmp_path, "space", Part(range(LAYERS), range(HEADS)), 1 << 30, 1 << 30)
+    def files(kind: Kind | None = None) -> PieceFiles:
+        return PieceFiles(tmp_path, "space", Part(range(LAYERS), range(HEADS)), 1 << 30, 1 << 30, kind)
 
     other = files()
+    kind = kind_of([[((1, HEADS, 1, WIDTH), mx.float32)] * 2] * LAYERS, as_bytes=False)
     for i, name in enumerate(NAMES):
         cut = KEYS[:, :, :, i * PIECE:(i + 1) * PIECE]
         other.write(name, [(layer, -layer) for layer in cut], "float32")
-    one = KVDisk(0, files(), Layers([KVCache() for _ in range(LAYERS)], mx.float32, as_bytes=False), reports.put)
+    one = KVDisk(0, files(kind), Layers([KVCache() for _ in range(LAYERS)], mx.float32, as_bytes=False), reports.put)
     yield one, other, reports
     assert one.close(60)
 
@@ -57,15 +58,26 @@ def test_a_prefix_is_in_memory_once_while_it_is_read(disk) -> None:
             assert np.array_equal(np.array(side), whole)
 
 
-def test_pieces_that_do_not_fit_together_are_lost(disk) -> None:
+def test_pieces_that_are_not_the_models_are_lost_before_anything_is_made_of_them(disk) -> None:
+    """Alone they would be a whole prefix, which the rank takes up."""
     one, other, reports = disk
-    for wrong, kind in ((KEYS[..., :PIECE, :1], "float32"), (KEYS[..., :PIECE, :].astype(np.float16), "float16")):
-        other.write(NAMES[2], [(layer, layer) for layer in wrong], kind)
-        one.fetch(Fetch(kind, NAMES))
-        assert reports.get(timeout=60).lost == NAMES
-        assert one.take(kind) is None
+    piece = KEYS[..., :PIECE, :]
+    [path] = other.directory.glob(f"{NAMES[0].hex()}*")
+    half = piece.astype(np.float16)
+    for number, (keys, values, kind) in enumerate((
+            (piece[..., :1], piece[..., :1], "float32"), (half, half, "float16"),
+            (piece[..., :8], np.concatenate([piece, piece[..., :8]], axis=-1), "float32"))):
+        other.write(NAMES[0], list(zip(keys, values, strict=True)), kind)
+        one.survey(Survey(number))
+        assert NAMES[0] in reports.get(timeout=60).names
+        one.fetch(Fetch(f"wrong {number}", NAMES[:1]))
+        assert reports.get(timeout=60).lost == NAMES[:1]
+        assert one.take(f"wrong {number}") is None
+        assert not path.exists()
+    other.write(NAMES[0], [(layer, -layer) for layer in piece], "float32")
     next(other.directory.glob(f"{NAMES[3].hex()}*")).unlink()
-    other.write(NAMES[2], [(layer, layer) for layer in KEYS[..., 2 * PIECE:3 * PIECE, :]], "float32")
+    one.survey(Survey(1))
+    reports.get(timeout=60)
     one.fetch(Fetch("gap", NAMES))
     assert reports.get(timeout=60).lost == NAMES[3:]
 

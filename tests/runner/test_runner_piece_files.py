@@ -250,6 +250,12 @@ def test_a_directory_of_others_is_left_alone(tmp_path):
     with pytest.raises(OSError, match="other things"):
         files.write(NAME, [(layer, layer) for layer in KEYS], "float32")
     assert len(list((tmp_path / "kv").iterdir())) == 1
+    (tmp_path / "kv" / "letters").unlink()
+    assert files.write(NAME, [(layer, layer) for layer in KEYS], "float32")
+    (tmp_path / "kv" / "space").rename(tmp_path / "moved")
+    (tmp_path / "kv" / "space").symlink_to(tmp_path / "moved")  # what is written there would not be counted
+    with pytest.raises(OSError, match="is a link"):
+        files.write(NAME, [(layer, layer) for layer in KEYS], "float32")
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / MARK).touch()
     (tmp_path / "linked" / "space").symlink_to(tmp_path / "away" / "space")

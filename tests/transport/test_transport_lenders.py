@@ -199,11 +199,14 @@ def test_only_pieces_are_lent(lent, tmp_path):
     (space / "model").write_bytes(b"x")
     os.symlink(tmp_path / "secret.kv", space / "link.kv")
     os.mkfifo(space / "pipe.kv")
+    (space / os.fsdecode(b"\xff.kv")).write_bytes(b"x")  # no text: it cannot even be listed
     friend = Lenders(KEY, [lent.endpoint])
     for stems in ({OTHER.hex(), "0-1", "link", "pipe"}, {NAME.hex()}, None):
         friend.look(stems)
         found = [name for name, _ in friend.files()]
         assert found == ([] if stems and NAME.hex() not in stems else [f"{NAME.hex()}.0-2.0-6.kv"])
+    friend.look({NAME.hex(), *(f"{i:032x}" for i in range(10_000))})  # those of a prompt of 640,000 tokens
+    assert friend.files()
     (space / f"{NAME.hex()}.0-2.0-6.kv").unlink()
     friend.look({NAME.hex()})
     assert not friend.files()

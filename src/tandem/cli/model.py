@@ -71,7 +71,7 @@ def _list() -> int:
         table.add_row(one.name, one.kind, _size(one.nbytes), time.strftime("%Y-%m-%d %H:%M",
                                                                            time.localtime(one.modified)))
     if table.row_count:
-        Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+        Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False).print(table)
     else:
         print("no model is on this machine; `tandem model get demo` fetches a small one")
     extra = [one for one in kept() if one.kind != "gguf"]
@@ -122,5 +122,5 @@ def _of_server(arguments: argparse.Namespace) -> int:
     for one in json.loads(get(url, "/v1/models", key))["data"]:
         state, detail = one.get("state", "?"), one.get("detail")
         table.add_row(one["id"], f"{state}: {detail}" if detail else state, str(one.get("max_model_len") or "-"))
-    Console().print(table)
+    Console(markup=False).print(table)
     return 0

@@ -196,7 +196,7 @@ def _as_json(look: Look) -> dict[str, Any]:
 
 
 def _show(look: Look) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
     since = f", for {_span(time.time() - look.started_at)}" if look.started_at else ""
     process = f", process {look.pid}" if look.pid else ""
     where = f" at {look.address} (model {look.model}{process}{since})" if look.runs else ""

@@ -33,7 +33,7 @@ from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import PIECE
 from tandem.runner.drafter import Drafter
-from tandem.runner.kv_disk import KVDisk, Layers, Report, dtype_name, takes_part
+from tandem.runner.kv_disk import KVDisk, Layers, Report, dtype_name, kind_of, takes_part
 from tandem.runner.links import StageLink
 from tandem.runner.piece_files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
 from tandem.runner.prefix_store import trimmable
@@ -148,9 +148,10 @@ def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Re
                       f"together, take {piece / 1e9:.2g}; give at least {2 * piece / 1e9:.2g}")
     most = MOST_HEADER + PIECE * kv_bytes_per_token(description, description.num_layers, "float32", gpu=False)
     try:
-        kept = PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most)
-        disk = KVDisk(spec.rank, kept, Layers(caches, stage.dtype, as_bytes=spec.kv_dtype != "auto"), report,
-                      lending)
+        as_bytes = spec.kv_dtype != "auto"
+        kept = PieceFiles(Path(spec.kv_disk), space, need, spec.kv_disk_bytes, most,
+                          kind_of(stage.cache_arrays, as_bytes=as_bytes))
+        disk = KVDisk(spec.rank, kept, Layers(caches, stage.dtype, as_bytes=as_bytes), report, lending)
         note_model(Path(spec.kv_disk), space, spec.model_name)
         return disk, ""
     except (UsageError, OSError) as error:

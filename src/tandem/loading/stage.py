@@ -143,6 +143,12 @@ class StageModel:
         once, twice = held(_STEP), held(2 * _STEP)
         return CacheBytes((twice - once) // _STEP, 2 * once - twice)
 
+    @cached_property
+    def cache_arrays(self) -> list[list[tuple[tuple[int, ...], mx.Dtype]]]:
+        """Shape and type of each array that each of the caches has after a call of one token, in `state`'s order."""
+        return [[(array.shape, array.dtype) for _, array in tree_flatten(cache.state) if isinstance(array, mx.array)]
+                for cache in self._traced(1)]
+
     def make_caches(self) -> list[Any]:
         """Fresh single-sequence caches of mlx-lm: those of the own layers."""
         made = self._frame.make_caches()
@@ -257,7 +263,7 @@ def load_stage(
         own = {i: frame.layers[i] for i in layers}
         fuse_projections(own, stage.trace, lambda i, path: shard is not None and is_whole(own[i], path, description))
     if tensor_parallel is not None and shard is not None:
-        stage.cache_bytes  # noqa: B018 - measured while a call of this rank alone still goes through
+        stage.cache_bytes, stage.cache_arrays  # noqa: B018 - while a call of this rank alone still goes through
         for i in layers:
             sum_outputs(frame.layers[i], shard, description, tensor_parallel)
     return stage

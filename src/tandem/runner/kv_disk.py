@@ -21,7 +21,7 @@ from tandem.errors import TransportError
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
-from tandem.runner.piece_files import Layer, PieceFiles, Unusable
+from tandem.runner.piece_files import Kind, Layer, PieceFiles, Unusable
 from tandem.transport.lenders import Lenders, Lending, PieceServer
 
 log = logging.getLogger(__name__)
@@ -43,6 +43,16 @@ Report = Callable[[Fetched | Written | Surveyed], None]
 def takes_part(caches: Sequence[Any]) -> bool:
     """True for caches whose pieces can be kept: keys and values of each position, and nothing else."""
     return bool(caches) and all(type(cache) in (KVCache, GroupedKVCache) for cache in caches)
+
+
+def kind_of(arrays: Sequence[Sequence[tuple[tuple[int, ...], mx.Dtype]]], *, as_bytes: bool) -> Kind:
+    """What is in pieces of caches that take part and have such arrays (`StageModel.cache_arrays`), one a layer."""
+    def width(side: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> int:
+        return sum(shape[-1] * (dtype.size if as_bytes else 1) for shape, dtype in side)
+
+    sides = [(layer[:len(layer) // 2], layer[len(layer) // 2:]) for layer in arrays]
+    return Kind("uint8" if as_bytes else dtype_name(arrays[0][0][1]),
+                [(width(keys), width(values)) for keys, values in sides])
 
 
 class Layers:

@@ -64,6 +64,16 @@ class _Header(msgspec.Struct):
     checksum: int
 
 
+@dataclass(frozen=True)
+class Kind:
+    """What a rank's model has in a piece."""
+
+    dtype: str
+    """As in a header."""
+    widths: Sequence[tuple[int, int]]
+    """Of the keys and values of each layer of the rank."""
+
+
 class Unusable(Exception):
     """A file is not there any more, not whole, or not what its name says."""
 
@@ -134,12 +144,14 @@ def _identity(directory: Path) -> str:
 class PieceFiles:
     """The files of one space, as one rank sees them. Used by one thread at a time."""
 
-    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int) -> None:
-        """`limit`: bytes of all that is in `directory`, of other spaces and ranks too; `most`: of a file. Raises
-        UsageError."""
+    def __init__(self, directory: Path, space: str, need: Part, limit: int, most: int,
+                 kind: Kind | None = None) -> None:
+        """`limit`: bytes of all that is in `directory`, of other spaces and ranks too; `most`: of a file. What is not
+        of this `kind` counts as damaged; None: whatever files say. Raises UsageError."""
         open_directory(directory, space)
         self.need = need
         """Layers and heads of this rank."""
+        self._kind = kind
         self._root, self._limit, self._most = directory, limit, most
         self._space = space
         self._path = self.directory = directory / space
@@ -227,6 +239,7 @@ class PieceFiles:
                     or len(header.shapes) != len(part.layers) or zlib.crc32(payload) != header.checksum:
                 raise ValueError("it is not what it should be")
             layers = list(_arrays(payload, header, len(part.heads)))
+            self._require_kind(header, part)
             if borrowed:
                 with suppress(OSError):  # it serves all the same
                     self._put(name, part, [data])
@@ -239,6 +252,19 @@ class PieceFiles:
             with suppress(OSError):
                 path.unlink()
             raise Unusable(f"{path.name} is damaged: {error}") from error
+
+    def _require_kind(self, header: _Header, part: Part) -> None:
+        """Raises ValueError for what is not this model's: nothing could be computed with it."""
+        if self._kind is None:
+            return
+        if header.dtype != self._kind.dtype:
+            raise ValueError(f"type {header.dtype}, where the model has {self._kind.dtype}")
+        for layer, widths in zip(self.need.layers, self._kind.widths, strict=True):
+            if layer in part.layers:
+                keys, values = header.shapes[layer - part.layers.start]
+                if (keys[3], values[3]) != widths:
+                    raise ValueError(f"layer {layer} has widths {keys[3]}, {values[3]}, where the model has "
+                                     f"{widths[0]}, {widths[1]}")
 
     def _bring(self, file: str) -> bytes:
         """From another machine. Raises TransportError."""
@@ -269,7 +295,7 @@ class PieceFiles:
 
     def _put(self, name: bytes, part: Part, contents: Iterable[bytes | memoryview]) -> int:
         """Make it a file; returns its bytes. Raises OSError, with nothing left behind."""
-        if not self._path.exists():
+        if self._path.is_symlink() or not self._path.exists():
             _make_space(self._root, self._space)
         temporary = self._path / f".{secrets.token_hex(8)}.tmp"
         try:

@@ -23,6 +23,8 @@ REST_S = 30.0
 """Seconds for which nobody is asked who has not answered."""
 MOST_LISTED = 50_000
 """Files of one answer, which must not be too large to be taken."""
+MOST_STEMS = 5000
+"""Of one question, which must not be too large either; who has more asks for all files."""
 SUFFIX = ".kv"
 """Of the files that hold parts of pieces."""
 
@@ -74,6 +76,8 @@ class PieceServer(BlobServer):
 
 
 def _is_name(name: str) -> bool:
+    if not name.isascii():  # no piece's, and one that is no text could not even be listed
+        return False
     return name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name and "\0" not in name
 
 
@@ -106,6 +110,7 @@ class Lenders:
         self._where = {} if stems is None else {name: one for name, one in self._where.items()
                                                 if name.partition(".")[0] not in stems}
         now = time.monotonic()
+        stems = None if stems is not None and len(stems) > MOST_STEMS else stems
         asked = [(endpoint, client, client.ask(stems)) for endpoint in self._clients
                  if self._resting.get(endpoint, 0.0) <= now and (client := self._client(endpoint))]
         for endpoint, client, number in asked:

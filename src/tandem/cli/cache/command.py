@@ -52,7 +52,7 @@ def _table(*headings: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else _WIDTH).print(table)
+    Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False).print(table)
 
 
 def _size(nbytes: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,10 @@ from pathlib import Path
 from tandem.errors import UsageError
 from tandem.protocol.pieces import PIECE
 from tandem.runner.piece_files import ABOUT, MARK
+from tandem.system.files import read_text
+
+_MOST_NAME = 4096
+"""Bytes of a model's name; what has more is none of ours."""
 
 
 @dataclass
@@ -80,11 +85,13 @@ def _files(place: Path) -> list[tuple[Path, int, float]]:
         for path in place.glob("*.kv"):
             with suppress(OSError):  # a server may delete it just now
                 status = path.stat(follow_symlinks=False)
-                found.append((path, status.st_size, status.st_mtime))
+                if stat.S_ISREG(status.st_mode):
+                    found.append((path, status.st_size, status.st_mtime))
     return found
 
 
 def _model(place: Path) -> str:
-    with suppress(OSError, UnicodeDecodeError), open(place / ABOUT, encoding="utf-8") as file:
-        return file.read(200)
+    with suppress(OSError, UnicodeDecodeError):
+        name = read_text(place / ABOUT, _MOST_NAME)
+        return name if name.isprintable() else ""
     return ""
