@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,12 +15,13 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.models.caches import LayerCache, layer_caches
 from tandem.models.description import describe
 from tandem.models.families.tiny import TINY
-from tandem.models.footprint import kv_bytes_per_token, state_bytes
+from tandem.models.footprint import kv_bytes_per_token, layer_state_bytes, state_bytes
+from tandem.models.partition import split_layers
 from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.runner.kv_store import make_store
 from tandem.runner.prefix_store import trimmable
 from tandem.testing import tiny_model
-from tandem.vllm_plugin.rank import counted_heads
+from tandem.vllm_plugin.rank import counted_heads, counted_room
 from thread_ranks import ThreadGroup, ThreadRank
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models-list.md").read_text(encoding="utf-8")
@@ -81,6 +83,26 @@ def test_what_is_told_of_a_rank_is_what_it_takes(family: str, tmp_path: Path) ->
         assert stage.cache_bytes == (told * share, states / 2)
         heads, width = counted_heads(description, held)  # as vLLM counts them: 4 bytes, of a key and of a value
         assert 0 <= 2 * heads * width * 4 * len(layers) - stage.cache_bytes.position < 2 * 4 * len(layers)
+
+
+@pytest.mark.parametrize("family", ["gemma4", "kimi_linear", "llama", "mamba2", "mimo_v2_flash", "minimax_m3_vl",
+                                    "qwen3_next"])
+def test_vllm_hands_out_no_more_than_the_layers_of_a_stage_take(family: str, tmp_path: Path) -> None:
+    """It counts all layers alike; those of a stage may take more of a token, or of a snapshot's states."""
+    files = resolve(str(tiny_model(tmp_path, family, dtype="float32", layers=4)))
+    description = describe(files)
+    heads, width = counted_heads(description, description.num_kv_heads)
+    snapshot = math.ceil(layer_state_bytes(description, 4) / max(description.token_elements * 4, 1))
+    stages = [range(4), *split_layers(4, 4 - len(description.uncut), uncut=description.uncut)]
+    for layers in stages:
+        own = load_stage(files, description, layers).cache_bytes
+        counted = 2 * heads * width * 4 * len(layers)
+        tokens = counted_room(10**8, counted, own, snapshot) // counted
+        assert tokens * own.position <= 10**8
+        if own.position * snapshot >= own.state:
+            assert (tokens + 1) * own.position > 10**8, "and no less"
+        if snapshot:
+            assert tokens // snapshot * own.state <= 10**8
 
 
 def test_kv_heads_that_config_json_does_not_count(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tandem.checkpoints.resolve import resolve
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory
 from tandem.loading.memory import choose_device, limit_memory, memory_bytes, on_gpu, wire_weights
-from tandem.loading.stage import StageModel, load_stage
+from tandem.loading.stage import CacheBytes, StageModel, load_stage
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import layer_state_bytes, slice_bytes, token_elements
 from tandem.models.partition import split_layers
@@ -90,6 +90,12 @@ class LoadedRank:
         """Heads and their width by which vLLM counts a token's bytes in a layer."""
         return counted_heads(self.description, self.kv_heads)
 
+    def counted_room(self, nbytes: int) -> int:
+        """What vLLM is told of so many bytes for KV here."""
+        heads, width = self.counted_heads
+        counted = 2 * heads * width * self.stage.dtype.size * len(self.stage.layers)
+        return counted_room(nbytes, counted, self.stage.cache_bytes, self.snapshot_positions)
+
 
 def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
     """Heads and their width, of keys and of values, on ranks that hold so many kv heads: of plain attention its own,
@@ -99,6 +105,14 @@ def counted_heads(description: ModelDescription, heads: int) -> tuple[int, int]:
         return heads, description.head_dim
     own = each * description.cache_share(heads / description.num_kv_heads)
     return 1, max(math.ceil(own / 2), 1)
+
+
+def counted_room(nbytes: int, counted: int, own: CacheBytes, snapshot_positions: int) -> int:
+    """As many bytes as vLLM, which counts a token as `counted` bytes on this rank, has to be told so that it hands out
+    the tokens that have room in `nbytes`. The layers of this rank may take more than those of all ranks on average,
+    for a token as for the states of a snapshot, which counts as `snapshot_positions` tokens."""
+    each = max(own.position or counted, -(-own.state // snapshot_positions) if snapshot_positions else 0)
+    return nbytes * counted // each
 
 
 def load(model: str, revision: str | None, layout: WorkerLayout, *, dtype: str | None, memory_share: float, lanes: int,

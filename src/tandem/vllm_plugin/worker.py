@@ -156,14 +156,15 @@ class TandemWorker(WorkerBase):
         return ["LBNHC"]
 
     def determine_available_memory(self) -> int:
-        """Bytes of KV that vLLM may hand out: this worker's share of the machine, less its weights."""
+        """Bytes of KV that vLLM may hand out, by its own count of a token's: this worker's share of the machine, less
+        its weights."""
         given = getattr(self.cache_config, "kv_cache_memory_bytes", None)
         if given:
-            return int(given)
+            return self._loaded.counted_room(int(given))
         share = self._loaded.memory_bytes * self._fraction() / self._here
         stage = self._loaded.stage
         fixed = stage.nbytes + self.scheduler_config.max_num_seqs * stage.cache_bytes.state
-        return max(int((share - fixed) * KV_SHARE), 0)
+        return self._loaded.counted_room(max(int((share - fixed) * KV_SHARE), 0))
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         """vLLM knows how many blocks there are: from here on steps may come."""
