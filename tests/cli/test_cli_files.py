@@ -13,7 +13,10 @@ from types import FrameType
 import pytest
 
 from tandem.bench.workload import Prompts
-from tandem.cli.main import main
+from tandem.cli.address import api_key
+from tandem.cli.arguments import load_settings
+from tandem.cli.main import build_parser, main
+from tandem.config.validation import api_keys
 from tandem.errors import UsageError
 from tandem.testing import tiny_model
 
@@ -150,3 +153,22 @@ def test_a_benchmark_waits_for_no_tokenizer(tmp_path: Path) -> None:
     pipe(tmp_path / "tokenizer.json")
     with pytest.raises(UsageError, match="it is a pipe"):
         Prompts(tmp_path)
+
+
+@pytest.mark.parametrize("command", [["serve", "MODEL", "--port", "0"], ["cache", "list"]])
+def test_a_key_that_a_command_prints_goes_into_the_environment(command: list[str], model: str,
+                                                               monkeypatch: pytest.MonkeyPatch,
+                                                               capfd: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()  # as `--api-key-file <(vault read ...)` gives it
+    os.write(writing, b"secret\n")
+    words = [word.replace("MODEL", model) for word in command]
+    assert main([*words, "--api-key-file", f"/dev/fd/{reading}"]) == 2
+    os.close(reading)
+    os.close(writing)
+    assert capfd.readouterr().err.splitlines()[-1] == (
+        f"tandem: --api-key-file: cannot read /dev/fd/{reading}: it is a pipe; give a file, or the key itself as "
+        "TANDEM_API_KEY")
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+    arguments = build_parser().parse_args(words)
+    assert ([api_key(arguments)] if command[0] == "cache"
+                          else list(api_keys(load_settings(arguments).settings))) == ["secret"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.system.files import read_text
+from tandem.system.files import NotRegular, read_text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,8 @@ def read_key_file(path: str, limits: ClientLimits, *, label: str = "--api-key-fi
     except UnicodeDecodeError:
         raise ConfigError(f"{label}: cannot read {path}: not UTF-8 text", param="api_key_file") from None
     except OSError as error:
-        raise ConfigError(f"{label}: cannot read {path}: {error.strerror}", param="api_key_file") from None
+        instead = ", or the key itself as TANDEM_API_KEY" if isinstance(error, NotRegular) else ""
+        raise ConfigError(f"{label}: cannot read {path}: {error.strerror}{instead}", param="api_key_file") from None
     except ValueError:
         raise ConfigError(f"{label}: {path!r} cannot be the name of a file", param="api_key_file") from None
     keys: dict[str, ClientLimits] = {}
