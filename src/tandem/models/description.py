@@ -48,6 +48,9 @@ _KV_KEYS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads", "k
             "num_attention_groups")
 _WIDTH_KEYS = ("head_dim", "hidden_size_per_head", "kv_channels")
 _VOCAB_KEYS = ("vocab_size", "padded_vocab_size", "num_vocab")
+_DIVIDES = re.compile(r"(?:\w+_)?num_(?:\w+_)?(?:attention|key_value)_heads|(?:\w+_)?n_groups?|\w+_expert_groups?|"
+                      r"group_norm_size")
+"""Numbers of heads and groups: MLX divides by some of them, and a 0 ends its process without a word."""
 _OF_SEVERAL = frozenset(("llava", "mistral3", "pixtral"))
 """Types in which text models of several types are nested."""
 _MODELOPT = "hf_quant_config.json"
@@ -243,6 +246,9 @@ class _Facts:
         if self.num_layers > _MAX_LAYERS:
             raise BrokenModel(f"{path}/config.json: {layers} is {self.num_layers}; at most {_MAX_LAYERS} make sense",
                               param=layers)
+        for key, value in entries.items():
+            if type(value) is int and _DIVIDES.fullmatch(key):
+                self.number(key)
         self.hidden_size = self.number(self.key(_HIDDEN_KEYS))
         # Models without attention name none, though their states have heads.
         stateful = "state_size" in self.config and "num_attention_heads" not in self.config
