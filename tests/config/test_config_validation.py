@@ -20,6 +20,7 @@ from tandem.errors import ConfigError
         ("layer_split", (0,)), ("max_restarts", -1), ("max_restarts", 10**400), ("prefix_cache", 1.5), ("host", ""),
         ("served_name", ""),
         ("api_key", ("good", " ")), ("tensor_parallel_size", 0), ("tensor_split", (1.0, -1.0)),
+        ("data_parallel_size", 1000),
     ],
 )  # fmt: skip
 def test_out_of_range(name, value):

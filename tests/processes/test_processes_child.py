@@ -112,6 +112,15 @@ def test_nccl_ranks_take_the_gpus_in_order(monkeypatch: pytest.MonkeyPatch) -> N
         make_world("nccl", 3, 1)
 
 
+@pytest.mark.parametrize(("named", "gpus"), [
+    ("", []), (" ", []), ("-1", []), ("NoDevFiles", []), ("1, 0", ["1", "0"]), ("2,-1,3", ["2"]),
+    ("GPU-8932f937,MIG-5c89852c", ["GPU-8932f937", "MIG-5c89852c"])])
+def test_gpus_end_where_the_variable_names_none_as_in_cuda(monkeypatch: pytest.MonkeyPatch, named: str,
+                                                           gpus: list[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert visible_gpus() == gpus
+
+
 def test_ranks_with_gpus_of_their_own_are_joined_by_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
     def backend(asked: str, gpus: str, cuda: bool) -> str:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)

@@ -35,6 +35,9 @@ from tandem.planner.profile import Backend, Profile, encode_profile, read_profil
 
 EXIT_OK, EXIT_FAILED = 0, 1
 _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
+_MOST_DIGITS = 10
+_MOST_RANKS = 64
+_DAY_S = 86400
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -253,9 +256,10 @@ def _latency(arguments: argparse.Namespace) -> int:
 def _comm(arguments: argparse.Namespace) -> int:
     from tandem.bench.comm import measure, measure_here
 
-    _need(arguments.ranks is None or arguments.ranks >= 2, "--ranks", arguments.ranks, "at least 2")
+    _need(arguments.ranks is None or 2 <= arguments.ranks <= _MOST_RANKS, "--ranks", arguments.ranks,
+          f"2 to {_MOST_RANKS}")
     _need(arguments.num_iters > 0, "--num-iters", arguments.num_iters, "at least 1")
-    _need(arguments.timeout > 0, "--timeout", arguments.timeout, "above 0")
+    _need(0 < arguments.timeout <= _DAY_S, "--timeout", arguments.timeout, f"above 0, and at most {_DAY_S} (a day)")
     sizes, fast = _sizes(arguments.sizes), arguments.fast_sync == "on"
     before = _profile_before(arguments, sizes)
     if arguments.hostfile is not None:
@@ -350,7 +354,8 @@ def _sizes(text: str) -> list[int]:
     for item in text.split(","):
         unit = _UNITS.get(item[-1:].upper(), 1)
         number = item[:-1] if unit > 1 else item
-        _need(number.isdigit() and 4 <= int(number) * unit <= _UNITS["G"], "--sizes", item,
+        digits = number.isascii() and number.isdigit() and len(number) <= _MOST_DIGITS
+        _need(digits and 4 <= int(number) * unit <= _UNITS["G"], "--sizes", item,
               "bytes from 4 to 1G, such as 512, 64K or 4M")
         sizes.append(int(number) * unit)
     return sorted(sizes)

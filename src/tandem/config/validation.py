@@ -30,7 +30,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "max_context": _AT_LEAST_ONE,
     "pipeline_parallel_size": _AT_LEAST_ONE,
     "tensor_parallel_size": _AT_LEAST_ONE,
-    "data_parallel_size": _AT_LEAST_ONE,
+    "data_parallel_size": (1, 128),
     "parallel": _AT_LEAST_ONE,
     "tensor_split": _POSITIVE,
     "layer_split": _AT_LEAST_ONE,

@@ -6,10 +6,12 @@ import glob
 import json
 import os
 import random
+import re
 import socket
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from itertools import takewhile
 from pathlib import Path
 
 from tandem.env import variables
@@ -24,6 +26,8 @@ OTHERS_FIRST = 29600
 on, macOS: from 49152 on), unless their settings say otherwise."""
 ENOUGH = 1000
 ATTEMPTS = 20
+_GPU = re.compile(r"[0-9]+|(GPU|MIG)-.+")
+"""A GPU by its number or its UUID."""
 
 
 class RingWorld(World):
@@ -86,7 +90,8 @@ def visible_gpus() -> list[str]:
     """NVIDIA GPUs that processes started here may use, in CUDA's terms; empty on machines without."""
     named = variables().get("CUDA_VISIBLE_DEVICES")  # empty: none
     if named is not None:
-        return [one for one in named.split(",") if one]
+        # CUDA takes those before the first that names none, such as -1.
+        return list(takewhile(_GPU.fullmatch, map(str.strip, named.split(","))))
     return [str(i) for i in range(len(glob.glob("/dev/nvidia[0-9]*")))]
 
 

@@ -14,10 +14,12 @@ from tandem.errors import ConfigError
 from tandem.system.files import BY_HAND, read_regular
 
 VERSION: Final = 1
+MOST_HOSTS: Final = 64
+"""A plan for so many takes seconds; the time grows with their square."""
 Weights = Literal["float32", "bfloat16", "float16", "8bit", "4bit"]
 Backend = Literal["ring", "jaccl", "jaccl-ring", "nccl"]
 Name = Annotated[str, Meta(min_length=1, max_length=255)]
-Speed = Annotated[float, Meta(gt=0, le=1e9)]
+Speed = Annotated[float, Meta(ge=1e-9, le=1e9)]
 Time = Annotated[float, Meta(ge=0, le=1e9)]
 
 
@@ -158,8 +160,12 @@ def encode_profile(profile: Profile) -> str:
 def _trouble(profile: Profile) -> str:
     """What is wrong with its names, if anything."""
     names = [one.name for one in profile.hosts]
+    if len(names) > MOST_HOSTS:
+        return f"has {len(names)} hosts; leave all out but the {MOST_HOSTS} that are wanted"
     if twice := next((name for name in names if names.count(name) > 1), None):
-        return f"host {twice} is there twice; leave one out"
+        return f"host {twice!r} is there twice; leave one out"
+    if garbled := next((name for name in names if not name.isprintable()), None):
+        return f"host {garbled!r}: the name has characters that cannot be printed; write it anew"
     for host in profile.hosts:
         kinds = [one.weights for one in host.steps]
         if double := next((kind for kind in kinds if kinds.count(kind) > 1), None):
