@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.checkpoints.config import read_json
 from tandem.checkpoints.safetensors import TensorInfo, read_header
 from tandem.errors import BrokenModel, ModelNotFound, UnsupportedModel
 from tandem.models.description import ModelDescription
@@ -44,7 +44,7 @@ def read_adapter(directory: str, description: ModelDescription) -> Adapter:
     if not (path / "adapter_config.json").is_file():
         raise ModelNotFound(f"--adapter-path {directory}: has no adapter_config.json, so it is not the directory of a "
                             "LoRA adapter (one on a hub must be downloaded first)", param="adapter_path")
-    config = _read_config(path / "adapter_config.json")
+    config = read_json(path / "adapter_config.json")
     peft = "peft_type" in config
     weights = path / ("adapter_model.safetensors" if peft else "adapters.safetensors")
     if not weights.is_file():
@@ -54,16 +54,6 @@ def read_adapter(directory: str, description: ModelDescription) -> Adapter:
     modules = _modules(tensors, _PEFT if peft else _MLX, directory)
     _check_modules(modules, tensors, description, directory, transposed=peft)
     return Adapter(weights, scale, modules, peft, sum(info.nbytes for info in tensors.values()))
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BrokenModel(f"{path}: cannot be read: {error}", param="adapter_path") from error
-    if not isinstance(config, dict):
-        raise BrokenModel(f"{path}: must be a JSON object", param="adapter_path")
-    return config
 
 
 def _mlx_scale(config: dict[str, Any], directory: str) -> float:
