@@ -216,6 +216,24 @@ def test_after_a_fault_a_long_prompt_is_read_and_not_computed(serve, expected, t
         serve("pp2").close()
 
 
+@pytest.mark.slow
+def test_kv_of_weights_that_have_changed_under_a_server_is_not_used(model, tmp_path, serve):
+    other = tiny_model(tmp_path / "other", seed=5, **KIND)
+    mine = shutil.copytree(model, tmp_path / "mine")
+    with LLM(str(other), prefix_cache=0.0) as llm:
+        new = llm.generate([PROMPT], PARAMS)[0].token_ids
+    with LLM(str(mine), kv_disk=str(tmp_path / "kv"), **LAYOUTS["pp2"]) as llm:
+        old = llm.generate([PROMPT], PARAMS)[0].token_ids
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * PIECE
+        for path in other.glob("*.safetensors"):
+            shutil.copy(path, mine)
+        os.kill(ask(llm, lambda engine: engine.executor.pids[0]), signal.SIGKILL)  # the next ranks load the new ones
+        got = llm.generate([PROMPT], PARAMS)[0]
+        assert (got.token_ids, got.cached_tokens) == (new, 0)
+        assert got.token_ids != old
+        assert asked(llm, QueryCache(1, tokens=PROMPT)).disk_has == 2 * PIECE
+
+
 def handed_over(llm: LLM, request: EngineRequest, count: int) -> tuple[list[int], int]:
     """The tokens of a request that leaves after at least so many, and how many positions are on disk then."""
     tokens: list[int] = []

@@ -13,12 +13,13 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from tandem.config.settings import Settings
 from tandem.engine.canary import REPEAT_S, send_canary
 from tandem.engine.fallback import Alternatives, Fallback
-from tandem.engine.layout import GangLayout
+from tandem.engine.layout import GangLayout, kv_space
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.sizing import make_limits, require_quantized
 from tandem.errors import RankFailure, UnsupportedModel, UsageError
@@ -85,6 +86,8 @@ class Gang:
         self._settings = settings
         self._metrics = metrics
         self._whole = self._laid = _Laid(layout)
+        self._space = layout.ranks[0].kv_space
+        """What KV of the model's files is called on disk, as they were when they were last loaded."""
         self.executor = executor
         self.state = "starting"
         self.detail = "loading the model"
@@ -195,9 +198,23 @@ class Gang:
 
     def _launch(self, progress: Progress | None = None) -> None:
         started = time.monotonic()
+        self._tell_apart()
         self.ready = self.executor.start(progress)
         self.load_s = time.monotonic() - started
         self._metrics.load_seconds.set(self.load_s)
+
+    def _tell_apart(self) -> None:
+        """Ranks are about to load the model's files as they are now; KV on disk may be of what they were before."""
+        if not self.layout.ranks[0].kv_disk:
+            return
+        # Where files are missing or broken, the ranks say it.
+        with suppress(UsageError, OSError):
+            space = kv_space(self._settings.model, self.layout.files)
+            if space != self._space:
+                log.warning("the model's files have changed since they were last loaded; KV on disk that was computed "
+                            "with the old ones is not used")
+            self._space = space
+            self.executor.keep_apart(space)
 
     def _stand(self) -> None:
         if self.state != "draining":

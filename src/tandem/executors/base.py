@@ -62,6 +62,9 @@ class Executor(ABC):
         """Let the next `start` lay out `specs` over these of the first layout's places; None: over all."""
         raise NotImplementedError
 
+    def keep_apart(self, kv_space: str) -> None:  # noqa: B027 - tests' have no disk
+        """Let the next `start` keep KV on disk under this name (`StageSpec.kv_space`)."""
+
     def keep_spares(self) -> None:  # noqa: B027 - one in this process has none
         """The ranks serve: have a process wait beside each, if that was asked for."""
 

@@ -148,6 +148,10 @@ class ClusterExecutor(Executor):
         if self._spares:
             self._launcher.drop_spares()
 
+    def keep_apart(self, kv_space: str) -> None:
+        """In the specifications of all ranks."""
+        self._specs = [replace(spec, kv_space=kv_space) for spec in self._specs]
+
     def keep_spares(self) -> None:
         """Through the launcher."""
         for spec in self._specs if self._spares else ():

@@ -8,6 +8,8 @@ import time
 import traceback
 from functools import partial
 
+from msgspec.structs import replace
+
 from tandem.errors import EngineStuck, GpuSilent, RankFailure, UsageError
 from tandem.executors.assembly import build_runner, load_slice, require_memory
 from tandem.executors.base import Executor, Progress, Report
@@ -63,6 +65,10 @@ class InlineExecutor(Executor):
                              accept=partial(require_memory, self._spec))
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
         return build_runner(self._spec, stage, None, files=files, report=self._mailbox.put)
+
+    def keep_apart(self, kv_space: str) -> None:
+        """In its specification."""
+        self._spec = replace(self._spec, kv_space=kv_space)
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step for the thread that owns the device."""
