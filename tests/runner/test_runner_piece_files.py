@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import struct
 import time
 from collections import namedtuple
@@ -229,7 +230,10 @@ def test_a_directory_that_was_emptied_is_filled_again(tmp_path):
         path.rmdir() if path.is_dir() else path.unlink()
     layers = [(layer, -layer) for layer in KEYS]
     files.write(NAME, layers, "float32")
-    assert PieceFiles(tmp_path / "kv", "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30).names() == [NAME]
+    other = PieceFiles(tmp_path / "kv", "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30)
+    assert other.names() == [NAME]
+    assert other.store_id == files.store_id  # a replica that comes later still shares it
+    assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "kv").rglob("*") if path.is_file()} == {0o600}
     (tmp_path / "kv").rename(tmp_path / "away")  # the disk is not there any more: nothing is kept on the one below it
     with pytest.raises(FileNotFoundError):
         files.write(NAME, layers, "float32")

@@ -119,18 +119,25 @@ def _make_space(directory: Path, space: str) -> None:
     if any(directory.iterdir()) and not mark.exists():
         raise OSError(errno.ENOTEMPTY, "it has other things than Tandem's KV in it")
     if not mark.exists():
-        mark.write_text("Tandem keeps KV of prompts here. All of it may be deleted at any time.\n")
+        _write(mark, "Tandem keeps KV of prompts here. All of it may be deleted at any time.\n")
     path.mkdir(exist_ok=True, mode=0o700)
     if path.is_symlink():
         raise OSError(errno.ELOOP, f"{space} in it is a link, and what is behind links is not counted")
 
 
-def _identity(directory: Path) -> str:
-    """Its random name; empty where it can have none, as links cannot be made there."""
+def _write(path: Path, text: str) -> None:
+    """For nobody else's eyes. Raises OSError."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _identity(directory: Path, name: str = "") -> str:
+    """Its name, which is `name` or random where it has none; empty where it can have none, as links cannot be made
+    there."""
     path, temporary = directory / IDENTITY, directory / f".{secrets.token_hex(8)}.tmp"
     try:
         if not path.exists():
-            temporary.write_text(secrets.token_hex(16))
+            _write(temporary, name or secrets.token_hex(16))
             with suppress(FileExistsError):  # another rank makes it too, and whoever is first has it
                 os.link(temporary, path)
         return read_regular(path, MOST_IDENTITY).decode("ascii")
@@ -297,6 +304,8 @@ class PieceFiles:
         """Make it a file; returns its bytes. Raises OSError, with nothing left behind."""
         if self._path.is_symlink() or not self._path.exists():
             _make_space(self._root, self._space)
+            if self.store_id:  # others that start now share it as those do that run
+                _identity(self._root, self.store_id.partition("/")[0])
         temporary = self._path / f".{secrets.token_hex(8)}.tmp"
         try:
             with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -447,5 +456,4 @@ def note_model(directory: Path, space: str, model: str) -> None:
     path = directory / space / ABOUT
     with suppress(OSError):
         if not path.exists():
-            with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w", encoding="utf-8") as file:
-                file.write(model)
+            _write(path, model)
