@@ -159,12 +159,13 @@ def test_a_disk_that_says_nothing_keeps_nobody_waiting(serve, expected, tmp_path
         assert answers(llm, expected) == 0
 
 
-def test_a_model_with_windows_is_served_without(tmp_path):
+def test_a_model_with_windows_is_served_without(tmp_path, caplog):
     directory = str(tiny_model(tmp_path, "gemma3_text"))
     with LLM(directory, kv_disk=str(tmp_path / "kv")) as llm:
         assert llm.generate([PROMPT[:300]], PARAMS)[0].token_ids
         status = ask(llm, lambda engine: engine.status())
     assert status.kv_disk.startswith("off: ")
+    assert f"nothing is kept with --kv-disk; it is {status.kv_disk}" in caplog.text
     assert not files(tmp_path)
 
 

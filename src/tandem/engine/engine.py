@@ -105,6 +105,8 @@ class Engine:
     def start(self, progress: Progress | None = None) -> None:
         """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
         self._scheduler = self.gang.start(progress)
+        if self.layout.ranks[0].kv_disk and self._report.kv_disk != "on":
+            log.warning("nothing is kept with --kv-disk; it is %s", self._report.kv_disk)
 
     # --- requests ---
 
