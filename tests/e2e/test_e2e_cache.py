@@ -106,8 +106,10 @@ def test_requests_and_what_is_wrong_with_them(two, place):
     (place / "short.txt").write_text("hi")
     assert "fewer than 32" in command(two, place, "warm", str(place / "short.txt"), "--role", "none", code=1)
     (place / "bad.json").write_text("{")
+    (place / "second.jsonl").write_text(json.dumps(chat) + "\n" + json.dumps({"prompt": "x", "frob": 1}) + "\n")
     for arguments, why in (
         (["warm", str(place / "bad.json")], "is not valid JSON"), (["warm", str(place / "no")], "No such file"),
+        (["warm", str(place / "second.jsonl")], "second.jsonl, prompt 2: "),
         (["drop", "--unused-days", "1"], "--kv-disk"), (["list", "--kv-disk", "kv"], "one is about a directory"),
         (["list", "--model", "other"], "does not exist")):
         line = command(two, place, *arguments, code=2)

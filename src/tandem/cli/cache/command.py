@@ -123,7 +123,10 @@ def _warm(arguments: argparse.Namespace) -> int:
     for number, body in enumerate(bodies, 1):
         which = f"{arguments.file}, prompt {number}" if len(bodies) > 1 else arguments.file
         given = {**body, **({"model": arguments.model} if arguments.model else {})}
-        answer = json.loads(get(url, "/v1/cache/warm", key, timeout_s=None, method="POST", body=given))
+        try:
+            answer = json.loads(get(url, "/v1/cache/warm", key, timeout_s=None, method="POST", body=given))
+        except UsageError as error:
+            raise UsageError(f"FILE {which}: {error.message}", param="file") from error
         print(f"{which}: {answer['prompt_tokens']} tokens, {answer['seconds']:.1f} s")
         for one in answer["replicas"]:
             print(f"  replica {one['replica']}: {one['computed_tokens']} computed, {one['cached_tokens']} were there; "
