@@ -49,6 +49,7 @@ def test_layer_split_must_fit_the_stages():
     ("decode,decode", {}, "has nobody to prefill"),
     ("prefill,decode", {"data_parallel_size": 3}, r"is for 2 replica\(s\), but --data-parallel-size asks for 3"),
     ("prefill,decode", {"kv_disk": None}, "needs --kv-disk DIR"),
+    ("prefill,decode", {"draft_model": "small"}, "with --draft-model: a draft model's KV does not go"),
     ("", {"data_parallel_size": 1}, "is not one of prefill, decode, both"),
 ])  # fmt: skip
 def test_roles_need_counterparts_replicas_and_a_disk(roles, changes, words):

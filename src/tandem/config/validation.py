@@ -188,6 +188,9 @@ def _check_roles(settings: Settings, label: Label) -> None:
     if set(roles) != {"both"} and settings.scheduler.kv_disk is None:
         raise ConfigError(f"{given} needs {label('kv_disk')} DIR, over which prompts go from replica to replica; "
                           "add it, or leave roles out", param="roles")
+    if set(roles) != {"both"} and settings.speculation.draft_model is not None:
+        raise ConfigError(f"{given} with {label('draft_model')}: a draft model's KV does not go from replica to "
+                          "replica; leave one out", param="roles")
 
 
 def _check_launcher(parallel: ParallelSettings, label: Label) -> None:
