@@ -34,6 +34,7 @@ class Fleet(Server):
     """A server with roles, and what it has on its disk."""
 
     disk: Path
+    log: Path
 
     def complete(self, name: str) -> Any:
         return self.client.completions.create(model="default", prompt=PROMPTS[name], max_tokens=TOKENS, temperature=0,
@@ -86,10 +87,11 @@ def expected(model: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def fleet(model: Path, expected: dict[str, str]) -> Iterator[Fleet]:
-    disk = model.parent / "kv"
-    with served.serving(model, "-dp", "2", "--roles", "prefill,decode", "--kv-disk", disk, "--kv-tokens", "60000",
-                        "--executor", "cluster", "--prefill-chunk", "64", kind=Fleet) as server:
-        server.disk = disk
+    disk, log = model.parent / "kv", model.parent / "log"
+    with log.open("w") as errors, served.serving(
+            model, "-dp", "2", "--roles", "prefill,decode", "--kv-disk", disk, "--kv-tokens", "60000",
+            "--executor", "cluster", "--prefill-chunk", "64", kind=Fleet, errors=errors) as server:
+        server.disk, server.log = disk, log
         yield server
 
 
@@ -109,6 +111,7 @@ def test_answers_are_those_without_roles_and_each_replica_does_its_own(fleet: Fl
     assert again.choices[0].text == expected["longer"] and fleet.handed_over == before
     assert again.usage.prompt_tokens_details.cached_tokens >= 1280, "it is in the memory of whoever decoded it"
     assert fleet.counted("tandem_requests_moved_total") == 0
+    assert "goes on at replica" not in fleet.log.read_text(), "it is what roles are for"
 
 
 def test_what_stays_is_answered_too(fleet: Fleet) -> None:

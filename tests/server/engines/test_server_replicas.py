@@ -134,7 +134,7 @@ def test_leaving_aborts_where_it_runs(engines, wait_until):
 
 
 @in_loop
-async def test_a_lost_engine_hands_its_requests_on(engines):
+async def test_a_lost_engine_hands_its_requests_on(engines, caplog):
     async with connected(engines) as replicas:
         slow(engines)
         task = asyncio.create_task(answers_of(replicas, "a", temperature=1.0))
@@ -153,6 +153,7 @@ async def test_a_lost_engine_hands_its_requests_on(engines):
         assert moved.params.seed is not None
         assert moved.prompt == [5, 6]
         assert b"tandem_requests_moved_total 1.0" in await replicas.metrics()
+        assert "the engine is gone; its requests (1) wait for another" in caplog.text
         states = {one.replica: one.state for one in replicas.replicas()}
         assert states.pop(home) == "unreachable"
         assert set(states.values()) == {"ready"}
@@ -355,7 +356,7 @@ def draining(engines, *numbers):
 
 
 @in_loop
-async def test_what_runs_at_a_draining_replica_goes_to_one_that_reads_what_it_wrote(engines):
+async def test_what_runs_at_a_draining_replica_goes_to_one_that_reads_what_it_wrote(engines, caplog):
     for one in engines[:2]:
         one.set_status(kv_store="disk", disk_saves=0.9)
     async with connected(engines[:2]) as replicas:
@@ -370,6 +371,11 @@ async def test_what_runs_at_a_draining_replica_goes_to_one_that_reads_what_it_wr
         [sent] = heir._live.values()
         assert sent.request.kept == 768 and not engines[home]._live
         assert b"tandem_requests_moved_total 1.0" in await replicas.metrics()
+        engines[home].set_status(state="draining")
+        await until(lambda: replicas._members[home].client.status.state == "draining")
+        engines[home].stop()  # as it should: that is no news
+        await until(lambda: not replicas._members[home].client.alive)
+        assert "engine is gone" not in caplog.text
         await replicas.update(draining(engines[:2], 0, 1))  # nobody else is left: it is finished there
         heir.hold = False
         assert await asyncio.wait_for(task, 240)

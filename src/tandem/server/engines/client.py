@@ -250,10 +250,13 @@ class EngineClient:
                     self._lost("The engine does not answer; try again shortly.")
 
     def _lost(self, message: str) -> None:
-        if self._fresh:
-            logger.warning("the engine is gone; its %d requests wait for another or end with 503", len(self._sinks))
+        draining = self.status is not None and self.status.state == "draining"
+        if self._fresh and self._sinks:
+            logger.warning("the engine is gone; its requests (%d) wait for another or end with 503", len(self._sinks))
+        elif self._fresh and not draining:
+            logger.warning("the engine is gone; it had no requests")
         self._fresh = False
-        if self.status is not None and self.status.state == "draining":
+        if draining:
             self._fail_all("The engine was shut down before the request was done.", code="shutting_down")
         else:
             self._fail_all(message)

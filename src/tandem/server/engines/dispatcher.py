@@ -214,12 +214,12 @@ class Dispatcher:
     def _move(self, flight: Flight, error: RequestError) -> bool:
         """Send it elsewhere, or have that tried again soon; False when nothing more can be done for it."""
         self.refresh()
-        counter = self._handed_over if flight.leaves and isinstance(error, Departed) else self._moved
+        by_role = flight.leaves and isinstance(error, Departed)
         if self._send(flight):
             if isinstance(error, EngineLost) and flight.replica is not None:
-                counter.inc()
-                logger.info("request %s goes on at replica %s after %d tokens", flight.request_id, flight.replica,
-                            len(flight.produced))
+                (self._handed_over if by_role else self._moved).inc()
+                logger.log(logging.DEBUG if by_role else logging.INFO, "request %s goes on at replica %s; tokens so "
+                           "far: %d", flight.request_id, flight.replica, len(flight.produced))
             return True
         if flight.lost_at is None:
             return False
