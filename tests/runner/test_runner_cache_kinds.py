@@ -97,7 +97,12 @@ def test_a_snapshot_is_taken_up_again_and_again(stage: StageModel) -> None:
         again.caches = prefixes.restore("p", 32)
         assert np.array_equal(again.feed([5]), want)
         again.feed([9])
-    assert prefixes.nbytes > 0
+    one = prefixes.nbytes
+    prefixes.save("twice", prefixes.restore("p", 32), 32, 32)
+    assert prefixes.nbytes == 2 * one > 0
+    prefixes.evict("p")
+    prefixes.evict("twice")
+    assert prefixes.nbytes == 0
     if trimmable(first.caches):
         return
     with pytest.raises(BatchDesync, match="the cache holds 33"):

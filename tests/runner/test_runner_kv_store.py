@@ -16,7 +16,6 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, QuantizedKVCach
 from tandem.errors import UnsupportedModel
 from tandem.loading.attention import let_caches_attend
 from tandem.loading.quantized_kv import GroupedKVCache, Groups
-from tandem.runner.kv_arena import GROWTH
 from tandem.runner.kv_store import KVStore
 
 VOCAB = 61
@@ -130,20 +129,23 @@ def test_random_joins_leaves_and_steps_agree_with_single_sequences(model: Any, s
         }
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_quantised_products_on_cuda_have_no_gaps(ragged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a step all of the arena is read, whose rows lie one behind the other."""
-    monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    model = tiny_quantized()
-    store, rng = KVStore(model.make_cache), random.Random(1)
-    for number in range(3):
-        store.join(str(number), prefilled(model, [rng.randrange(VOCAB) for _ in range(5 + ragged * number)]))
-    [layer, *_] = store.batch()
-    new = mx.zeros((3, 2, 1, 32))
-    keys, values = layer.update_and_fetch(new, new)
-    for part in (*keys.parts, *values.parts):
-        assert part.shape[:3] == (3, 2, GROWTH) and memoryview(part).c_contiguous
-    assert layer.make_mask(1).shape[-1] == GROWTH
+def test_attention_of_our_own_is_given_quantised_keys_too() -> None:
+    """Rows of different lengths, which it may read each as far as it goes."""
+    model, seen = tiny_quantized(), []
+
+    def attention(queries: mx.array, keys: Any, values: Any, lengths: mx.array, longest: int, scale: float) -> mx.array:
+        seen.append((keys.codes.shape[:3], lengths.tolist(), longest))
+        mask = (mx.arange(longest + 1) <= lengths[:, None])[:, None, None]
+        return mx.fast.scaled_dot_product_attention(queries, keys.expanded(), values.expanded(), scale=scale, mask=mask)
+
+    logits = []
+    for own in (None, attention):
+        store, rng = KVStore(model.make_cache, attention=own), random.Random(1)
+        for number in range(3):
+            store.join(str(number), prefilled(model, [rng.randrange(VOCAB) for _ in range(5 + number)]))
+        logits.append(model(mx.array([[1], [2], [3]]), cache=store.batch()))
+    assert seen[0] == ((3, 2, 8), [5, 6, 7], 7)
+    assert mx.allclose(*logits, atol=1e-4)
 
 
 @pytest.mark.parametrize("cuda", [False, True], ids=["", "as on CUDA"])

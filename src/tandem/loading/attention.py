@@ -18,12 +18,12 @@ def _attend(queries: mx.array, keys: Any, values: Any, cache: Any, scale: float,
             sinks: mx.array | None = None) -> mx.array:
     """As mlx-lm's function, whose place it takes: queries [B, heads, L, D], keys and values [B, kv_heads, S, D], or
     quantised ones, which say so."""
-    if isinstance(keys, Quantized):
-        return quantized_kv.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     own = getattr(cache, "attend", None)
     out = own(queries, keys, values, scale=scale, mask=mask, sinks=sinks) if own is not None else None
     if out is not None:
         return out
+    if isinstance(keys, Quantized):
+        return quantized_kv.attend(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
     return _of_mlx_lm(queries, keys, values, cache, scale, mask, sinks)
 
 

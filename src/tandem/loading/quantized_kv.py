@@ -98,7 +98,8 @@ def attend(queries: mx.array, keys: Quantized, values: Quantized, *, scale: floa
     rows, heads, width, _ = queries.shape
     kv_heads, positions = keys.codes.shape[1:3]
     sharing = heads // kv_heads
-    if sharing * width > PRODUCTS:
+    # MLX's products for CUDA take no arrays with gaps, as caches give them, and are slower by far where they do.
+    if sharing * width > PRODUCTS or mx.cuda.is_available():
         return mx.fast.scaled_dot_product_attention(queries, keys.expanded(), values.expanded(), scale=scale, mask=mask,
                                                     sinks=sinks)
     # All queries of a kv head are rows of one product, so that keys are read once.
@@ -115,9 +116,7 @@ def attend(queries: mx.array, keys: Quantized, values: Quantized, *, scale: floa
 
 def _product(left: mx.array, right: Quantized, *, transpose: bool) -> mx.array:
     bits, size = right.groups
-    # For CUDA MLX has no product with arrays that have gaps, as those of one sequence's cache; an arena gives it whole.
-    codes, scales, biases = map(mx.contiguous, right.parts) if mx.cuda.is_available() else right.parts
-    return mx.quantized_matmul(left, codes, scales, biases, transpose=transpose, group_size=size, bits=bits)
+    return mx.quantized_matmul(left, *right.parts, transpose=transpose, group_size=size, bits=bits)
 
 
 def _masked(scores: mx.array, mask: Any) -> mx.array:

@@ -23,7 +23,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, Quantized, quantized
 from tandem.runner.kv_layers import RowStep
 
-Attention = Callable[[mx.array, mx.array, mx.array, mx.array, int, float], mx.array | None]
+Attention = Callable[[mx.array, mx.array | Quantized, mx.array | Quantized, mx.array, int, float], mx.array | None]
 """As `ragged_attention.attend`."""
 WORTH = 8192
 """Positions of all rows from which it is also faster than MLX's without a mask."""
@@ -45,8 +45,7 @@ class ArenaLayer:
         self._ring = window + drafts if window else 0
         self._steady = mx.cuda.is_available()
         """With several positions a row attention reads all that the arena can hold, masked. There it is cuDNN's, which
-        plans anew for every length: tens of milliseconds a step if that were another one each time. Quantised keys are
-        read so with one position too: MLX's products for CUDA take no arrays with gaps."""
+        plans anew for every length: tens of milliseconds a step if that were another one each time."""
         self._parts: list[mx.array] = []
         """Keys and values, of quantised ones the parts; empty while there are no rows."""
         self._rows = 0
@@ -106,7 +105,7 @@ class ArenaLayer:
         lengths_alone = N == 1 and (not span or span >= used or span == self._ring)
         return step.says_lengths(self._ring, mask[:, None]) if lengths_alone else mask[:, None]
 
-    def attend(self, queries: mx.array, keys: mx.array, values: mx.array, *, scale: float, mask: object,
+    def attend(self, queries: mx.array, keys: Any, values: Any, *, scale: float, mask: object,
                sinks: mx.array | None) -> mx.array | None:
         """Attention [rows, heads, 1, head_dim] over what `update_and_fetch` returned; None: mlx-lm's must do it."""
         step = self._now()
@@ -217,7 +216,7 @@ class ArenaLayer:
         return max(self._len_cap, self._round_up(used)) if self._reads_all(width) else used
 
     def _reads_all(self, width: int) -> bool:
-        return self._steady and (width > 1 or self._groups is not None)
+        return self._steady and width > 1
 
     def _used(self, length: int) -> int:
         return min(length, self._ring) if self._ring else length

@@ -137,7 +137,7 @@ def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerS
     if type(cache) is KVCache:
         return ArenaLayer(attention=attention)
     if type(cache) is GroupedKVCache:
-        return ArenaLayer(groups=cache.groups)
+        return ArenaLayer(attention=attention, groups=cache.groups)
     if type(cache) is RotatingKVCache and not cache.keep:
         return ArenaLayer(window=cache.max_size, drafts=drafts, attention=attention)
     # Layers with two caches of positions write into mlx-lm's own arrays (deepseek_v32's index): they get its batches.

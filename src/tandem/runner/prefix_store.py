@@ -47,6 +47,8 @@ class PrefixStore:
         """`disk`: where some of them are kept for longer, and come from."""
         self._saved: dict[str, list[_Saved]] = {}
         self._disk = disk
+        self.nbytes = 0
+        """Bytes of all snapshots. Every step tells it, so it is counted as they come and go."""
 
     def save(self, key: str, caches: Sequence[Any], held: int, length: int) -> None:
         """Copy the first `length` positions of caches that hold `held`: that many, or more if they can be cut."""
@@ -54,12 +56,12 @@ class PrefixStore:
             raise BatchDesync(f"a prefix of {length} positions is to be saved, the cache holds {held}")
         saved = [_save(cache, length) for cache in caches]
         mx.async_eval([one.arrays for one in saved])
-        self._saved[key] = saved
+        self._hold(key, saved)
 
     def restore(self, key: str, length: int) -> list[Any]:
         """Fresh caches that hold the first `length` positions of a snapshot. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
-            self._saved[key] = [_Saved(type(cache), cache.state) for cache in self._disk.take(key) or []]
+            self._hold(key, [_Saved(type(cache), cache.state) for cache in self._disk.take(key) or []])
         if not self._saved.get(key):
             raise BatchDesync(f"prefix {key} is to be restored, which is not here")
         return [_revive(one, length) for one in self._saved[key]]
@@ -68,8 +70,14 @@ class PrefixStore:
         """Drop a snapshot. Raises BatchDesync for an unknown key."""
         if self._disk is not None and self._disk.has(key):
             self._disk.drop(key)
-        elif self._saved.pop(key, None) is None:
+        elif (saved := self._saved.pop(key, None)) is None:
             raise BatchDesync(f"prefix {key} is to be evicted, which is not here")
+        else:
+            self.nbytes -= _bytes(saved)
+
+    def _hold(self, key: str, saved: list[_Saved]) -> None:
+        self._saved[key] = saved
+        self.nbytes += _bytes(saved)
 
     def store(self, op: StoreOp) -> None:
         """Have pieces of a snapshot written to disk. Raises BatchDesync for an unknown key."""
@@ -79,10 +87,9 @@ class PrefixStore:
             raise BatchDesync(f"prefix {op.key} is to be stored, which is not here")
         self._disk.store(op, [saved.state for saved in self._saved[op.key]])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all snapshots."""
-        return sum(array.nbytes for saved in self._saved.values() for one in saved for array in one.arrays)
+
+def _bytes(saved: Sequence[_Saved]) -> int:
+    return sum(array.nbytes for one in saved for array in one.arrays)
 
 
 def _save(cache: Any, length: int) -> _Saved:

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from tandem.loading.quantized_kv import Quantized
 from tandem.runner.kv_arena import Attention
 
 WARPS, LANES = 4, 32
@@ -40,8 +41,7 @@ _ATTEND = r"""
     const int length = lengths[row] + 1;
     const int each = (length + parts - 1) / parts;
     const int begin = part * each, end = min(length, begin + each);
-    const T* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1] + lane * E;
-    const T* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1] + lane * E;
+    BEGIN
     float qr[G][E], acc[G][E], top[G], sum[G];
     for (int g = 0; g < G; g++) {
         top[g] = -1e30f; sum[g] = 0.f;
@@ -51,7 +51,7 @@ _ATTEND = r"""
     for (int p = begin + warp; p < end; p += W) {
         float kk[E], vv[E];
         for (int e = 0; e < E; e++) {
-            kk[e] = float(kp[(long)p * k_strides[2] + e]); vv[e] = float(vp[(long)p * v_strides[2] + e]);
+            READ
         }
         for (int g = 0; g < G; g++) {
             float s = 0.f;
@@ -76,6 +76,29 @@ _ATTEND = r"""
                 total += sums[w][g] * c; value += accs[w][d] * c;
             }
 """
+_FULL = {"BEGIN": r"""
+    const T* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1] + lane * E;
+    const T* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1] + lane * E;
+""", "READ": r"""
+            kk[e] = float(kp[(long)p * k_strides[2] + e]); vv[e] = float(vp[(long)p * v_strides[2] + e]);
+"""}
+_GROUPED = {"BEGIN": r"""
+    const uint32_t* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1];
+    const uint32_t* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1];
+    const T* ksp = ks + (long)row * ks_strides[0] + (long)head * ks_strides[1];
+    const T* kbp = kb + (long)row * kb_strides[0] + (long)head * kb_strides[1];
+    const T* vsp = vs + (long)row * vs_strides[0] + (long)head * vs_strides[1];
+    const T* vbp = vb + (long)row * vb_strides[0] + (long)head * vb_strides[1];
+    constexpr int EACH = 32 / BITS;
+    constexpr uint32_t CODE = (1u << BITS) - 1;
+""", "READ": r"""
+            const int d = lane * E + e, group = d / SIZE, shift = d % EACH * BITS;
+            kk[e] = float((kp[(long)p * k_strides[2] + d / EACH] >> shift) & CODE)
+                * float(ksp[(long)p * ks_strides[2] + group]) + float(kbp[(long)p * kb_strides[2] + group]);
+            vv[e] = float((vp[(long)p * v_strides[2] + d / EACH] >> shift) & CODE)
+                * float(vsp[(long)p * vs_strides[2] + group]) + float(vbp[(long)p * vb_strides[2] + group]);
+"""}
+"""How keys and values are read: in the type of computation, and quantised in groups."""
 _WHOLE = _ATTEND + r"""
             out[at * D + d] = T(value / total);
         }
@@ -117,36 +140,48 @@ def on_cpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.cpu)
 
 
-def serves(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+def serves(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized) -> bool:
     """True for shapes that the kernels are made for: queries [rows, heads, 1, D], keys and values [rows, kv_heads,
     positions, D]."""
-    sharing, rest = divmod(queries.shape[1], keys.shape[1])
-    return (not rest and sharing <= MOST_SHARING and queries.shape[3] == values.shape[3]
-            and queries.shape[3] in HEAD_DIMS and queries.dtype == keys.dtype == values.dtype)
+    sharing, rest = divmod(queries.shape[1], _arrays(keys)[0].shape[1])
+    dim, numbers = queries.shape[3], (_arrays(keys)[-1], _arrays(values)[-1])
+    return (not rest and sharing <= MOST_SHARING and dim in HEAD_DIMS and dim == _width(keys) == _width(values)
+            and all(one.dtype == queries.dtype for one in numbers))
 
 
-def attend(queries: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, longest: int,
-           scale: float) -> mx.array | None:
+def _arrays(side: mx.array | Quantized) -> tuple[mx.array, ...]:
+    return side.parts if isinstance(side, Quantized) else (side,)
+
+
+def _width(side: mx.array | Quantized) -> int:
+    """Of a head."""
+    return side.scales.shape[3] * side.groups.size if isinstance(side, Quantized) else side.shape[3]
+
+
+def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
+           longest: int, scale: float) -> mx.array | None:
     """Attention of one token a row over positions 0 .. lengths[row], its own among them; None for shapes that these
     kernels do not serve.
 
     queries [rows, heads, 1, D]; keys, values [rows, kv_heads, positions, D], views with any strides whose last
-    dimension is contiguous; lengths int32 [rows], tokens before this one; longest: the largest of them. Returns
-    [rows, heads, 1, D] in the type of `queries`.
+    dimension is contiguous, or both quantised alike, of such; lengths int32 [rows], tokens before this one; longest:
+    the largest of them. Returns [rows, heads, 1, D] in the type of `queries`.
     """
     if not serves(queries, keys, values):
         return None
     rows, heads, _, dim = queries.shape
-    kv_heads = keys.shape[1]
+    kv_heads, groups = _arrays(keys)[0].shape[1], keys.groups if isinstance(keys, Quantized) else None
     parts = _parts(rows * kv_heads, longest + 1)
     template = [("T", queries.dtype), ("KVH", kv_heads), ("G", heads // kv_heads), ("D", dim)]
-    inputs = [queries, keys, values, lengths, mx.array([scale], dtype=mx.float32)]
+    template += [("BITS", groups.bits), ("SIZE", groups.size)] if groups else []
+    inputs = [queries, *_arrays(keys), *_arrays(values), lengths, mx.array([scale], dtype=mx.float32)]
     launch = {"grid": (rows * kv_heads * WARPS * LANES, parts, 1), "threadgroup": (WARPS * LANES, 1, 1)}
     if parts == 1:
-        [out] = _kernel("whole")(inputs=inputs, template=template, output_shapes=[(rows, heads, 1, dim)],
-                                 output_dtypes=[queries.dtype], **launch)
+        [out] = _kernel("whole", groups is not None)(
+            inputs=inputs, template=template, output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype],
+            **launch)
         return out
-    partial, stats = _kernel("parts")(
+    partial, stats = _kernel("parts", groups is not None)(
         inputs=inputs, template=template, output_shapes=[(rows * heads, parts, dim), (rows * heads, parts, 2)],
         output_dtypes=[mx.float32, mx.float32], **launch)
     [out] = _kernel("join")(
@@ -167,13 +202,15 @@ def chosen_attention(choice: str = "auto") -> Attention | None:
     return attend_by_row if choice == "auto" and on_cpu() else decode_attention(choice)
 
 
-def attend_by_row(queries: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, longest: int,
-                  scale: float) -> mx.array | None:
-    """As `attend`, for a CPU and of any shapes; None where rows are about as long as one another. `lengths` was made
-    of numbers that this process knows, so that nothing is waited for.
+def attend_by_row(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
+                  longest: int, scale: float) -> mx.array | None:
+    """As `attend`, for a CPU and of any shapes; None where rows are about as long as one another, or quantised.
+    `lengths` was made of numbers that this process knows, so that nothing is waited for.
 
     MLX has no fused attention on a CPU: under a mask all rows are computed, and their scores stored, up to the longest.
     """
+    if isinstance(keys, Quantized) or isinstance(values, Quantized):
+        return None
     held: list[int] = lengths.tolist()  # type: ignore[assignment]
     rows, kv_heads, _, dim = keys.shape
     if (rows * longest - sum(held)) * kv_heads * dim < WASTE * rows:
@@ -186,10 +223,13 @@ def attend_by_row(queries: mx.array, keys: mx.array, values: mx.array, lengths: 
 
 
 @cache
-def _kernel(name: str) -> Any:
-    inputs = ["q", "k", "v", "lengths", "scale"]
+def _kernel(name: str, grouped: bool = False) -> Any:
+    sides = ["k", "ks", "kb", "v", "vs", "vb"] if grouped else ["k", "v"]
+    inputs = ["q", *sides, "lengths", "scale"]
     source, given, made = {
         "whole": (_WHOLE, inputs, ["out"]), "parts": (_PARTS, inputs, ["values", "stats"]),
         "join": (_JOIN, ["values", "stats"], ["out"])}[name]
-    return mx.fast.cuda_kernel(name=f"tandem_ragged_{name}", input_names=given, output_names=made, source=source,
-                               header=_HEADER, ensure_row_contiguous=False)
+    for place, code in (_GROUPED if grouped else _FULL).items():
+        source = source.replace(place, code)
+    return mx.fast.cuda_kernel(name=f"tandem_ragged_{name}{'_grouped' if grouped else ''}", input_names=given,
+                               output_names=made, source=source, header=_HEADER, ensure_row_contiguous=False)

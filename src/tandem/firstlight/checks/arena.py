@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,6 +18,8 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
 from tandem.loading.memory import choose_device, on_gpu
+from tandem.loading.quantized_kv import Groups, Quantized, quantized
+from tandem.models.kv_types import group_for, group_size
 from tandem.runner.kv_store import KVStore
 from tandem.runner.ragged_attention import decode_attention
 
@@ -177,8 +180,30 @@ def drafts(task: Task) -> Figures:
     return figures
 
 
+ATTENTION_CLOSE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
+"""How far attention may be apart from that in float32."""
+
+
+class _Side(NamedTuple):
+    """Keys or values: as kernels are given them, and as they are meant."""
+
+    given: mx.array | Quantized
+    numbers: mx.array
+
+
+def _side(positions: int, dim: int, dtype: mx.Dtype, bits: int) -> _Side:
+    """Of three rows and two heads, a view with gaps as an arena gives it."""
+    room = mx.random.normal((3, 2, positions + 64, dim)).astype(dtype)
+    if not bits:
+        given = room[:, :, :positions]
+        return _Side(given, given.astype(mx.float32))
+    whole = quantized(room, Groups(bits, group_for(bits, group_size((dim,)))))
+    packed = Quantized._make((*(part[:, :, :positions] for part in whole.parts), whole.groups))
+    return _Side(packed, packed.expanded().astype(mx.float32))
+
+
 def attention(task: Task) -> Figures:
-    """Our own decode attention against MLX's under a mask, in every type and size of head."""
+    """Our own decode attention against MLX's under a mask, in every type and size of head, and over quantised keys."""
     from tandem.runner.ragged_attention import HEAD_DIMS, attend
 
     choose_device("auto")
@@ -186,23 +211,23 @@ def attention(task: Task) -> Figures:
         raise NotApplicable("kernels of our own run on CUDA alone so far; MLX's attention is used here" if on_gpu()
                             else "kernels of our own run on CUDA alone; this is a CPU")
     worst = 0.0
-    for dim in HEAD_DIMS:
-        for dtype, close in ((mx.float32, 1e-3), (mx.float16, 1e-2), (mx.bfloat16, 3e-2)):
-            for longest in (7, 300, 5000):
-                lengths = mx.array([longest, 0, longest // 2], dtype=mx.int32)
-                queries = mx.random.normal((3, 8, 1, dim)).astype(dtype)
-                keys, values = (mx.random.normal((3, 2, longest + 8, dim)).astype(dtype) for _ in range(2))
-                seen = attend(queries, keys, values, lengths, longest, dim**-0.5)
-                assert seen is not None
-                mask = (mx.arange(longest + 8) <= lengths[:, None])[:, None, None]
-                want = mx.fast.scaled_dot_product_attention(
-                    queries.astype(mx.float32), keys.astype(mx.float32), values.astype(mx.float32),
-                    scale=dim**-0.5, mask=mask)
-                apart = float(np.array(mx.abs(seen.astype(mx.float32) - want).max()))
-                worst = max(worst, apart)
-                if not apart <= close:
-                    raise Differs(f"heads of {dim}, {dtype}, {longest} positions: within {close:g}, expected; "
-                                  f"{apart:g} apart, seen", {"largest difference": apart})
+    kinds = [(dtype, 0, close) for dtype, close in ATTENTION_CLOSE.items()]
+    kinds += [(mx.bfloat16, bits, ATTENTION_CLOSE[mx.bfloat16]) for bits in (8, 4)]
+    for dim, (dtype, bits, close), longest in itertools.product(HEAD_DIMS, kinds, (7, 300, 5000)):
+        lengths = mx.array([longest, 0, longest // 2], dtype=mx.int32)
+        queries = mx.random.normal((3, 8, 1, dim)).astype(dtype)
+        keys, values = (_side(longest + 8, dim, dtype, bits) for _ in range(2))
+        seen = attend(queries, keys.given, values.given, lengths, longest, dim**-0.5)
+        assert seen is not None
+        mask = (mx.arange(longest + 8) <= lengths[:, None])[:, None, None]
+        want = mx.fast.scaled_dot_product_attention(queries.astype(mx.float32), keys.numbers, values.numbers,
+                                                    scale=dim**-0.5, mask=mask)
+        apart = float(np.array(mx.abs(seen.astype(mx.float32) - want).max()))
+        worst = max(worst, apart)
+        if not apart <= close:
+            kind = f"{dtype}, {bits} bits" if bits else f"{dtype}"
+            raise Differs(f"heads of {dim}, {kind}, {longest} positions: within {close:g}, expected; "
+                          f"{apart:g} apart, seen", {"largest difference": apart})
     return {"largest difference": worst}
 
 
@@ -219,9 +244,9 @@ class Shape:
     context: int
 
 
-SMALL = Shape(576, 4, 9, 3, 64, 4, 1024)
-MEDIUM = Shape(576, 4, 9, 3, 64, 4, 8192)
-LARGE = Shape(4096, 12, 32, 8, 128, 4, 8192)
+SMALL = Shape(576, 30, 9, 3, 64, 4, 1024)
+MEDIUM = Shape(576, 30, 9, 3, 64, 4, 8192)
+LARGE = Shape(1024, 36, 32, 8, 128, 4, 2048)
 STEPS = 8
 MODES = ("waiting", "ahead")
 """Wait for a step before the next is built; dispatch the next, then wait for the last."""
