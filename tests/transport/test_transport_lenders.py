@@ -205,6 +205,8 @@ def test_only_pieces_are_lent(lent, tmp_path):
         friend.look(stems)
         found = [name for name, _ in friend.files()]
         assert found == ([] if stems and NAME.hex() not in stems else [f"{NAME.hex()}.0-2.0-6.kv"])
+    with pytest.raises(TransportError, match="has changed"):
+        lent.chunk(Range(f"{NAME.hex()}.0-2.0-6.kv", 2**63, 1))
     friend.look({NAME.hex(), *(f"{i:032x}" for i in range(10_000))})  # those of a prompt of 640,000 tokens
     assert friend.files()
     (space / f"{NAME.hex()}.0-2.0-6.kv").unlink()

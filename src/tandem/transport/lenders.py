@@ -67,7 +67,8 @@ class PieceServer(BlobServer):
             raise TransportError(f"{wanted.name!r} is not lent")
         try:
             with open_regular(self._directory / wanted.name, os.O_NOFOLLOW) as file:
-                data = os.pread(file.fileno(), wanted.length, wanted.offset)
+                there = wanted.offset + wanted.length <= os.fstat(file.fileno()).st_size
+                data = os.pread(file.fileno(), wanted.length, wanted.offset) if there else b""
         except NotRegular:
             raise TransportError(f"{wanted.name} is no file") from None
         if len(data) != wanted.length:
