@@ -90,6 +90,8 @@ def one_fault(server: Server, victim: str, sig: signal.Signals, tokens: int, spa
     stream.join()
     after = [at for at in stream.times if at > noticed]
     before = [at for at in stream.times if at <= noticed]
+    if not after:
+        raise SystemExit(f"--tokens {tokens}: the answer was over before the fault was noticed; give more")
     return noticed - started, after[0] - before[-1]
 
 

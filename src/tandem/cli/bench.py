@@ -38,6 +38,8 @@ _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
 _MOST_DIGITS = 10
 _MOST_RANKS = 64
 _DAY_S = 86400
+_MOST_TOKENS = 10_000_000
+_FASTEST = 1_000_000
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,6 +52,7 @@ def _target(arguments: argparse.Namespace, url: str, model: str | None, flag: st
     key = api_key(arguments)
     url = checked_url(url, flag)
     body = {"temperature": arguments.temperature, **({"ignore_eos": True} if arguments.ignore_eos else {})}
+    _need(0 <= arguments.temperature < math.inf, "--temperature", arguments.temperature, "a number from 0 on")
     _need(arguments.request_timeout > 0, "--request-timeout", arguments.request_timeout, "above 0")
     _need(arguments.endpoint.startswith("/"), "--endpoint", arguments.endpoint, "a path such as /v1/completions")
     return Target(base_url=url, model=model or first_model(url, key), endpoint=arguments.endpoint, api_key=key,
@@ -70,8 +73,9 @@ def _prompts(arguments: argparse.Namespace, seed: int) -> Prompts:
 
 def _serve(arguments: argparse.Namespace) -> int:
     mix, percentiles, goodput = _mix(arguments), _percentiles(arguments), _goodput(arguments)
-    _need(arguments.request_rate > 0, "--request-rate", arguments.request_rate, "above 0")
-    _need(arguments.burstiness > 0, "--burstiness", arguments.burstiness, "above 0")
+    rate, burstiness = arguments.request_rate, arguments.burstiness
+    _need(0 < rate <= _FASTEST or rate == math.inf, "--request-rate", rate, f"above 0 and at most {_FASTEST}, or inf")
+    _need(0 < burstiness <= _FASTEST, "--burstiness", burstiness, f"above 0 and at most {_FASTEST}")
     _need(arguments.max_concurrency is None or arguments.max_concurrency > 0, "--max-concurrency",
           arguments.max_concurrency, "at least 1")
     _need(arguments.rounds > 0, "--rounds", arguments.rounds, "at least 1")
@@ -125,7 +129,8 @@ def _mix(arguments: argparse.Namespace) -> Mix:
     for flag in ("num_prompts", "random_input_len", "random_output_len", "long_input_len",
                  "prefix_repetition_prefix_len", "prefix_repetition_suffix_len", "prefix_repetition_num_prefixes",
                  "prefix_repetition_output_len"):
-        _need(getattr(a, flag) > 0, "--" + flag.replace("_", "-"), getattr(a, flag), "at least 1")
+        _need(0 < getattr(a, flag) <= _MOST_TOKENS, "--" + flag.replace("_", "-"), getattr(a, flag),
+              f"1 to {_MOST_TOKENS}")
     _need(a.num_warmups >= 0, "--num-warmups", a.num_warmups, "at least 0")
     _need(0 <= a.random_range_ratio < 1, "--random-range-ratio", a.random_range_ratio, "from 0 to less than 1")
     _need(0 <= a.long_share <= 1, "--long-share", a.long_share, "from 0 to 1")
@@ -156,7 +161,8 @@ def _goodput(arguments: argparse.Namespace) -> dict[str, float]:
             goodput[metric] = float(limit)
         except ValueError:
             metric = ""
-        _need(metric in GOODPUT_METRICS, "--goodput", text, f"METRIC:MILLISECONDS with {', '.join(GOODPUT_METRICS)}")
+        _need(metric in GOODPUT_METRICS and goodput[metric] > 0, "--goodput", text,
+              f"METRIC:MILLISECONDS with {', '.join(GOODPUT_METRICS)}")
     return goodput
 
 
@@ -228,7 +234,8 @@ def _bar(text: str, total: int) -> Iterator[OnAnswer]:
 
 def _latency(arguments: argparse.Namespace) -> int:
     for flag in ("input_len", "output_len", "num_iters"):
-        _need(getattr(arguments, flag) > 0, "--" + flag.replace("_", "-"), getattr(arguments, flag), "at least 1")
+        _need(0 < getattr(arguments, flag) <= _MOST_TOKENS, "--" + flag.replace("_", "-"), getattr(arguments, flag),
+              f"1 to {_MOST_TOKENS}")
     _need(arguments.num_iters_warmup >= 0, "--num-iters-warmup", arguments.num_iters_warmup, "at least 0")
     target = _target(arguments, server_url(arguments), arguments.model)
     mix = Mix(count=arguments.num_iters, input_len=arguments.input_len, output_len=arguments.output_len)
