@@ -50,9 +50,7 @@ _ATTEND = r"""
     }
     for (int p = begin + warp; p < end; p += W) {
         float kk[E], vv[E];
-        for (int e = 0; e < E; e++) {
-            READ
-        }
+        READ
         for (int g = 0; g < G; g++) {
             float s = 0.f;
             for (int e = 0; e < E; e++) s += qr[g][e] * kk[e];
@@ -80,7 +78,9 @@ _FULL = {"BEGIN": r"""
     const T* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1] + lane * E;
     const T* vp = v + (long)row * v_strides[0] + (long)head * v_strides[1] + lane * E;
 """, "READ": r"""
+        for (int e = 0; e < E; e++) {
             kk[e] = float(kp[(long)p * k_strides[2] + e]); vv[e] = float(vp[(long)p * v_strides[2] + e]);
+        }
 """}
 _GROUPED = {"BEGIN": r"""
     const uint32_t* kp = k + (long)row * k_strides[0] + (long)head * k_strides[1];
@@ -92,11 +92,26 @@ _GROUPED = {"BEGIN": r"""
     constexpr int EACH = 32 / BITS;
     constexpr uint32_t CODE = (1u << BITS) - 1;
 """, "READ": r"""
-            const int d = lane * E + e, group = d / SIZE, shift = d % EACH * BITS;
-            kk[e] = float((kp[(long)p * k_strides[2] + d / EACH] >> shift) & CODE)
-                * float(ksp[(long)p * ks_strides[2] + group]) + float(kbp[(long)p * kb_strides[2] + group]);
-            vv[e] = float((vp[(long)p * v_strides[2] + d / EACH] >> shift) & CODE)
-                * float(vsp[(long)p * vs_strides[2] + group]) + float(vbp[(long)p * vb_strides[2] + group]);
+        const uint32_t* kw = kp + (long)p * k_strides[2], * vw = vp + (long)p * v_strides[2];
+        const T* kc = ksp + (long)p * ks_strides[2], * ka = kbp + (long)p * kb_strides[2];
+        const T* vc = vsp + (long)p * vs_strides[2], * va = vbp + (long)p * vb_strides[2];
+        const int d = lane * E;
+        if constexpr (SIZE % E == 0) {  // all of one group, in whole words or within one
+            constexpr int FIT = E < EACH ? E : EACH;
+            const int g = d / SIZE;
+            const float kscale = kc[g], kbias = ka[g], vscale = vc[g], vbias = va[g];
+            for (int w = 0; w < E / FIT; w++) {
+                const uint32_t x = kw[d / EACH + w] >> (d % EACH * BITS), y = vw[d / EACH + w] >> (d % EACH * BITS);
+                for (int i = 0; i < FIT; i++) {
+                    kk[w * FIT + i] = float((x >> (i * BITS)) & CODE) * kscale + kbias;
+                    vv[w * FIT + i] = float((y >> (i * BITS)) & CODE) * vscale + vbias;
+                }
+            }
+        } else for (int e = 0; e < E; e++) {
+            const int at = d + e, g = at / SIZE, shift = at % EACH * BITS;
+            kk[e] = float((kw[at / EACH] >> shift) & CODE) * float(kc[g]) + float(ka[g]);
+            vv[e] = float((vw[at / EACH] >> shift) & CODE) * float(vc[g]) + float(va[g]);
+        }
 """}
 """How keys and values are read: in the type of computation, and quantised in groups."""
 _WHOLE = _ATTEND + r"""
@@ -174,7 +189,7 @@ def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Qua
     parts = _parts(rows * kv_heads, longest + 1)
     template = [("T", queries.dtype), ("KVH", kv_heads), ("G", heads // kv_heads), ("D", dim)]
     template += [("BITS", groups.bits), ("SIZE", groups.size)] if groups else []
-    inputs = [queries, *_arrays(keys), *_arrays(values), lengths, mx.array([scale], dtype=mx.float32)]
+    inputs = [queries, *_arrays(keys), *_arrays(values), lengths, _number(scale)]
     launch = {"grid": (rows * kv_heads * WARPS * LANES, parts, 1), "threadgroup": (WARPS * LANES, 1, 1)}
     if parts == 1:
         [out] = _kernel("whole", groups is not None)(
@@ -188,6 +203,14 @@ def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Qua
         inputs=[partial, stats], template=[("T", queries.dtype), ("D", dim)], grid=(rows * heads * LANES * WARPS, 1, 1),
         threadgroup=(LANES * WARPS, 1, 1), output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype])
     return out
+
+
+@cache
+def _number(value: float) -> mx.array:
+    """float32 [1], made once: a new one in each layer is written by the host into memory that the GPU is reading."""
+    made = mx.array([value], dtype=mx.float32)
+    mx.eval(made)
+    return made
 
 
 def _parts(blocks: int, longest: int) -> int:
