@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of each before the first step")
     parser.add_argument("--spread", type=int, default=0,
                         help="tokens by which each of our rows is longer than the one before; mlx-lm's stay alike")
+    parser.add_argument("--longest", type=int, default=0, help="tokens of the first of our rows, in place of --context")
     parser.add_argument("--steps", type=int, default=50, help="steps of a round")
     parser.add_argument("--rounds", type=int, default=5, help="rounds of each side, in turns")
     parser.add_argument("--sides", nargs="+", default=list(SIDES), choices=list(SIDES))
@@ -178,10 +179,10 @@ def _ours(stage: Any, count: int, args: argparse.Namespace) -> Step:
     """A rank's runner, which is given plans as an engine makes them."""
     from tandem.protocol.request import SamplingParams
     from tandem.protocol.step import InsertOp, PrefillOp, StepPlan, batch_fingerprint
-    from tandem.runner.ragged_attention import decode_attention
+    from tandem.runner.ragged_attention import chosen_attention
     from tandem.runner.runner import Runner
 
-    runner = Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(), attention=decode_attention())
+    runner = Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(), attention=chosen_attention())
     lengths: dict[str, int] = {}
     number = 0
 
@@ -193,6 +194,7 @@ def _ours(stage: Any, count: int, args: argparse.Namespace) -> Step:
     greedy = SamplingParams(max_tokens=1 << 30, temperature=0.0)
     for row in range(count):
         one, waiting, length = str(row), bool(lengths), args.context + row * args.spread
+        length = length if row else args.longest or length
         lengths[one] = 0
         execute(inserts=[InsertOp(one, [1] * length, length, greedy)], decode=[], pause=waiting,
                 prefill=[PrefillOp(one, 0, length, last=True)], sampling_seeds={one: row}).finish()

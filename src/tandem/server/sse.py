@@ -25,7 +25,18 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 
-encode_json = msgspec.json.Encoder().encode
+_LINE_ENDS = {"\u2028".encode(): rb"\u2028", "\u2029".encode(): rb"\u2029", "\x85".encode(): rb"\u0085"}
+"""What Unicode ends lines with, and some clients those of an event (httpx's `iter_lines`)."""
+_encode = msgspec.json.Encoder().encode
+
+
+def encode_json(value: Any) -> bytes:
+    """JSON that is one line for whoever splits it."""
+    data = _encode(value)
+    for end, escaped in _LINE_ENDS.items():
+        if end in data:
+            data = data.replace(end, escaped)
+    return data
 
 
 class ChunkWriter(Protocol):

@@ -46,6 +46,13 @@ def test_echo(server, engine):
     assert "".join(c["choices"][0]["text"] for c in chunks) == "hé" + engine.text()
 
 
+def test_a_client_that_splits_at_every_line_end_of_unicode_reads_a_stream(server, engine):
+    ends = "a\u2028b\u2029c\x85d"
+    answer = complete(server, prompt=ends, echo=True, stream=True)
+    chunks = [json.loads(line.removeprefix("data: ")) for line in answer.iter_lines() if line.startswith("data: {")]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk["choices"]) == ends + engine.text()
+
+
 def test_logprobs(server, engine):
     body = complete(server, logprobs=2).json()
     logprobs = body["choices"][0]["logprobs"]
