@@ -55,11 +55,11 @@ def test_a_cache_that_can_attend_does_so_in_every_family(tmp_path, family, confi
     assert own.calls == 5 * description.num_layers
 
 
-def test_on_a_cpu_rows_of_very_different_lengths_are_attended_to_one_by_one(tmp_path, monkeypatch):
+def test_on_a_cpu_rows_of_very_different_lengths_are_attended_to_by_length(tmp_path, monkeypatch):
     assert ragged_attention.chosen_attention("masked") is None
     if not ragged_attention.on_cpu():
         pytest.skip("about CPUs")
-    attend, whole = ragged_attention.chosen_attention(), [600] + 7 * [20]
+    attend, whole = ragged_attention.chosen_attention(), [20, 31, 600, 25, 22, 29, 20, 90]
     few = {"queries": mx.random.normal((8, 9, 1, 64)), "scale": 0.125}
     keys, values = (mx.random.normal((9, 3, 768, 64))[:8, :, :601] for _ in range(2))
     lengths = mx.array(whole, dtype=mx.int32)

@@ -1,4 +1,4 @@
-"""Decode attention that reads each row's own length, as CUDA kernels over views of the KV arena; on a CPU row by row.
+"""Decode attention that reads each row's own length, as CUDA kernels over views of the KV arena; on a CPU by length.
 
 MLX's attention over rows of different lengths computes all of them up to the longest, under a mask. Here a block of
 four warps takes one row and one kv head (or a part of the row, where there are few rows), goes over the row's own
@@ -9,6 +9,7 @@ nothing is copied.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -26,6 +27,8 @@ MOST_PARTS = 64
 HEAD_DIMS = (64, 96, 128, 192, 256)
 MOST_SHARING = 16
 """Query heads of one kv head; more would not fit into the registers of a block."""
+ALIKE = 64
+"""Positions by which rows may differ besides, and still be computed together on a CPU."""
 WASTE = 65_536
 """Elements of keys beyond the rows' ends, for each row, from which a CPU is quicker with one row after the other."""
 
@@ -222,11 +225,11 @@ def _parts(blocks: int, longest: int) -> int:
 def chosen_attention(choice: str = "auto") -> Attention | None:
     """What takes the place of mlx-lm's attention in decode steps on this device; None: nothing does. `choice` is `auto`
     or `masked`."""
-    return attend_by_row if choice == "auto" and on_cpu() else decode_attention(choice)
+    return attend_by_length if choice == "auto" and on_cpu() else decode_attention(choice)
 
 
-def attend_by_row(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
-                  longest: int, scale: float) -> mx.array | None:
+def attend_by_length(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
+                     longest: int, scale: float) -> mx.array | None:
     """As `attend`, for a CPU and of any shapes; None where rows are about as long as one another, or quantised.
     `lengths` was made of numbers that this process knows, so that nothing is waited for.
 
@@ -238,11 +241,29 @@ def attend_by_row(queries: mx.array, keys: mx.array | Quantized, values: mx.arra
     rows, kv_heads, _, dim = keys.shape
     if (rows * longest - sum(held)) * kv_heads * dim < WASTE * rows:
         return None
-    return mx.concatenate([
-        mx.fast.scaled_dot_product_attention(
-            queries[row : row + 1], keys[row : row + 1, :, : length + 1], values[row : row + 1, :, : length + 1],
-            scale=scale)
-        for row, length in enumerate(held)])
+    # Keys are read once for all queries of a kv head; values for each, as a product with one row is quicker than a few.
+    together = (queries * scale).reshape(rows, kv_heads, -1, dim).swapaxes(2, 3)
+    found = []
+    for start, stop in _alike(held):
+        most = max(held[start:stop]) + 1
+        scores = (keys[start:stop, :, :most] @ together[start:stop]).swapaxes(2, 3)
+        if min(held[start:stop]) + 1 < most:
+            mask = mx.arange(most) <= lengths[start:stop, None]
+            scores = mx.where(mask[:, None, None], scores, mx.finfo(scores.dtype).min)
+        weights = mx.softmax(scores, axis=-1, precise=True)[:, :, :, None]
+        found.append(weights @ values[start:stop, :, None, :most])
+    return mx.concatenate(found).reshape(rows, -1, 1, values.shape[3])
+
+
+def _alike(lengths: list[int]) -> Iterator[tuple[int, int]]:
+    """Runs of neighbours of which none is more than twice as long as another: (first, one past the last)."""
+    start, least, most = 0, lengths[0], lengths[0]
+    for row, length in enumerate(lengths):
+        least, most = min(least, length), max(most, length)
+        if most > 2 * least + ALIKE:
+            yield start, row
+            start, least, most = row, length, length
+    yield start, len(lengths)
 
 
 @cache
