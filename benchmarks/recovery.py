@@ -1,7 +1,7 @@
 """How long it takes to notice a fault and to go on, against the bare time of loading the model.
 
-Noticed: from the signal until the server says of itself that it recovers (or, of an engine, until it is gone). Pause:
-from the last token before the fault to the first one after it, as a client sees it.
+Noticed: from the signal until the server says of itself that it recovers, or has other ranks (or, of an engine, until
+it is gone). Pause: the longest time between two tokens from the fault on, as a client sees it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import random
 import signal
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +85,14 @@ def one_fault(server: Server, victim: str, sig: signal.Signals, tokens: int, spa
     started = time.monotonic()
     os.kill(pid, sig)
     if victim == "rank":
-        noticed = until(lambda: health(server)["status"] == "recovering")
+        noticed = until(lambda: (told := health(server))["status"] == "recovering"
+                        or [rank["pid"] for rank in told["ranks"]] != ranks)
     else:
         noticed = until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE)
     stream.join()
-    after = [at for at in stream.times if at > noticed]
-    before = [at for at in stream.times if at <= noticed]
-    if not after:
+    if stream.times[-1] <= noticed:
         raise SystemExit(f"--tokens {tokens}: the answer was over before the fault was noticed; give more")
-    return noticed - started, after[0] - before[-1]
+    return noticed - started, max(later - earlier for earlier, later in pairwise(stream.times) if later > started)
 
 
 def measure(args: argparse.Namespace, layout: str) -> list[dict[str, Any]]:
