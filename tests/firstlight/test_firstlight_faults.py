@@ -24,6 +24,7 @@ from tandem.firstlight.check import Differs, Figures, NotApplicable, Task, resol
 from tandem.firstlight.checks import arena, device, faults, fences, hosts, machine, risky, sampling, wiring
 from tandem.firstlight.ranks import Found
 from tandem.loading import trial
+from tandem.loading.quantized_kv import Quantized
 from tandem.runner import digest, penalties, sampler
 from tandem.runner.kv_arena import ArenaLayer
 from tandem.runner.kv_layers import RowStep
@@ -181,8 +182,9 @@ def test_attention(task: Task, monkeypatch: Patch) -> None:
         with pytest.raises(NotApplicable, match="CUDA alone"):
             arena.attention(task)
 
-    def attend(queries: mx.array, keys: mx.array, values: mx.array, lengths: mx.array, longest: int,
-               scale: float) -> mx.array:
+    def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Quantized, lengths: mx.array,
+               longest: int, scale: float) -> mx.array:
+        keys, values = (side.expanded() if isinstance(side, Quantized) else side for side in (keys, values))
         mask = (mx.arange(keys.shape[2]) <= lengths[:, None])[:, None, None]
         return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
 
