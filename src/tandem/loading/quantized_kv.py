@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from tandem.errors import UnsupportedModel
+from tandem.loading.memory import on_cuda
 from tandem.models.kv_types import group_for, group_size
 
 PRODUCTS = 32
@@ -99,7 +100,7 @@ def attend(queries: mx.array, keys: Quantized, values: Quantized, *, scale: floa
     kv_heads, positions = keys.codes.shape[1:3]
     sharing = heads // kv_heads
     # MLX's products for CUDA take no arrays with gaps, as caches give them, and are slower by far where they do.
-    if sharing * width > PRODUCTS or mx.cuda.is_available():
+    if sharing * width > PRODUCTS or on_cuda():
         return mx.fast.scaled_dot_product_attention(queries, keys.expanded(), values.expanded(), scale=scale, mask=mask,
                                                     sinks=sinks)
     # All queries of a kv head are rows of one product, so that keys are read once.

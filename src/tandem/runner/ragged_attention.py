@@ -30,7 +30,7 @@ MOST_SHARING = 16
 ALIKE = 64
 """Positions by which rows may differ besides, and still be computed together on a CPU."""
 WASTE = 65_536
-"""Elements of keys beyond the rows' ends, for each row, from which a CPU is quicker with one row after the other."""
+"""Elements of keys beyond the rows' ends, for each row, from which a CPU is quicker with those of about one length."""
 
 _HEADER = r"""
 #include <cuda_bf16.h>
@@ -188,18 +188,18 @@ def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Qua
     if not serves(queries, keys, values):
         return None
     rows, heads, _, dim = queries.shape
-    kv_heads, groups = _arrays(keys)[0].shape[1], keys.groups if isinstance(keys, Quantized) else None
+    kv_heads, grouped = _arrays(keys)[0].shape[1], isinstance(keys, Quantized)
     parts = _parts(rows * kv_heads, longest + 1)
     template = [("T", queries.dtype), ("KVH", kv_heads), ("G", heads // kv_heads), ("D", dim)]
-    template += [("BITS", groups.bits), ("SIZE", groups.size)] if groups else []
+    template += [("BITS", keys.groups.bits), ("SIZE", keys.groups.size)] if isinstance(keys, Quantized) else []
     inputs = [queries, *_arrays(keys), *_arrays(values), lengths, _number(scale)]
     launch = {"grid": (rows * kv_heads * WARPS * LANES, parts, 1), "threadgroup": (WARPS * LANES, 1, 1)}
     if parts == 1:
-        [out] = _kernel("whole", groups is not None)(
+        [out] = _kernel("whole", grouped)(
             inputs=inputs, template=template, output_shapes=[(rows, heads, 1, dim)], output_dtypes=[queries.dtype],
             **launch)
         return out
-    partial, stats = _kernel("parts", groups is not None)(
+    partial, stats = _kernel("parts", grouped)(
         inputs=inputs, template=template, output_shapes=[(rows * heads, parts, dim), (rows * heads, parts, 2)],
         output_dtypes=[mx.float32, mx.float32], **launch)
     [out] = _kernel("join")(
@@ -210,7 +210,7 @@ def attend(queries: mx.array, keys: mx.array | Quantized, values: mx.array | Qua
 
 @cache
 def _number(value: float) -> mx.array:
-    """float32 [1], made once: a new one in each layer is written by the host into memory that the GPU is reading."""
+    """float32 [1], made once and not in every layer of every step."""
     made = mx.array([value], dtype=mx.float32)
     mx.eval(made)
     return made
