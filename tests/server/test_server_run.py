@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -11,8 +12,10 @@ import httpx
 import pytest
 
 from tandem import env
+from tandem.config.loading import to_json
 from tandem.config.settings import ProcessSettings, ServerSettings, Settings
 from tandem.errors import ConfigError
+from tandem.processes.child import ChildProcess
 from tandem.server.listener import listen
 from tandem.server.run import engine_endpoint
 
@@ -147,3 +150,26 @@ def test_endpoint_of_the_engine(tmp_path):
     settings = Settings(process=ProcessSettings(engine_socket="/run/x.sock"))
     assert engine_endpoint(settings) == "ipc:///run/x.sock"
     assert engine_endpoint(Settings(server=ServerSettings(port=8123))).endswith("engine-8123.sock")
+
+
+def test_what_an_api_cannot_use_is_told_to_its_clients_until_the_next_one(tmp_path):
+    words, end = os.pipe()
+    with listen("127.0.0.1", 0) as listener, os.fdopen(words, "rb") as said:
+        settings = Settings(server=ServerSettings(api_key_file=str(tmp_path / "keys")))
+        child = ChildProcess("tandem.cli.processes", to_json(settings), env=env.child_environment(), name="api",
+                             arguments=("api", str(end), str(listener.fileno()), "240"),
+                             pass_fds=[end, listener.fileno()])
+        os.close(end)
+        try:
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            with httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
+                refused = client.post("/v1/chat/completions", json={})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "settings_unusable")
+                health = client.get("/health")
+                assert health.status_code == 503 and "--api-key-file" in health.json()["detail"]
+                assert str(tmp_path) not in health.text + refused.text
+                assert client.get("/health/live").status_code == 200
+        finally:
+            child.terminate()
+            assert child.wait(240)
+        assert "cannot read" in said.read().decode()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 
 import pytest
 
 from tandem.config.loading import build
+from tandem.protocol.events import History
 from tandem.supervision import api as module
 from tandem.supervision.api import ApiProcess
 
@@ -17,8 +19,9 @@ class Child:
 
     pid, stopped = 1, False
 
-    def __init__(self, *_: object, **__: object) -> None:
+    def __init__(self, *_: object, arguments: tuple[str, ...], **__: object) -> None:
         self.code: int | None = None
+        self.words, self.wait_s = int(arguments[1]), float(arguments[3])
 
     def poll(self) -> int | None:
         return self.code
@@ -55,3 +58,36 @@ def test_only_an_api_that_never_serves_is_given_up(clock, code, answers, deaths)
         assert api.look() is None
         api.child.code = code
         assert api.look() == (3 if answers < 3 else None)
+
+
+def test_what_an_api_finds_amiss_is_waited_for_once_one_has_served(clock, monkeypatch):
+    def start(*_: object, arguments: tuple[str, ...], **more: object) -> Child:
+        os.write(int(arguments[1]), b"cannot read keys")
+        return Child(arguments=arguments)
+
+    with socket.socket() as listener:
+        history = History()
+        api = ApiProcess(build({"model": "m"}), listener, history)
+        assert api.look() is None and api.child.wait_s == 0, "the first one ends at once"
+        assert api.heard(1)
+        monkeypatch.setattr(module, "ChildProcess", start)
+        waits = []
+        for _ in range(20):
+            api.child.code = 2
+            assert api.look() is None and api.child is None
+            assert api.look() is None
+            waits.append(api.child.wait_s)
+        assert waits[0] == 1.0 and waits == sorted(waits) and waits[-1] == 30.0
+        assert [one.kind for one in history.after()] == ["api_waits"]
+        assert api.heard(1)
+        api.child.code = 2
+        assert api.look() is None
+        assert "cannot read keys" in history.after()[-1].text
+
+
+def test_what_the_first_api_finds_amiss_ends_the_server(clock):
+    with socket.socket() as listener:
+        api = ApiProcess(build({"model": "m"}), listener)
+        api.look()
+        api.child.code = 2
+        assert api.look() == 2

@@ -175,7 +175,7 @@ class FakeChild:
 def children(monkeypatch):
     FakeChild.started = []
     monkeypatch.setattr("tandem.supervision.replica.ChildProcess", FakeChild)
-    monkeypatch.setattr("tandem.supervision.replica.BACKOFF_S", 0.0)
+    monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 0.0)
     monkeypatch.setattr("tandem.supervision.replica.REST_S", 600.0)
     return FakeChild.started
 
@@ -411,7 +411,7 @@ def test_a_process_that_cannot_be_had_is_tried_again_and_leaves_nothing_open(mon
         return real(["true"], stdin=subprocess.PIPE, pass_fds=options["pass_fds"])
 
     monkeypatch.setattr("tandem.processes.child.subprocess.Popen", popen)
-    monkeypatch.setattr("tandem.supervision.replica.BACKOFF_S", 0.0)
+    monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 0.0)
     engines = EngineSet(settings())
     before = len(os.listdir("/proc/self/fd"))
     engines.start()

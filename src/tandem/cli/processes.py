@@ -84,9 +84,8 @@ def _engine_child(settings: Settings, lending: ClusterKeys | None) -> int:
 
 
 def _last_words(message: str) -> None:
-    """Tell a supervisor that wants to know why this engine ends. Its pipe has room for it, so this cannot block."""
-    if sys.argv[1] == "engine":
-        os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
+    """Tell the supervisor why this process ends. Its pipe has room for it, so this cannot block."""
+    os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
 
 
 def _api_child(settings: Settings, fd: int) -> int:
@@ -133,10 +132,16 @@ def main() -> int:
     number = " " + sys.argv[3] if kind == "engine" and len(sys.argv) > 3 else ""
     set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
     try:
-        return _engine_child(settings, lending) if kind == "engine" else _api_child(settings, int(sys.argv[2]))
+        return _engine_child(settings, lending) if kind == "engine" else _api_child(settings, int(sys.argv[3]))
     except UsageError as error:
         _last_words(error.message)
-        return fail(error.message)
+        code, wait = fail(error.message), float(sys.argv[4]) if kind == "api" else 0.0
+        if wait:  # an api has served before: what is amiss may be mended
+            from tandem.server.run import serve_unavailable
+
+            log.error("the api cannot start; requests get 503, and it is tried again in %.3g s", wait)
+            serve_unavailable(settings, int(sys.argv[3]), error, wait)
+        return code
     except RankFailure as error:
         _last_words(error.message)
         fail(error.message)

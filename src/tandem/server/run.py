@@ -12,11 +12,13 @@ from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from tandem.borders import watch_loop
 from tandem.config.settings import Settings
 from tandem.env import runtime_dir
-from tandem.errors import UnavailableError
+from tandem.errors import UnavailableError, UsageError
 from tandem.server.app import create_app
 from tandem.server.connections.acceptor import Acceptor, most_connections
 from tandem.server.connections.connection import Connection
@@ -25,6 +27,7 @@ from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
+from tandem.server.failures import error_response
 from tandem.server.listener import listen
 
 logger = logging.getLogger(__name__)
@@ -172,6 +175,41 @@ def run_api(settings: Settings, engines: Replicas | Residents, *, fd: int | None
         for number, handler in before.items():
             signal.signal(number, handler)
         listener.close()
+
+
+def serve_unavailable(settings: Settings, fd: int, error: UsageError, seconds: float) -> None:
+    """Answer each request on the listening socket `fd` with status 503 for so long, since the api cannot start.
+
+    Names the setting; the log has the whole `error`, which may quote a path.
+    """
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    flag = f"--{error.param.replace('_', '-')}" if error.param else "a setting"
+    reason = f"The server cannot use what {flag} names now; its log says why. It tries again by itself."
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        answer = error_response(UnavailableError(reason, retry_after=seconds, code="settings_unusable"), path)
+        if path.startswith("/health"):
+            alive = path == "/health/live"
+            answer = JSONResponse({"status": "alive"} if alive else {"status": "unavailable", "detail": reason},
+                                  200 if alive else 503)
+        await answer(scope, receive, send)
+
+    async def serve() -> None:
+        config = uvicorn.Config(refuse, http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+                                server_header=False, timeout_graceful_shutdown=1)
+        server = uvicorn.Server(config)
+        if settings.server.tls_cert is not None:
+            config.load()
+            config.ssl = Certificate(settings.server.tls_cert, settings.server.tls_key).context
+        asyncio.get_running_loop().call_later(seconds, setattr, server, "should_exit", True)
+        await server.serve(sockets=[listener])
+
+    with socket.socket(fileno=fd) as listener:
+        try:
+            asyncio.run(serve())
+        except UsageError:  # of the certificate: nobody can be told
+            time.sleep(seconds)
 
 
 def _ignore(_: int, __: FrameType | None) -> None:

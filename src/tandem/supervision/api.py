@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 
@@ -12,7 +13,7 @@ from tandem.env import child_environment
 from tandem.errors import SpawnError
 from tandem.processes.child import ChildProcess
 from tandem.protocol.events import History
-from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, MODULE
+from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, MODULE, LastWords, backoff
 from tandem.supervision.vigil import Vigil
 
 log = logging.getLogger("tandem.cli")
@@ -23,7 +24,6 @@ SERVES_S = 1.0
 """Seconds between two answers after which it is held to serve."""
 SILENT_S = 15.0
 """Seconds without a sign of life after which it is replaced."""
-BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Seconds until it is started again for each time that it has died lately, and the most."""
 
@@ -43,18 +43,28 @@ class ApiProcess:
         self._start_at = 0.0
         self._unborn = 0
         """Times in a row that no process could be had."""
+        self._served = False
+        """One has answered: what a later one finds amiss (code 2) was in order before, and is waited for."""
+        self._mistakes = 0
+        """Times in a row that one has ended with code 2 since."""
 
     def start(self) -> None:
         """Start it; if no process can be had now, `look` does so later."""
+        seconds = backoff(self._mistakes) if self._served else 0.0
+        self._words = LastWords()
         try:
             self.child = ChildProcess(MODULE, to_json(self._settings), env=child_environment(), name="api",
-                                      arguments=("api", str(self._fd)), pass_fds=[self._fd])
+                                      arguments=("api", str(self._words.end), str(self._fd), str(seconds)),
+                                      pass_fds=[self._fd, self._words.end])
         except SpawnError as error:
+            self._words.read()
             self._unborn += 1
-            seconds = min(BACKOFF_S * 2 ** self._unborn, MAX_BACKOFF_S)
+            seconds = backoff(self._unborn)
             log.error("%s; the next try in %.0f s", error.message, seconds)
             self._start_at = time.monotonic() + seconds
             return
+        finally:
+            os.close(self._words.end)
         self._unborn, self._first_heard_at = 0, None
         self._vigil = Vigil(self.child, SILENT_S)
 
@@ -63,6 +73,7 @@ class ApiProcess:
         if self.child is None or self.child.pid != pid:
             return False
         self._vigil.heard()
+        self._served, self._mistakes = True, 0
         now = time.monotonic()
         if self._first_heard_at is None:
             self._first_heard_at = now
@@ -85,8 +96,17 @@ class ApiProcess:
 
     def _ended(self, child: ChildProcess, code: int) -> int | None:
         child.wait(0.0)
+        words = self._words.read() or child.describe_exit()
         now = time.monotonic()
         self._deaths = [at for at in self._deaths if now - at < WINDOW_S] + [now]
+        if code == EXIT_USAGE and self._served:
+            self._deaths.clear()
+            self._mistakes += 1
+            if self._mistakes == 1:
+                self._history.note("api_waits", f"the api cannot start: {words}; it is tried again and again",
+                                   level="error", remedy="Bring back what it names: the api starts then.")
+            self.child = None
+            return None
         if code == EXIT_USAGE or len(self._deaths) > self._settings.scheduler.max_restarts:
             log.error("the api %s; giving up", child.describe_exit())
             return EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED

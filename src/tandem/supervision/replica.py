@@ -24,7 +24,7 @@ from tandem.processes.child import ChildProcess
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import EnginePayload
 from tandem.protocol.supervisor import ReplicaInfo
-from tandem.supervision.children import LAST_WORDS, MODULE
+from tandem.supervision.children import MODULE, LastWords, backoff
 from tandem.supervision.vigil import Vigil
 
 log = logging.getLogger("tandem.cli")
@@ -33,7 +33,6 @@ SERVES_S = 1.0
 """Seconds for which it must have taken requests, so that earlier deaths count no more."""
 WINDOW_S = 300.0
 """A replica that dies more than `max_restarts` times within so long is given up."""
-BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 LATELY_S = 30.0
 """Seconds until a replica that dies again within `LATELY_S` is started; twice as long each time after."""
 REST_S, MAX_REST_S = 60.0, 900.0
@@ -81,8 +80,7 @@ class ReplicaProcess:
     """Times in a row that no process could be had."""
     _ready_at: float = 0.0
     """When it was first seen to take requests; 0 before that."""
-    _words: int | None = None
-    """Reading end of the pipe for its last words."""
+    _words: LastWords | None = None
 
     def launch(self, gpus: str | None) -> None:
         """Start its process, on these of the machine's GPUs (None: whichever). If none can be had now, that is tried
@@ -92,8 +90,7 @@ class ReplicaProcess:
         except (SpawnError, OSError) as error:
             self.last_words()
             self._unborn += 1
-            seconds = min(BACKOFF_S * 2 ** self._unborn, MAX_BACKOFF_S)
-            self._wait(seconds, getattr(error, "message", str(error)))
+            self._wait(backoff(self._unborn), getattr(error, "message", str(error)))
             return
         self.restarts += bool(self.deaths)
         self.child, self.vigil = child, Vigil(child, SILENT_S)
@@ -101,9 +98,8 @@ class ReplicaProcess:
 
     def _spawn(self, gpus: str | None) -> ChildProcess:
         with ExitStack() as ours:
-            self._words, end = os.pipe()
-            os.set_blocking(self._words, False)  # somebody may hold the other end after its process has ended
-            ours.callback(os.close, end)
+            self._words = LastWords()
+            ours.callback(os.close, self._words.end)
             threads = self.settings.parallel.threads_per_rank if self.named else None
             # An engine of one rank computes in its own process.
             changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
@@ -111,8 +107,8 @@ class ReplicaProcess:
                 changes["CUDA_VISIBLE_DEVICES"] = gpus
             payload = EnginePayload(settings=msgspec.Raw(to_json(self.settings)), lending=self.lending)
             return ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(changes), name=self.name,
-                                arguments=("engine", str(end), *([str(self.index)] if self.named else [])),
-                                pass_fds=[end])
+                                arguments=("engine", str(self._words.end),
+                                           *([str(self.index)] if self.named else [])), pass_fds=[self._words.end])
 
     @property
     def name(self) -> str:
@@ -142,7 +138,7 @@ class ReplicaProcess:
             self._wait(min(REST_S * 2 ** (self.given_up - 1), MAX_REST_S), f"given up for now: {why}")
             return True
         lately = len(self.deaths) + 2 if mistake else sum(now - at < LATELY_S for at in self.deaths)
-        self._wait(min(BACKOFF_S * 2 ** (lately - 2), MAX_BACKOFF_S) if lately > 1 else 0.0, why)
+        self._wait(backoff(lately - 2) if lately > 1 else 0.0, why)
         return False
 
     @property
@@ -165,15 +161,7 @@ class ReplicaProcess:
 
     def last_words(self) -> str:
         """Why the process that has ended did so, as far as it said."""
-        if self._words is None:
-            return ""
-        words, self._words = self._words, None
-        try:
-            return os.read(words, LAST_WORDS).decode(errors="replace")
-        except BlockingIOError:
-            return ""
-        finally:
-            os.close(words)
+        return self._words.read() if self._words is not None else ""
 
     def remove_socket(self) -> None:
         """Of a process that has ended: a killed one could not."""
