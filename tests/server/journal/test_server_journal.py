@@ -237,6 +237,48 @@ def test_damage_costs_only_what_it_hits(tmp_path, caplog):
     again.close()
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The bytes of a journal after a clean stop, and what is in it."""
+    journal = Journal(tmp_path_factory.mktemp("full"))
+    for number in range(20):
+        answer(journal, accept(journal, f"r{number}", b"<%03d>" % number * 400), 200, b"ok")
+    before = contents(journal)
+    journal.close()
+    return journal.path.read_bytes(), before
+
+
+@pytest.mark.parametrize("byte", [0, 15, 16, 17, 18, 19, 20, 21, 23, 28, 30, 31, 34, 43, 47, 52, 56, 60, 63, 64, 68, 71,
+                                  95, 99, 100, 104, 4088])
+def test_a_changed_byte_of_the_first_page_costs_nothing(tmp_path, stopped, byte):
+    data, before = bytearray(stopped[0]), stopped[1]
+    data[byte] ^= 0x40
+    (tmp_path / "journal.db").write_bytes(data)
+    with contextlib.closing(Journal(tmp_path)) as again:
+        assert contents(again) == before
+        accept(again, "after", b"fine")
+    copy = tmp_path / "journal.damaged"
+    assert not copy.exists() or copy.read_bytes() == bytes(data)
+
+
+def test_what_was_written_last_is_copied_before_it_is_mended(tmp_path, stopped):
+    (tmp_path / "j").mkdir()
+    (tmp_path / "j" / "journal.db").write_bytes(stopped[0])
+    journal = Journal(tmp_path / "j")
+    accept(journal, "late", b"late")
+    path = snapshot(tmp_path / "j", tmp_path / "copy")
+    journal.close()
+    wal = path.with_name("journal.db-wal").read_bytes()
+    data = bytearray(path.read_bytes())
+    at = data.index(b"<010>" * 200) // 4096 * 4096
+    data[at:at + 8] = b"\xff" * 8
+    path.write_bytes(data)
+    with contextlib.closing(Journal(tmp_path / "copy")) as again:
+        assert find(again, "late") is not None
+    assert path.with_name("journal.damaged").read_bytes() == bytes(data)
+    assert path.with_name("journal.damaged-wal").read_bytes() == wal
+
+
 @pytest.mark.parametrize("step", ["shutil.copy", "os.replace"])
 def test_a_repair_that_is_interrupted_begins_anew(tmp_path, monkeypatch, step):
     journal = Journal(tmp_path / "j")

@@ -32,6 +32,8 @@ CREATE UNIQUE INDEX by_id ON requests(id);
 CREATE INDEX by_key ON requests(key, owner) WHERE key != '';
 CREATE INDEX by_time ON requests(created);
 """
+_VACUUM = "auto_vacuum = INCREMENTAL"
+PAGE = 4096
 
 
 def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
@@ -47,7 +49,7 @@ def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
         old = pragma(database, "schema_version") > 0
         if old and (pragma(database, "application_id"), pragma(database, "user_version")) != _MARKS:
             raise ConfigError(f"--journal: {path} {NOT_OURS}", param="journal")
-        new = () if old else ("auto_vacuum = INCREMENTAL",)
+        new = () if old else (_VACUUM,)
         for setting in (*new, "journal_mode = WAL", "journal_size_limit = 16777216", "foreign_keys = ON",
                         "cell_size_check = ON", "fullfsync = ON", "checkpoint_fullfsync = ON",
                         f"synchronous = {'FULL' if durable else 'NORMAL'}"):
@@ -57,6 +59,17 @@ def connect(path: Path, *, durable: bool) -> sqlite3.Connection:
         database.close()
         raise
     return database
+
+
+def first_page(pages: int) -> bytes:
+    """SQLite's first page, with header and schema, of a journal of so many pages. None of them counts as free."""
+    with contextlib.closing(sqlite3.connect(":memory:")) as database:
+        database.execute(f"PRAGMA {_VACUUM}")
+        database.executescript(_SCHEMA)
+        page = bytearray(database.serialize()[:PAGE])
+    page[18:20] = b"\2\2"  # WAL
+    page[28:32] = pages.to_bytes(4, "big")
+    return bytes(page)
 
 
 def pragma(database: sqlite3.Connection, name: str) -> int:

@@ -9,9 +9,19 @@ import shutil
 import sqlite3
 from pathlib import Path
 
-from tandem.server.journal.database import COLUMNS, code_of, connect
+from tandem.errors import ConfigError
+from tandem.server.journal.database import COLUMNS, PAGE, code_of, connect, first_page
 
 logger = logging.getLogger(__name__)
+
+HEADER = 100
+"""Bytes of SQLite's header."""
+_CONSTANT = slice(0, 24), slice(44, 92)
+_OF_HEADERS = (sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR, sqlite3.SQLITE_READONLY)
+"""What SQLite says of a wrong header, among other things."""
+MOST_CHANGED = 512
+"""Bytes behind the header in which a first page of ours may differ from a new one's; another database's differs in
+more."""
 
 
 def open_whole(path: Path, *, durable: bool) -> sqlite3.Connection:
@@ -22,31 +32,58 @@ def open_whole(path: Path, *, durable: bool) -> sqlite3.Connection:
     database = None
     try:
         database = connect(path, durable=durable)
-        if database.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",):
+        if database.execute("PRAGMA integrity_check(1)").fetchone() == ("ok",) and not _wrong_header(path):
             return database
-    except sqlite3.DatabaseError as error:
-        if code_of(error) != sqlite3.SQLITE_CORRUPT:
+    except (sqlite3.DatabaseError, ConfigError) as error:
+        code = sqlite3.SQLITE_NOTADB if isinstance(error, ConfigError) else code_of(error)
+        if code != sqlite3.SQLITE_CORRUPT and not (code in _OF_HEADERS and _wrong_header(path)):
             raise
     _mend(path, database)
     return connect(path, durable=durable)
 
 
+def _wrong_header(path: Path) -> bool:
+    """A file of ours whose header has wrong constants. Raises OSError."""
+    if (page := _own_first_page(path)) is None:
+        return False
+    with path.open("rb") as file:
+        there = file.read(HEADER)
+    return any(there[part] != page[part] for part in _CONSTANT)
+
+
+def _own_first_page(path: Path) -> bytes | None:
+    """The first page that the file should have, if what is there in its place was one of ours. Raises OSError."""
+    page = first_page(path.stat().st_size // PAGE)
+    with path.open("rb") as file:
+        there = file.read(PAGE)
+    changed = sum(a != b for a, b in zip(there[HEADER:], page[HEADER:], strict=False))
+    return page if len(there) == PAGE and changed <= MOST_CHANGED else None
+
+
 def _mend(path: Path, old: sqlite3.Connection | None) -> None:
     """`old` is None when not even its tables can be read."""
-    copy, new = path.with_name("journal.damaged"), path.with_name("journal.new")
+    wal, new = path.with_name(path.name + "-wal"), path.with_name("journal.new")
+    copy = path.with_name("journal.damaged")
+    with contextlib.closing(old) if old is not None else contextlib.nullcontext():
+        for source, target in ((path, copy), (wal, path.with_name("journal.damaged-wal"))):
+            try:
+                target.unlink(missing_ok=True)
+                if source.exists():
+                    shutil.copy(source, target)
+            except OSError as error:
+                logger.warning("%s cannot be written: %s; the repair goes on without it", target, error.strerror)
+    if (page := _own_first_page(path)) is not None:
+        with path.open("r+b") as file:
+            file.write(page)
     new.unlink(missing_ok=True)
     kept, lost = 0, 1
-    with contextlib.closing(connect(new, durable=True)) as database:
-        if old is not None:
-            with contextlib.closing(old):
-                kept, lost = _copy(old, database)
+    with contextlib.closing(connect(new, durable=True)) as database, \
+            contextlib.suppress(sqlite3.DatabaseError, ConfigError), \
+            contextlib.closing(connect(path, durable=True)) as old:
+        kept, lost = _copy(old, database)
     logger.error("%s is damaged: %d of its rows are kept, %d or more are lost; %s is the file as it was",
                  path, kept, lost, copy)
-    try:
-        shutil.copy(path, copy)
-    except OSError as error:
-        logger.warning("%s cannot be written: %s; the repair goes on without it", copy, error.strerror)
-    path.with_name(path.name + "-wal").unlink(missing_ok=True)  # it belongs to the old file
+    wal.unlink(missing_ok=True)  # it belongs to the old file
     os.replace(new, path)
 
 
