@@ -135,6 +135,8 @@ def test_a_client_that_reads_nothing_is_given_up(shared):
     b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
     b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nnonsense\r\n",
     b"POST /nowhere HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\nzz\r\n",
+    b"POST /nowhere HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    b"GET http:///health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET http://me@x/health HTTP/1.1\r\nHost: x\r\n\r\n",
 ])
 def test_what_is_not_http_is_told_so_in_the_shape_of_all_errors_and_logged_nowhere(shared, caplog, sent):
     status, error = error_of(everything(shared.raw(sent)))
@@ -142,6 +144,31 @@ def test_what_is_not_http_is_told_so_in_the_shape_of_all_errors_and_logged_nowhe
     assert error["code"] == "invalid_http"
     assert error["message"].startswith("Invalid HTTP request received: ")
     assert [one for one in caplog.records if one.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("piece", [1460, 100_000])
+@pytest.mark.parametrize("size", [connection.MOST_HEADER, connection.MOST_HEADER + 1])
+def test_a_header_of_64_kib_is_taken_and_a_longer_one_refused_however_it_is_cut(shared, size, piece):
+    frame = b"GET /health/live HTTP/1.1\r\nHost: x\r\nX-Long: %s\r\n\r\n"
+    header = frame % (b"a" * (size - len(frame) + 2))
+    assert len(header) == size
+    with shared.raw(b"") as client:
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(ConnectionError):
+            for start in range(0, size, piece):
+                client.sendall(header[start:start + piece])
+        if size > connection.MOST_HEADER:
+            assert error_of(everything(client))[0] == 431
+        else:
+            assert answer(client).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(("target", "status"), [
+    (b"http://127.0.0.1/health/live?a=http://b/", b"200"), (b"HTTP://localhost:1/health/live", b"200"),
+    (b"http://127.0.0.1", b"200"), (b"http://localhost?a", b"200"), (b"http://foreign.example/v1/models", b"403")])
+def test_a_target_in_absolute_form_is_taken_and_its_host_counts(shared, target, status):
+    with shared.raw(b"GET %s HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n" % target) as client:
+        assert everything(client).split()[1] == status
 
 
 def test_a_body_in_chunks_of_a_byte_is_read_in_slices(shared, monkeypatch):

@@ -85,6 +85,14 @@ def test_another_request_under_the_same_key_is_refused(serve, place):
     assert ask(server, "k", "/v1/completions").status_code == 422
 
 
+def test_a_key_with_a_slash_can_be_asked_for_and_forgotten(serve, place):
+    server = serve(journal=place)
+    ask(server, "order/7?/cancel")
+    for name in ("order/7%3F/cancel", "order%2F7%3F%2Fcancel"):
+        assert retrieve(server, name).json()["idempotency_key"] == "order/7?/cancel"
+    assert server.http.delete("/v1/requests/order/7%3F/cancel").json()["deleted"] is True
+
+
 @pytest.mark.parametrize("key", ["x" * 256, '""', "t\tab"])
 def test_bad_keys(serve, place, key):
     response = ask(serve(journal=place), key)
@@ -124,9 +132,9 @@ def test_streams_and_broken_bodies_are_not_journalled(serve, engine, place):
     assert ask(server, "k", stream=True, prefer="respond-async").status_code == 200
     assert len(engine.submitted) == 2
     assert retrieve(server, "k").status_code == 404
-    for body in (b"{", b"[]"):
+    for body, code in ((b"{", "invalid_json"), (b"[]", "invalid_json"), (b'{"stream": "\xff"}', "invalid_utf8")):
         broken = server.http.post(ROUTE, content=body, headers={"idempotency-key": "k"})
-        assert broken.status_code == 400 and broken.json()["error"]["code"] == "invalid_json"
+        assert broken.status_code == 400 and broken.json()["error"]["code"] == code
 
 
 def test_in_the_background(serve, engine, place, wait_until):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,10 @@ STALL_S = 120.0
 
 MOST_AHEAD = 4096
 """Bytes of further requests that are taken from a client while one is worked on."""
+MOST_HEADER = 64 * 1024
+"""Bytes of a request's header, its first line included."""
+_ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>(?:[/?][^#]*)?)", re.IGNORECASE)
+"""A request target in absolute form."""
 
 
 def too_slow() -> RequestError:
@@ -44,6 +49,36 @@ def too_many_lines() -> RequestError:
                          code="invalid_http")
     error.status = 431
     return error
+
+
+class _Requests(h11.Connection):
+    """h11's end of a connection, with checks of each header that h11 leaves to its user."""
+
+    def next_event(self) -> Any:
+        """Return h11's next event. Raises h11.RemoteProtocolError."""
+        before = len(self.trailing_data[0]) if self.their_state is h11.IDLE else 0
+        event = super().next_event()
+        if not isinstance(event, h11.Request):
+            return event
+        if before - len(self.trailing_data[0]) > MOST_HEADER:  # h11 limits only what has not come to its end
+            raise h11.RemoteProtocolError(f"the header has more than {MOST_HEADER} bytes", error_status_hint=431)
+        if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+            raise h11.RemoteProtocolError("send Content-Length or Transfer-Encoding, not both (RFC 9112, section 6.1)")
+        return _in_origin_form(event)
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """The request with a path as its target; the host of an absolute target replaces the header's (RFC 9112, section
+    3.2.2). Raises h11.RemoteProtocolError."""
+    if request.target.startswith(b"/") or b"://" not in request.target.partition(b"?")[0]:
+        return request
+    absolute = _ABSOLUTE.fullmatch(request.target)
+    if absolute is None:
+        raise h11.RemoteProtocolError("the target is no http:// address with a host and without a user")
+    rest = absolute["rest"]
+    headers = [(b"host", absolute["host"]), *((name, value) for name, value in request.headers if name != b"host")]
+    return h11.Request(method=request.method, target=rest if rest.startswith(b"/") else b"/" + rest, headers=headers,
+                       http_version=request.http_version)
 
 
 class _Flow(FlowControl):
@@ -71,6 +106,7 @@ class Connection(H11Protocol):
         """The clock for the first header runs."""
         super().connection_made(transport)
         self.flow = _Flow(transport)
+        self.conn = _Requests(h11.SERVER, MOST_HEADER)
         self._left = b""
         """Of what has come, what is still to be read."""
         self.since = self.loop.time()

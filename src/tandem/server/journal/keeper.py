@@ -97,7 +97,7 @@ def _streams(body: bytes) -> bool:
     """Reads that field alone: whatever else is in the body is not made into objects."""
     try:
         return bool(decode_json(body, type=_Asked).stream)
-    except (DecodeError, RecursionError):
+    except (DecodeError, UnicodeDecodeError, RecursionError):
         return True
 
 

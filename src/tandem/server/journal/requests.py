@@ -26,7 +26,7 @@ async def _find(http: Request, name: str) -> tuple[Jobs, Entry]:
     return jobs, entry
 
 
-@router.get("/v1/requests/{request_id}")
+@router.get("/v1/requests/{request_id:path}")
 async def retrieve(http: Request, request_id: str) -> Response:
     """A journalled request by its id or Idempotency-Key, with the response if there is one."""
     jobs, entry = await _find(http, request_id)
@@ -44,7 +44,7 @@ async def retrieve(http: Request, request_id: str) -> Response:
     return Response(encode_json(body), media_type="application/json")
 
 
-@router.delete("/v1/requests/{request_id}")
+@router.delete("/v1/requests/{request_id:path}")
 async def forget(http: Request, request_id: str) -> Response:
     """Stop a journalled request if it still runs, and drop its answer."""
     jobs, entry = await _find(http, request_id)
