@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import dequantize_model, load_model
@@ -12,11 +15,13 @@ from tandem.loading.stage import load_stage
 from tandem.models.description import describe
 from tandem.models.families.tiny import TINY
 from tandem.models.partition import split_layers
+from tandem.runner.kv_store import KVStore, make_store
 from tandem.testing import tiny_model
 
 PROMPT = [3 + (7 * i * i + 5 * i) % 290 for i in range(27)]  # longer than the windows of tiny models
 CHUNKS = [11, 16]
 DECODE = 6
+ROWS = [PROMPT[:19], PROMPT[5:8], PROMPT[2:12]]
 
 
 def reference(path, dtype, dequantize):
@@ -40,36 +45,46 @@ def reference(path, dtype, dequantize):
     return lambda tokens: model(tokens, cache=cache)
 
 
-def staged(path, stages, dtype, dequantize):
+def load_parts(path, stages, dtype="float32", dequantize=False):
     files = resolve(str(path))
     description = describe(files)
-    parts = [
+    return [
         load_stage(files, description, r, dtype=dtype, dequantize=dequantize)
         for r in split_layers(description.num_layers, stages, uncut=description.uncut)
     ]
-    caches = [part.make_caches() for part in parts]
-
-    def forward(tokens):
-        h = tokens
-        for part, cache in zip(parts, caches, strict=True):
-            h = part.forward(h, cache)
-            assert h.dtype == part.dtype
-        return parts[-1].head(h)
-
-    return forward
 
 
-def assert_equal_runs(path, stages, dtype="float32", dequantize=False):
-    ours, theirs = staged(path, stages, dtype, dequantize), reference(path, getattr(mx, dtype), dequantize)
+def through(parts, caches, tokens):
+    h = mx.array(tokens, mx.int32)
+    for part, cache in zip(parts, caches, strict=True):
+        h = part.forward(h, cache)
+        assert h.dtype == part.dtype
+    return h
+
+
+def assert_equal_runs(path, parts, dequantize=False):
+    theirs, caches = reference(path, parts[0].dtype, dequantize), [part.make_caches() for part in parts]
     steps = [PROMPT[: CHUNKS[0]], PROMPT[CHUNKS[0] :]]
     assert [len(s) for s in steps] == CHUNKS
     for i in range(len(CHUNKS) + DECODE):
-        tokens = mx.array([steps[i]], mx.int32)
-        got, want = ours(tokens), theirs(tokens)
+        got, want = parts[-1].head(through(parts, caches, [steps[i]])), theirs(mx.array([steps[i]], mx.int32))
         assert got.dtype == want.dtype
         assert mx.all(mx.isfinite(want)).item()
         assert mx.array_equal(got, want).item(), f"step {i}: {mx.max(mx.abs(got - want)).item()}"
         steps.append([mx.argmax(got[0, -1]).item()])
+
+
+def assert_rows_run_together(parts):
+    """Three sequences of different lengths in one decode step, against each of them alone."""
+    stores, want = [make_store(part.make_caches, 0, part.one_by_one) for part in parts], []
+    for number, prompt in enumerate(ROWS):
+        caches = [part.make_caches() for part in parts]
+        through(parts, caches, [prompt])
+        for store, own in zip(stores, caches, strict=True):
+            store.join(str(number), own if isinstance(store, KVStore) else deepcopy(own), len(prompt))
+        want.append(parts[-1].head(through(parts, caches, [[number + 7]]))[0, -1])
+    got = parts[-1].head(through(parts, [store.batch() for store in stores], [[7], [8], [9]]))[:, -1]
+    np.testing.assert_allclose(np.array(got), np.array(mx.stack(want)), rtol=1e-3, atol=2e-4)
 
 
 @pytest.mark.parametrize("family", sorted(TINY))
@@ -77,20 +92,22 @@ def test_plain_weights(family, tmp_path):
     path = tiny_model(tmp_path, family)
     description = describe(resolve(str(path)))
     for stages in range(1, min(description.num_layers - len(description.uncut), 3) + 1):
-        assert_equal_runs(path, stages)
+        parts = load_parts(path, stages)
+        assert_equal_runs(path, parts)
+        assert_rows_run_together(parts)
 
 
 @pytest.mark.parametrize("family", sorted(TINY))
 def test_quantized_weights_stay_packed_or_are_expanded(family, tmp_path):
     path = tiny_model(tmp_path, family, quantized=True)
-    assert_equal_runs(path, 2)
-    assert_equal_runs(path, 2, dequantize=True)
+    assert_equal_runs(path, load_parts(path, 2))
+    assert_equal_runs(path, load_parts(path, 2, dequantize=True), dequantize=True)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "ministral3"])
 def test_half_precision_as_stored(family, tmp_path):
     path = tiny_model(tmp_path, family, shards=3)
-    assert_equal_runs(path, 2, dtype="bfloat16")
+    assert_equal_runs(path, load_parts(path, 2, dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("family", sorted(TINY))

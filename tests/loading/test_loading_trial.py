@@ -49,6 +49,17 @@ def test_a_stage_that_computes_something_else_is_refused(monkeypatch: pytest.Mon
         trial.try_config(tiny_config("llama"))
 
 
+def test_a_stage_that_cannot_have_two_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches that calls share: the embedding keeps the last tokens of one row in them, and the head meets two."""
+    monkeypatch.setattr(trial.Frame, "_elsewhere", lambda frame, index, caches: frame._made[index])
+    assert trial.outcome(tiny_config("longcat_flash_ngram"))[0] is False
+    monkeypatch.undo()
+    head = trial.Frame.head
+    monkeypatch.setattr(trial.Frame, "head", lambda frame, h: head(frame, mx.broadcast_to(h[:1], h.shape)))
+    with pytest.raises(UnsupportedModel, match="over 1 stages the logits of 2 rows at once differ in call 1"):
+        trial.try_config(tiny_config("llama"))
+
+
 def test_an_unlisted_type_is_tried_in_a_process_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tiny_model(tmp_path / "unlisted", vocab=300, settings=UNLISTED)
     description = describe(resolve(str(path)))

@@ -235,8 +235,9 @@ class Frame:
         return sorted(cache for cache in kept if cache is not None)
 
     def _elsewhere(self, index: int, caches: Sequence[Any]) -> Any:
-        """In the place of the model's cache `index`, of whose kind the stage has none: offsets can be made from it."""
-        made = self._made[index]
+        """Stand-in for the model's cache `index`, of whose kind the stage has none: offsets can be made from it, and
+        what the embedding writes into it stays in this call."""
+        made = deepcopy(self._made[index])
         return made if self._counts is None or not hasattr(made, "offset") else _Elsewhere(made, caches[self._counts])
 
     def _place(self, index: int) -> int | None:

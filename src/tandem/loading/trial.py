@@ -16,6 +16,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from tandem.borders import start_thread
@@ -34,6 +35,10 @@ from tandem.processes.child import receive_payload, watch_lifeline
 
 STEPS = (11, 16, 1, 1)
 """Tokens of each call: a prompt in two chunks, which is longer than tiny windows, and two more."""
+ROWS = 2
+"""Sequences of each call: what works with one alone fails in a batch."""
+ROUNDING = 1e-3
+"""How far the logits of rows that are computed together may be from those of each, as a share of the largest."""
 MOST_WEIGHTS = 60_000_000
 MOST_BYTES = 4 * 10**9
 """Of memory, beyond what the process begins with: far more than such models take."""
@@ -62,37 +67,61 @@ def cut_down(config: dict[str, Any]) -> tuple[dict[str, Any], nn.Module]:
 def _compare(config: dict[str, Any], model: nn.Module, weights: int) -> str:
     model.update(tree_map_with_path(_random, model.parameters()))
     mx.eval(model.parameters())
-    layers, tokens = len(model.layers), mx.random.randint(0, 256, (1, sum(STEPS)), key=mx.random.key(1))
+    layers, rows = len(model.layers), mx.random.randint(0, 256, (ROWS, sum(STEPS)), key=mx.random.key(1))
     family = family_of(str(config.get("model_type")))
-    want = _logits([Frame(model, range(layers), family)], tokens, whole=model)
+    make_caches = Frame(model, range(layers), family).make_caches
+    each = [_whole_logits(model, make_caches(), row) for row in rows]
+    want = [mx.concatenate(list(calls)) for calls in zip(*each, strict=True)]
     if not all(mx.all(mx.isfinite(one)).item() for one in want):
         raise UnsupportedModel("cut down, it computes numbers that are not finite, so nothing can be compared")
     fixed = uncut(text_config(config), layers)
     most = min(layers - len(fixed), 3)
     for stages in range(1, most + 1):
         frames = [Frame(model, own, family) for own in split_layers(layers, stages, uncut=fixed)]
-        for i, (one, other) in enumerate(zip(_logits(frames, tokens), want, strict=True)):
-            if not mx.array_equal(one, other).item():
-                by = mx.max(mx.abs(one - other)).item()
+        for i, (alone, together, whole) in enumerate(zip(*_staged_logits(frames, rows), want, strict=True)):
+            if not mx.array_equal(alone, whole).item():
                 raise UnsupportedModel(f"over {stages} stages the logits of call {i + 1} differ from mlx-lm's by "
-                                       f"{by:g}")
+                                       f"{_distance(alone, whole):g}")
+            if not (by := _distance(together, whole)) <= ROUNDING * _distance(whole, mx.zeros(1)):
+                raise UnsupportedModel(f"over {stages} stages the logits of {ROWS} rows at once differ in call {i + 1} "
+                                       f"from those of each by {by:g}")
     return f"{layers} layers and {weights:,} weights in up to {most} stages agree with mlx-lm in all bits"
 
 
-def _logits(frames: list[Frame], tokens: mx.array, whole: nn.Module | None = None) -> list[mx.array]:
-    caches = [frame.make_caches() for frame in frames]
-    found, start = [], 0
-    for count in STEPS:
-        x = tokens[:, start : start + count]
-        start += count
-        if whole is not None:
-            found.append(whole(x, cache=caches[0]))
-        else:
-            for frame, own in zip(frames, caches, strict=True):
-                x = frame.run(x, own)
-            found.append(frames[-1].head(x))
-        mx.eval(found[-1])
+def _distance(one: mx.array, other: mx.array) -> float:
+    by: Any = mx.max(mx.abs(one - other)).item()
+    return float(by)
+
+
+def _calls(row: mx.array) -> list[mx.array]:
+    """Tokens [1, n] of each call."""
+    return list(mx.split(row[None], np.cumsum(STEPS)[:-1].tolist(), axis=1))
+
+
+def _whole_logits(model: nn.Module, caches: list[Any], row: mx.array) -> list[mx.array]:
+    found = [model(x, cache=caches) for x in _calls(row)]
+    mx.eval(found)
     return found
+
+
+def _staged_logits(frames: list[Frame], rows: mx.array) -> tuple[list[mx.array], list[mx.array]]:
+    """Logits of each call, [rows, n, V]: with each row's hidden states given to the head alone, and together.
+
+    The rows take turns, as those of a batch do that are computed one by one.
+    """
+    caches = [[frame.make_caches() for frame in frames] for _ in rows]
+    alone: list[mx.array] = []
+    together: list[mx.array] = []
+    for calls in zip(*map(_calls, rows), strict=True):
+        hidden = []
+        for x, own in zip(calls, caches, strict=True):
+            for frame, cache in zip(frames, own, strict=True):
+                x = frame.run(x, cache)
+            hidden.append(x)
+        alone.append(mx.concatenate([frames[-1].head(x) for x in hidden]))
+        together.append(frames[-1].head(mx.concatenate(hidden)))
+        mx.eval(alone[-1], together[-1])
+    return alone, together
 
 
 def _model(config: dict[str, Any]) -> nn.Module:
