@@ -108,3 +108,13 @@ def test_what_somebody_waits_for_is_written_without_a_limit(disk, monkeypatch: p
         assert isinstance(got, Written) and got.names == [name] and got.nbytes > 0 < got.seconds
     other.survey()
     assert set(new) <= set(other.names())
+
+
+def test_a_look_for_some_pieces_names_no_others(disk) -> None:
+    one, _, reports = disk
+    one.survey(Survey(1, soon=True, wanted=[NAMES[2], b"x" * 16]))
+    got = reports.get(timeout=60)
+    assert (got.names, got.lent, got.wanted) == ([NAMES[2]], [], [NAMES[2], b"x" * 16])
+    one.survey(Survey(2))
+    got = reports.get(timeout=60)
+    assert sorted(got.names) == NAMES and got.wanted is None and got.nbytes > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import struct
 import time
@@ -101,7 +102,7 @@ def test_half_a_file_is_left_by_nobody(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space"):
         files.write(b"x" * 16, [(layer, layer) for layer in KEYS], "float32")
-    assert len(list(tmp_path.glob("space/*"))) == 1
+    assert len([one for one in tmp_path.glob("space/*") if one.is_file()]) == 1
     stale = tmp_path / "space" / ".dead.tmp"
     stale.write_bytes(b"half")
     os.utime(stale, (1, 1))
@@ -127,7 +128,7 @@ def test_a_full_disk_loses_what_was_used_least_recently(tmp_path, monkeypatch):
         free[0] = others
         with pytest.raises(OSError, match="No space"):
             files.write(b"x" * 16, [(layer, layer) for layer in KEYS], "float32")
-        assert {path.name.split(".")[0] for path in tmp_path.glob("space/*")} == {one.hex() for one in names[-left:]}
+        assert {path.name.split(".")[0] for path in tmp_path.glob("space/*.kv")} == {one.hex() for one in names[-left:]}
     assert set(files.take_gone()) == set(names[:3])
 
 
@@ -202,7 +203,7 @@ def test_nothing_is_deleted_beyond_the_directory(tmp_path):
     store(tmp_path / "kv", (0, 4), (0, 6))
     (tmp_path / "kv" / "link").symlink_to(elsewhere)
     store(tmp_path / "kv", (0, 4), (0, 6), limit=1, name=b"x" * 16)
-    assert not list((tmp_path / "kv").glob("space/*"))
+    assert not list((tmp_path / "kv").glob("space/*.kv"))
     assert len(list(elsewhere.iterdir())) == 2
 
 
@@ -265,3 +266,34 @@ def test_a_directory_of_others_is_left_alone(tmp_path):
     (tmp_path / "linked" / "space").symlink_to(tmp_path / "away" / "space")
     with pytest.raises(UsageError, match="is a link"):
         store(tmp_path / "linked", (0, 4), (0, 6))
+
+
+def test_a_look_for_some_pieces_lists_no_others(tmp_path, monkeypatch):
+    """However many lie there; parts of layouts that began later are seen all the same."""
+    mine, other = (PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30) for _ in range(2))
+    new, gone, unasked = (bytes([i]) * 16 for i in range(3))
+    for name in (gone, unasked):
+        other.write(name, [(layer, -layer) for layer in KEYS], "float32")
+    mine.survey()
+    next(tmp_path.glob(f"space/{gone.hex()}*")).unlink()
+    for layers in ((0, 1), (1, 4)):
+        store(tmp_path, layers, (0, 6), name=new)
+
+    def listed(*_):
+        raise AssertionError("the directory is listed")
+
+    monkeypatch.setattr("os.scandir", listed)
+    assert mine.survey(wanted=[new, gone]) == (0, 0)
+    assert mine.names([new, gone]) == [new] and mine.lent([new, gone]) == []
+    assert set(mine.names()) == {new, unasked}
+    assert np.array_equal(np.stack([keys for keys, _ in mine.read(new)[0]]), KEYS)
+
+
+def test_the_labels_of_parts_are_noted_again_where_the_directory_was_emptied(tmp_path):
+    mine, other = (store(tmp_path, (0, 4), heads) for heads in ((0, 6), (0, 3)))
+    shutil.rmtree(tmp_path / "space")
+    other.write(b"x" * 16, [(layer[:, :3], layer[:, :3]) for layer in KEYS], "float32")
+    half = PieceFiles(tmp_path, "space", part((0, 4), (0, 2)), 1 << 30, 1 << 30)
+    half.survey(wanted=[b"x" * 16])
+    mine.survey(wanted=[b"x" * 16])
+    assert half.names() == [b"x" * 16] and b"x" * 16 not in mine.names()

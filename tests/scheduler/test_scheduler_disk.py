@@ -301,3 +301,24 @@ def test_what_each_rank_sees_is_all_that_it_has() -> None:
         assert scheduler.disk.has(block_hashes(LONG)) == len(seen) * PIECE
     scheduler.disk.take(Surveyed(1, 2, []), scheduler.prefixes)
     assert scheduler.disk.has(block_hashes(LONG)) == 0
+
+
+def test_a_look_for_some_pieces_says_nothing_of_others() -> None:
+    """Neither of what the ranks have, nor to whoever needs another prompt's."""
+    scheduler = make()
+    begin(scheduler, names(OTHER), names(OTHER))
+    told = EngineRequest(request_id="told", prompt=LONG, params=SamplingParams(max_tokens=4), kept=2 * PIECE)
+    scheduler.submit(told, seed=1)
+    [look] = scheduler.disk.orders
+    assert isinstance(look, Survey) and look.wanted == names(LONG)
+    scheduler.submit(request("elsewhere", [9] * (2 * PIECE)), seed=1)
+    assert inserted(scheduler) == {"elsewhere": 0}, "what is looked for is not its"
+    scheduler.disk.orders.clear()
+    scheduler.submit(request("same", LONG), seed=1)
+    assert inserted(scheduler) == {} and not scheduler.disk.orders
+    for rank in range(RANKS):
+        scheduler.disk.take(Surveyed(rank, look.number, names(LONG)[:1], wanted=look.wanted), scheduler.prefixes)
+    assert scheduler.disk.has(block_hashes(OTHER[:-1])) == 2 * PIECE
+    [order] = scheduler.disk.orders
+    fetched(scheduler, order.key)
+    assert inserted(scheduler).keys() == {"told", "same"}

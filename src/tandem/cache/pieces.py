@@ -33,10 +33,14 @@ class PieceIndex:
         for name in names:
             self._have[name] = self._have.get(name, 0) | 1 << rank
 
-    def see(self, rank: int, names: Iterable[bytes]) -> None:
-        """A rank has these and no others."""
+    def see(self, rank: int, names: Iterable[bytes], wanted: Iterable[bytes] | None = None) -> None:
+        """A rank has these and no others, or no others of those that are `wanted`."""
         others = ~(1 << rank)
-        self._have = {name: left for name, ranks in self._have.items() if (left := ranks & others)}
+        for name in list(self._have) if wanted is None else wanted:
+            if left := self._have.get(name, 0) & others:
+                self._have[name] = left
+            else:
+                self._have.pop(name, None)
         self.keep(rank, names)
 
     def lose(self, names: Iterable[bytes]) -> None:

@@ -47,7 +47,7 @@ class Survey(Struct, frozen=True, tag=True):
     soon: bool = False
     """Look before what waits is written."""
     wanted: list[bytes] | None = None
-    """Pieces that those who lend are asked for; None: all that they have."""
+    """Pieces to look for, here and at those who lend; None: all."""
 
 
 class Surveyed(Struct, frozen=True, tag=True):
@@ -56,13 +56,16 @@ class Surveyed(Struct, frozen=True, tag=True):
     rank: int
     number: int
     names: list[bytes]
-    """Pieces that it can put together, and no others."""
+    """Pieces that it can put together; no others, but those that nobody asked for."""
     lent: list[bytes] = []
     """Those of them for which it needs what others lend."""
     nbytes: int = 0
-    """Of the files of this model, adapter and type; or of those that this rank has deleted."""
+    """Of the files of this model, adapter and type; or of those that this rank has deleted. 0 where it was asked for
+    some pieces alone, as is the next."""
     total_bytes: int = 0
     """Of all files in the directory."""
+    wanted: list[bytes] | None = None
+    """As in the question."""
 
 
 class Fetched(Struct, frozen=True, tag=True):

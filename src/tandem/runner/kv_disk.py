@@ -288,8 +288,10 @@ class KVDisk:
         except OSError as error:
             seldom.warning("the directory for KV cannot be read: %s; what it has is computed", error.strerror or error)
             nbytes = total = 0
-        self._files.take_gone()  # what is there says it too
-        self._report(Surveyed(self._rank, order.number, self._files.names(), self._files.lent(), nbytes, total))
+        if order.wanted is None:
+            self._files.take_gone()  # what is there says it too
+        self._report(Surveyed(self._rank, order.number, self._files.names(order.wanted), self._files.lent(order.wanted),
+                              nbytes, total, order.wanted))
 
     def _write(self, number: int, name: bytes, span: _Span, nbytes: int, awaited: bool) -> None:
         try:

@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
 from tandem.system.files import NotRegular, read_regular
-from tandem.transport.lenders import SUFFIX, Lenders
+from tandem.transport.lenders import PARTS, SUFFIX, Lenders, labels
 
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
@@ -91,6 +92,7 @@ class Part:
         return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
 
     @staticmethod
+    @lru_cache(1024)
     def read(label: str) -> Part:
         """The part with this label. Raises ValueError."""
         layers, _, heads = label.partition(".")
@@ -176,6 +178,16 @@ class PieceFiles:
         self._unseen = 0
         """Bytes written since the last look."""
         self._look()
+        self._labels: set[str] = set()
+        self._announce(self.need, *(part for parts in self._parts.values() for part in parts))
+
+    def _announce(self, *parts: Part) -> None:
+        """Have those who look for single pieces know the labels of these. What cannot be written is left out."""
+        for label in {part.label for part in parts} - self._labels:
+            with suppress(OSError):
+                (self._path / PARTS).mkdir(exist_ok=True, mode=0o700)
+                _write(self._path / PARTS / label, "")
+                self._labels.add(label)
 
     def borrow(self, lenders: Lenders) -> None:
         """Have what is not here from there; `survey` looks what they have. They are closed with this."""
@@ -186,27 +198,20 @@ class PieceFiles:
         if self._lenders is not None:
             self._lenders.close()
 
-    def names(self) -> list[bytes]:
-        """Pieces that this rank can put together."""
-        return [name for name in {**self._parts, **self._lent} if self._sources(name) is not None]
+    def names(self, among: Iterable[bytes] | None = None) -> list[bytes]:
+        """Pieces that this rank can put together, `among` these or of all."""
+        return [name for name in ({**self._parts, **self._lent} if among is None else among)
+                if self._sources(name) is not None]
 
-    def lent(self) -> list[bytes]:
+    def lent(self, among: Iterable[bytes] | None = None) -> list[bytes]:
         """Those of them for which it needs what others lend."""
-        return [name for name in self._lent if any(part not in self._parts.get(name, ())
-                                                   for layer in self._sources(name) or () for part, _ in layer)]
+        return [name for name in (self._lent if among is None else among)
+                if any(part not in self._parts.get(name, ())
+                       for layer in self._sources(name) or () for part, _ in layer)]
 
     def _sources(self, name: bytes) -> list[list[tuple[Part, range]]] | None:
         """For each layer the parts to take, and which heads of each; None if something is missing."""
-        own = self._parts.get(name, [])
-        every = [*own, *self._lent.get(name, [])]
-        found = []
-        for layer in self.need.layers:
-            # What is here comes first, in smaller parts too.
-            if not (taken := _cover([part for part in own if layer in part.layers], self.need.heads)
-                    or _cover([part for part in every if layer in part.layers], self.need.heads)):
-                return None
-            found.append(taken)
-        return found
+        return _sources(self.need, tuple(self._parts.get(name, ())), tuple(self._lent.get(name, ())))
 
     def read(self, name: bytes) -> tuple[list[Layer], str, int]:
         """Keys and values of each layer, MLX's name of their type, and bytes read. Raises Unusable."""
@@ -304,8 +309,10 @@ class PieceFiles:
         """Make it a file; returns its bytes. Raises OSError, with nothing left behind."""
         if self._path.is_symlink() or not self._path.exists():
             _make_space(self._root, self._space)
+            self._labels.clear()
             if self.store_id:  # others that start now share it as those do that run
                 _identity(self._root, self.store_id.partition("/")[0])
+        self._announce(part)
         temporary = self._path / f".{secrets.token_hex(8)}.tmp"
         try:
             with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -348,24 +355,37 @@ class PieceFiles:
         self._unseen = 0
         return own, total
 
-    def survey(self, *, drop: bool = False, wanted: Iterable[bytes] | None = None) -> tuple[int, int]:
+    def survey(self, *, drop: bool = False, wanted: Sequence[bytes] | None = None) -> tuple[int, int]:
         """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
-        space's files, or of those that were deleted, and of all that is left. Those who lend are asked for the pieces
-        that are `wanted`, or for all. Raises OSError."""
+        space's files, or of those that were deleted, and of all that is left. Where some pieces are `wanted`, nothing
+        else is looked at, here or at those who lend, nor counted. Raises OSError."""
         dropped = 0
         for _, size, space, file in self._all() if drop else ():
             if space == self._space:
                 with suppress(OSError):  # another rank deletes them too
                     (self._path / file).unlink()
                     dropped += size
-        own, total = self._look()
-        self._lent = {}
+        own, total = self._look() if wanted is None else self._look_for(wanted)
+        stems = None if wanted is None else {name.hex() for name in wanted}
+        for name in list(self._lent) if wanted is None else wanted:
+            self._lent.pop(name, None)
         if self._lenders is not None and not drop:  # others drop what they have at the same time
-            self._lenders.look(None if wanted is None else {name.hex() for name in wanted})
-            for file, size in self._lenders.files():
+            self._lenders.look(stems)
+            for file, size in self._lenders.files(stems):
                 if size <= self._most:
                     _note(self._lent, file)
         return dropped if drop else own, total
+
+    def _look_for(self, wanted: Sequence[bytes]) -> tuple[int, int]:
+        """Look which parts of these pieces are there, and at no other file."""
+        there = labels(self._path)
+        for name in wanted:
+            self._parts.pop(name, None)
+            for file in (f"{name.hex()}.{label}{SUFFIX}" for label in there):
+                with suppress(OSError):
+                    if stat.S_ISREG(os.stat(self._path / file, follow_symlinks=False).st_mode):
+                        _note(self._parts, file)
+        return 0, 0
 
     def take_gone(self) -> list[bytes]:
         """Pieces of which something was deleted, since the last call."""
@@ -408,6 +428,19 @@ def _note(parts: dict[bytes, list[Part]], file: str) -> None:
 
 def _file(name: bytes, part: Part) -> str:
     return f"{name.hex()}.{part.label}{SUFFIX}"
+
+
+@lru_cache(1024)
+def _sources(need: Part, own: Sequence[Part], lent: Sequence[Part]) -> list[list[tuple[Part, range]]] | None:
+    """Alike for all pieces of which the same parts are there."""
+    found = []
+    for layer in need.layers:
+        # What is here comes first, in smaller parts too.
+        if not (taken := _cover([part for part in own if layer in part.layers], need.heads)
+                or _cover([part for part in (*own, *lent) if layer in part.layers], need.heads)):
+            return None
+        found.append(taken)
+    return found
 
 
 def _cover(parts: Sequence[Part], heads: range) -> list[tuple[Part, range]]:

@@ -81,6 +81,8 @@ class _Looking:
     missing: set[int]
     """Ranks that have not answered."""
     waiting: list[Running]
+    wanted: frozenset[bytes] | None
+    """Pieces that ranks look for; None: all."""
 
 
 class DiskTier:
@@ -186,10 +188,12 @@ class DiskTier:
         if told and len(names) < min(sequence.request.kept // PIECE, len(every)):
             self._look_for(sequence, wanted=every)
             return
-        if self._looks and len(names) < len(every) and not sequence.looked:
-            next(reversed(self._looks.values())).waiting.append(sequence)
-            sequence.awaits = sequence.looked = True
-            return
+        if len(names) < len(every) and not sequence.looked:
+            for look in reversed(self._looks.values()):
+                if look.wanted is None or every[len(names)] in look.wanted:
+                    look.waiting.append(sequence)
+                    sequence.awaits = sequence.looked = True
+                    return
         here = prefixes.peek(hashes)
         # What came from another replica is read whatever the pace: it came so that this one need not compute it.
         came = sequence.request.kept >= PIECE and bool(sequence.request.produced)
@@ -214,10 +218,11 @@ class DiskTier:
 
     def _look_for(self, *sequences: Running, wanted: list[bytes] | None = None) -> None:
         """Others may have written the beginnings of these: see what is there before they are sought again. `wanted`:
-        their pieces, if nobody is asked for more."""
+        their pieces, if nothing else is looked for."""
         self._looked -= 1
         self.orders.append(Survey(self._looked, soon=True, wanted=wanted))
-        self._looks[self._looked] = _Looking(set(range(self._ranks)), list(sequences))
+        self._looks[self._looked] = _Looking(set(range(self._ranks)), list(sequences),
+                                             None if wanted is None else frozenset(wanted))
         for sequence in sequences:
             sequence.awaits = sequence.looked = True
 
@@ -240,8 +245,9 @@ class DiskTier:
             self._fetched(report, prefixes)
             return
         if isinstance(report, Surveyed):
-            self._pieces.see(report.rank, report.names)
-            self._lent[report.rank] = set(report.lent)
+            self._pieces.see(report.rank, report.names, report.wanted)
+            before = set() if report.wanted is None else self._lent.get(report.rank, set()).difference(report.wanted)
+            self._lent[report.rank] = before.union(report.lent)
             self._seen(report, prefixes)
             return
         self._pieces.keep(report.rank, report.names)

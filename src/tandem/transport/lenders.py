@@ -4,6 +4,7 @@ replica of the model."""
 from __future__ import annotations
 
 import os
+import stat
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
@@ -27,6 +28,15 @@ MOST_STEMS = 5000
 """Of one question, which must not be too large either; who has more asks for all files."""
 SUFFIX = ".kv"
 """Of the files that hold parts of pieces."""
+PARTS = "parts"
+"""Directory beside them with an empty file for each label that their names can have."""
+
+
+def labels(directory: Path) -> list[str]:
+    """Labels of the parts in a directory of pieces, which file names have between stem and suffix."""
+    with suppress(OSError):
+        return os.listdir(directory / PARTS)
+    return []
 
 
 class Lending(Struct, frozen=True):
@@ -47,18 +57,16 @@ class PieceServer(BlobServer):
 
     def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
         """As `ListFiles` asks for them. Raises OSError."""
+        names = os.listdir(self._directory) if stems is None else (
+            f"{stem}.{label}{SUFFIX}" for label in labels(self._directory) for stem in set(stems))
         found: list[BlobFile] = []
-        wanted = None if stems is None else set(stems)
-        with os.scandir(self._directory) as files:
-            for file in files:
-                if not _is_name(file.name) or (wanted is not None and file.name.partition(".")[0] not in wanted):
-                    continue
-                with suppress(OSError):  # one that is deleted just now
-                    if file.is_file(follow_symlinks=False):
-                        status = file.stat(follow_symlinks=False)
-                        found.append(BlobFile(file.name, status.st_size, status.st_mtime_ns, ""))
-                if len(found) == MOST_LISTED:
-                    break
+        for name in filter(_is_name, names):
+            with suppress(OSError):  # one that is deleted just now, or not there
+                status = os.stat(self._directory / name, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    found.append(BlobFile(name, status.st_size, status.st_mtime_ns, ""))
+            if len(found) == MOST_LISTED:
+                break
         return found
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
@@ -82,6 +90,10 @@ def _is_name(name: str) -> bool:
     return name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name and "\0" not in name
 
 
+def _stem(name: str) -> str:
+    return name.partition(".")[0]
+
+
 class Lenders:
     """Other machines that lend. Used by one thread."""
 
@@ -89,8 +101,8 @@ class Lenders:
         """Connects when first asked for something."""
         self._keys = keys
         self._clients: dict[str, BlobClient | None] = {}
-        self._where: dict[str, tuple[str, int]] = {}
-        """Of each file: who lends it, and its bytes."""
+        self._where: dict[str, dict[str, tuple[str, int]]] = {}
+        """Endpoint and bytes of each file that is lent, by stem and name."""
         self._resting: dict[str, float] = {}
         """Who is not asked, and until when."""
         self.change(endpoints)
@@ -98,18 +110,19 @@ class Lenders:
     def change(self, endpoints: Iterable[str]) -> None:
         """From now on these lend, and no others."""
         named = set(endpoints)
-        for endpoint in self._clients.keys() - named:
+        gone = self._clients.keys() - named
+        for endpoint in gone:
             self._drop(endpoint)
             del self._clients[endpoint]
             self._resting.pop(endpoint, None)
-        self._where = {name: one for name, one in self._where.items() if one[0] in named}
+        self._forget(gone)
         self._clients |= dict.fromkeys(named - self._clients.keys())
 
     def look(self, stems: Collection[str] | None = None) -> None:
         """Ask what is lent now: of files with these stems (`ListFiles`), or of all. Those who do not answer have
         nothing, and are left alone for a while."""
-        self._where = {} if stems is None else {name: one for name, one in self._where.items()
-                                                if name.partition(".")[0] not in stems}
+        for stem in list(self._where) if stems is None else stems:
+            self._where.pop(stem, None)
         now = time.monotonic()
         stems = None if stems is not None and len(stems) > MOST_STEMS else stems
         asked = [(endpoint, client, client.ask(stems)) for endpoint in self._clients
@@ -122,15 +135,16 @@ class Lenders:
                 continue
             self._resting.pop(endpoint, None)
             for file in listed:
-                self._where.setdefault(file.name, (endpoint, file.size))
+                self._where.setdefault(_stem(file.name), {}).setdefault(file.name, (endpoint, file.size))
 
-    def files(self) -> list[tuple[str, int]]:
-        """Names and sizes of what is lent, as was last seen."""
-        return [(name, size) for name, (_, size) in self._where.items()]
+    def files(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
+        """Names and sizes of what is lent, as was last seen: of files with these stems, or of all."""
+        return [(name, size) for stem in (self._where if stems is None else stems)
+                for name, (_, size) in self._where.get(stem, {}).items()]
 
     def bring(self, name: str) -> bytes:
         """All of a file. Raises TransportError."""
-        endpoint, size = self._where.pop(name, ("", 0))
+        endpoint, size = self._where.get(_stem(name), {}).pop(name, ("", 0))
         if not endpoint:
             raise TransportError("no machine lends it")
         whole = bytearray(size)
@@ -154,8 +168,13 @@ class Lenders:
     def _give_up(self, endpoint: str) -> None:
         """Nobody waits for it once more: what it was to lend is computed."""
         self._drop(endpoint)
-        self._where = {name: one for name, one in self._where.items() if one[0] != endpoint}
+        self._forget({endpoint})
         self._resting[endpoint] = time.monotonic() + REST_S
+
+    def _forget(self, endpoints: Collection[str]) -> None:
+        """Drop the files that these lend."""
+        for stem, files in self._where.items():
+            self._where[stem] = {name: one for name, one in files.items() if one[0] not in endpoints}
 
     def _drop(self, endpoint: str) -> None:
         """What it still sends is for nobody."""
