@@ -193,6 +193,45 @@ def test_overload_and_an_absent_engine_are_waited_for(keeps, engine, wait_until)
     assert over(client, begun, wait_until).request_counts.completed == 1
 
 
+def test_a_client_over_its_limit_holds_up_no_other_clients_batches(keeps, engine, wait_until, monkeypatch, tmp_path):
+    monkeypatch.setattr(runner, "RUNNING", 1)
+    monkeypatch.setattr(runner, "AT_ONCE", 1)
+    monkeypatch.setattr("tandem.server.journal.calls.LONGEST_PAUSE_S", 0.05)
+    keys = tmp_path / "keys"
+    keys.write_text("sk-limited requests_per_minute=1\nsk-free\n")
+    keys.chmod(0o600)
+    server = keeps(api_key_file=str(keys))
+    limited, free = (server.openai(api_key=key) for key in ("sk-limited", "sk-free"))
+    stalled = [begin(limited, *(line(str(number)) for number in range(3))) for _ in range(2)]
+    wait_until(lambda: limited.batches.retrieve(stalled[0].id).errors)
+    done = over(free, begin(free, *(line(str(number)) for number in range(5))), wait_until)
+    assert (done.status, done.request_counts.completed, done.errors) == ("completed", 5, None)
+    told = limited.batches.retrieve(stalled[0].id)
+    assert told.status == "in_progress" and told.request_counts.completed == 1
+    assert "The batch waits: Rate limit reached: the limit is 1 requests a minute" in told.errors.data[0].message
+    limited.batches.cancel(stalled[0].id)
+    ended = over(limited, stalled[0], wait_until)
+    assert (ended.status, ended.errors, ended.request_counts.failed) == ("cancelled", None, 2)
+    first, refused = results(limited, ended.output_file_id), results(limited, ended.error_file_id)
+    assert [*first] == ["0"] and refused.keys() == {"1", "2"}
+
+
+def test_lines_that_were_refused_are_asked_for_again_once_each(keeps, engine, wait_until, monkeypatch):
+    monkeypatch.setattr(runner, "AT_ONCE", 3)
+    monkeypatch.setattr("tandem.server.batches.records.READ_AHEAD", 4)
+    monkeypatch.setattr("tandem.server.journal.calls.LONGEST_PAUSE_S", 0.01)
+    client = keeps().openai()
+    begun = begin(client, *(line(str(number)) for number in range(60)))
+    for _ in range(4):
+        engine.refusal = (429, "full", "overloaded", 1.0)
+        wait_until(lambda: client.batches.retrieve(begun.id).errors)
+        engine.refusal = None
+        wait_until(lambda: not client.batches.retrieve(begun.id).errors)
+    done = over(client, begun, wait_until)
+    assert (done.status, done.request_counts.completed) == ("completed", 60)
+    assert set(results(client, done.output_file_id)) == set(map(str, range(60)))
+
+
 @pytest.mark.parametrize(("lines", "words"), [
     (["{"], "line 1: not valid JSON"), (["[]"], "line 1: a request is a JSON object"),
     ([line("a"), "", line("a")], "line 3: custom_id 'a' is there twice"),

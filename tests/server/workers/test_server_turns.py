@@ -60,6 +60,21 @@ def test_one_client_never_has_all_turns():
     asyncio.run(run())
 
 
+def test_a_client_with_fewer_turns_comes_before_one_that_has_waited_longer():
+    async def run():
+        work = Work(4)
+        for name in ("a1", "a2", "a3", "a4", "a5", "b1", "b2"):
+            await work.add(name)
+        assert work.begun == ["a1", "a2", "a3", "b1"]
+        await work.end("a1")
+        assert work.begun[-1] == "b2"
+        await work.end("a2")
+        assert work.begun[-1] == "a4"
+        await work.close()
+
+    asyncio.run(run())
+
+
 def test_who_leaves_gives_his_turn_back_and_his_place_in_the_queue():
     async def run():
         work = Work(2)

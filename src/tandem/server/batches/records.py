@@ -157,20 +157,21 @@ class Results:
             file.write(lines)
         self._sizes[kind] = size + len(lines)
 
-    def left(self, done: set[str], offset: int) -> tuple[list[Line], int]:
-        """Some requests without an answer from byte `offset` of the file on, none at its end; and where they end.
+    def left(self, done: set[str], offset: int) -> tuple[list[tuple[int, Line]], int]:
+        """Some requests without an answer from byte `offset` of the file on, none at its end, each with the byte at
+        which it begins; and where they end.
 
         Raises OSError.
         """
-        found: list[Line] = []
+        found: list[tuple[int, Line]] = []
         size = 0
         with self.source.open("rb") as file:
             file.seek(offset)
             while len(found) < READ_AHEAD and size < READ_AHEAD_BYTES and (raw := file.readline()):
-                offset += len(raw)
                 if raw.strip() and (line := parse_line(raw)).custom_id not in done:
-                    found.append(line)
+                    found.append((offset, line))
                     size += len(raw)
+                offset += len(raw)
         return found, offset
 
     def clear(self) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from tandem.borders import start_task
 from tandem.config.settings import ServerSettings
 from tandem.errors import RequestError, ServerError
@@ -24,23 +26,22 @@ from tandem.server.batches.files import File, Files, disk_trouble, read_records,
 from tandem.server.batches.lines import Line, answer_line, failure_line
 from tandem.server.batches.records import OPEN, BatchRecord, FilesLost, Results, faults
 from tandem.server.context import Api
-from tandem.server.engines.residents import LOAD_FAILED
 from tandem.server.failures import internal_error
 from tandem.server.ids import new_id
-from tandem.server.journal.calls import StoredReply, call, reply_of
+from tandem.server.journal.calls import StoredReply, call
 from tandem.server.journal.jobs import Jobs
+from tandem.server.workers.turns import Turns
 
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 AT_ONCE = 32
-"""Lines of all batches that are asked for at once."""
+"""Lines of all batches that are asked for at once, shared among clients."""
 RUNNING = 8
-"""Batches that run at once; others wait."""
+"""Batches that run at once, shared among clients. One whose lines are all refused for now gives its place back."""
 READY_POLL_S, EVERY_S, DISK_POLL_S = 0.2, 10.0, 1.0
 MOST_OPEN, MOST_KEPT = 100, 1000
 """Batches of one client that are not over, and of all of its."""
-_TRANSIENT = (429, 503)
 _ENDINGS = {"expired": ("batch_expired", "This request could not be executed before the completion window expired."),
             "cancelled": ("batch_cancelled", "This request was not executed: the batch was cancelled.")}
 
@@ -69,7 +70,7 @@ class Batches:
 
     async def start(self) -> None:
         """Go on with what an earlier process has begun."""
-        self._running, self._turns = asyncio.Semaphore(RUNNING), asyncio.Semaphore(AT_ONCE)
+        self._places, self._turns = Turns(RUNNING), Turns(AT_ONCE, RUNNING * AT_ONCE)
         begun = [batch for batch in self._batches.values() if batch.status in OPEN]
         if begun:
             logger.info("%d batches are not over; they go on", len(begun))
@@ -201,18 +202,19 @@ class Batches:
 
     async def _run(self, batch: BatchRecord, results: Results) -> None:
         """From wherever it is to its end; may be begun again at any time. Raises OSError."""
-        async with self._running:
-            if (not batch.total or batch.errors) and not await self._validated(batch, results):
-                return
-            if batch.status in ("in_progress", "cancelling"):
-                done = await self._count(batch, results)
-                if batch.end == "completed" and not await self._answered(batch, results, done):
-                    batch.end = "cancelled" if self._cancelled[batch.id].is_set() else "expired"
-                if batch.end != "completed":
-                    await self._fill(batch, results)
-                await self._in_thread(results.check)
-                await self._turn(batch, "finalizing")
-            await self._finalize(batch, results)
+        if not batch.total or batch.errors:
+            async with self._places.turn(batch.owner):
+                if not await self._validated(batch, results):
+                    return
+        if batch.status in ("in_progress", "cancelling"):
+            if batch.end == "completed" and not await self._answered(batch, results):
+                batch.end = "cancelled" if self._cancelled[batch.id].is_set() else "expired"
+            if batch.end != "completed":
+                batch.trouble = None
+                await self._fill(batch, results)
+            await self._in_thread(results.check)
+            await self._turn(batch, "finalizing")
+        await self._finalize(batch, results)
 
     async def _validated(self, batch: BatchRecord, results: Results) -> bool:
         batch.total, batch.errors = await self._in_thread(faults, results.source, batch.endpoint, self._api.max_body)
@@ -230,9 +232,9 @@ class Batches:
         batch.completed, batch.failed = len(done["output"]), len(done["error"])
         return done["output"] | done["error"]
 
-    async def _answered(self, batch: BatchRecord, results: Results, done: set[str]) -> bool:
+    async def _answered(self, batch: BatchRecord, results: Results) -> bool:
         """Ask for all that is left; False when it was cancelled, or its time was over."""
-        work = asyncio.ensure_future(self._ask_all(batch, results, done))
+        work = asyncio.ensure_future(self._ask(batch, results))
         stop = asyncio.ensure_future(self._cancelled[batch.id].wait())
         try:
             await asyncio.wait((work, stop), timeout=max(batch.expires_at - time.time(), 0.0),
@@ -246,20 +248,46 @@ class Batches:
                 one.cancel()
             await asyncio.gather(work, stop, return_exceptions=True)
 
-    async def _ask_all(self, batch: BatchRecord, results: Results, done: set[str]) -> None:
+    async def _ask(self, batch: BatchRecord, results: Results) -> None:
+        """Ask for all lines, giving the place back for as long as all of them are refused. Raises OSError."""
+        done: set[str] | None = None
         offset = 0
-        waiting: asyncio.Queue[Line] = asyncio.Queue(maxsize=1)
+        while True:
+            async with self._places.turn(batch.owner):
+                if done is None:
+                    done = await self._count(batch, results)
+                try:
+                    await self._ask_all(batch, results, done, offset)
+                    return
+                except _AllRefused as refused:
+                    offset, pause = refused.offset, refused.pause_s
+                    batch.trouble = refused.trouble
+            await asyncio.sleep(pause)
+
+    async def _ask_all(self, batch: BatchRecord, results: Results, done: set[str], offset: int) -> None:
+        """Ask for the lines from byte `offset` on, and note in `done` whose answers are there. Raises _AllRefused."""
+        waiting: asyncio.Queue[tuple[int, Line]] = asyncio.Queue(maxsize=1)
+        asked: dict[str, int] = {}
+        """Byte offset of each line that a worker has, by its custom_id."""
+        refused: set[str] = set()
 
         async def ask() -> None:
             while True:
-                line = await waiting.get()
-                async with self._turns:
-                    reply = await self._reply(batch, line)
+                start, line = await waiting.get()
+                asked[line.custom_id] = start
+                while (pause := (reply := await self._reply(batch, line)).retry_s) is not None:
+                    refused.add(line.custom_id)
+                    if len(refused) == len(asked):
+                        raise _AllRefused(reply, min(asked.values()), pause)
+                    await asyncio.sleep(pause)
+                    refused.remove(line.custom_id)
                 kind = "output" if reply.status == 200 else "error"
                 text = answer_line(batch.line_id(line.custom_id), line.custom_id, reply.status, reply.body)
                 await self._through(batch, results, self._append, kind, text)
                 batch.completed += kind == "output"
                 batch.failed += kind == "error"
+                del asked[line.custom_id]
+                done.add(line.custom_id)
                 waiting.task_done()
 
         workers = [asyncio.ensure_future(ask()) for _ in range(min(AT_ONCE, batch.total))]
@@ -280,22 +308,14 @@ class Batches:
         await self._in_thread(results.append, kind, text)
 
     async def _reply(self, batch: BatchRecord, line: Line) -> StoredReply:
-        """The answer to one request, however long the engine is away or has too much to do."""
+        """The answer to one try of a request, as soon as the server is ready and it is the client's turn."""
         assert self._jobs.app is not None
         seed = {"tandem.seed": f"{batch.id}:{batch.line_id(line.custom_id)}"}
-        while True:
-            while not self._api.ready():
-                await asyncio.sleep(READY_POLL_S)
-            try:
-                reply = await call(self._api, self._jobs.app, self._jobs.root, line.url, line.body, batch.owner,
-                                   asyncio.Event(), seed)
-            except RequestError as error:
-                reply = reply_of(error)
-            except Exception as error:  # noqa: BLE001 - an edge as in the gate
-                reply = reply_of(internal_error(error, line.url))
-            if reply.status not in _TRANSIENT or LOAD_FAILED.encode() in reply.body:
-                return reply
-            await asyncio.sleep(min(float(dict(reply.headers).get(b"retry-after", b"1")), 10.0))
+        while not self._api.ready():
+            await asyncio.sleep(READY_POLL_S)
+        async with self._turns.turn(batch.owner):
+            return await call(self._api, self._jobs.app, self._jobs.root, line.url, line.body, batch.owner,
+                              asyncio.Event(), seed)
 
     async def _fill(self, batch: BatchRecord, results: Results) -> None:
         """A line for each request that has not been run. Raises OSError."""
@@ -305,7 +325,7 @@ class Batches:
             if not lines:
                 return
             text = b"".join(failure_line(batch.line_id(line.custom_id), line.custom_id, *_ENDINGS[batch.end])
-                            for line in lines)
+                            for _, line in lines)
             await self._in_thread(results.append, "error", text)
             batch.failed += len(lines)
 
@@ -324,6 +344,18 @@ class Batches:
             setattr(batch, f"{kind}_file_id", file_id)
         await self._turn(batch, batch.end)
         await self._in_thread(results.clear)
+
+
+class _AllRefused(Exception):
+    """Every line that a batch asks for is refused for now."""
+
+    def __init__(self, reply: StoredReply, offset: int, pause_s: float) -> None:
+        """`offset` is the byte from which on lines are to be asked for again."""
+        super().__init__()
+        error = msgspec.json.decode(reply.body)["error"]
+        self.offset, self.pause_s = offset, pause_s
+        self.trouble = {"code": error["code"], "line": None, "param": None,
+                        "message": f"The batch waits: {error['message']}"}
 
 
 async def _first(wanted: Any, *workers: asyncio.Future[None]) -> None:

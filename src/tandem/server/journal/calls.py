@@ -10,7 +10,11 @@ from starlette.types import ASGIApp, Message, Scope
 
 from tandem.errors import RequestError
 from tandem.server.context import Api
-from tandem.server.failures import error_response
+from tandem.server.engines.residents import LOAD_FAILED
+from tandem.server.failures import error_response, internal_error
+
+LONGEST_PAUSE_S = 10.0
+"""Seconds between two tries of a request that is refused for now: what refused it may be over sooner than it said."""
 
 
 class StoredReply(Struct, frozen=True):
@@ -20,12 +24,19 @@ class StoredReply(Struct, frozen=True):
     body: bytes
     headers: tuple[tuple[bytes, bytes], ...] = ()
 
+    @property
+    def retry_s(self) -> float | None:
+        """Seconds until the request may be tried again, at most `LONGEST_PAUSE_S`; None for a final answer."""
+        if self.status not in (429, 503) or LOAD_FAILED.encode() in self.body:
+            return None
+        return min(float(dict(self.headers).get(b"retry-after", b"1")), LONGEST_PAUSE_S)
+
 
 async def call(api: Api, app: ASGIApp, root: Any, route: str, body: bytes, group: str, gone: asyncio.Event,
                more: dict[str, Any]) -> StoredReply:
-    """The response of `app` to a POST for a client. `gone`: whoever wanted it has left. `more` goes into the scope.
+    """The response of `app` to a POST for a client, also when the routes raise an exception.
 
-    Raises whatever the routes raise.
+    `gone`: whoever wanted it has left. `more` goes into the scope.
     """
     messages = [{"type": "http.request", "body": body, "more_body": False}]
     response: list[Message] = []
@@ -48,10 +59,14 @@ async def call(api: Api, app: ASGIApp, root: Any, route: str, body: bytes, group
     del body  # it may be large, and the answer may take long
     try:
         await app(scope, receive, send)
+        whole = b"".join(message.get("body", b"") for message in response)
+        return StoredReply(response[0]["status"], whole, tuple(response[0]["headers"]))
+    except RequestError as error:
+        return reply_of(error)
+    except Exception as error:  # noqa: BLE001 - an edge as in the gate: whoever waits must be told
+        return reply_of(internal_error(error, route))
     finally:
         api.release(scope)
-    whole = b"".join(message.get("body", b"") for message in response)
-    return StoredReply(response[0]["status"], whole, tuple(response[0]["headers"]))
 
 
 def reply_of(error: RequestError) -> StoredReply:

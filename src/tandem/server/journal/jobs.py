@@ -22,7 +22,6 @@ from starlette.types import ASGIApp
 from tandem.borders import start_task
 from tandem.errors import OverloadedError, RequestError, UnavailableError
 from tandem.server.context import Api
-from tandem.server.engines.residents import LOAD_FAILED
 from tandem.server.failures import internal_error
 from tandem.server.ids import new_id
 from tandem.server.journal.calls import StoredReply, call, reply_of
@@ -39,7 +38,6 @@ EVERY_S = 1.0
 """Seconds between two looks at what can be dropped, and two syncs of `everysec`."""
 CANCELLED = "request_cancelled"
 """Code of the error that a cancelled request ends with."""
-_TRANSIENT = (429, 503)
 
 
 @dataclass(eq=False)
@@ -213,17 +211,15 @@ class Jobs:
                 reply = reply_of(error)
             if job.cancelled.is_set():
                 return reply_of(_cancelled())
-            final = reply.status not in _TRANSIENT or LOAD_FAILED.encode() in reply.body
-            if job.waited_for or final or self._api.draining:
+            if job.waited_for or reply.retry_s is None or self._api.draining:
                 return reply
-            pause = dict(reply.headers).get(b"retry-after", b"1")
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(job.cancelled.wait(), min(float(pause), 10.0))
+                await asyncio.wait_for(job.cancelled.wait(), reply.retry_s)
 
     async def _settle(self, job: Job, reply: StoredReply) -> bool:
         """Write down how it ended; False when the answer could not be kept."""
         entry = job.entry
-        if self._api.draining and reply.status in _TRANSIENT:
+        if self._api.draining and reply.status in (429, 503):
             return True  # for the next process
         told_only = job.waited_for and reply.status != 200
         try:

@@ -1,4 +1,4 @@
-"""Whose costly work comes next: a few at once, and never all of them one client's."""
+"""Whose work comes next: a few pieces at once, shared evenly among clients, and never all of them one client's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class _Waiting:
 
 
 class Turns:
-    """First come, first served among clients that have no more than their share. Belongs to one event loop."""
+    """Fair semaphore: the next turn goes to the client with the fewest, first come, first served among equals.
+
+    Belongs to one event loop.
+    """
 
     def __init__(self, at_once: int, most_waiting: int = 0) -> None:
         """`at_once` pieces of work run; one client may have all of them but one.
@@ -63,11 +66,13 @@ class Turns:
             self._grant()
 
     def _grant(self) -> None:
-        for one in list(self._waiting):
-            if not self._free:
+        while self._free:
+            ready = [one for one in self._waiting
+                     if self._running[one.group] < self._share and not one.granted.done()]
+            if not ready:
                 return
-            if self._running[one.group] < self._share and not one.granted.done():
-                self._waiting.remove(one)
-                self._running[one.group] += 1
-                self._free -= 1
-                one.granted.set_result(None)
+            one = min(ready, key=lambda one: self._running[one.group])
+            self._waiting.remove(one)
+            self._running[one.group] += 1
+            self._free -= 1
+            one.granted.set_result(None)
