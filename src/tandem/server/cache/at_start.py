@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
 
+from tandem.config.keys import ClientLimits
 from tandem.errors import NotFoundError, OverloadedError, RequestError, UnavailableError
 from tandem.server.cache.routes import warm_request
 from tandem.server.cache.schemas import WarmRequest
@@ -16,6 +19,8 @@ from tandem.server.cache.warm_file import Body
 from tandem.server.context import Api
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import internal_error
+from tandem.server.limits.lease import Lease
+from tandem.server.limits.usage import Usage
 from tandem.server.validation import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -25,13 +30,23 @@ LOOK_S = 0.2
 ROUTE = "/v1/cache/warm"
 
 
+@dataclass
+class _Progress:
+    """What one replica has of the prompts."""
+
+    ranks: tuple[int, ...]
+    """Process ids; other processes begin with the first prompt."""
+    prompts: int = 0
+    done: bool = False
+
+
 class Warmer:
-    """Looks after the replicas of all models."""
+    """Warms the prompts at the replicas of all models, outside of every client's limits."""
 
     def __init__(self, app: FastAPI, api: Api, bodies: list[Body]) -> None:
         self._app, self._api, self._bodies = app, api, bodies
-        self._done: dict[tuple[int, int], tuple[int, ...]] = {}
-        """By model and replica: processes of the ranks that have the prompts."""
+        self._progress: dict[tuple[int, int], _Progress] = {}
+        """By model and replica."""
         for served in api.served if bodies else ():
             served.client.warmed = set()
 
@@ -43,20 +58,29 @@ class Warmer:
             await asyncio.sleep(LOOK_S)
 
     async def _look(self, index: int, served: Served) -> None:
-        ready = {replica: tuple(rank.pid for rank in status.ranks) for replica, status in served.client.parts()
-                 if status.state == "ready" and served.texts.ready(status)}
-        fresh = [replica for replica, ranks in ready.items() if self._done.get((index, replica)) != ranks]
+        fresh: dict[int, _Progress] = {}
+        for replica, status in served.client.parts():
+            if status.state == "ready" and served.texts.ready(status):
+                ranks = tuple(rank.pid for rank in status.ranks)
+                progress = self._progress.get((index, replica))
+                if progress is None or progress.ranks != ranks:
+                    progress = self._progress[index, replica] = _Progress(ranks)
+                if not progress.done:
+                    fresh[replica] = progress
         if not fresh:
             return
         try:
-            for body in self._bodies:
-                if self._model(body) is served:
-                    await self._warm(served, body, fresh)
+            for number, body in enumerate(one for one in self._bodies if self._model(one) is served):
+                behind = [replica for replica, progress in fresh.items() if progress.prompts == number]
+                if behind:
+                    await self._warm(served, body, behind)
+                for replica in behind:
+                    fresh[replica].prompts += 1
         except (OverloadedError, UnavailableError) as error:
             logger.debug("a prompt of --warm waits: %s", error.message)
             return
-        for replica in fresh:
-            self._done[index, replica] = ready[replica]
+        for replica, progress in fresh.items():
+            progress.done = True
             if served.client.warmed is not None:
                 served.client.warmed.add(replica)
 
@@ -72,9 +96,9 @@ class Warmer:
         scope: dict[str, Any] = {
             "type": "http", "method": "POST", "scheme": "http", "path": ROUTE, "raw_path": ROUTE.encode(),
             "root_path": "", "query_string": b"", "headers": [], "client": None, "server": None, "app": self._app,
-            "state": {}, "tandem.group": "", "tandem.trusted": True}
+            "state": {}, "tandem.group": "", "tandem.trusted": True,
+            "tandem.lease": Lease(Usage(ClientLimits()), time.monotonic)}
         try:
-            self._api.quotas.enter(scope)
             fields, _ = parse_bytes(json.dumps(body).encode(), WarmRequest, "ignore")
             told = await warm_request(Request(scope, _silence), served, fields, replicas)
             logger.info("warmed %d tokens, %d of them computed, at %d replica(s), in %.1f s", told["prompt_tokens"],
