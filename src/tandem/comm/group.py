@@ -6,27 +6,65 @@ here has a timeout: MLX offers none, so ranks are supervised from outside, by pr
 
 from __future__ import annotations
 
+import json
+import os
+import socket
+import stat
+import struct
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import mlx.core as mx
 
+from tandem.env import variable
 from tandem.errors import LayoutError
+
+POLLING_CORES = 4
+"""Cores for each rank from which on a ring's sockets are polled."""
+_WAIT_US = 4000
+"""Longest sleep of a thread that both sends and receives while the other direction has work."""
+
+
+def join_group(backend: str, size: int) -> mx.distributed.Group:
+    """Join MLX's group of `size` ranks, and block until all of them are there.
+
+    `backend` is MLX's name: ring, jaccl, jaccl-ring, nccl, mpi, or any. Raises LayoutError when the group has another
+    size.
+    """
+    # jaccl-ring is jaccl told by its environment to prefer a ring over a mesh.
+    group = mx.distributed.init(backend=backend.removesuffix("-ring"), strict=True)
+    if group.size() != size:
+        raise LayoutError(f"the {backend} group has {group.size()} ranks, the layout {size}; start as many ranks as "
+                          "the layout names")
+    hosts = variable("MLX_HOSTFILE")
+    if sys.platform == "linux" and hosts and len(os.sched_getaffinity(0)) < POLLING_CORES * size:
+        _sleep_until_data(hosts)
+    return group
+
+
+def _sleep_until_data(hosts: str) -> None:
+    """Make the sockets of MLX's ring blocking: its threads poll them, which takes the cores that other ranks need."""
+    addresses = {address for host in json.loads(Path(hosts).read_text()) for address in host}
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if not stat.S_ISSOCK(os.stat(int(name)).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as end:
+                if end.family == socket.AF_INET and addresses & {
+                        f"{ip}:{port}" for ip, port in (end.getsockname(), end.getpeername())}:
+                    for timeout in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                        end.setsockopt(socket.SOL_SOCKET, timeout, struct.pack("ll", 0, _WAIT_US))
+                    end.setblocking(True)
 
 
 class StageGroup:
     """Collectives among the ranks of one stage. Used by one thread alone, in the same order on all ranks."""
 
     def __init__(self, backend: str, size: int) -> None:
-        """Join the group. Blocks until all `size` ranks are there.
-
-        `backend` is MLX's name: ring, jaccl, jaccl-ring, nccl, mpi, or any. Raises LayoutError when the group has
-        another size.
-        """
-        # jaccl-ring is jaccl told by its environment to prefer a ring over a mesh.
-        self._group = mx.distributed.init(backend=backend.removesuffix("-ring"), strict=True)
-        if self._group.size() != size:
-            raise LayoutError(f"the {backend} group has {self._group.size()} ranks, the layout {size}; start as many "
-                              "ranks as the layout names")
+        """Join the group with `join_group`."""
+        self._group = join_group(backend, size)
         self.rank = self._group.rank()
         self.size = size
 

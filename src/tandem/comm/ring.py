@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from tandem.errors import LayoutError
+from tandem.comm.group import join_group
 
 
 class RingLink:
@@ -17,9 +17,7 @@ class RingLink:
 
     def __init__(self, size: int) -> None:
         """Join the ring. Blocks, with the interpreter lock held, until all ranks are there (or 31 s have passed)."""
-        self._group = mx.distributed.init(backend="ring", strict=True)
-        if self._group.size() != size:
-            raise LayoutError(f"the ring has {self._group.size()} ranks, the layout {size}; start all of them alike")
+        self._group = join_group("ring", size)
         self._next = (self._group.rank() + 1) % size
         self._previous = (self._group.rank() - 1) % size
         # Sends wait in a stream of their own, so that the next computation need not wait for the receiver.
