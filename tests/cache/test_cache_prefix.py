@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
 
 import pytest
 
@@ -68,6 +69,51 @@ def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -
     assert index.positions == BLOCK * 2
     index.clear()
     assert len(index) == 0 and index.positions == 0
+
+
+def test_a_prefix_stays_when_there_is_no_room_for_its_longer_one() -> None:
+    index = PrefixIndex(1000)
+    chat = list(range(BLOCK * 10))
+    index.save(chat)
+    assert index.reserve(block_hashes([7] * BLOCK * 20))
+    assert index.save([*chat, *range(5000, 5000 + BLOCK * 4)]) is None
+    assert index.reserve(block_hashes([8] * BLOCK * 20)) is None
+    hit = index.lookup([*chat, 1])
+    assert hit and hit.length == BLOCK * 10 and index.take_evicted() == []
+
+
+def test_a_longer_prefix_takes_its_shorter_ones_place_without_a_look_at_others() -> None:
+    class Counted(OrderedDict):
+        looks = 0
+
+        def __getitem__(self, key):
+            Counted.looks += 1
+            return super().__getitem__(key)
+
+    index = PrefixIndex(10**6)
+    index._snapshots = Counted()
+    system = [1] * BLOCK * 8
+    for other in range(50):
+        assert index.save(system + [2 + other] * BLOCK)
+    Counted.looks = 0
+    longer = index.save(system + [2] * BLOCK * 2)
+    assert longer and index.take_evicted() == ["p0"]
+    assert Counted.looks < 10
+    index.check()
+
+
+def test_room_is_spared_for_prefixes_once_prompts_share_them() -> None:
+    index = PrefixIndex(BLOCK * 8)
+    for number in range(20):
+        index.lookup([number] * BLOCK * 4)
+    assert index.spared == 0
+    for number in range(20):
+        index.lookup([99] * BLOCK * 2 + [number] * BLOCK * 2)
+    assert index.spared == BLOCK * 4
+    index.limit(BLOCK)
+    assert index.save([5] * BLOCK) and index.save([6] * BLOCK * 2) is None
+    index.limit(10**6)
+    assert index.save([6] * BLOCK * 2)
 
 
 def test_off_means_off() -> None:

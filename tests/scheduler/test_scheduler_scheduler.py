@@ -183,6 +183,39 @@ def test_when_the_kv_cache_is_full_the_youngest_starts_again_and_nothing_is_lost
     assert {name: len(tokens) for name, tokens in got.items()} == {"r0": 90, "r1": 90, "r2": 90}
 
 
+def test_prefixes_do_not_give_way_to_a_request_that_has_no_room_all_the_same() -> None:
+    scheduler = Scheduler(limits(kv_tokens=2000, max_context=2000, prefix_tokens=600, prefill_chunk=512))
+    scheduler.submit(request("first", 256, max_tokens=1), seed=1)
+    drain(scheduler)
+    scheduler.submit(request("runs", 1000, max_tokens=500), seed=1)
+    for _ in range(4):
+        assert (plan := scheduler.next_plan()) is not None
+        answer(scheduler, plan)
+    kept = scheduler.prefixes.positions
+    scheduler.submit(request("large", 1200, max_tokens=100), seed=1)
+    plan = scheduler.next_plan()
+    assert plan and not plan.inserts and not plan.evicts and scheduler.prefixes.positions == kept > 0
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_prompts_that_begin_alike_find_their_beginning_although_the_kv_cache_is_full(shared: bool) -> None:
+    """Where they do not, nothing is set aside."""
+    rng = random.Random(0)
+    starts = [[rng.randrange(50) for _ in range(256)] for _ in range(3)]
+    scheduler = Scheduler(limits(kv_tokens=6000, prefix_tokens=1800, prefill_chunk=512, max_batch_size=64))
+    for i in range(120):
+        start = rng.choice(starts) if shared else [rng.randrange(50) for _ in range(256)]
+        prompt = start + [rng.randrange(50) for _ in range(rng.randrange(10, 70))]
+        params = SamplingParams(max_tokens=rng.randrange(10, 70), ignore_eos=True)
+        scheduler.submit(EngineRequest(request_id=f"r{i}", prompt=prompt, params=params), seed=1)
+    most = 0
+    while (plan := scheduler.next_plan()) is not None:
+        most = max(most, scheduler.running)
+        answer(scheduler, plan)
+    assert scheduler.prefixes.hits >= 50 if shared else scheduler.prefixes.spared == 0
+    assert most >= (14 if shared else 16)
+
+
 def test_replay_sends_prompt_and_tokens_so_far() -> None:
     scheduler = Scheduler(limits())
     scheduler.submit(request("a", 3, max_tokens=10), seed=77)

@@ -15,6 +15,12 @@ from dataclasses import dataclass
 
 BLOCK = 32
 """Tokens in one hashed block, and the shortest prefix that is worth keeping."""
+SPARED = 0.5
+"""Share of the budget that admission leaves to prefixes when prompts share their beginnings."""
+SHARED = 0.25
+"""Average share of a prompt that began an earlier prompt too, from which prefixes are spared."""
+SEEN_BLOCKS, FIRST_BLOCKS = 4096, 64
+"""Hashes of past prompts' blocks that are remembered, and how many of each prompt."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,7 @@ class PrefixIndex:
     def __init__(self, budget: int, *, trimmable: bool = True, extra: int = 0) -> None:
         """`budget` in KV positions over all snapshots; 0 turns the cache off. `trimmable`: a snapshot can be cut.
         `extra`: positions that every snapshot costs besides its length."""
-        self._budget = budget
+        self._budget = self._room = budget
         self._extra = extra
         self._trimmable = trimmable
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
@@ -50,6 +56,8 @@ class PrefixIndex:
         """Such as ranks are about to have from elsewhere: they take room, and serve nobody yet."""
         self._by_hash: dict[bytes, dict[str, None]] = {}
         """Snapshots that hold the prefix with this hash, oldest first."""
+        self._ends: dict[bytes, str] = {}
+        """Snapshots by the hash of their last block."""
         self._evicted: list[str] = []
         self._next_key = 0
         self.positions = 0
@@ -57,6 +65,10 @@ class PrefixIndex:
         self.queries = self.hits = self.hit_tokens = 0
         self._uses: Counter[str] = Counter()
         """Hits of each snapshot."""
+        self._seen: dict[bytes, None] = {}
+        """First blocks of past prompts, the latest last."""
+        self._shared = 0.0
+        """Average share of a prompt that began an earlier one too, over the last 20 or so lookups."""
 
     @property
     def enabled(self) -> bool:
@@ -78,7 +90,7 @@ class PrefixIndex:
 
     def widen(self, budget: int) -> None:
         """Another budget, which is no smaller."""
-        self._budget = max(budget, self._budget)
+        self._budget = self._room = max(budget, self._budget)
 
     def __len__(self) -> int:
         return len(self._snapshots)
@@ -89,7 +101,9 @@ class PrefixIndex:
             return None
         self.queries += 1
         best: Hit | None = None
-        for i, digest in enumerate(block_hashes(tokens[:-1])):
+        hashes = block_hashes(tokens[:-1])
+        self._remember(hashes[:FIRST_BLOCKS])
+        for i, digest in enumerate(hashes):
             keys = self._by_hash.get(digest)
             if keys:
                 best = Hit(next(reversed(keys)), (i + 1) * BLOCK)
@@ -101,6 +115,16 @@ class PrefixIndex:
             self.hit_tokens += best.length
             self._uses[best.key] += 1
         return best
+
+    def _remember(self, hashes: Sequence[bytes]) -> None:
+        """Update how much of their beginnings prompts share."""
+        known = sum(digest in self._seen for digest in hashes)
+        self._shared += 0.05 * (known / max(len(hashes), 1) - self._shared)
+        for digest in hashes:
+            self._seen.pop(digest, None)
+            self._seen[digest] = None
+        while len(self._seen) > SEEN_BLOCKS:
+            del self._seen[next(iter(self._seen))]
 
     def peek(self, hashes: Sequence[bytes]) -> int:
         """Positions of the longest kept prefix of a prompt with these blocks, which counts as no use of it."""
@@ -117,7 +141,7 @@ class PrefixIndex:
         The caller must have the ranks save it, and those snapshots that had to go evicted (`take_evicted`).
         """
         length = len(tokens) // BLOCK * BLOCK
-        if not self.enabled or not BLOCK <= length <= self._budget - self._extra:
+        if not self._fits(length):
             return None
         hashes = block_hashes(tokens[:length])
         if known := self._by_hash.get(hashes[-1]):
@@ -125,21 +149,26 @@ class PrefixIndex:
             return None
         uses = 0
         for digest in hashes[:-1] if self._trimmable else ():
-            for key in [key for key in self._by_hash.get(digest, ()) if self._snapshots[key].hashes[-1] == digest]:
+            if (key := self._ends.get(digest)) is not None:  # the new one serves all that it served
                 uses += self._uses[key]
-                self._evict(key)  # the new one serves all that it served
-        if not self._room(length):
-            return None
+                self._evict(key)
+        self._make_room(length)
         snapshot = self._make(hashes if self._trimmable else hashes[-1:], length)
         self._uses[snapshot.key] = uses
         self._keep(snapshot)
         return snapshot
 
-    def _room(self, length: int) -> bool:
-        """Let others go until so many positions fit; False where only reserved ones are left."""
-        while self._snapshots and self.positions + length + self._extra > self._budget:
+    def _fits(self, length: int) -> bool:
+        """Whether a snapshot of `length` positions fits beside the reserved ones alone."""
+        return self.enabled and length >= BLOCK and self._reserved_positions + length + self._extra <= self._room
+
+    @property
+    def _reserved_positions(self) -> int:
+        return sum(snapshot.length + self._extra for snapshot in self._reserved.values())
+
+    def _make_room(self, length: int) -> None:
+        while self.positions + length + self._extra > self._room:
             self._evict(next(iter(self._snapshots)))
-        return self.positions + length + self._extra <= self._budget
 
     def _make(self, hashes: Sequence[bytes], length: int) -> Snapshot:
         snapshot = Snapshot(f"p{self._next_key}", length, tuple(hashes))
@@ -151,6 +180,7 @@ class PrefixIndex:
         self._snapshots[snapshot.key] = snapshot
         for digest in snapshot.hashes:
             self._by_hash.setdefault(digest, {})[snapshot.key] = None
+        self._ends[snapshot.hashes[-1]] = snapshot.key
 
     def kept(self) -> list[tuple[Snapshot, int]]:
         """Snapshots and their hits, the most recently used first."""
@@ -171,9 +201,9 @@ class PrefixIndex:
         For caches that can be cut. `arrived` or `give_up` follows.
         """
         length = len(hashes) * BLOCK
-        if not (self._trimmable and self.enabled and BLOCK <= length <= self._budget - self._extra
-                and self._room(length)):
+        if not (self._trimmable and self._fits(length)):
             return None
+        self._make_room(length)
         snapshot = self._make(hashes, length)
         self._reserved[snapshot.key] = snapshot
         return snapshot.key
@@ -193,6 +223,8 @@ class PrefixIndex:
         snapshot = self._snapshots.pop(key)
         self.positions -= snapshot.length + self._extra
         self._uses.pop(key, None)
+        if self._ends.get(snapshot.hashes[-1]) == key:
+            del self._ends[snapshot.hashes[-1]]
         for digest in snapshot.hashes:
             del self._by_hash[digest][key]
             if not self._by_hash[digest]:
@@ -204,6 +236,17 @@ class PrefixIndex:
         goal = max(self.positions - max(positions, 0), 0)
         while self._snapshots and self.positions > goal:
             self._evict(next(iter(self._snapshots)))
+
+    @property
+    def spared(self) -> int:
+        """Positions that admission leaves to prefixes: reserved ones, and a share of the budget if prompts share their
+        beginnings. Without it sequences that wait would evict what saves them most of their prompts."""
+        return max(self._reserved_positions, int(SPARED * self.budget) if self._shared >= SHARED else 0)
+
+    def limit(self, positions: int) -> None:
+        """Hold at most `positions` until the next call; evict the least recently used beyond that."""
+        self._room = min(self._budget, positions)
+        self.shrink(self.positions - self._room)
 
     @property
     def leaving(self) -> bool:
@@ -221,6 +264,7 @@ class PrefixIndex:
         self._reserved.clear()
         self._by_hash.clear()
         self._evicted.clear()
+        self._ends.clear()
         self._uses.clear()
         self.positions = 0
 

@@ -225,9 +225,11 @@ class Scheduler:
             if sequence.inflight or not self._may_join(sequence) or not self._fits(lane, sequence):
                 break
             self.waiting.remove(sequence)
+            need = self._need(lane, sequence)
             self.admitted_tokens += len(sequence.tokens)
             lane.members[sequence.request_id] = sequence
             hit = None if sequence.whole else self.prefixes.lookup(sequence.tokens)
+            self.prefixes.limit(self.limits.kv_tokens - need)
             if hit is not None:
                 restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
@@ -267,12 +269,14 @@ class Scheduler:
         """True if there is a place in the batch and room in the KV cache."""
         if len(lane.members) >= self._rows or self.running >= self.limits.max_batch_size:
             return False
+        # A first request always runs.
+        return not self.running or self._need(lane, sequence) + self.prefixes.spared <= self.limits.kv_tokens
+
+    def _need(self, lane: Lane, sequence: Sequence) -> int:
+        """KV positions that batches need with a sequence added to a lane."""
         drafts = self.speculation.most
         others = sum(other.positions(drafts=drafts) for other in self.lanes if other is not lane)
-        need = others + lane.positions([self._length(sequence)], drafts)
-        # What is kept for later gives way to what is there now; a first request always runs.
-        self.prefixes.shrink(need + self.prefixes.positions - self.limits.kv_tokens)
-        return need <= self.limits.kv_tokens or self.running == 0
+        return others + lane.positions([self._length(sequence)], drafts)
 
     @property
     def _rows(self) -> int:
@@ -316,8 +320,7 @@ class Scheduler:
     def _make_room(self) -> None:
         """Let go of kept prefixes, then preempt the youngest sequences (they start again later), until the next step
         fits into the KV cache."""
-        kept = self.prefixes.positions
-        self.prefixes.shrink(kept if self.pressed else self.kv_positions + kept - self.limits.kv_tokens)
+        self.prefixes.limit(0 if self.pressed else self.limits.kv_tokens - self.kv_positions)
         while self.running > 1 and self.kv_positions > self.limits.kv_tokens:
             self._preempt(self._youngest(self._members()))
 
