@@ -176,11 +176,39 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, engine, wait_until, p
     assert done.status == "completed" and done.request_counts.completed == 200
     answers = results(client, done.output_file_id)
     assert set(answers) == set(map(str, range(200)))
-    assert client.files.content(done.output_file_id).content.startswith(before)
+    kept = b"".join(one.partition(b" ")[2] for one in before.splitlines(keepends=True))
+    assert client.files.content(done.output_file_id).content.startswith(kept)
     assert len(engine.submitted) - asked == 200 - len(before.splitlines())
     assert not [path for path in left if path.exists()]
     seeds = {request.params.seed for request in engine.submitted.values()}
     assert len(seeds) == 200, "a line that is asked again draws the same text"
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_what_the_disk_changes_in_results_is_computed_again(keeps, engine, wait_until, place, stopped, caplog):
+    server = keeps()
+    client = server.openai()
+    engine.delay = 0.01
+    begun = begin(client, *(line(str(number)) for number in range(80)))
+    wait_until(lambda: client.batches.retrieve(begun.id).request_counts.completed > 5, 240.0)
+    if stopped:
+        server.stop()
+    [output] = (place / "files").glob("batch_*.output")
+    data = output.read_bytes()
+    at = data.index(b'"content":"') + len(b'"content":"')
+    text = data[at:data.index(b'"', at)].decode()
+    with output.open("r+b") as file:
+        for place_of in (at, data.index(b'"content":"', at) + len(b'"content":"') + 1):
+            file.seek(place_of)
+            file.write(bytes([data[place_of] ^ 1]))
+    if stopped:
+        client = keeps().openai()
+    done = over(client, begun, wait_until)
+    assert (done.status, done.request_counts.completed) == ("completed", 80)
+    answers = results(client, done.output_file_id)
+    assert set(answers) == set(map(str, range(80)))
+    assert {one["response"]["body"]["choices"][0]["message"]["content"] for one in answers.values()} == {text}
+    assert "2 lines of" in caplog.text
 
 
 def test_overload_and_an_absent_engine_are_waited_for(keeps, engine, wait_until):

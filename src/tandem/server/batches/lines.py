@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -64,12 +65,20 @@ class _CustomId(Struct):
     custom_id: str
 
 
-def custom_id_of(raw: bytes) -> str | None:
-    """Whose answer a line is; None for one that is not whole."""
-    try:
-        return msgspec.json.decode(raw, type=_CustomId).custom_id if raw.endswith(b"\n") else None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
+def custom_id_of(line: bytes) -> str:
+    """Whose answer a line is."""
+    return msgspec.json.decode(line, type=_CustomId).custom_id
+
+
+def sealed(line: bytes) -> bytes:
+    """A line of results as it is kept while the batch runs, behind its checksum."""
+    return hashlib.blake2b(line, digest_size=8).hexdigest().encode() + b" " + line
+
+
+def unsealed(kept: bytes) -> bytes | None:
+    """The line, without its checksum; None for one that is torn, or that the disk has changed."""
+    line = kept.partition(b" ")[2]
+    return line if line.endswith(b"\n") and sealed(line) == kept else None
 
 
 def answer_line(line_id: str, custom_id: str, status: int, body: bytes) -> bytes:

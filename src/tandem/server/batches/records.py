@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from msgspec import Struct, field
 
 from tandem.server.batches.files import KEEP_S, open_private
-from tandem.server.batches.lines import Line, custom_id_of, parse_line
+from tandem.server.batches.lines import Line, custom_id_of, parse_line, sealed, unsealed
+
+logger = logging.getLogger(__name__)
 
 MOST_LINES = 50_000
 MOST_ERRORS = 100
@@ -109,12 +114,21 @@ def faults(path: Path, endpoint: str, longest: int) -> tuple[int, list[Json]]:
     return count, found
 
 
+def _lines(path: Path) -> Iterator[tuple[bytes, bytes | None]]:
+    """Lines of results as they are kept, and without their checksums; None for one that is damaged. Raises OSError."""
+    if path.exists():
+        with path.open("rb") as file:
+            for kept in file:
+                yield kept, unsealed(kept)
+
+
 class FilesLost(Exception):
     """Files of a batch were taken away while it ran."""
 
 
 class Results:
-    """The two files that a batch writes while it runs: answers with status 200, and all others."""
+    """The two files that a batch writes while it runs: answers with status 200, and all others, each line behind its
+    checksum."""
 
     def __init__(self, directory: Path, batch: BatchRecord) -> None:
         self.source = directory / f"{batch.id}.in"
@@ -122,21 +136,34 @@ class Results:
         self._sizes: dict[str, int] = {}
 
     def done(self) -> dict[str, set[str]]:
-        """Whose answers stand in each; what follows a line that is torn is cut off, and asked again. Raises OSError."""
+        """Whose answers stand in each; lines that are torn or damaged are taken out, and asked again. Raises OSError.
+        """
         found: dict[str, set[str]] = {}
         for kind, path in self.paths.items():
-            found[kind], whole = set(), 0
-            if path.exists():
-                with path.open("rb") as file:
-                    for raw in file:
-                        custom_id = custom_id_of(raw)
-                        if custom_id is None:
-                            break
-                        found[kind].add(custom_id)
-                        whole += len(raw)
-                os.truncate(path, whole)
-            self._sizes[kind] = whole
+            found[kind], damaged, whole = set(), 0, path.with_suffix(".tmp")
+            for _, line in _lines(path):
+                if line is None:
+                    damaged += 1
+                else:
+                    found[kind].add(custom_id_of(line))
+            if damaged:
+                logger.error("%d lines of %s are damaged or torn: computing them again", damaged, path.name)
+                with open_private(whole, "wb") as out:
+                    out.writelines(kept for kept, line in _lines(path) if line is not None)
+                os.replace(whole, path)
+            self._sizes[kind] = path.stat().st_size if path.exists() else 0
         return found
+
+    def publish(self, kind: str) -> tuple[Path, int]:
+        """Write what the client gets of a kind to a file of its own; where it is, and its size. Raises OSError, also
+        for a line that is damaged."""
+        path = self.paths[kind].with_suffix(".tmp")
+        with open_private(path, "wb") as out:
+            for _, line in _lines(self.paths[kind]):
+                if line is None:
+                    raise OSError(errno.EIO, "a line of results is damaged")
+                out.write(line)
+            return path, out.tell()
 
     def check(self) -> None:
         """Raises FilesLost when what was there is not, unless all of the directory is away: that may come back."""
@@ -149,6 +176,7 @@ class Results:
     def append(self, kind: str, lines: bytes) -> None:
         """Add whole lines, in place of what there is of some that could not all be written. Raises OSError, FilesLost.
         """
+        lines = b"".join(sealed(line + b"\n") for line in lines.split(b"\n")[:-1])
         size = self._sizes[kind]
         with open_private(self.paths[kind], "ab") as file:
             if file.tell() < size:

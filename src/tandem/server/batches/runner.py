@@ -334,11 +334,15 @@ class Batches:
         now = time.time()
         for kind, path in results.paths.items():
             file_id = batch.file_id(kind)
-            size = path.stat().st_size if path.exists() else 0
-            if size:
+            if path.exists() and path.stat().st_size:
+                try:
+                    published, size = await self._in_thread(results.publish, kind)
+                except OSError:
+                    batch.status = "in_progress"  # what is damaged is computed again
+                    raise
                 file = File(id=file_id, owner=batch.owner, filename=f"{batch.id}_{kind}.jsonl", purpose="batch_output",
                             bytes=size, created_at=now, expires_at=now + batch.keep_s)
-                await self._in_thread(self.files.add, file, path)
+                await self._in_thread(self.files.add, file, published)
             elif self.files.find(file_id, None) is None:
                 continue
             setattr(batch, f"{kind}_file_id", file_id)
