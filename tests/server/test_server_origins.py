@@ -64,6 +64,16 @@ def test_pages_of_others_may_not(origin):
     assert refusal(HERE, host="192.168.1.7:8000", origin=origin) == "origin_not_allowed"
 
 
+@pytest.mark.parametrize(("site", "code"), [("cross-site", "origin_not_allowed"), ("same-site", "origin_not_allowed"),
+                                            ("same-origin", None), ("none", None)])
+def test_pages_that_do_not_say_their_origin_are_told_by_the_browser(site, code):
+    fetched = {"host": "localhost:8000", "sec-fetch-site": site}
+    assert refusal(HERE, **fetched) == code
+    assert refusal(HERE, **fetched, origin="http://localhost:3000") is None
+    assert refusal(Origins("127.0.0.1", (), ("https://chat.example.com",)), **fetched) == code
+    assert refusal(Origins("127.0.0.1", (), ("*",)), **fetched) is None
+
+
 def test_pages_that_may_are_a_setting():
     origins = Origins("127.0.0.1", (), ("https://chat.example.com", "http://other.example/"))
     assert refusal(origins, host="localhost", origin="https://Chat.example.com") is None
@@ -140,7 +150,10 @@ def test_what_people_use_goes_on_working_without_a_key(shared):
                     {"Content-Type": "application/json", "Origin": "http://localhost:3000"},
                     {"Host": "my-mac.local:8000"}, {}):
         assert shared.http.post("/v1/completions", content=BODY, headers=headers).status_code == 200, headers
-    assert shared.http.get("/ui", headers={"Host": "evil.com"}).status_code == 200  # shows what its calls are told
+    foreign = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # a link to here
+    assert shared.http.get("/", headers={"Accept": "text/html", **foreign}).status_code == 307, "to /ui"
+    assert shared.http.get("/v1/models", headers=foreign).status_code == 403
+    assert shared.http.get("/ui", headers={"Host": "evil.com", **foreign}).status_code == 200  # shows what calls get
     assert shared.http.get("/health", headers={"Host": "lb.example.com"}).status_code == 200
 
 

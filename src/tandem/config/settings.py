@@ -237,6 +237,9 @@ class ServerSettings:
     """Names by which clients reach a server without keys, such as gpu.example.com, or *.example.com; * for any.
     Addresses, names without a dot, and names in .localhost, .local, .internal, .home.arpa, .lan and .home need not be
     listed."""
+    trusted_proxies: tuple[str, ...] = ()
+    """Addresses and networks of proxies in front of the server, such as 10.0.0.2 or 10.0.0.0/24, whose X-Forwarded-For
+    names the client; anybody else's is ignored."""
     tls_cert: str | None = None
     """PEM file with the certificate, and those between it and its authority, to serve HTTPS; read anew when it changes
     (docs/security.md)."""

@@ -220,7 +220,7 @@ def _check_speculation(settings: Settings, label: Label) -> None:
 
 
 def _check_names(settings: Settings, label: Label) -> None:
-    """Hosts and web origins are written as browsers send them, and a private key belongs to a certificate."""
+    """Check hosts, web origins and proxies, and that a private key has its certificate. Raises ConfigError."""
     server = settings.server
     for host in server.allowed_host:
         if not host or any(mark in host for mark in "/ @") or (host.count(":") == 1):
@@ -231,6 +231,12 @@ def _check_names(settings: Settings, label: Label) -> None:
         if origin != "*" and not (scheme and separator and rest and "/" not in rest):
             raise ConfigError(f"{label('allowed_origin')}: {origin!r} is not a web origin; write scheme and host, and "
                               "the port if it has one, such as https://chat.example.com", param="allowed_origin")
+    for proxy in server.trusted_proxies:
+        try:
+            ipaddress.ip_network(proxy)
+        except ValueError as error:
+            raise ConfigError(f"{label('trusted_proxies')}: {error}; name proxies by address or network, such as "
+                              "10.0.0.2 or 10.0.0.0/24", param="trusted_proxies") from None
     if server.tls_key is not None and server.tls_cert is None:
         raise ConfigError(f"{label('tls_key')}: needs --tls-cert FILE, the certificate of the key", param="tls_cert")
 

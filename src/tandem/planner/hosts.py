@@ -43,7 +43,7 @@ def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | No
     if hostfile is not None:
         found = read_hostfile(hostfile)
         facts, backend = _facts_of(found), found.backend
-    for spec in (part for text in specs for part in text.split(",") if part):
+    for spec in host_specs(specs):
         name, told = _parse_host(spec)
         if name in facts and hostfile is None:
             raise ConfigError(f"--hosts: {name} is there twice; one rank runs on a machine", param="hosts")
@@ -53,6 +53,11 @@ def read_hosts(specs: Sequence[str], hostfile: str | None, profile: Profile | No
                 for name, known in facts.items()]
     return Hosts(machines=machines, notes=notes, link=_BACKEND_LINKS.get(backend or ""),
                  backend=None if backend == "any" else backend)
+
+
+def host_specs(texts: Sequence[str]) -> list[str]:
+    """Specifications of single machines in texts that may hold several, with commas between them."""
+    return [part for text in texts for part in text.split(",") if part]
 
 
 def read_links(texts: Sequence[str], hosts: Hosts, profile: Profile | None = None) -> tuple[list[Link], list[str]]:

@@ -113,6 +113,12 @@ class Api:
         raise NotFoundError(f"The model '{name[:200]}' does not exist; there is: {names[:1000]}", param="model",
                             code="model_not_found")
 
+    def max_context(self, served: Served) -> int | None:
+        """Most tokens of prompt and output together, also of a model that is not loaded; None while it is not known."""
+        if self.residents is not None:
+            return self.residents.max_context(served)
+        return served.client.status.max_context if served.client.status is not None else None
+
     def release(self, scope: Scope) -> None:
         """The request of that scope is over."""
         lease: Lease | None = scope.pop("tandem.lease", None)
@@ -173,5 +179,5 @@ def get_api(request: Request) -> Api:
 
 
 def get_group(request: Request) -> str:
-    """Who is asking, for fairness: a digest of the API key, or the client's address."""
+    """Who is asking, for fairness: a digest of the API key, or the group of the client's address."""
     return cast(str, request.scope.get("tandem.group", ""))

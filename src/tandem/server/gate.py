@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.errors import AuthenticationError, RequestError
+from tandem.server.connections.acceptor import group_of
 from tandem.server.context import Api, key_digest, key_group
 from tandem.server.failures import error_response, internal_error
 from tandem.server.fields.policy import told
@@ -74,7 +75,7 @@ class Gate:
     def _admit(self, scope: Scope) -> None:
         """Note who is asking. Raises RequestError for a missing or wrong key, a page that may not, a strange body."""
         client = scope.get("client")
-        scope["tandem.group"] = client[0] if client else ""
+        scope["tandem.group"] = group_of(client[0]) if client else ""
         scope["tandem.trusted"] = True
         headers = Headers(scope=scope)
         free = scope["path"] in OPEN_PATHS or (scope["path"] == "/" and page.prefers_page(headers.get("accept", "")))

@@ -1,7 +1,8 @@
 """Which web pages may use a server that asks for no key: a browser hands any page's requests to this machine.
 
-A page of another origin says so in `Origin`. One that has its own name point to this machine (DNS rebinding) has that
-name in `Host`. Only names that the public DNS gives to people can be used for that, so others need not be listed.
+A page of another origin says so in `Origin`, and in `Sec-Fetch-Site` where a browser leaves `Origin` out, as for
+images. One that has its own name point to this machine (DNS rebinding) has that name in `Host`. Only names that the
+public DNS gives to people can be used for that, so others need not be listed.
 """
 
 from __future__ import annotations
@@ -40,6 +41,10 @@ class Origins:
         if host is not None and not self._is_own(_split(f"//{host}")[0]):
             raise _refusal(f"the host {host[:200]!r} is not known as a name of this server", "--allowed-host",
                            _split(f"//{host}")[0] or "NAME", "host_not_allowed")
+        site = headers.get("sec-fetch-site")
+        if origin is None and site in ("cross-site", "same-site") and "*" not in self._origins:
+            raise _refusal(f"pages of other origins must say theirs (Sec-Fetch-Site is {site}, Origin is missing)",
+                           "--allowed-origin", "ORIGIN", "origin_not_allowed")
         if origin is not None and not self._may(origin, host):
             raise _refusal(f"pages of the web origin {origin[:200]!r} may not use it", "--allowed-origin",
                            origin[:200] if origin != "null" else "ORIGIN", "origin_not_allowed")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import signal
 import socket
 import ssl
 import time
+from collections.abc import Iterable
 from types import FrameType
 
 import uvicorn
@@ -143,8 +145,11 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
     # What it warns of is what clients send; they are told themselves.
     for library in ("uvicorn.error", "python_multipart"):
         logging.getLogger(library).setLevel(logging.ERROR)
+    trusted = app.state.api.settings.server.trusted_proxies
     config = uvicorn.Config(
         app,
+        proxy_headers=bool(trusted),
+        forwarded_allow_ips=[*trusted, *_as_ipv6(trusted)],
         http=Connection,
         log_config=None,
         access_log=False,
@@ -154,6 +159,12 @@ def make_server(app: FastAPI, drain_timeout: float) -> ApiServer:
         timeout_graceful_shutdown=int(_CLOSE_S),
     )
     return ApiServer(config, app.state.api, drain_timeout)
+
+
+def _as_ipv6(networks: Iterable[str]) -> list[str]:
+    """IPv4 networks as a socket shows their addresses that listens for IPv6 too."""
+    known = [ipaddress.ip_network(network) for network in networks]
+    return [f"::ffff:{one.network_address}/{96 + one.prefixlen}" for one in known if one.version == 4]
 
 
 def run_api(settings: Settings, engines: Replicas | Residents, *, fd: int | None = None,

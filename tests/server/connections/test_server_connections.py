@@ -328,7 +328,8 @@ def test_a_network_of_ipv6_counts_as_one_client():
     assert group_of("192.0.2.1") != group_of("192.0.2.2")
     assert group_of("2001:db8::1") == group_of("2001:db8::ffff:2") != group_of("2001:db8:0:1::1")
     assert group_of("fe80::1%lo0") == group_of("fe80::2")
-    assert group_of("::ffff:192.0.2.1") != group_of("::ffff:192.0.2.2")
+    assert group_of("::ffff:192.0.2.1") == group_of("192.0.2.1") != group_of("::ffff:192.0.2.2")
+    assert group_of("unix:") == "unix:"
 
 
 def test_a_lost_connection_gives_its_place_back(serve, wait_until):

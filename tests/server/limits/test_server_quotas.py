@@ -6,9 +6,12 @@ import re
 
 import openai
 import pytest
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from tandem.config.keys import ClientLimits
-from tandem.errors import OverloadedError
+from tandem.config.settings import ServerSettings, Settings
+from tandem.config.validation import validate
+from tandem.errors import ConfigError, OverloadedError
 from tandem.server.limits.quotas import FORGET_ABOVE, Quotas, duration
 from tandem.server.sse import EventStream
 
@@ -141,6 +144,40 @@ def test_clients_that_have_gone_are_forgotten(clock):
                                                (360, "6m0s"), (61.25, "1m1.25s")])  # fmt: skip
 def test_durations_are_written_as_openai_does(seconds, text):
     assert duration(seconds) == text
+
+
+def statuses(server, *addresses):
+    return [server.http.post("/tokenize", json={"prompt": "a"}, headers={"x-forwarded-for": address}).status_code
+            for address in addresses]
+
+
+def test_who_asks_is_told_by_the_connection_alone(serve, monkeypatch):
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    server = serve(requests_per_minute=2)
+    assert statuses(server, *(f"10.9.8.{i}" for i in range(4))) == [200, 200, 429, 429]
+
+
+def test_proxies_that_are_named_tell_who_asks(serve):
+    server = serve(requests_per_minute=1, trusted_proxies=("127.0.0.0/8", "10.0.0.2"))
+    chains = ("192.0.2.1", "192.0.2.1", "192.0.2.2, 10.0.0.2", "192.0.2.3, 192.0.2.2")
+    assert statuses(server, *chains) == [200, 429, 200, 429]
+    network = [f"2001:db8::{i}" for i in range(3)]
+    assert statuses(server, *network, "2001:db8:0:1::1") == [200, 429, 429, 200], "a network of IPv6 is one client"
+    assert statuses(server, "[2001:db8:0:2::1]:443", "unknown", "unknown") == [200, 200, 429]
+
+
+def test_a_proxy_is_known_on_a_socket_for_both_families(serve):
+    config = serve(trusted_proxies=("10.0.0.0/8", "2001:db8::5")).server.config
+    trusted = ProxyHeadersMiddleware(config.app, config.forwarded_allow_ips).trusted_hosts
+    for proxy, client in (("10.1.2.3", "11.1.2.3"), ("::ffff:10.1.2.3", "::ffff:11.1.2.3"),
+                          ("2001:db8::5", "2001:db8::6")):
+        assert proxy in trusted and client not in trusted
+
+
+@pytest.mark.parametrize("proxy", ["proxy.example.com", "10.0.0.1/24", "", "*"])
+def test_a_proxy_is_named_by_its_address(proxy):
+    with pytest.raises(ConfigError, match=f"--trusted-proxies: .*{re.escape(proxy)}.*such as 10.0.0.2"):
+        validate(Settings(server=ServerSettings(trusted_proxies=(proxy,))))
 
 
 def test_headers_and_refusal_over_http(serve):

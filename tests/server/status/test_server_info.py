@@ -2,6 +2,15 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from starlette.testclient import TestClient
+
+from tandem.config.settings import ModelSettings, ServerSettings, Settings
+from tandem.protocol.supervisor import ModelInfo, ReplicaList
+from tandem.router.router import Router
+from tandem.server.app import create_app
+from tandem.server.engines.replicas import Replicas
+from tandem.server.engines.residents import Residents
+from tandem.server.engines.served_model import Served
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -194,3 +203,50 @@ def test_a_browser_is_led_to_the_page_and_a_client_gets_json(server, locked):
     for accept in ("*/*", "application/json", "application/json, text/html"):
         assert server.http.get("/", headers={"accept": accept}).json()["name"] == "Tandem"
     assert locked.http.get("/").status_code == 401
+
+
+class Supervisor:
+    """Says that two models could be loaded, and keeps what it is told."""
+
+    def __init__(self):
+        self.commands, self.events = [], []
+
+    async def start(self, listed, reached):
+        models = [ModelInfo(name, "unloaded", "", {}, 4096, False, None, 0) for name in ("a", "b")]
+        await listed(ReplicaList([], models))
+
+    def tell(self, command):
+        self.commands.append(command)
+
+    async def close(self):
+        pass
+
+
+@pytest.fixture
+def several(tmp_path):
+    """A client of a server with two models, none of them loaded, and its supervisor."""
+    switches = ServerSettings(enable_tokenizer_info_endpoint=True)
+    own = [Settings(model=ModelSettings(model=str(tmp_path / name), served_name=name)) for name in ("a", "b")]
+    link = Supervisor()
+    models = Residents([Served(one, Replicas(Router(), {})) for one in own], link, max_loaded=1)
+    with TestClient(create_app(Settings(server=switches), models), base_url="http://localhost") as client:
+        yield client, link
+
+
+def test_nothing_that_is_only_asked_for_loads_a_model(several):
+    client, link = several
+    planned = client.get("/v1/plan", params={"hosts": "a=64GB", "model": "b", "context": 4097})
+    assert planned.status_code == 400 and "4097 is more than the 4096 tokens" in planned.text
+    planned = client.get("/v1/plan", params={"hosts": "a=64GB", "model": "b"})
+    assert planned.status_code == 400 and "no such directory" in planned.text, "a worker looked for it"
+    info = client.get("/tokenizer_info", params={"model": "b"})
+    assert info.status_code == 503 and "POST /v1/models/b/load" in info.text
+    assert client.get("/v1/models/b").json()["max_model_len"] == 4096
+    assert link.commands == []
+
+
+@pytest.mark.parametrize("hosts", [["a=1GB"] * 9, [",".join(["a=1GB"] * 9)], ["a=1GB,b=1GB"] * 5])
+def test_a_plan_is_for_eight_machines_at_most(shared, hosts):
+    refused = shared.http.get("/v1/plan", params={"hosts": hosts})
+    assert refused.status_code == 400
+    assert "machines; name at most 8" in refused.json()["error"]["message"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import logging
 import math
 import resource
@@ -214,7 +215,12 @@ class _Counted:
 
 
 def group_of(address: str) -> str:
-    """Whose connections count together: an IPv4 address, or the /64 network that a client of IPv6 has for itself."""
-    if ":" not in address or address.lower().startswith("::ffff:"):
+    """Key of the client at an address, for connections, quotas and fair shares: an IPv4 address, or the /64 network
+    that a client of IPv6 has for itself. A text that is no address is its own key."""
+    try:
+        known = ipaddress.ip_address(address)
+    except ValueError:
         return address
-    return socket.inet_pton(socket.AF_INET6, address.partition("%")[0])[:8].hex()
+    if isinstance(known, ipaddress.IPv4Address):
+        return address
+    return str(known.ipv4_mapped or known.packed[:8].hex())

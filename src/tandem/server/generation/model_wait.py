@@ -40,16 +40,21 @@ async def answered_by(http: Request, model: str | None, answer: Answer, *, strea
     return LateStream(entering, answer, error, api.heartbeat_s)
 
 
-async def engage(http: Request, name: str | None) -> Served:
-    """The model that a request names; of several it is loaded, and stays so until the request ends. Raises
-    RequestError."""
+def find_model(http: Request, name: str | None) -> Served:
+    """The model that a request names, loaded or not. Raises RequestError."""
     api = get_api(http)
     api.check_open()
     try:
-        served = api.find(name)
+        return api.find(name)
     except NotFoundError:
         api.check()  # the engine, which may have another name for it, must have been heard
         raise
+
+
+async def engage(http: Request, name: str | None) -> Served:
+    """The model that a request names; of several it is loaded, and stays so until the request ends. Raises
+    RequestError."""
+    api, served = get_api(http), find_model(http, name)
     if api.residents is not None:
         if api.residents.available(served):
             await _enter(http.scope, served, api.residents)

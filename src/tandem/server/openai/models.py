@@ -22,18 +22,16 @@ def model_object(api: Api, served: Served) -> dict[str, Any]:
     status, residents = served.client.status, api.residents
     if residents is not None:
         state, detail = residents.state(served)
-        context = residents.max_context(served)
     else:
         there = status is not None and served.client.alive
         word = status.state if there and status is not None else "unreachable"
         state, detail = "loaded" if word == "ready" else word, status.detail if there and status is not None else ""
-        context = status.max_context if status else None
     return {
         "id": served.name,
         "object": "model",
         "created": int(api.started),
         "owned_by": "tandem",
-        "max_model_len": context,
+        "max_model_len": api.max_context(served),
         "loaded": state in ("loaded", "recovering", "draining"),
         "state": state,
         **({"detail": detail} if detail else {}),

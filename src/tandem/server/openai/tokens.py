@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.errors import NotFoundError
+from tandem.errors import NotFoundError, UnavailableError
 from tandem.server.body import parse
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.chats.variables import checked_template_kwargs
 from tandem.server.context import get_api
-from tandem.server.generation.model_wait import engage
+from tandem.server.generation.model_wait import engage, find_model
 from tandem.server.openai.sampling import check_token_ids
 from tandem.server.openai.schemas import DetokenizeRequest, TokenizeRequest
 from tandem.server.openapi import documented
@@ -56,6 +56,10 @@ async def tokenizer_info(http: Request, model: str | None = None) -> Response:
     if not api.settings.server.enable_tokenizer_info_endpoint:
         message = "/tokenizer_info is switched off (--enable-tokenizer-info-endpoint turns it on)."
         raise NotFoundError(message, code="unknown_url")
-    texts = await RequestTexts.of(http, await engage(http, model))
+    served = find_model(http, model)
+    if api.residents is not None and not api.residents.available(served):
+        raise UnavailableError(f"The model '{served.name}' is not loaded, and a GET loads none: POST "
+                               f"/v1/models/{served.name}/load does.", code="model_not_loaded")
+    texts = await RequestTexts.of(http, served)
     info = {**texts.tokenizer.info, "max_model_len": texts.status.max_context}
     return Response(encode_json(info), media_type="application/json")

@@ -8,12 +8,13 @@ from typing import Annotated, get_args
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, UnavailableError
 from tandem.planner.hardware import CHIPS, LINKS
+from tandem.planner.hosts import host_specs
 from tandem.planner.types import Goal
 from tandem.server.body import require_known
 from tandem.server.context import get_api, get_group, unless_gone
-from tandem.server.generation.model_wait import engage
+from tandem.server.generation.model_wait import find_model
 from tandem.server.sse import encode_json
 from tandem.server.workers.tasks import Compare
 
@@ -43,19 +44,19 @@ async def plan_route(
     goal: Goal | None = None,
     model: Annotated[str | None, Query(description="which of several models")] = None,
 ) -> Response:
-    """Compare the ways to spread a served model over machines."""
+    """Compare the ways to spread a served model over machines. The model need not be loaded, and is not."""
     api = get_api(http)
     api.quotas.enter(http.scope)
     require_known(http.query_params, [name for name in inspect.signature(plan_route).parameters if name != "http"])
-    served = await engage(http, model)
-    status = served.status()
-    if len(hosts) > MAX_HOSTS:
-        raise RequestError(f"hosts: {len(hosts)} machines; name at most {MAX_HOSTS}", param="hosts")
-    if context is not None and context > status.max_context:
-        raise RequestError(f"context: {context} is more than the {status.max_context} tokens that are served",
-                           param="context")
+    served = find_model(http, model)
+    if not (longest := api.max_context(served)):
+        raise UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
+    if (count := len(host_specs(hosts))) > MAX_HOSTS:
+        raise RequestError(f"hosts: {count} machines; name at most {MAX_HOSTS}", param="hosts")
+    if context is not None and context > longest:
+        raise RequestError(f"context: {context} is more than the {longest} tokens that are served", param="context")
     wished = served.settings.model
-    task = Compare(wished.model or status.source, wished.revision, hosts, link or [],
-                   context or min(8192, status.max_context), streams, goal)
+    task = Compare(wished.model or served.status().source, wished.revision, hosts, link or [],
+                   context or min(8192, longest), streams, goal)
     body = await unless_gone(http, api.workers.ask(get_group(http), task, bytes))
     return Response(body, media_type="application/json")
