@@ -70,10 +70,11 @@ def test_on_a_terminal_a_line_begins_where_a_live_line_of_another_process_stood(
     before = logging.getLogger(log.ROOT).level
     try:
         log.set_up()
-        logging.getLogger(f"{log.ROOT}.test").warning("mind the gap")
+        logging.getLogger(f"{log.ROOT}.test").warning("mind the %s", "\x1b[2Jgap\x07\x9b")
     finally:
         monkeypatch.undo()
         log.set_up("WARNING")
         logging.getLogger(log.ROOT).setLevel(before)
     assert terminal.getvalue().startswith(log.ERASE_LINE)
-    assert "mind the gap" in terminal.getvalue()
+    assert "mind the" in terminal.getvalue() and "gap" in terminal.getvalue()
+    assert not any(control in terminal.getvalue() for control in ("\x1b[2J", "\x07", "\x9b"))

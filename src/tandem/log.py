@@ -13,6 +13,8 @@ import time
 from rich.console import Console
 from rich.logging import RichHandler
 
+from tandem.printable import printable
+
 ROOT = "tandem"
 """Name of the logger above all of ours."""
 
@@ -65,6 +67,13 @@ class _Prefix(logging.Filter):
         return True
 
 
+class _Formatter(logging.Formatter):
+    """Lines that may quote other machines."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 class _TerminalHandler(RichHandler):
     """Begins a line of its own: another process may have left a live one (cli/startup.py) without an end."""
 
@@ -84,10 +93,10 @@ def set_up(level: str = "INFO", *, prefix: str = "") -> None:
     handler: logging.Handler
     if sys.stderr.isatty():
         handler = _TerminalHandler(console=Console(stderr=True), show_path=False, markup=False, rich_tracebacks=False)
-        handler.setFormatter(logging.Formatter("%(prefix)s%(message)s", datefmt="%H:%M:%S"))
+        handler.setFormatter(_Formatter("%(prefix)s%(message)s", datefmt="%H:%M:%S"))
     else:
         handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(prefix)s%(message)s"))
+        handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(prefix)s%(message)s"))
     handler.addFilter(_prefix)
     root = logging.getLogger()
     for old in root.handlers[:]:

@@ -5,11 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from zeroconf import ServiceInfo
 
+from tandem.cli.hosts import command
 from tandem.cli.main import main
+from tandem.cli.serve import Supervisor
 from tandem.config.options import options
+from tandem.config.settings import Settings
+from tandem.launchers.agent import discovery
+from tandem.protocol.events import History
 from tandem.version import __version__
 
 
@@ -45,6 +53,45 @@ def test_a_reader_who_leaves_early_hears_no_complaint(words):
         os.close(writer)
     assert done.stderr == ""
     assert done.returncode in (0, 141), "argparse takes no notice"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("words", [("version",), ("serve", "--help"), ("serve", "--help-all")])
+def test_a_full_disk_below_the_output_is_told_without_a_traceback(words, monkeypatch):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-m", "tandem", *words], stdout=full, stderr=subprocess.PIPE, text=True,
+                              timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (2, "tandem: standard output cannot be written: No space left on device\n")
+
+
+def test_closed_streams_lead_nowhere():
+    shell = '"$0" -m tandem --version <&- >&- && "$0" -m tandem serve --no-such <&- >&- 2>&-'
+    done = subprocess.run(["sh", "-c", shell, sys.executable], capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_server_that_is_ready_stays_when_nobody_reads_what_it_prints(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    history = History()
+    one = SimpleNamespace(_engines=SimpleNamespace(), _history=history, _settings=Settings())
+    with os.fdopen(writer, "w") as gone, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", gone)
+        Supervisor._announce(one, [SimpleNamespace(model="m", ranks=[0], stages=1)])
+    assert one._engines.announced and [event.kind for event in history.after(0)] == ["server_ready"]
+
+
+def test_what_a_neighbour_announces_commands_no_terminal(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+    evil = "M9\x1b[2J\x1b]0;owned\x07\x9b"
+    info = ServiceInfo(discovery.SERVICE, f"h1.{discovery.SERVICE}", port=1, properties={"chip": evil.encode()},
+                       addresses=[bytes(4)])
+    for found in (discovery._found(info), discovery.Found(evil, ("1.2.3.4",), 1)):
+        monkeypatch.setattr(command, "find", lambda seconds, found=found: [found])
+        assert main(["hosts", "find"]) == 0
+        said = capsys.readouterr().out
+        assert "M9[2J]0;owned" in said and not {"\x1b", "\x07", "\x9b"} & set(said)
 
 
 def test_the_home_of_somebody_who_is_not_there(capsys):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import subprocess
 import sys
 import termios
+import threading
 import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -236,6 +239,61 @@ def test_generate_by_a_server_and_what_it_says_of_its_prompt(url, tmp_path):
     empty = tandem("generate", "/no/model", "--local")
     assert (empty.returncode, empty.stderr) == (
         2, "tandem: the prompt is empty; give --prompt TEXT, or text on standard input\n")
+
+
+EVIL = "a\x1b]0;owned\x07b\x9b2J"
+"""Sets the title of a terminal, and clears it."""
+
+
+class Evil(BaseHTTPRequestHandler):
+    """A server whose names, texts and errors hold control characters."""
+
+    def do_GET(self):
+        assert self.headers["Authorization"] == "Bearer secret"
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+        self.wfile.write(json.dumps({"data": [{"id": EVIL, "state": EVIL}], "error": {"message": EVIL}}).encode())
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(200)
+        self.end_headers()
+        answer = {"id": EVIL, "state": EVIL, "choices": [{"text": EVIL, "delta": {"content": EVIL}}]}
+        self.wfile.write((b"" if self.path.endswith("/unload") else b"data: ") + json.dumps(answer).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def evil(monkeypatch):
+    """Its address, and a proxy that must not be asked for it."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TANDEM_API_KEY", "secret")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Evil) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_no_proxy_sees_the_key_and_an_answer_in_a_file_is_whole(evil, capsys):
+    assert main(["generate", "--url", evil, "--prompt", "a"]) == 0
+    assert capsys.readouterr().out == f"{EVIL}\n"
+
+
+@pytest.mark.parametrize("words", [
+    ["generate", "--prompt", "a"], ["model", "ps"], ["model", "unload", "a"], ["chat"], ["cache", "list"]])
+def test_what_a_server_says_commands_no_terminal(evil, words, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/model\nhello\n"))
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    main([*words, "--url", evil])
+    said = "".join(capsys.readouterr())
+    assert "a]0;ownedb2J" in said
+    assert not {"\x07", "\x9b"} & set(said) and "\x1b]" not in said
 
 
 def test_a_server_that_is_not_there_and_one_that_lacks_the_model(shared):

@@ -10,6 +10,7 @@ import socket
 from contextlib import nullcontext
 from typing import Any
 
+from tandem.cli.arguments import say
 from tandem.doctor.facts import gather
 from tandem.doctor.messages import GatherFacts
 from tandem.doctor.parsing import interfaces
@@ -61,12 +62,12 @@ def _checked_address(host: str) -> None:
 def _say(agent: Agent, trust: Trust, *, pair: bool) -> None:
     """What a person must know, and a code where there is nobody to serve yet."""
     paired = trust.peers()
-    print(f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
-          f"{', '.join(paired) or 'nobody'}", flush=True)
+    say(f"agent {agent.name} listens on ports {agent.port} and {agent.pair_port} (pairing); paired with: "
+        f"{', '.join(paired) or 'nobody'}")
     if pair or not paired:
         code = agent.pairing.open()
-        print(f"code {code[:3]} {code[3:]}: on the head run `tandem hosts pair {agent.name}` (good for "
-              f"{LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts)", flush=True)
+        say(f"code {code[:3]} {code[3:]}: on the head run `tandem hosts pair {agent.name}` (good for "
+            f"{LIFE_S / 60:.0f} minutes and {ATTEMPTS} attempts)")
 
 
 def _announcement(agent: Agent, host: str) -> Announcement:

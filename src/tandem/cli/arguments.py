@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import logging
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +18,9 @@ from tandem.config.loading import PROFILES, LoadedSettings, load
 from tandem.config.options import ALIASES, Option, field_docs, options, section_class
 from tandem.env import set_variables, variable, variables
 from tandem.errors import UsageError
+from tandem.printable import printable
+
+log = logging.getLogger("tandem.cli")
 
 TITLES = {"model": "model", "parallel": "layout", "scheduler": "scheduling and memory",
           "speculation": "speculative decoding", "server": "server", "process": "processes and logs",
@@ -224,6 +230,23 @@ def load_settings(arguments: argparse.Namespace) -> LoadedSettings:
 
 
 def fail(message: str) -> int:
-    """One line on stderr; the exit code for a mistake of the user's."""
-    print(f"tandem: {message}", file=sys.stderr)
+    """Print one line on stderr; return the exit code for a mistake of the user's."""
+    with suppress(OSError):  # the exit code says it too
+        print(f"tandem: {printable(message)}", file=sys.stderr)
     return 2
+
+
+def say(text: str) -> None:
+    """Print what only people need: where standard output is full or closed, the process goes on without it."""
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        log.warning("standard output cannot be written (%s); the server runs on without it", error.strerror)
+        drop_output()
+
+
+def drop_output() -> None:
+    """Have standard output lead nowhere, also for what its buffer still holds."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -8,7 +8,6 @@ import queue
 import sys
 import time
 import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,9 +18,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tandem.bench.client import open_url
 from tandem.borders import start_thread
 from tandem.cli.address import api_key, server_url
 from tandem.errors import UsageError
+from tandem.printable import printable
 from tandem.server.batches.lines import Line, parse_line
 from tandem.system.files import read_regular
 
@@ -30,7 +31,6 @@ AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
 LONGEST_WAIT_S = 30.0
 MOST = 4 << 30
 """Bytes of a file of requests, or of answers."""
-_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 Json = dict[str, Any]
 
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
             progress.advance(bar)
     print(f"{len(lines) - missing} of {len(lines)} answered ({len(done)} before, {refused} refused now): {target}")
     if missing:
-        print(f"{missing} without an answer, for instance: {lost}. The same command tries them again.")
+        print(printable(f"{missing} without an answer, for instance: {lost}. The same command tries them again."))
     return 1 if missing else 0
 
 
@@ -168,12 +168,8 @@ def _ask(server: Server, line: Line) -> tuple[Json | None, str]:
 
 
 def _post(server: Server, line: Line) -> tuple[int, Any, bytes]:
-    headers = {"content-type": "application/json"}
-    if server.key:
-        headers["authorization"] = f"Bearer {server.key}"
-    request = urllib.request.Request(server.url + line.url, line.body, headers)
     try:
-        with _OPENER.open(request, timeout=server.timeout_s) as response:
+        with open_url(server.url + line.url, server.key, line.body, timeout_s=server.timeout_s) as response:
             return response.status, response.headers, response.read()
     except urllib.error.HTTPError as error:
         with error:

@@ -28,6 +28,7 @@ from tandem.bench.profiling import profile_of
 from tandem.bench.report import GOODPUT_METRICS, METRICS, RATIOS, detail, lines, ratios, samples, summary
 from tandem.bench.workload import Mix, Prompts
 from tandem.cli.address import api_key, checked_url, server_url
+from tandem.cli.arguments import fail
 from tandem.errors import UsageError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.planner.hosts import this_name
@@ -217,7 +218,7 @@ def _write(path: Path, text: str, flag: str) -> None:
 def _report_failures(answers: Sequence[Timed]) -> int:
     failed = [answer.error for answer in answers if answer.error]
     if failed:
-        print(f"tandem: {len(failed)} of {len(answers)} requests failed, the first with: {failed[0]}", file=sys.stderr)
+        fail(f"{len(failed)} of {len(answers)} requests failed, the first with: {failed[0]}")
     return len(failed)
 
 

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.cli.screen import screen
 from tandem.doctor.checks_ray import hosts_of
 from tandem.doctor.examine import Question, examine, findings
 from tandem.doctor.findings import Evidence, Finding, Host
@@ -23,8 +24,6 @@ from tandem.launchers.hostfile import Hostfile, read_hostfile
 from tandem.launchers.ray.driver import ray_command, ray_nodes
 from tandem.planner.manual import parse_layout
 
-_WIDTH = 160
-"""Columns of a table that does not go to a terminal."""
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 _MOST_PORTS = 1000
 
@@ -90,7 +89,7 @@ def parse_ports(text: str | None) -> list[int]:
 
 
 def _print(evidence: Evidence, found: Sequence[Finding], *, verbose: bool) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = screen(highlight=False)
     table = Table(title=f"{len(evidence.hosts)} machine(s): {', '.join(one.name for one in evidence.hosts)}",
                   title_justify="left")
     table.add_column("Check")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import get_args
 
 from tandem.borders import own_process
-from tandem.cli.arguments import Parser, add_command, add_settings, fail
+from tandem.cli.arguments import Parser, add_command, add_settings, drop_output, fail
 from tandem.cli.options import (
     agent,
     bench,
@@ -247,25 +247,34 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Where whoever reads the output has gone (`| head`), it ends without a word, as one that SIGPIPE ends does.
     """
+    _open_streams()
     try:
         try:
             return _command(argv)
         finally:
             sys.stdout.flush()
     except BrokenPipeError as error:
-        return EXIT_UNREAD if _nobody_reads() else fail(str(error))
+        if not _nobody_reads():
+            return fail(str(error))
+        drop_output()
+        return EXIT_UNREAD
+    except OSError as error:  # all others end in `_command`
+        drop_output()
+        return fail(f"standard output cannot be written: {error.strerror}")
+
+
+def _open_streams() -> None:
+    """Have closed standard streams (`>&-`) lead nowhere: the next file or socket would get their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
 
 
 def _nobody_reads() -> bool:
-    """Standard output leads nowhere; what is left in its buffer is dropped."""
+    """True where the reader of standard output has gone; False where another pipe has broken."""
     output = select.poll()
     output.register(sys.stdout, 0)
-    if not output.poll(0):
-        return False  # another pipe
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-    return True
+    return bool(output.poll(0))
 
 
 def _command(argv: Sequence[str] | None) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 import time
@@ -13,19 +12,18 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from tandem.bench.client import get
+from tandem.bench.client import get_json
 from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.inventory import find_stored, remove, stored
 from tandem.checkpoints.pruning import kept, prune, unused
 from tandem.checkpoints.resolve import resolve
 from tandem.cli.address import api_key, server_url
+from tandem.cli.screen import screen
 from tandem.errors import ConfigError
 from tandem.models.description import describe
 
 DAY_S = 86400.0
-_WIDTH = 160
-"""Columns of a table that does not go to a terminal."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,7 +69,7 @@ def _list() -> int:
         table.add_row(one.name, one.kind, _size(one.nbytes), time.strftime("%Y-%m-%d %H:%M",
                                                                            time.localtime(one.modified)))
     if table.row_count:
-        Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False).print(table)
+        screen(markup=False).print(table)
     else:
         print("no model is on this machine; `tandem model get demo` fetches a small one")
     extra = [one for one in kept() if one.kind != "gguf"]
@@ -115,12 +113,12 @@ def _of_server(arguments: argparse.Namespace) -> int:
     url, key = server_url(arguments), api_key(arguments)
     if arguments.action != "ps":
         path = f"/v1/models/{quote(arguments.name)}/{arguments.action}"
-        answer = json.loads(get(url, path, key, timeout_s=None, method="POST"))
+        answer = get_json(url, path, key, timeout_s=None, method="POST")
         print(f"{answer['id']} is {answer['state']}")
         return 0
     table = Table("model", "state", "context", box=None, pad_edge=False)
-    for one in json.loads(get(url, "/v1/models", key))["data"]:
+    for one in get_json(url, "/v1/models", key)["data"]:
         state, detail = one.get("state", "?"), one.get("detail")
         table.add_row(one["id"], f"{state}: {detail}" if detail else state, str(one.get("max_model_len") or "-"))
-    Console(markup=False).print(table)
+    screen(markup=False).print(table)
     return 0

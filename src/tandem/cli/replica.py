@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from tandem.cli.address import local_port, server_url
+from tandem.cli.screen import screen
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaInfo, ReplicaList
@@ -60,7 +60,7 @@ def _show(replicas: list[tuple[ReplicaInfo, EngineStatus | None]]) -> None:
         counts = ("-",) * 3 if status is None else (status.running, status.queued, len(status.ranks))
         table.add_row(str(info.replica), info.role, _state(info, status), str(info.pid or "-"), *map(str, counts),
                       str(info.restarts))
-    Console().print(table)
+    screen().print(table)
 
 
 def _drain(path: Path, replica: int) -> None:

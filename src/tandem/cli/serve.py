@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
+from tandem.cli.arguments import say
 from tandem.cli.options import vllm_mlx
 from tandem.cli.processes import prepared
 from tandem.cli.startup import farewell, progress_lines
@@ -208,10 +209,10 @@ class Supervisor:
             replicas = f", the first of {len(self._engines.models())} models"
         else:
             replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
-        print(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), "
-              f"{engines[0].stages} stage(s){replicas})", flush=True)
-        print(farewell(address, stop="Ctrl-C" if sys.stdin.isatty() else "Ctrl-C or SIGTERM; tandem down, if tandem up "
-                       "started it"), flush=True)
+        say(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), "
+            f"{engines[0].stages} stage(s){replicas})")
+        say(farewell(address, stop="Ctrl-C" if sys.stdin.isatty() else "Ctrl-C or SIGTERM; tandem down, if tandem up "
+                     "started it"))
 
     def _watch(self) -> int:
         while (code := self._look()) is None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tandem.cli.address import checked_url, local_port
+from tandem.cli.screen import screen
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
@@ -196,7 +195,7 @@ def _as_json(look: Look) -> dict[str, Any]:
 
 
 def _show(look: Look) -> None:
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False)
+    console = screen(_WIDTH, highlight=False, markup=False)
     since = f", for {_span(time.time() - look.started_at)}" if look.started_at else ""
     process = f", process {look.pid}" if look.pid else ""
     where = f" at {look.address} (model {look.model}{process}{since})" if look.runs else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import sys
 import time
 from dataclasses import dataclass
@@ -12,14 +11,15 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tandem.bench.client import get
+from tandem.bench.client import get, get_json
 from tandem.cli.address import api_key, server_url
+from tandem.cli.screen import screen
 from tandem.cli.status import event_line, pace
 from tandem.errors import UsageError
 
@@ -47,7 +47,7 @@ class Look:
 def look(url: str, key: str) -> Look:
     """Ask the server. Raises UsageError when it does not answer, or not as a Tandem server does."""
     try:
-        health, status = json.loads(get(url, "/health", key)), json.loads(get(url, "/v1/status", key))
+        health, status = get_json(url, "/health", key), get_json(url, "/v1/status", key)
         if not (isinstance(health["status"], str) and isinstance(status["replicas"], list)):
             raise TypeError
     except (ValueError, LookupError, TypeError):
@@ -59,7 +59,7 @@ def look(url: str, key: str) -> Look:
                 metrics[sample.name] = metrics.get(sample.name, 0.0) + sample.value
     events: list[dict[str, Any]] = []
     with contextlib.suppress(UsageError, ValueError, LookupError):  # of an earlier version
-        events = json.loads(get(url, f"/v1/events?limit={MAX_EVENTS}", key))["data"]
+        events = get_json(url, f"/v1/events?limit={MAX_EVENTS}", key)["data"]
     return Look(time.monotonic(), health, status, metrics, events)
 
 
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--interval {arguments.interval}: must be from 0.1 to 3600 seconds", param="interval")
     url, key = server_url(arguments), api_key(arguments)
     before = look(url, key)
-    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console = screen(PLAIN_WIDTH)
     if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:
         time.sleep(arguments.interval)
         console.print(picture(url, before, look(url, key)))

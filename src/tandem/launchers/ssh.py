@@ -25,6 +25,7 @@ from tandem.launchers.facts import address_towards
 from tandem.launchers.host_worlds import Devices
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
 from tandem.launchers.hosts import HostsLauncher
+from tandem.printable import printable
 from tandem.processes.interpreter import SAFE, module_command
 from tandem.protocol.payloads import HostPayload
 
@@ -136,7 +137,7 @@ class _Connection:
             line = raw.decode(errors="replace").rstrip()
             self.lines.append(line)
             # Its own time, level and rank stand in it; only where it comes from is added.
-            sys.stderr.write(f"[{self._label}] {line}\n")
+            sys.stderr.write(printable(f"[{self._label}] {line}\n"))
             sys.stderr.flush()
         self._on_end()
 

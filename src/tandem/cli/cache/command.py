@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import sys
@@ -12,17 +11,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from rich.console import Console
 from rich.table import Table
 
-from tandem.bench.client import get
+from tandem.bench.client import get_json
 from tandem.cli.address import api_key, server_url
 from tandem.cli.cache.directory import clear, look
+from tandem.cli.screen import screen
 from tandem.errors import UsageError
 from tandem.server.cache.warm_file import read_warm_file, text_body
 
-_WIDTH = 160
-"""Columns of a table that does not go to a terminal."""
 _DAY_S = 86400.0
 
 
@@ -41,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace, method: str = "GET", **query: str) -> Any:
     given = {**query, **({"model": arguments.model} if arguments.model else {})}
     path = f"/v1/cache?{urlencode(given)}" if given else "/v1/cache"
-    return json.loads(get(server_url(arguments), path, api_key(arguments), timeout_s=90.0, method=method))
+    return get_json(server_url(arguments), path, api_key(arguments), timeout_s=90.0, method=method)
 
 
 def _table(*headings: str) -> Table:
@@ -52,7 +49,7 @@ def _table(*headings: str) -> Table:
 
 
 def _print(table: Table) -> None:
-    Console(width=None if sys.stdout.isatty() else _WIDTH, markup=False).print(table)
+    screen(markup=False).print(table)
 
 
 def _size(nbytes: float) -> str:
@@ -124,7 +121,7 @@ def _warm(arguments: argparse.Namespace) -> int:
         which = f"{arguments.file}, prompt {number}" if len(bodies) > 1 else arguments.file
         given = {**body, **({"model": arguments.model} if arguments.model else {})}
         try:
-            answer = json.loads(get(url, "/v1/cache/warm", key, timeout_s=None, method="POST", body=given))
+            answer = get_json(url, "/v1/cache/warm", key, timeout_s=None, method="POST", body=given)
         except UsageError as error:
             raise UsageError(f"FILE {which}: {error.message}", param="file") from error
         print(f"{which}: {answer['prompt_tokens']} tokens, {answer['seconds']:.1f} s")

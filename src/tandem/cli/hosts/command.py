@@ -7,11 +7,11 @@ import json
 import socket
 import sys
 
-from rich.console import Console
 from rich.table import Table
 
 from tandem.cli.hosts.pair import pair_with
 from tandem.cli.hosts.write import write
+from tandem.cli.screen import screen
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.agent import PORT
 from tandem.launchers.agent.discovery import Found, find
@@ -19,7 +19,6 @@ from tandem.launchers.agent.trust import NAME, Peer, Trust
 from tandem.system.privacy import LOCAL_NETWORK
 
 _GIB = 2**30
-_WIDTH = 160
 _MOST_S = 60.0
 
 
@@ -60,7 +59,7 @@ def _find(seconds: float, *, as_json: bool) -> int:
         memory = f"{_number(one.facts.get('memory', '')) / _GIB:.0f} GiB"
         table.add_row(one.name, ", ".join(one.addresses), str(row["chip"]), memory, str(row["system"]),
                       str(row["links"]), str(row["version"]), "yes" if row["paired"] else "no")
-    Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False, markup=False).print(table)
+    screen(highlight=False, markup=False).print(table)
     return 0
 
 

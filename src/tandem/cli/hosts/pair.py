@@ -40,11 +40,12 @@ def pair_with(address: str, port: int, code: str | None) -> str:
         there = f"{address}:{port + 1}"
         hello = PairHello(name, own.public)
         agent = _ask(link, there, hello, PairIdentity)
-        head = HeadSide(code or _asked_for(checked_name(agent.name)), hello, agent)
+        found = checked_name(agent.name)
+        head = HeadSide(code or _asked_for(found), hello, agent)
         element = _ask(link, there, head.start(), PairElement)
         head.check(_ask(link, there, head.confirm(element), PairDone))
-    trust.add(agent.name, Peer(agent.public, f"{address}:{port}"))
-    return agent.name
+    trust.add(found, Peer(agent.public, f"{address}:{port}"))
+    return found
 
 
 def _asked_for(name: str) -> str:

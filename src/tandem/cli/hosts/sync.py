@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import tandem
+from tandem.cli.arguments import fail
 from tandem.cli.hosts import receive
 from tandem.env import child_environment
 from tandem.errors import UsageError
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
         with ThreadPoolExecutor(max_workers=len(hosts)) as pool:
             failures = [one for one in pool.map(sync, hosts.values()) if one is not None]
     for failure in failures:
-        print(f"tandem: {failure}", file=sys.stderr)
+        fail(failure)
     if failures:
         return 1
     print(f"{len(hosts)} host(s) have this machine's Tandem; settings reach ranks when they start")

@@ -6,14 +6,12 @@ import argparse
 import dataclasses
 import difflib
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from tandem.checkpoints.resolve import resolve
 from tandem.cli.plan.output import as_json, print_plan
+from tandem.cli.screen import screen
 from tandem.errors import ConfigError
 from tandem.models.description import ModelDescription, describe
 from tandem.models.kv_types import require_quantizable
@@ -25,9 +23,6 @@ from tandem.planner.plan import plan
 from tandem.planner.presets import Planned, find, planned, presets
 from tandem.planner.profile import Profile, read_profile
 from tandem.planner.types import LayoutPlan, NothingFits, Request
-
-_WIDTH = 160
-"""Columns of a table that does not go to a terminal."""
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -118,5 +113,5 @@ def _show(arguments: argparse.Namespace, answer: LayoutPlan, cluster: Cluster, n
                                  "links": [dataclasses.asdict(link) for link in cluster.links]}
         print(json.dumps({**facts, **as_json(answer, machines, arguments), "notes": notes}, indent=2))
         return
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
+    console = screen(highlight=False)
     print_plan(console, answer, machines, arguments, notes)

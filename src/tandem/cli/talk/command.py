@@ -12,8 +12,9 @@ from rich.console import Console
 
 from tandem.checkpoints.resolve import name_of, resolve
 from tandem.cli.address import DEFAULT_URL, api_key, named_url, record_url, started
-from tandem.cli.arguments import load_settings
+from tandem.cli.arguments import fail, load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
+from tandem.cli.screen import screen
 from tandem.cli.talk.conversation import KEYS, Conversation, Ended
 from tandem.cli.talk.interrupts import Interrupts
 from tandem.cli.talk.models import Loaded, Model, Served, Speed
@@ -23,6 +24,7 @@ from tandem.config.loading import LoadedSettings
 from tandem.config.options import by_name
 from tandem.errors import RequestError, UsageError
 from tandem.log import set_up
+from tandem.printable import printable
 
 Other = Callable[[str], Model]
 NAME_ONE = "name a directory, a GGUF file, a hub id or demo, or a running server with --url"
@@ -41,7 +43,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
     with _opened(arguments, DEFAULTS) as (model, _):
         speed = Speed()
         for piece in model.complete(prompt, params, speed):
-            print(piece.text, end="", flush=True)
+            print(_shown(piece.text), end="", flush=True)
         print()
         if sys.stderr.isatty():
             print(f"({speed})", file=sys.stderr)
@@ -50,7 +52,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 def run_chat(arguments: argparse.Namespace) -> int:
     """A conversation until its end (cli/talk/conversation.py has the commands)."""
-    params, console = asked_of(arguments), Console()
+    params, console = asked_of(arguments), screen()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with _opened(arguments, CHAT_DEFAULTS) as (model, other), ExitStack() as stack:
         if not model.can_chat:
@@ -68,7 +70,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
                 if said.startswith("/"):
                     with interrupts.heard():
                         told = talk.command(said)
-                    print(told)
+                    print(printable(told))
                 elif said:
                     _answer(talk, said, console if terminal else None, interrupts)
             except (EOFError, Ended):
@@ -79,7 +81,12 @@ def run_chat(arguments: argparse.Namespace) -> int:
                 interrupted = True
                 print("(Ctrl-C once more ends, as does /exit)")
             except (UsageError, RequestError) as error:
-                print(f"tandem: {error.message}", file=sys.stderr)
+                fail(error.message)
+
+
+def _shown(text: str) -> str:
+    """The text of an answer: whole for a file or a pipe, without control characters for a terminal."""
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: Interrupts) -> None:
@@ -98,7 +105,7 @@ def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: I
                 if view is not None:
                     view.add(piece.text, reasoning=piece.reasoning)
                 elif not piece.reasoning:
-                    print(piece.text, end="", flush=True)
+                    print(_shown(piece.text), end="", flush=True)
         except KeyboardInterrupt:
             stopped = True
             pieces.close()

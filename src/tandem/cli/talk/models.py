@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
+from tandem.bench.client import error_message, open_url
 from tandem.errors import UsageError
 from tandem.protocol.request import SamplingDefaults
 
@@ -174,22 +174,11 @@ class Served:
     @contextmanager
     def _open(self, path: str, body: bytes | None, timeout: float | None) -> Iterator[Any]:
         """A response; closing it stops what the server does for it. Raises UsageError."""
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        request = urllib.request.Request(self._url + path, data=body, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=timeout) as response:
+            with open_url(self._url + path, self._key, body, timeout_s=timeout) as response:
                 yield response
         except urllib.error.HTTPError as error:
-            raise UsageError(_reason(error)) from None
+            raise UsageError(error_message(error) or f"the server answers {error.code} {error.reason}") from None
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
             raise UsageError(f"{self._url} cannot be reached: {reason}", param="url") from None
-
-
-def _reason(error: urllib.error.HTTPError) -> str:
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, LookupError, TypeError, OSError):
-        return f"the server answers {error.code} {error.reason}"

@@ -11,6 +11,7 @@ from types import TracebackType
 from zeroconf import Error, InterfaceChoice, IPVersion, ServiceBrowser, ServiceInfo, ServiceListener, Zeroconf
 
 from tandem.errors import UsageError
+from tandem.printable import printable
 
 SERVICE = "_tandem._tcp.local."
 _RESOLVE_MS = 2000
@@ -86,7 +87,7 @@ def _zeroconf() -> Zeroconf:
 
 
 def _found(info: ServiceInfo) -> Found:
-    facts = {key.decode(errors="replace"): (value or b"").decode(errors="replace")
+    facts = {key.decode(errors="replace"): printable((value or b"").decode(errors="replace"))
              for key, value in info.properties.items()}
-    return Found(info.name.removesuffix("." + SERVICE), tuple(info.parsed_addresses(IPVersion.V4Only)), info.port or 0,
-                 facts)
+    return Found(printable(info.name.removesuffix("." + SERVICE)), tuple(info.parsed_addresses(IPVersion.V4Only)),
+                 info.port or 0, facts)

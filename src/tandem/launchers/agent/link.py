@@ -16,6 +16,7 @@ import zmq
 
 from tandem.errors import TransportError, UsageError
 from tandem.launchers.agent.trust import Identity, Peer, Trust
+from tandem.printable import printable
 from tandem.processes.interpreter import module_command
 from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
 from tandem.protocol.codec import Decoder
@@ -130,7 +131,7 @@ def main() -> int:
     finally:
         link.close()
     if reason:
-        sys.stderr.write(f"tandem: agent {name}: {reason}\n")
+        sys.stderr.write(printable(f"tandem: agent {name}: {reason}\n"))
     return code if code >= 0 else 128 - code
 
 

@@ -15,6 +15,7 @@ from tandem.errors import RankFailure, UsageError
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.hosts import HostsLauncher
 from tandem.launchers.ray.driver import RayDriver, connected_driver
+from tandem.printable import printable
 from tandem.protocol.payloads import HostPayload
 from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks, Shortage
 
@@ -146,7 +147,7 @@ class RayLauncher(HostsLauncher):
         """In the driver's thread: a line from a rank host, or its end."""
         placement = self._current
         if isinstance(news, HostOutput):
-            sys.stderr.write(f"[{news.place}] {news.line}\n")
+            sys.stderr.write(printable(f"[{news.place}] {news.line}\n"))
             sys.stderr.flush()
         if placement is None or news.placement != placement.number:
             return
