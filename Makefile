@@ -35,6 +35,6 @@ test-clients:  ## clients of others, unmodified, in .clients-venv; prints the re
 release:  ## build wheel and sdist, and try them in empty environments (publishes nothing)
 	@scripts/release $(ARGS)
 
-clean:  ## remove .venv and everything that was built (the model cache stays)
+clean:  ## remove .venv and everything that was built (the caches of models and environments stay)
 	rm -rf .venv .vllm-venv .clients-venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,101 @@
+"""Scripts of scripts/ that are Python: kept environments, planted faults."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def script(name: str) -> ModuleType:
+    loader = SourceFileLoader(name, str(ROOT / "scripts" / name))
+    spec = spec_from_loader(name, loader)
+    assert spec is not None
+    module = module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look it up
+    writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.dont_write_bytecode = writes
+    return module
+
+
+def test_an_environment_is_brought_back_for_another_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = script("environments")
+    monkeypatch.setattr(environments, "CACHE", tmp_path / "cache")
+    first, second = tmp_path / "one" / ".venv", tmp_path / "two" / ".venv"
+    packages = Path("lib", "python3.11", "site-packages")
+    (first / "bin").mkdir(parents=True)
+    (first / packages).mkdir(parents=True)
+    second.parent.mkdir()
+    (first / "pyvenv.cfg").write_text(f"command = python -m venv {first}\n")
+    (first / packages / "mlx_tandem.pth").write_text(f"{first.parent}/src\n")
+    (first / packages / "library.py").write_text("VALUE = 1\n")
+    (first / "bin" / "tandem").write_text(f"#!{first}/bin/python\n")
+    (first / "bin" / "tandem").chmod(0o755)
+    (first / ".tandem-stamp").write_text("an old stamp")
+
+    assert not environments.restore(second, "abc")
+    environments.keep(first, "abc")
+    assert environments.restore(second, "abc")
+    assert (second / packages / "mlx_tandem.pth").read_text() == f"{second.parent}/src\n"
+    assert (second / "bin" / "tandem").read_text() == f"#!{second}/bin/python\n"
+    assert (second / "bin" / "tandem").stat().st_mode & 0o777 == 0o755
+    assert (second / packages / "library.py").read_text() == "VALUE = 1\n"
+    assert not (second / ".tandem-stamp").exists()
+    assert (first / "bin" / "tandem").read_text() == f"#!{first}/bin/python\n"
+
+    for digest in ("def", "ghi"):
+        environments.keep(first, digest)
+    assert len(list((tmp_path / "cache").iterdir())) == environments.KEPT
+
+
+def test_only_what_is_installed_counts_in_the_hash(tmp_path: Path) -> None:
+    environments = script("environments")
+    project = tmp_path / "pyproject.toml"
+
+    def digest(dependency: str, width: int) -> str:
+        project.write_text(f'[build-system]\nrequires = []\n[project]\ndependencies = ["{dependency}"]\n'
+                           f"[tool.ruff]\nline-length = {width}\n")
+        return str(environments.hash_of([str(project), "cpu"]))
+
+    assert digest("a", 100) == digest("a", 120)
+    assert digest("a", 100) != digest("b", 100)
+
+
+def test_planted_faults_come_back_and_can_be_compiled(tmp_path: Path) -> None:
+    plant = script("plant_faults")
+    faults = plant.faults(26, 60)
+    assert len(faults) == 60
+    assert {fault.area for fault in faults} == set(plant.AREAS)
+    for fault in faults:
+        path = ROOT / fault.path
+        data = path.read_bytes()
+        assert data[fault.start:fault.end].decode() == fault.before
+        ast.parse(data[:fault.start] + fault.after.encode() + data[fault.end:])
+    plant.plant(faults[0], tmp_path)
+    changed = (tmp_path / faults[0].path).read_text()
+    assert changed != (ROOT / faults[0].path).read_text()
+
+
+def test_a_planted_fault_does_not_hang_on_the_lines_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant = script("plant_faults")
+    monkeypatch.setattr(plant, "ROOT", tmp_path)
+    monkeypatch.setattr(plant, "PACKAGE", tmp_path / "src" / "tandem")
+    monkeypatch.setattr(plant, "AREAS", {"scheduler": (1, ("scheduler/*.py",))})
+    path = tmp_path / "src" / "tandem" / "scheduler" / "a.py"
+    path.parent.mkdir(parents=True)
+    code = "def f(a, b):\n    c = a + 1\n    if a < b:\n        c = 2\n    return c\n"
+    path.write_text(code)
+    before = {fault.rank for fault in plant.faults(1, 3)}
+    path.unlink()
+    path.with_name("b.py").write_text("import os\n\n\n" + code)
+    assert {fault.rank for fault in plant.faults(1, 3)} == before
