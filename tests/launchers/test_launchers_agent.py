@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
@@ -17,8 +18,22 @@ import zmq
 from tandem.launchers.agent import agent as module
 from tandem.launchers.agent import session
 from tandem.launchers.agent.agent import UNPAIRED, Agent
+from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import Identity, Peer, Trust
-from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
+from tandem.protocol.agent import (
+    Beat,
+    CloseInput,
+    Data,
+    Ended,
+    OpenSession,
+    PairDone,
+    PairHello,
+    PairRefused,
+    PairReply,
+    PairRequest,
+    SessionReply,
+    SessionRequest,
+)
 
 PROGRAMS = {
     "echo": "import sys\nfor line in sys.stdin.buffer:\n    sys.stdout.write(line.decode())\n    sys.stdout.flush()",
@@ -183,3 +198,48 @@ def test_a_head_that_is_forgotten_is_out_at_once(machine: Machine, monkeypatch: 
 def test_what_cannot_be_started_is_told(machine: Machine) -> None:
     head = machine.head("a").open("sh")
     assert head.hear() == Ended(255, "sh cannot be started here")
+
+
+def ask(link: zmq.Socket[bytes], request: PairRequest) -> PairReply:
+    link.send(msgspec.msgpack.encode(request))
+    assert link.poll(240_000)
+    reply: PairReply = msgspec.msgpack.decode(link.recv(), type=PairReply)
+    return reply
+
+
+def pair(machine: Machine) -> PairReply:
+    """What the agent says in the end to a head that has its code."""
+    hello = PairHello("head", zmq.curve_keypair()[0].decode())
+    code = machine.agent.pairing.open()
+    with zmq.Context.instance().socket(zmq.DEALER) as link:
+        link.linger = 0
+        link.connect(f"tcp://127.0.0.1:{machine.agent.pair_port}")
+        head = HeadSide(code, hello, ask(link, hello))
+        return ask(link, head.confirm(ask(link, head.start())))
+
+
+def test_a_pairing_that_cannot_be_written_down_is_refused_and_the_agent_goes_on(
+        machine: Machine, tmp_path: Path) -> None:
+    running = machine.head("a").open("echo")
+    in_the_way = tmp_path / "agent" / "peers.new"
+    in_the_way.mkdir()
+    refused = pair(machine)
+    assert isinstance(refused, PairRefused) and "here cannot write down whom it trusts: " in refused.reason
+    echo(running, "still here")
+    in_the_way.rmdir()
+    assert isinstance(pair(machine), PairDone) and "head" in machine.trust.peers()
+
+
+def test_a_connection_to_the_pairing_port_lasts_no_longer_than_a_code(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "LIFE_S", 0.1)
+    ready = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+    with closing(Machine()) as machine, \
+            socket.create_connection(("127.0.0.1", machine.agent.pair_port), timeout=240) as raw:
+        raw.sendall(greeting + b"\x04" + bytes([len(ready)]) + ready)
+        got = b""
+        while data := raw.recv(4096):
+            got += data
+        assert b"READY" in got, "its handshake was complete"

@@ -170,3 +170,10 @@ def test_nesting_and_lengths_without_end(name: str, opening: bytes) -> None:
     tagged = msgspec.msgpack.encode(samples[0])
     if tagged[0] & 0xF0 == 0x80:  # a map: one more key, which is unknown, holds it
         assert not accept(kind, bytes([tagged[0] + 1]) + tagged[1:] + b"\xa1?" + opening * 100_000)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/b", "..", "", "X\n", "X\0"])
+def test_a_rank_is_given_no_file_outside_of_its_directory(name: str) -> None:
+    order = hosts.StartRank(1, 0, b"", {}, {}, {name: "content"}, 1)
+    with pytest.raises(TransportError, match="files"):
+        Decoder[hosts.HeadMessage](hosts.HeadMessage).decode(msgspec.msgpack.encode(order))

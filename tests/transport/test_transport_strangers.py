@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
+import resource
+import select
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +22,11 @@ import pytest
 import zmq
 
 from tandem.errors import TransportError
+from tandem.protocol import keys as protocol_keys
 from tandem.protocol.control import Failure
 from tandem.protocol.hosts import Leave, Ping
 from tandem.protocol.keys import ClusterKeys
+from tandem.transport import guard
 from tandem.transport.bus import EngineBus, RankBus, rank_identity
 from tandem.transport.join import HeadEnd, HostEnd
 
@@ -73,9 +80,14 @@ def join_door(keys: ClusterKeys) -> Door:
                 head.close)
 
 
+@pytest.fixture
+def keys() -> ClusterKeys:
+    return ClusterKeys.generate()
+
+
 @pytest.fixture(params=[bus_door, join_door], ids=["bus", "join"])
-def door(request: pytest.FixtureRequest) -> Iterator[Door]:
-    one = request.param(ClusterKeys.generate())
+def door(request: pytest.FixtureRequest, keys: ClusterKeys) -> Iterator[Door]:
+    one = request.param(keys)
     yield one
     one.close()
 
@@ -147,6 +159,73 @@ def test_a_huge_frame_of_a_member_ends_its_connection_alone(door: Door) -> None:
     assert door.heard() is None
     context.destroy()
     assert door.works()
+
+
+@pytest.fixture
+def strangers() -> Iterator[Callable[..., list[socket.socket]]]:
+    """Opens connections to a port, from 127.0.0.`host`, that say nothing."""
+    with ExitStack() as stack:
+        def open_some(port: int, count: int, host: int = 1) -> list[socket.socket]:
+            ends = ("127.0.0.1", port), 240, (f"127.0.0.{host}", 0)
+            return [stack.enter_context(socket.create_connection(*ends)) for _ in range(count)]
+
+        yield open_some
+
+
+def all_but(kept: int, opened: list[socket.socket]) -> list[socket.socket]:
+    """Wait until no more than `kept` are open; those that are closed."""
+    closed: list[socket.socket] = []
+    while len(opened) - len(closed) > kept:
+        readable, _, _ = select.select([one for one in opened if one not in closed], [], [], 240)
+        assert readable, "they stay"
+        for one in readable:
+            if not one.recv(4096):
+                closed.append(one)
+    return closed
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="other loopback addresses need an alias there")
+def test_connections_without_a_key_are_bounded_for_each_address_and_in_all(
+        keys: ClusterKeys, strangers: Callable[..., list[socket.socket]], monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(guard, "MOST", 8)
+    with closing(join_door(keys)) as door:
+        opened = strangers(door.port, 12, 2)
+        with caplog.at_level(logging.WARNING, logger="tandem"):
+            closed = all_but(2, opened)
+            assert set(closed) == set(opened[2:]), "the first of an address stay"
+            assert door.works()
+        assert sum("too many connections at the join socket" in one.message for one in caplog.records) == 1
+        opened = [one for one in opened if one not in closed]
+        for host in range(3, 8):
+            opened += strangers(door.port, 2, host)
+        all_but(8, opened)
+        assert door.works()
+
+
+def test_a_connection_that_never_shows_a_key_is_closed(
+        keys: ClusterKeys, strangers: Callable[..., list[socket.socket]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol_keys, "HANDSHAKE_S", 0.2)
+    with closing(join_door(keys)) as door:
+        all_but(0, strangers(door.port, 3))
+        assert door.works()
+
+
+def test_without_descriptors_connections_are_closed_instead_of_tried_again_and_again(keys: ClusterKeys) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(join_door(keys)) as door, ExitStack() as stack:
+        clients = [stack.enter_context(socket.socket()) for _ in range(5)]
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 8, limit[1]))
+        with suppress(OSError):
+            while True:
+                stack.callback(os.close, os.dup(0))
+        for client in clients:
+            client.settimeout(240)
+            client.connect(("127.0.0.1", door.port))
+        all_but(0, clients)
+        stack.close()
+        assert door.works()
 
 
 class Recorder:

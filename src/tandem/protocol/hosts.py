@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 Number = Annotated[int, Meta(ge=0)]
 HostPort = Annotated[str, Meta(pattern=r"^[^:\s]+:[0-9]{1,5}$")]
+VariableName = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]
 NoneOrHostPort = Annotated[str, Meta(pattern=r"^([^:\s]+:[0-9]{1,5})?$")]
 
 
@@ -164,8 +165,8 @@ class StartRank(Struct, frozen=True, tag=True):
     environment: dict[str, str]
     world: dict[str, str]
     """Variables of the group that it joins."""
-    files: dict[str, str]
-    """Content of files, by the variable that is to name the file."""
+    files: dict[VariableName, str]
+    """Content of files, by the variable that is to name the file; the rank host calls the file so too."""
     sharing: int
     """Ranks of this gang on the machine, which share its cores."""
 

@@ -6,6 +6,8 @@ import zmq
 from msgspec import Struct
 
 DOMAIN = "tandem"
+HANDSHAKE_S = 10.0
+"""Seconds for a peer to show its key; ZeroMQ then closes the connection."""
 
 
 class ClusterKeys(Struct, frozen=True):
@@ -28,6 +30,7 @@ class ClusterKeys(Struct, frozen=True):
 
     def secure_bind(self, socket: zmq.Socket[bytes]) -> None:
         """Make `socket` demand the cluster's keys; call before bind. Needs an `Authenticator` in its context."""
+        socket.handshake_ivl = int(HANDSHAKE_S * 1000)
         socket.curve_server = True
         socket.curve_publickey = self.bind_public.encode()
         socket.curve_secretkey = self.bind_secret.encode()

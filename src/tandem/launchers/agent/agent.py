@@ -19,12 +19,14 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from tandem.errors import ConfigError, TransportError, UsageError
 from tandem.launchers.agent.link import BEAT_S, CHUNK, MAX_FRAME, SILENCE_S
-from tandem.launchers.agent.pairing import AgentSide
+from tandem.launchers.agent.pairing import LIFE_S, AgentSide
 from tandem.launchers.agent.session import Session
 from tandem.launchers.agent.trust import NAME, Peer, Trust
 from tandem.log import Seldom
 from tandem.protocol import agent
 from tandem.protocol.codec import Decoder
+from tandem.protocol.keys import HANDSHAKE_S
+from tandem.transport.guard import Guard
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -64,9 +66,12 @@ class Agent:
         self._commands.curve_publickey = identity.public.encode()
         self._commands.zap_domain = DOMAIN.encode()
         self._pairs = self._context.socket(zmq.ROUTER)
+        self._guards: list[Guard] = []
         try:
             self.port = self._bind(self._commands, host, port)
+            self._guards.append(Guard(self._commands, "agent's port"))
             self.pair_port = self._bind(self._pairs, host, port + 1 if port else 0)
+            self._guards.append(Guard(self._pairs, "pairing port", keyless_s=LIFE_S))
         except UsageError:
             self.close()
             raise
@@ -77,6 +82,7 @@ class Agent:
     def _bind(self, one: zmq.Socket[bytes], host: str, port: int) -> int:
         one.linger = 500
         one.maxmsgsize = MAX_FRAME
+        one.handshake_ivl = int(HANDSHAKE_S * 1000)
         try:
             one.bind(f"tcp://{host}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -178,10 +184,14 @@ class Agent:
             return
         reply, head = self.pairing.answer(frames[0], request)
         if head is not None:
-            self._trust.add(head.name, Peer(head.public))
-            self._look_at_keys()
-            log.info("paired with %s: it may run ranks here", head.name)
-        elif isinstance(reply, agent.PairRefused):
+            try:
+                self._trust.add(head.name, Peer(head.public))
+            except (OSError, ConfigError) as error:
+                reply = agent.PairRefused(f"{self.name} cannot write down whom it trusts: {error}")
+            else:
+                self._look_at_keys()
+                log.info("paired with %s: it may run ranks here", head.name)
+        if isinstance(reply, agent.PairRefused):
             seldom.warning("pairing refused: %s; nothing has changed; who meant it runs `tandem hosts pair` again",
                            reply.reason)
         self._pairs.send_multipart([frames[0], msgspec.msgpack.encode(reply)])
@@ -237,6 +247,8 @@ class Agent:
             for session in list(self._sessions.values()):
                 self._bury(session)
             time.sleep(ENDING_MS / 1000)
+        for guard in self._guards:
+            guard.stop()
         self._authenticator.stop()
         for one in (self._commands, self._pairs):
             one.close()
