@@ -180,7 +180,11 @@ def test_shapes_become_flags(model, capsys):
 
 def test_the_command_names_what_can_be_served(model, capsys, tmp_path):
     assert main(["plan", "qwen3-8b", "--quant", "4bit", "--hosts", "a=64GB:m4-max"]) == 0
-    assert "tandem serve Qwen/Qwen3-8B --hostfile" in capsys.readouterr().out
+    assert "tandem serve mlx-community/Qwen3-8B-4bit --hostfile" in capsys.readouterr().out, "not the 16-bit weights"
+    for name, quant, served in (("qwen3-8b", "bf16", "Qwen/Qwen3-8B"), ("gpt-oss-20b", "native", "openai/gpt-oss-20b"),
+                                ("gpt-oss-20b", "bf16", "mlx-community/gpt-oss-20b-bf16")):
+        assert main(["plan", name, "--quant", quant, "--hosts", "a=64GB:m4-max"]) == 0
+        assert f"tandem serve {served} --hostfile" in capsys.readouterr().out
     place = tmp_path / "my models"
     place.symlink_to(model)
     assert main(["plan", str(place), "--hosts", "a=2GB:m4", "--context", "128"]) == 0

@@ -95,6 +95,8 @@ class Planned:
     description: ModelDescription
     experts: Experts | None
     note: str
+    copy: str = ""
+    """Hub id of a copy with its weights stored so, where the published one has them otherwise."""
 
 
 @cache
@@ -128,11 +130,15 @@ def planned(name: str, preset: Preset, quant: str) -> Planned:
         layers += [_bytes(linear, packing) + _bytes(other, None) + own] * count
         routed += [own] * count
     used = preset.experts[1]
+    other = packing is not None or (quant == "bf16" and preset.native)
+    copy = f"mlx-community/{name.rpartition('/')[2]}-{quant}" if other else ""
     return Planned(
         _description(preset, layers, packing, expert),
         Experts(count=preset.experts[0], used=used, layer_bytes=tuple(routed)) if used and any(routed) else None,
         f"{name} is planned for from its published config.json, with weights of {_words(quant, packing, expert)}; "
-        "its files were not looked at." + (" Serve a copy that is stored so." if packing else ""),
+        "no weights were read." + (f" {copy} is what a copy stored so is usually called on the hub; if it is not there, "
+                                   "name another one, or a directory." if copy else ""),
+        copy,
     )
 
 

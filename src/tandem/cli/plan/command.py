@@ -45,8 +45,9 @@ def _model(arguments: argparse.Namespace) -> Planned:
     """The model of a preset, or of files. Raises ConfigError for --quant with files: they are as they are."""
     preset = find(arguments.model)
     if preset is not None and arguments.revision is None and not Path(arguments.model).exists():
-        arguments.model = preset[0]  # the hub id, which `tandem serve` takes
-        return planned(*preset, arguments.quant or "native")
+        found = planned(*preset, arguments.quant or "native")
+        arguments.model = found.copy or preset[0]  # the hub id, which `tandem serve` takes
+        return found
     if arguments.quant is not None:
         raise ConfigError(
             f"--quant {arguments.quant}: {arguments.model} is planned for as its files are; leave --quant out, or name "
