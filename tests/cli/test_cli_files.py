@@ -170,5 +170,5 @@ def test_a_key_that_a_command_prints_goes_into_the_environment(command: list[str
         "TANDEM_API_KEY")
     monkeypatch.setenv("TANDEM_API_KEY", "secret")
     arguments = build_parser().parse_args(words)
-    assert ([api_key(arguments)] if command[0] == "cache"
+    assert ([api_key(arguments, "http://127.0.0.1:9")] if command[0] == "cache"
                           else list(api_keys(load_settings(arguments).settings))) == ["secret"]

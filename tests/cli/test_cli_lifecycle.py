@@ -17,10 +17,14 @@ import httpx
 import psutil
 import pytest
 
+from tandem.cli.address import api_key, server_url
+from tandem.cli.main import build_parser, main
+from tandem.cli.startup import farewell
 from tandem.cli.status import look_at
+from tandem.config.settings import ServerSettings
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import ReplicaInfo, ReplicaList
-from tandem.supervision.record import Background
+from tandem.supervision.record import Background, Record
 from tandem.testing import tiny_model
 
 
@@ -106,7 +110,7 @@ def test_a_servers_life(tandem, server):
     assert follower.communicate(timeout=240)[0] is not None  # it ends with the server
     assert not psutil.wait_procs(processes, timeout=240)[1]
     assert tandem("status").returncode == 1
-    assert "does not run" in tandem("down").stdout
+    assert "no server named default runs" in tandem("down").stdout
 
 
 @pytest.mark.slow
@@ -123,7 +127,8 @@ def test_a_server_that_is_killed_frees_its_name_and_leaves_nothing(tandem, serve
     while [one["state"] for one in tandem.status("--interval", "0")] != ["ready", "ready"]:
         assert time.monotonic() < deadline
     assert {one["name"] for one in tandem.status("--interval", "0")} == {"default", "other"}
-    assert tandem("down", "--name", "other").returncode == 0
+    assert "; other runs: `tandem down other` ends it" in tandem("down", "nobody").stdout
+    assert tandem("down", "other").returncode == 0
     assert [one["name"] for one in tandem.status("--interval", "0")] == ["default"]
 
 
@@ -160,6 +165,49 @@ def test_one_name_has_one_owner(tmp_path, monkeypatch):
     assert not Background("b").runs()
     os.close(fd)
     assert not place.runs()
+
+
+@pytest.fixture
+def prod(tmp_path, monkeypatch):
+    """A server in the background that is named prod, as far as commands see."""
+    for name in ("TANDEM_API_KEY", "OPENAI_API_KEY", "TANDEM_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TANDEM_STATE_DIR", str(tmp_path))
+    place = Background("prod")
+    lock = place.lock()
+    (tmp_path / "keys").write_text("sk-one\nsk-two\n")
+    place.write(Record(os.getpid(), "0.0.0.0", 4711, "m", time.time(), 1.0, api_key_file=str(tmp_path / "keys")))
+    place.log.write_text("a line\n")
+    yield place
+    os.close(lock)
+
+
+def test_a_server_is_named_by_its_name_alone_and_remedies_name_it(prod, capsys):
+    with pytest.raises(UsageError, match=r"prod runs already \(.*\); `tandem down prod` ends it"):
+        prod.lock()
+    assert main(["down"]) == 0
+    assert capsys.readouterr().out == "no server named default runs; prod runs: `tandem down prod` ends it\n"
+    assert main(["logs", "prod"]) == 0
+    assert capsys.readouterr().out == "a line\n"
+    assert main(["status", "prod", "--json"]) == 1
+    assert [one["name"] for one in json.loads(capsys.readouterr().out)] == ["prod"]
+    assert main(["down", "prod", "--name", "dev"]) == 2
+    assert "prod and --name dev name two servers" in capsys.readouterr().err
+
+
+def test_commands_have_the_key_of_a_server_that_was_started_here(prod, monkeypatch):
+    for words in ((), ("--port", "4711"), ("--name", "prod"), ("--url", "http://localhost:4711/v1")):
+        arguments = build_parser().parse_args(["top", *words])
+        assert api_key(arguments, server_url(arguments)) == "sk-one"
+    assert api_key(arguments, "http://127.0.0.1:4712") == "" == api_key(arguments, "http://elsewhere:4711")
+    monkeypatch.setenv("TANDEM_API_KEY", "mine")
+    assert api_key(arguments, server_url(arguments)) == "mine"
+
+
+def test_what_to_do_with_a_server_that_has_keys():
+    for server, key in ((ServerSettings(), False), (ServerSettings(api_key=("k",)), True),
+                        (ServerSettings(api_key_file="keys"), True)):
+        assert ('-H "Authorization: Bearer $TANDEM_API_KEY"' in farewell("http://x", server, stop="")) == key
 
 
 @pytest.mark.slow

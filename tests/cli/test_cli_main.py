@@ -12,7 +12,8 @@ import pytest
 from zeroconf import ServiceInfo
 
 from tandem.cli.hosts import command
-from tandem.cli.main import main
+from tandem.cli.main import build_parser, main
+from tandem.cli.processes import prepared
 from tandem.cli.serve import Supervisor
 from tandem.config.options import options
 from tandem.config.settings import Settings
@@ -172,6 +173,13 @@ def test_a_runtime_directory_that_cannot_be_made(tmp_path):
 def test_the_model_with_and_without_its_flag():
     assert "/nowhere: no such directory" in refusal("generate", "--model", "/nowhere", "--prompt", "x")
     assert "--model b differ" in refusal("serve", "a", "--model", "b")
+
+
+def test_answers_get_less_time_to_finish_on_a_terminal(monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for words, seconds in (((), 5.0), (("--drain-timeout", "20"), 20.0)):
+        settings = prepared(build_parser().parse_args(["serve", "demo", *words]), quiet=True)
+        assert (settings.process.drain_timeout, settings.process.log_level) == (seconds, "WARNING")
 
 
 def test_a_switch_does_not_swallow_the_model():

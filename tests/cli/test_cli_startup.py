@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from cli.terminal import Terminal
@@ -37,7 +39,24 @@ def test_a_terminal_shows_live_lines_and_then_what_to_do(model):
         assert f"curl {address}/v1/chat/completions" in ready[2]
         terminal.type("\x03")
         assert terminal.ends() == 0
-        assert "draining" not in terminal.text
+        assert "draining" not in terminal.text and "finishing" not in terminal.text
+
+
+def test_ctrl_c_says_what_it_waits_for_and_a_second_one_ends_it(model):
+    ask = {"model": "default", "prompt": "a", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with Terminal("serve", model, "--port", "0", "--max-batch-size", "1", "--drain-timeout", "240") as terminal, \
+            ThreadPoolExecutor(8) as clients:
+        terminal.wait_for("stop  Ctrl-C")
+        address = terminal.text[terminal.text.rindex("Tandem is ready: "):].split()[3]
+        answers = [clients.submit(httpx.post, f"{address}/v1/completions", json=ask, timeout=240) for _ in range(8)]
+        while not httpx.get(f"{address}/v1/status", timeout=240).json()["requests"]:
+            pass
+        terminal.type("\x03")
+        terminal.wait_for(" s; Ctrl-C again ends now")
+        assert re.search(r"finishing \d+ answers?, for up to 240 s", terminal.text)
+        terminal.type("\x03")
+        assert terminal.ends() == 0
+        assert "shutting down" in "".join(one.result().text for one in answers)
 
 
 def test_a_log_has_few_lines_in_an_order_that_is_true(model):

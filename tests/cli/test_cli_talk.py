@@ -351,6 +351,11 @@ def test_a_layout_for_a_server_that_is_named_is_refused(asks, url):
         "give --local\n"))
 
 
+def test_a_server_is_asked_by_every_name_that_it_takes(url, tmp_path_factory):
+    [typed] = map(str, tmp_path_factory.getbasetemp().glob("talk0/tiny"))
+    assert [Served(url, "", name, {}).name for name in ("tiny", "default", typed)] == ["tiny", "default", typed]
+
+
 @pytest.fixture
 def shared(url):
     with pytest.raises(UsageError, match="has no model 'nobody'; there is: tiny"):

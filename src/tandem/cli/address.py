@@ -8,12 +8,10 @@ from urllib.parse import urlsplit
 from tandem.config.keys import ClientLimits, read_key_file
 from tandem.env import variable
 from tandem.errors import UsageError
-from tandem.supervision.record import Background, Record, known_names
+from tandem.supervision.record import DEFAULT_NAME, Background, Record, known_names
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 VARIABLE = "TANDEM_BASE_URL"
-DEFAULT_NAME = "default"
-"""Of the server that `tandem up` starts without --name."""
 
 
 def server_url(arguments: argparse.Namespace) -> str:
@@ -46,8 +44,13 @@ def started() -> Record | None:
     """The server that `tandem up` started: that of the default name, or the only one. None if there is none."""
     if (record := running(DEFAULT_NAME)) is not None:
         return record
-    found = [record for name in known_names() if (record := running(name)) is not None]
+    found = all_running()
     return found[0] if len(found) == 1 else None
+
+
+def all_running() -> list[Record]:
+    """The servers in the background."""
+    return [record for name in known_names() if (record := running(name)) is not None]
 
 
 def started_url() -> str | None:
@@ -83,8 +86,11 @@ def local_port(url: str) -> int:
     return parts.port
 
 
-def api_key(arguments: argparse.Namespace) -> str:
-    """The key from the named file or the environment; empty for none. Raises ConfigError."""
-    if arguments.api_key_file is not None:
-        return next(iter(read_key_file(arguments.api_key_file, ClientLimits(), label="--api-key-file")))
-    return variable("TANDEM_API_KEY") or variable("OPENAI_API_KEY") or ""
+def api_key(arguments: argparse.Namespace, url: str) -> str:
+    """The key for the server at `url`: from the named file, from the environment, or from the file of a server that
+    `tandem up` started there; empty for none. Raises ConfigError."""
+    file, key = arguments.api_key_file, variable("TANDEM_API_KEY") or variable("OPENAI_API_KEY") or ""
+    if file is None and not key:
+        local = url.replace("://localhost", "://127.0.0.1", 1)
+        file = next((one.api_key_file for one in all_running() if record_url(one) == local), None)
+    return next(iter(read_key_file(file, ClientLimits(), label="--api-key-file"))) if file else key

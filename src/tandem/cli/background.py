@@ -47,10 +47,11 @@ def main() -> int:
     start_thread(keep_log_short, name="log", on_failure=lambda _: None)
 
     def write_down(bound: Settings) -> None:
+        file = bound.server.api_key_file or ""
         place.write(Record(os.getpid(), bound.server.host, bound.server.port,
                            ", ".join(one.name for one in bound.named) or bound.model.model, time.time(),
                            bound.process.drain_timeout, "http" if bound.server.tls_cert is None else "https",
-                           digest(settings)))
+                           digest(settings), file and os.path.abspath(file)))
 
     try:
         return serve(settings, write_down)

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; 1 when requests are left without an answer. Raises UsageError."""
     if arguments.concurrency < 1 or arguments.retries < 0 or arguments.timeout <= 0:
         raise UsageError("--concurrency and --timeout must be above 0, --retries at least 0")
-    server = Server(server_url(arguments), api_key(arguments), arguments.timeout, arguments.retries)
+    server = Server(url := server_url(arguments), api_key(arguments, url), arguments.timeout, arguments.retries)
     source, target = Path(arguments.input), Path(arguments.output)
     lines = read_requests(source)
     if target.exists() and source.samefile(target):

@@ -50,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _target(arguments: argparse.Namespace, url: str, model: str | None, flag: str = "--url") -> Target:
-    key = api_key(arguments)
     url = checked_url(url, flag)
+    key = api_key(arguments, url)
     body = {"temperature": arguments.temperature, **({"ignore_eos": True} if arguments.ignore_eos else {})}
     _need(0 <= arguments.temperature < math.inf, "--temperature", arguments.temperature, "a number from 0 on")
     _need(arguments.request_timeout > 0, "--request-timeout", arguments.request_timeout, "above 0")

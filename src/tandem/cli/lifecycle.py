@@ -23,7 +23,7 @@ from tandem.config.settings import Settings
 from tandem.env import variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
-from tandem.supervision.record import Background
+from tandem.supervision.record import DEFAULT_NAME, Background, known_names
 
 POLL_S = 0.2
 TAIL = 20
@@ -34,16 +34,24 @@ def run_up(arguments: argparse.Namespace) -> int:
     """Start a server and wait until it is ready; one that runs with the same settings is left alone. Raises
     UsageError."""
     settings = checked(prepared(arguments))
-    place = Background(arguments.name)
+    place = _place(arguments)
     record = place.record() if place.runs() else None
     if record is not None and record.settings == digest(settings):
         return _runs_already(place)
     return _start(place, settings, wait=not arguments.no_wait)
 
 
+def _place(arguments: argparse.Namespace) -> Background:
+    """The server that is named, with or without --name. Raises UsageError."""
+    typed = getattr(arguments, "server", None)
+    if typed and arguments.name not in (None, typed):
+        raise UsageError(f"{typed} and --name {arguments.name} name two servers; give one", param="name")
+    return Background(typed or arguments.name or DEFAULT_NAME)
+
+
 def run_restart(arguments: argparse.Namespace) -> int:
     """End a server, and start it with the settings that it had. Raises UsageError."""
-    place = Background(arguments.name)
+    place = _place(arguments)
     kept = place.kept()
     if kept is None:
         raise UsageError(f"{place.name} was never started: `tandem up MODEL` starts a server")
@@ -100,13 +108,13 @@ def _start(place: Background, settings: Settings, *, wait: bool) -> int:
         print(f"{place.name} is starting (process {process.pid}); `tandem status` shows how far it is")
         return 0
     try:
-        return _wait(place, process)
+        return _wait(place, settings, process)
     except KeyboardInterrupt:
-        print(f"\n{place.name} goes on starting in the background; `tandem down` ends it", file=sys.stderr)
+        print(f"\n{place.name} goes on starting in the background; `{place.down}` ends it", file=sys.stderr)
         return 130
 
 
-def _wait(place: Background, process: subprocess.Popen[bytes]) -> int:
+def _wait(place: Background, settings: Settings, process: subprocess.Popen[bytes]) -> int:
     if not sys.stderr.isatty():
         print(f"{place.name} is starting (process {process.pid}); its log is {place.log}", file=sys.stderr, flush=True)
     seen = Look(place.name, False)
@@ -117,24 +125,21 @@ def _wait(place: Background, process: subprocess.Popen[bytes]) -> int:
             time.sleep(0.0 if seen.ready else POLL_S)
     if code is None:
         print(f"{place.name} is ready: {seen.address} (model {seen.model}); its log is {place.log}")
-        print(farewell(seen.address, stop=" ".join(["tandem down", *_named(place)])))
+        print(farewell(seen.address, settings.server, stop=place.down))
         return 0
     sys.stderr.writelines(_tail(place, TAIL))
     print(f"tandem: {place.name} did not come up (exit code {code}); its log is {place.log}", file=sys.stderr)
     return code if code > 0 else 3
 
 
-def _named(place: Background) -> list[str]:
-    """The option that names a server, where that is needed."""
-    return [] if place.name == "default" else ["--name", place.name]
-
-
 def run_down(arguments: argparse.Namespace) -> int:
     """End a server: it finishes what it has (or with --now drops it). Raises UsageError."""
-    place = Background(arguments.name)
+    place = _place(arguments)
     if not place.runs():
         place.forget()
-        print(f"{place.name} does not run")
+        others = "".join(f"; {name} runs: `{Background(name).down}` ends it" for name in known_names()
+                         if Background(name).runs())
+        print(f"no server named {place.name} runs{others}")
         return 0
     seen: Look = look_at(place, 0.0)
     record = place.record()
@@ -160,7 +165,7 @@ def run_down(arguments: argparse.Namespace) -> int:
 
 def run_logs(arguments: argparse.Namespace) -> int:
     """Print the end of a server's log, and with --follow what comes, until the server ends. Raises UsageError."""
-    place = Background(arguments.name)
+    place = _place(arguments)
     if not place.log.exists():
         raise UsageError(f"{place.name} has no log: `tandem up` has not started a server of that name")
     sys.stdout.writelines(_tail(place, arguments.lines))

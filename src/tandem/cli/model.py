@@ -110,7 +110,7 @@ def _prune(days: float, *, dry_run: bool) -> int:
 
 
 def _of_server(arguments: argparse.Namespace) -> int:
-    url, key = server_url(arguments), api_key(arguments)
+    key = api_key(arguments, url := server_url(arguments))
     if arguments.action != "ps":
         path = f"/v1/models/{quote(arguments.name)}/{arguments.action}"
         answer = get_json(url, path, key, timeout_s=None, method="POST")

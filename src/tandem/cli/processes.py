@@ -36,12 +36,14 @@ log = logging.getLogger("tandem.cli")
 def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
     """Settings of a command, with the log set up and warnings logged. Raises ConfigError.
 
-    `quiet`: on a terminal only what goes wrong is logged, unless a level was asked for.
+    `quiet`: on a terminal only what goes wrong is logged, and answers get 5 seconds to finish, unless a level or a time
+    was asked for.
     """
     loaded = load_settings(arguments)
     settings = loaded.settings
-    if quiet and sys.stderr.isatty() and not loaded.given("process").keys() & {"log_level"}:
-        settings = replace(settings, process=replace(settings.process, log_level="WARNING"))
+    if quiet and sys.stderr.isatty():
+        at_terminal = {"log_level": "WARNING", "drain_timeout": 5.0, **loaded.given("process")}
+        settings = replace(settings, process=replace(settings.process, **at_terminal))
     set_up(settings.process.log_level)
     for warning in loaded.warnings:
         log.warning("%s", warning)

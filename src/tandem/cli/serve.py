@@ -130,6 +130,8 @@ class Supervisor:
         self._signals = 0
         self._reached = 0
         """Replicas that the api is connected to, as it said last."""
+        self._told = not sys.stderr.isatty()
+        """It has been said what the end waits for; in a log the api says it."""
 
     def run(self) -> int:
         """Until a signal, or until a child cannot go on. Returns the exit code; raises UsageError."""
@@ -211,8 +213,8 @@ class Supervisor:
             replicas = f", {len(engines)} replicas" if len(engines) > 1 else ""
         say(f"Tandem is ready: {address} (model {engines[0].model}, {ranks} rank(s), "
             f"{engines[0].stages} stage(s){replicas})")
-        say(farewell(address, stop="Ctrl-C" if sys.stdin.isatty() else "Ctrl-C or SIGTERM; tandem down, if tandem up "
-                     "started it"))
+        stop = "Ctrl-C" if sys.stdin.isatty() else "Ctrl-C or SIGTERM; tandem down, if tandem up started it"
+        say(farewell(address, self._settings.server, stop=stop))
 
     def _watch(self) -> int:
         while (code := self._look()) is None:
@@ -247,6 +249,11 @@ class Supervisor:
         self._control.serve(POLL_S)
         if not self._over:
             self._look_at_engines()
+        left = 0 if self._told else sum(one.running + one.queued for one in self._engines.statuses().values())
+        if left:
+            self._told = True
+            print(f"finishing {left} answer{'s' * (left > 1)}, for up to {self._settings.process.drain_timeout:g} s; "
+                  "Ctrl-C again ends now", file=sys.stderr, flush=True)
 
     def _end_all(self, children: list[ChildProcess], meanwhile: Callable[[], None] = lambda: None) -> None:
         for child in children:

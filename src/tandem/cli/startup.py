@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from tandem.config.settings import ServerSettings
+
 PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and links"}
 """Phases of `LoadProgress`, as a person reads them."""
 
@@ -52,9 +54,10 @@ def progress_lines() -> Iterator[Starting]:
         yield show
 
 
-def farewell(address: str, *, stop: str) -> str:
+def farewell(address: str, server: ServerSettings, *, stop: str) -> str:
     """What can be done with a server that is ready, a line each."""
+    key = " -H \"Authorization: Bearer $TANDEM_API_KEY\"" if server.api_key or server.api_key_file else ""
     body = '{"messages": [{"role": "user", "content": "Hello!"}]}'
     return (f"  page  {address}/ui\n"
-            f"  try   curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{body}'\n"
+            f"  try   curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'\n"
             f"  stop  {stop}")

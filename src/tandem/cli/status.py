@@ -107,7 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         looks = [Look(f"port {arguments.port}", True, address=f"127.0.0.1:{arguments.port}")]
         _fill(looks[0], arguments.port, arguments.interval)
     else:
-        names = [arguments.name] if arguments.name else [name for name in known_names() if Background(name).runs()]
+        named = arguments.server or arguments.name
+        names = [named] if named else [name for name in known_names() if Background(name).runs()]
         looks = [look_at(Background(name), arguments.interval) for name in names]
     if arguments.json:
         print(json.dumps([_as_json(one) for one in looks], indent=2))

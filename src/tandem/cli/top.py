@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if not 0.1 <= arguments.interval <= 3600:
         raise UsageError(f"--interval {arguments.interval}: must be from 0.1 to 3600 seconds", param="interval")
-    url, key = server_url(arguments), api_key(arguments)
+    key = api_key(arguments, url := server_url(arguments))
     before = look(url, key)
     console = screen(PLAIN_WIDTH)
     if arguments.once or not sys.stdout.isatty() or console.is_dumb_terminal:

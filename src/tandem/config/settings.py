@@ -307,7 +307,8 @@ class ProcessSettings:
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     """Least severe messages to log."""
     drain_timeout: float = 30.0
-    """Seconds that running requests get to finish after SIGTERM."""
+    """Seconds that running requests get to finish after SIGTERM or Ctrl-C; 5 by default where `tandem serve` runs on a
+    terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,8 +136,8 @@ def planned(name: str, preset: Preset, quant: str) -> Planned:
         _description(preset, layers, packing, expert),
         Experts(count=preset.experts[0], used=used, layer_bytes=tuple(routed)) if used and any(routed) else None,
         f"{name} is planned for from its published config.json, with weights of {_words(quant, packing, expert)}; "
-        "no weights were read." + (f" {copy} is what a copy stored so is usually called on the hub; if it is not there, "
-                                   "name another one, or a directory." if copy else ""),
+        "no weights were read." + (f" {copy} is what a copy stored so is usually called on the hub; if it is not "
+                                   "there, name another one, or a directory." if copy else ""),
         copy,
     )
 

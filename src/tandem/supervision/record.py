@@ -20,6 +20,8 @@ from tandem.protocol.codec import UNREADABLE
 
 MOST_LOG_BYTES = 64 * 1024 * 1024
 """Of a server's log; there is one older one beside it."""
+DEFAULT_NAME = "default"
+"""Of the server that `tandem up` starts without --name."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,31}")
 _PATIENCE_S = 0.5
 """Somebody who only looks whether the lock is held has it for less than this."""
@@ -37,6 +39,8 @@ class Record(Struct, frozen=True):
     scheme: str = "http"
     settings: str = ""
     """Digest of its settings, to tell whether others are the same."""
+    api_key_file: str = ""
+    """Absolute path of its file with API keys; empty for none."""
 
 
 class Background:
@@ -51,6 +55,11 @@ class Background:
         self.path = servers_dir() / name
         self.log = self.path / "log"
 
+    @property
+    def down(self) -> str:
+        """The command that ends it."""
+        return "tandem down" if self.name == DEFAULT_NAME else f"tandem down {self.name}"
+
     def lock(self) -> int:
         """Take the name; an open file that holds it. Raises UsageError if a server has it."""
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -61,7 +70,7 @@ class Background:
                 os.close(fd)
                 record = self.record()
                 what = f" (process {record.pid}, port {record.port}, {record.model})" if record else ""
-                raise UsageError(f"{self.name} runs already{what}; `tandem down` ends it, --name starts another",
+                raise UsageError(f"{self.name} runs already{what}; `{self.down}` ends it, --name starts another",
                                  param="name")
             time.sleep(_PATIENCE_S / 10)
         return fd

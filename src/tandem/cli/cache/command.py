@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _ask(arguments: argparse.Namespace, method: str = "GET", **query: str) -> Any:
     given = {**query, **({"model": arguments.model} if arguments.model else {})}
     path = f"/v1/cache?{urlencode(given)}" if given else "/v1/cache"
-    return get_json(server_url(arguments), path, api_key(arguments), timeout_s=90.0, method=method)
+    return get_json(url := server_url(arguments), path, api_key(arguments, url), timeout_s=90.0, method=method)
 
 
 def _table(*headings: str) -> Table:
@@ -116,7 +116,7 @@ def _warm(arguments: argparse.Namespace) -> int:
         bodies = [text_body(text, arguments.role)]
     else:
         bodies = read_warm_file(Path(arguments.file), arguments.role)
-    url, key, kept = server_url(arguments), api_key(arguments), True
+    kept, key = True, api_key(arguments, url := server_url(arguments))
     for number, body in enumerate(bodies, 1):
         which = f"{arguments.file}, prompt {number}" if len(bodies) > 1 else arguments.file
         given = {**body, **({"model": arguments.model} if arguments.model else {})}

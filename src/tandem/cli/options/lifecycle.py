@@ -30,8 +30,10 @@ def add_parsers(commands: Any, sections: Sequence[str], run: Any) -> None:
     logs.add_argument("-f", "--follow", action="store_true", help="go on printing until the server ends.")
     logs.add_argument("-n", "--lines", type=_count, default=50, metavar="N", help="lines to begin with [50]")
     for parser in (up, down, restart, logs):
-        parser.add_argument("--name", default="default", help="of the server, where there are several [default]")
+        parser.add_argument("--name", help="of the server, where there are several [default]")
     status.add_argument("--name", help="only this server.")
+    for parser in (down, restart, logs, status):
+        parser.add_argument("server", nargs="?", metavar="NAME", help="of the server, as with --name.")
     for parser in (up, down, restart, status, logs):
         parser.set_defaults(run=run)
 

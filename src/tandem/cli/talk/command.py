@@ -129,7 +129,7 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Itera
     given = loaded.given("model", "parallel", "scheduler", "speculation")
     if (server := _server(arguments, loaded, given)) is not None:
         url, name = server
-        key = api_key(arguments)
+        key = api_key(arguments, url)
         try:
             model = Served(url, key, name, defaults)
         except UsageError as error:

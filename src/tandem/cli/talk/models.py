@@ -112,7 +112,7 @@ class Served:
         self._url, self._key = url, key
         self.where = url
         names = self.names()
-        if name is not None and name not in (*names, "default"):
+        if name not in (None, "default", *names) and not self._get(f"/v1/models/{name}", quiet=True):  # of other names
             raise UsageError(f"{url} has no model {name!r}; there is: {', '.join(names)}", param="model")
         self.name = name or names[0]
         info = self._get("/model/info", quiet=True)
