@@ -9,7 +9,7 @@ import pytest
 
 from tandem.errors import RankFailure
 from tandem.executors.pace import LEARNT, Pace, Workload
-from tandem.executors.watchdog import FLOOR_S, Watchdog
+from tandem.executors.watchdog import AGAIN_S, FLOOR_S, Watchdog
 from tandem.protocol.control import Pong, Stepped
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SpecDecodePlan, SpecDecodeRow, StepPlan
@@ -202,6 +202,29 @@ def test_a_slow_rank_that_moves_is_named_once_and_left_alone(gang: Gang, caplog:
             gang.report(step, 1, busy=0.4)
     assert gang.dog.slowdowns[1] > 5 > 2 > gang.dog.slowdowns[0]
     assert [record.message.split(":")[0] for record in caplog.records] == ["rank 1 is slow"]
+
+
+@pytest.mark.parametrize(("hosts", "level"), [(1, logging.INFO), (2, logging.WARNING)])
+def test_a_busy_machine_is_told_seldom_and_when_it_is_over(gang: Gang, hosts: int, level: int,
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    gang.dog.loaded(gang.now, gpu=False, hosts=hosts)
+    for _ in range(200):
+        gang.step(0.05)
+    began = gang.now
+    with caplog.at_level(logging.INFO):
+        while gang.now < began + 3000:
+            for busy, steps in ((0.4, 100), (0.12, 100), (0.05, 200)):
+                for _ in range(steps):
+                    step = gang.plan()
+                    gang.wait(0.5)
+                    gang.report(step, 0)
+                    gang.report(step, 1, busy=busy)
+        for _ in range(100):
+            gang.step(0.05)
+    words = [record.message.split(":")[0] for record in caplog.records if record.message.startswith("rank")]
+    assert words == ["rank 1 is slow", "rank 1 is at its usual pace again"] * (len(words) // 2)
+    assert 1 <= len(words) // 2 <= 3000 / AGAIN_S + 1
+    assert {record.levelno for record in caplog.records} == {level}
 
 
 def test_a_slow_link_is_told_from_slow_ranks(gang: Gang, caplog: pytest.LogCaptureFixture) -> None:

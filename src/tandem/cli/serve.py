@@ -130,7 +130,7 @@ class Supervisor:
         self._signals = 0
         self._reached = 0
         """Replicas that the api is connected to, as it said last."""
-        self._told = not sys.stderr.isatty()
+        self._told = not sys.stdout.isatty()
         """It has been said what the end waits for; in a log the api says it."""
 
     def run(self) -> int:
@@ -252,8 +252,8 @@ class Supervisor:
         left = 0 if self._told else sum(one.running + one.queued for one in self._engines.statuses().values())
         if left:
             self._told = True
-            print(f"finishing {left} answer{'s' * (left > 1)}, for up to {self._settings.process.drain_timeout:g} s; "
-                  "Ctrl-C again ends now", file=sys.stderr, flush=True)
+            say(f"finishing {left} answer{'s' * (left > 1)}, for up to {self._settings.process.drain_timeout:g} s; "
+                "Ctrl-C again ends now")
 
     def _end_all(self, children: list[ChildProcess], meanwhile: Callable[[], None] = lambda: None) -> None:
         for child in children:

@@ -10,7 +10,7 @@ from tandem.engine.handoffs import Handoffs
 from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
-from tandem.executors.watchdog import SLOW, SLOW_S
+from tandem.executors.watchdog import Slowness
 from tandem.models.families.table import family_of
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.scheduler.disk import Pace
@@ -42,10 +42,7 @@ class Report:
         self._latest: dict[int, Stepped] = {}
         self._layout = gang.layout
         self._handoffs = self._new_handoffs()
-        self._slow_at: dict[int, float] = {}
-        """Since when ranks have been slow,"""
-        self._told_slow: set[int] = set()
-        """and of which of them the history knows."""
+        self._slowness: dict[int, Slowness] = {}
 
     def _new_handoffs(self) -> Handoffs:
         return Handoffs({spec.rank: spec.stage for spec in self._layout.ranks})
@@ -135,18 +132,15 @@ class Report:
 
     def _note_slowness(self, rank: int, slowdown: float) -> None:
         """For the history, once when it begins to last and once when it is over."""
-        now = time.monotonic()
-        if slowdown < SLOW:
-            self._slow_at.pop(rank, None)
-        if slowdown >= SLOW and now - self._slow_at.setdefault(rank, now) > SLOW_S and rank not in self._told_slow:
-            self._told_slow.add(rank)
-            self._gang.history.note(
-                "rank_slow", f"rank {rank} is slow: it takes {slowdown:.1f} times as long as usual for its part of "
-                "steps; it is left alone as long as it moves", level="warning", rank=rank,
-                remedy="See what else runs on that machine, and whether it is hot or saves power.")
-        elif slowdown < SLOW / 2 and rank in self._told_slow:
-            self._told_slow.discard(rank)
-            self._gang.history.note("rank_usual", f"rank {rank} is at its usual pace again", rank=rank)
+        slowness, note = self._slowness.setdefault(rank, Slowness()), self._gang.history.note
+        if slowness.turned(slowdown, time.monotonic()):
+            if slowness.told:
+                alone = len({ready.host for ready in self._gang.ready}) == 1
+                note("rank_slow", f"rank {rank} is slow: steps take {slowdown:.1f} times the usual time; no action is "
+                     "taken while it makes progress", level="info" if alone else "warning", rank=rank,
+                     remedy="See what else runs on that machine, and whether it is hot or saves power.")
+            else:
+                note("rank_usual", f"rank {rank} is at its usual pace again", rank=rank)
 
 
 def _kv_dtype(layout: GangLayout, ranks: Sequence[Ready]) -> str:

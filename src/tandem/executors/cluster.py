@@ -234,7 +234,8 @@ class ClusterExecutor(Executor):
                     progress(message.rank, message.done, message.total, message.phase)
             elif isinstance(message, Ready):
                 ready[message.rank] = message
-        self._watchdog.loaded(time.monotonic(), gpu=any(one.gpu for one in ready.values()))
+        self._watchdog.loaded(time.monotonic(), gpu=any(one.gpu for one in ready.values()),
+                              hosts=len({one.host for one in ready.values()}))
         return [ready[rank] for rank in sorted(ready)]
 
     def _next_before(self, deadline: float, what: str, missing: set[int]) -> RankMessage:

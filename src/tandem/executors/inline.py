@@ -51,7 +51,7 @@ class InlineExecutor(Executor):
                 if isinstance(event, Loaded) and progress is not None:
                     progress(0, event.done, event.total, event.phase)
                 elif isinstance(event, Ready):
-                    self._watchdog.loaded(time.monotonic(), gpu=event.gpu)
+                    self._watchdog.loaded(time.monotonic(), gpu=event.gpu, hosts=1)
                     return [event]
             if self.on_wait is not None:
                 self.on_wait()

@@ -42,8 +42,31 @@ STOPPED_S = 1.0
 """Seconds that a process may stand still."""
 PAUSE_S = 1.0
 """A longer gap between two calls was spent elsewhere by the engine itself, and counts for nobody."""
-SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 60.0
-"""A pace so many times the usual one, for so many seconds, is worth a warning, so many seconds after the last one."""
+SLOW, SLOW_S, AGAIN_S = 5.0, 3.0, 600.0
+"""A pace so many times the usual one, for so many seconds, is worth a message, so many seconds after the last one."""
+
+
+@dataclass
+class Slowness:
+    """Whether a pace is slow, with a message when that begins to last and one when it is over."""
+
+    told: bool = False
+    """It is slow, and that was said."""
+    since: float | None = None
+    """When it turned, unless that has been said."""
+    told_at: float = -math.inf
+
+    def turned(self, slowdown: float, now: float) -> bool:
+        """True when there is something to say: `told` is what. `slowdown` is a multiple of the usual time."""
+        if slowdown >= SLOW / 2 if self.told else slowdown < SLOW or now - self.told_at < AGAIN_S:
+            self.since = None
+            return False
+        self.since = now if self.since is None else self.since
+        if now - self.since <= SLOW_S:
+            return False
+        self.told, self.since = not self.told, None
+        self.told_at = now if self.told else self.told_at
+        return True
 
 
 @dataclass
@@ -51,19 +74,10 @@ class _Tempo:
     """A pace that is watched for slowness."""
 
     pace: Pace = field(default_factory=Pace)
-    slow_at: float | None = None
-    warned_at: float = -math.inf
+    slowness: Slowness = field(default_factory=Slowness)
 
-    def complains(self, now: float) -> bool:
-        """It has been slow for a while, and nothing was said of it lately."""
-        if self.pace.slowdown < SLOW:
-            self.slow_at = None
-        elif self.slow_at is None:
-            self.slow_at = now
-        elif now - self.slow_at > SLOW_S and now - self.warned_at > AGAIN_S:
-            self.warned_at = now
-            return True
-        return False
+    def turned(self, now: float) -> bool:
+        return self.slowness.turned(self.pace.slowdown, now)
 
 
 @dataclass
@@ -103,6 +117,8 @@ class Watchdog:
         """From the end of a step to that of the next."""
         self._floor = FLOOR_S
         self._loaded = False
+        self._level = logging.WARNING
+        """Of messages on slowness."""
         self._workload = Workload()
         self._steps: deque[_Step] = deque()
         self._progress_at = self._done_at = self._awake_at = self._pinged_at = 0.0
@@ -117,9 +133,11 @@ class Watchdog:
         self._progress_at = self._awake_at = now
         self._pinged_at = now - IDLE_PING_S
 
-    def loaded(self, now: float, *, gpu: bool) -> None:
-        """All ranks are ready for steps."""
+    def loaded(self, now: float, *, gpu: bool, hosts: int = 2) -> None:
+        """All ranks are ready for steps, on so many hosts. On one alone, what is slow is that machine, busy with
+        something else."""
         self._loaded = True
+        self._level = logging.WARNING if hosts > 1 else logging.INFO
         self._floor = GPU_FLOOR_S if gpu else FLOOR_S
         self._progress_at = now
 
@@ -220,14 +238,21 @@ class Watchdog:
                               "run, or its machine cannot be reached", rank=number, cause="silent")
 
     def _check_pace(self, now: float) -> None:
-        """Warn of what is slow but moves; it is left alone."""
+        """Say what is slow but moves, and when that is over; it is left alone."""
         for number, rank in enumerate(self._ranks):
-            if rank.tempo.complains(now):
-                log.warning("rank %d is slow: it takes %.1f times as long as usual for its part of steps; it is left "
-                            "alone as long as it moves", number, rank.tempo.pace.slowdown)
-        if self._tempo.complains(now) and max(self.slowdowns) < SLOW / 2:
-            log.warning("steps take %.1f times as long as usual, while ranks compute at their usual pace: a link "
-                        "between them is slow; it is left alone as long as something moves", self._tempo.pace.slowdown)
+            if rank.tempo.turned(now):
+                if rank.tempo.slowness.told:
+                    log.log(self._level, "rank %d is slow: steps take %.1f times the usual time; no action is taken "
+                            "while it makes progress", number, rank.tempo.pace.slowdown)
+                else:
+                    log.log(self._level, "rank %d is at its usual pace again", number)
+        if (self._tempo.slowness.told or max(self.slowdowns) < SLOW / 2) and self._tempo.turned(now):
+            if self._tempo.slowness.told:
+                log.log(self._level, "steps take %.1f times the usual time, while ranks compute at their usual pace: a "
+                        "link between them is slow; no action is taken while something moves",
+                        self._tempo.pace.slowdown)
+            else:
+                log.log(self._level, "steps take their usual time again")
 
     def deadline_s(self) -> float:
         """Seconds without progress that the steps under way may take."""
