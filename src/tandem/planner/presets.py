@@ -130,8 +130,8 @@ def planned(name: str, preset: Preset, quant: str) -> Planned:
         layers += [_bytes(linear, packing) + _bytes(other, None) + own] * count
         routed += [own] * count
     used = preset.experts[1]
-    other = packing is not None or (quant == "bf16" and preset.native)
-    copy = f"mlx-community/{name.rpartition('/')[2]}-{quant}" if other else ""
+    repacked = packing is not None or (quant == "bf16" and preset.native)
+    copy = f"mlx-community/{name.rpartition('/')[2]}-{quant}" if repacked else ""
     return Planned(
         _description(preset, layers, packing, expert),
         Experts(count=preset.experts[0], used=used, layer_bytes=tuple(routed)) if used and any(routed) else None,

@@ -14,7 +14,7 @@ EXIT_USAGE, EXIT_FAILED = 2, 3
 
 def backoff(times: int) -> float:
     """Seconds to wait before the next start, after so many that failed: twice as long each time, within bounds."""
-    return min(BACKOFF_S * 2 ** min(times, 10), MAX_BACKOFF_S)
+    return min(BACKOFF_S * 2.0 ** min(times, 10), MAX_BACKOFF_S)
 
 
 class LastWords:

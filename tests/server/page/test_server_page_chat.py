@@ -189,6 +189,61 @@ def test_what_a_parser_cannot_follow_is_shown_as_it_stands(page: Window) -> None
     assert kept == [[True] * 6, "https://example.org/"]
 
 
+def test_mathematics_is_shown_as_it_stands(page: Window) -> None:
+    texts = [r"So $x = \frac{a_1}{b_1} * c_1 * d$ holds.", r"$$\int_0^\infty e^{-x^2}\,dx$$", r"$a < b & c$",
+             r"Then \( a^2+b^2=c^2 \) too.", "\\[ E = mc^2\n- m \\\\\n\\]", r"As \[ a_b * c_d * e \] says",
+             "It is $$x + y_1 * z_1 *$$ here"]
+    kept = page.run("""
+        const [texts] = arguments;
+        return import('/ui/markdown.js').then(({ Markdown }) => texts.map(text => {
+          const place = document.createElement('div');
+          document.body.append(place);
+          new Markdown(place).draw(text, true);
+          const seen = place.innerText;
+          place.remove();
+          return [seen.trim().replace(/\\n+/g, '\\n'), place.querySelectorAll('em, li, strong').length];
+        }))""", texts)
+    assert kept == [[text, 0] for text in texts]
+
+
+def test_what_is_no_mathematics_stays_markdown(page: Window) -> None:
+    text = ("It costs $5 and *more* than $10-$20.\n\n`$a` *b* `c$`\n\n```\n$$\n*x*\n$$\n```\n\n- [x] done\n"
+            "- [ ] to do\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\nand\n\n7. seven")
+    kept = page.run("""
+        const [text] = arguments;
+        return import('/ui/markdown.js').then(({ Markdown }) => {
+          const place = document.createElement('div');
+          new Markdown(place).draw(text, true);
+          return [[...place.querySelectorAll('em')].map(e => e.textContent),
+            place.querySelector('pre').textContent.trim(),
+            [...place.querySelectorAll('input')].map(e => e.checked),
+            place.querySelectorAll('td')[1].align, place.querySelector('ol').start];
+        })""", text)
+    assert kept == [["more", "b"], "$$\n*x*\n$$", [True, False], "right", 7]
+
+
+def test_while_an_answer_comes_another_chat_says_why_it_has_to_wait(page: Window, scripted: Any) -> None:
+    page.ask("The first")
+    answered(page)
+    scripted.engine.hold = True
+    page.click("#new")
+    page.ask("The second")
+    page.until(lambda: len(page.texts("#talk-list .open")) == 2, "it is listed")
+    assert not page.shown("#busy")
+    page.click("#talk-list .open[title='The first']")
+    assert page.text("#busy") == "“The second” is being answered: stop that answer, or wait for its end."
+    page.click("[aria-label='Regenerate']")
+    assert page.shown("#busy")
+    page.click("#talk-list .open[title='The second']")
+    page.until(lambda: not page.shown("#busy"), "its own answer needs no word")
+    page.click("[aria-label='Edit']")
+    page.click(".editing .primary")
+    assert page.text("#busy") == "The answer is not finished: stop it, or wait for its end."
+    scripted.engine.hold = False
+    page.click("#stop")
+    page.until(lambda: not page.shown("#busy"), "it is over")
+
+
 def test_conversations_and_settings_are_kept(page: Window, scripted: Any) -> None:
     page.click("#open-settings")
     page.find("#system").send_keys("Be brief.")

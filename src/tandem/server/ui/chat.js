@@ -83,6 +83,8 @@ function show(next) {
   list();
   toEnd();
   buttons();
+  if (running?.talk === talk) tellBusy("");
+  else busy();
 }
 
 function view(message) {
@@ -166,22 +168,36 @@ const actions = {
     save(talk);
   },
   regenerate(message) {
-    if (running) return;
+    if (busy()) return;
     message.answers.push(emptyAnswer(model()));
     message.chosen = message.answers.length - 1;
     answer(message, chat);
   },
   resume(message) {
-    if (running) return;
+    if (busy()) return;
     answer(message, resume);
   },
   edit(message, text) {
-    if (running) return;
+    if (busy()) return;
     talk.messages.length = talk.messages.indexOf(message);
     show(talk);
     ask(text);
   },
 };
+
+// One answer is made at a time: true while one is, and the page says so.
+function busy() {
+  if (running) {
+    tellBusy(running.talk === talk ? "The answer is not finished: stop it, or wait for its end."
+      : `“${running.talk.title}” is being answered: stop that answer, or wait for its end.`);
+  }
+  return running !== null;
+}
+
+function tellBusy(text) {
+  byId("busy").textContent = text;
+  byId("busy").hidden = !text;
+}
 
 // The last answer once more.
 export function again() {
@@ -193,7 +209,7 @@ export const model = () => byId("chat-model").value || "default";
 
 function ask(text) {
   const question = text.trim();
-  if (!question || running) return;
+  if (!question || busy()) return;
   byId("question").value = "";
   fit();
   talk.title ||= question.slice(0, 80).replace(/\s+/g, " ");
@@ -237,6 +253,7 @@ async function answer(message, how) {
   cancelAnimationFrame(frame);
   frame = 0;
   running = null;
+  tellBusy("");
   views.get(message)?.update(true);
   if (following) toEnd();
   byId("said").textContent = one.error ?? `Answer: ${one.content.slice(0, 2000)}`;

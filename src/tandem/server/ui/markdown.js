@@ -12,12 +12,27 @@ const parser = new marked.Marked({ gfm: true, breaks: true, renderer: {
     return `<pre><code${language ? ` class="language-${language}"` : ""}>${escaped(text)}\n</code></pre>`;
   },
 } });
+
+// Mathematics between $..$, $$..$$, \(..\) and \[..\] is shown as it stands: Markdown would take backslashes, stars and
+// underscores out of it. A $ that is an amount of money has a blank behind it or a digit after its end.
+const lines = String.raw`(?:(?!\n[ \t]*\n)[\s\S])+?`;
+const shown = String.raw`\$\$${lines}\$\$|\\\[${lines}\\\]`;
+const inline = String.raw`\\\(${lines}\\\)|\$(?![\s$])(?:\\.|[^$\`\\\n])*?(?:\\.|[^\s$\`\\])\$(?!\d)`;
+const math = (name, level, pattern, start, wrap) => ({ name, level,
+  start: (text) => { const at = text.search(start); return at < 0 ? undefined : at; },
+  tokenizer: (text) => { const found = pattern.exec(text); return found ? { type: name, raw: found[0], text: found[0].trim() } : undefined; },
+  renderer: ({ text }) => wrap(escaped(text).replaceAll("\n", "<br>")) });
+parser.use({ extensions: [
+  math("shownMath", "block", new RegExp(`^ {0,3}(?:${shown})[ \\t]*(?:\\n+|$)`), /^ {0,3}(?:\$\$|\\\[)/m, (text) => `<p>${text}</p>`),
+  math("math", "inline", new RegExp(`^(?:${shown}|${inline})`), /\$|\\[([]/, (text) => text),
+] });
 const purifier = DOMPurify(window);
 const colours = DOMPurify(window);
 const RULES = {
   ALLOWED_TAGS: ["p", "br", "strong", "em", "del", "code", "pre", "ul", "ol", "li", "blockquote", "h1", "h2", "h3", "h4",
     "h5", "h6", "hr", "table", "thead", "tbody", "tr", "th", "td", "a", "input"],
   ALLOWED_ATTR: ["href", "title", "start", "align", "class", "type", "checked", "disabled"],
+  ADD_URI_SAFE_ATTR: ["start", "align", "type", "checked", "disabled"], // are no addresses
   ALLOW_DATA_ATTR: false, ALLOW_ARIA_ATTR: false, ALLOWED_URI_REGEXP: /^(?:https?|mailto):/i, RETURN_DOM_FRAGMENT: true,
 };
 purifier.addHook("afterSanitizeAttributes", (node) => {
