@@ -265,19 +265,66 @@ def test_an_answer_that_cannot_be_written_is_given_and_kept_in_memory(serve, eng
 
 
 def test_too_many_open_requests_are_refused_and_a_known_key_is_not(serve, engine, place, monkeypatch, wait_until):
-    monkeypatch.setattr("tandem.server.journal.jobs.MOST_OPEN", 2)
+    monkeypatch.setattr("tandem.server.journal.jobs.MOST_OPEN", 4)
     server = serve(journal=place)
     first = ask(server, "done")
     engine.hold = True
     for key in ("a", "b"):
         assert ask(server, key, prefer="respond-async").status_code == 202
     refused = ask(server, "c")
-    assert refused.status_code == 429 and "2 journalled requests are not answered yet" in refused.text
+    assert refused.status_code == 429 and "2 journalled requests of yours" in refused.text
     assert ask(server, "done").content == first.content
     assert ask(server, "a", prefer="respond-async").status_code == 202
     engine.hold = False
     wait_until(lambda: status(server, "a") == status(server, "b") == "completed")
     assert ask(server, "c").status_code == 200
+
+
+def statuses(server, key, times, **fields):
+    return [ask(server, prefer="respond-async", api_key=key, **fields).status_code for _ in range(times)]
+
+
+def test_one_client_never_has_all_places_of_the_journal(serve, engine, place, monkeypatch):
+    monkeypatch.setattr("tandem.server.journal.jobs.MOST_OPEN", 8)
+    server = serve(journal=place, api_key=("one", "two", "three"))
+    engine.hold = True
+    assert statuses(server, "one", 5) == [202] * 4 + [429]
+    assert statuses(server, "two", 3) == [202] * 2 + [429]
+    assert statuses(server, "three", 2) == [202, 429]
+
+
+def test_bodies_of_open_requests_have_room_of_their_own_and_each_client_a_share(serve, engine, place, wait_until):
+    server = serve(journal=place, api_key=("one", "two"), journal_max_gb=2**14 / 2**30)
+    engine.hold = True
+    long = {"user": "x" * 3000}
+    assert statuses(server, "one", 3, **long) == [202, 202, 429]
+    assert statuses(server, "two", 2, **long) == [202, 429]
+    refused = ask(server, "k", api_key="two", user="x" * 9000)
+    assert refused.status_code == 413 and "half of --journal-max-gb" in refused.text
+    server.stop()
+    server = serve(journal=place, api_key=("one", "two"), journal_max_gb=2**14 / 2**30)
+    assert statuses(server, "one", 1, **long) == [429], "those of the last process count"
+    engine.hold = False
+    wait_until(lambda: statuses(server, "one", 1, **long) == [202])
+
+
+def test_a_request_is_counted_once_when_it_is_accepted(serve, engine, place, wait_until):
+    server = serve(journal=place, requests_per_minute=4)
+    engine.hold = True
+    for key in ("a", "b"):
+        assert ask(server, key, prefer="respond-async").headers["x-ratelimit-limit-requests"] == "4"
+    assert ask(server, "a", prefer="respond-async").headers["x-ratelimit-remaining-requests"] == "2", "known"
+    wait_until(lambda: len(engine.submitted) == 2)
+    background = server.http.post("/v1/responses", json={"input": "hi", "background": True})
+    assert background.headers["x-ratelimit-remaining-requests"] == "1"
+    wait_until(lambda: len(engine.submitted) == 3)
+    engine.hold = False
+    assert ask(server, "c").headers["x-ratelimit-remaining-requests"] == "0"
+    for prefer in (None, "respond-async"):
+        refused = ask(server, "d", prefer=prefer)
+        assert refused.status_code == 429 and "4 requests a minute" in refused.text
+    assert retrieve(server, "d").status_code == 404
+    assert ask(server, "c").status_code == 200, "kept"
 
 
 def seeds(engine, before=()):

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from tandem.borders import start_task
-from tandem.errors import OverloadedError, RequestError, UnavailableError
+from tandem.errors import OverloadedError, RequestError, TooLargeError, UnavailableError
 from tandem.server.context import Api
 from tandem.server.failures import internal_error
 from tandem.server.ids import new_id
@@ -31,8 +31,9 @@ from tandem.server.journal.writer import Writer
 
 logger = logging.getLogger(__name__)
 
-MOST_OPEN = 1024
-"""Most requests that are not answered yet."""
+MOST_OPEN = 2048
+"""Most requests that are not answered yet. A client may have as many as there are places left, and the same holds for
+their bytes and --journal-max-gb."""
 READY_POLL_S = 0.2
 EVERY_S = 1.0
 """Seconds between two looks at what can be dropped, and two syncs of `everysec`."""
@@ -70,8 +71,9 @@ class Jobs:
         self._journal = Journal(Path(server.journal), server.journal_sync, max_bytes=server.journal_max_gb * 2**30)
         self._writer = Writer(self._journal, api.metrics.journal_errors.inc)
         self._jobs: dict[str, Job] = {}
-        self._coming = 0
+        self._coming: dict[str, Entry] = {}
         """Requests that are just being written down."""
+        self._max_bytes = int(server.journal_max_gb * 2**30)
         api.metrics.journal_bytes.set_function(self._journal.size)
         api.metrics.journal_open.set_function(lambda: len(self._jobs))
         api.at_end.append(self.release)
@@ -112,20 +114,25 @@ class Jobs:
     # --- requests ---
 
     async def start_job(self, group: str, route: str, body: bytes, *, key: str = "", background: bool = False,
-                        outline: bytes = b"") -> tuple[Entry, bool]:
+                        outline: bytes = b"", counted: bool = False) -> tuple[Entry, bool]:
         """Accept a POST of `body` to `route`: from now on it will be answered, whatever happens.
 
         `outline` is what is to be shown of it until then. Where the client has a request with this key already, that
-        one, and False. Raises UnavailableError (no engine, disk full), OverloadedError.
+        one, and False. `counted`: the client's quota has it already. Raises UnavailableError (no engine, disk full),
+        OverloadedError, TooLargeError.
         """
         entry = Entry(0, new_id("req"), group, key, request_digest(route, body), route, time.time(), int(background),
-                      outline)
-        self._coming += 1
+                      outline, size=len(body))
+        refusal = self._refusal(entry, counted)
+        self._coming[entry.id] = entry
+        held = None
         try:
             held = await self._writer.run(self._journal.accept, entry, body, everybody=not self._api.keys,
-                                          refusal=self._refusal())
+                                          refusal=refusal)
         finally:
-            self._coming -= 1
+            del self._coming[entry.id]
+            if not counted and refusal is None and (held is None or held.id != entry.id):
+                self._api.quotas.give_back(group)
         # Calls are answered in their order: had a job for it just ended, the answer would have been found.
         if held.status is None and held.id not in self._jobs:
             self._run(held, waited_for=not background)
@@ -168,12 +175,22 @@ class Jobs:
         if (job := self._jobs.get(entry.id)) is not None:
             job.cancelled.set()
 
-    def _refusal(self) -> RequestError | None:
-        """Why new requests cannot be taken now."""
+    def _refusal(self, entry: Entry, counted: bool) -> RequestError | None:
+        """Why a new request cannot be taken now; where it can, its client's quota counts it, unless it has done so."""
+        opened = [*(job.entry for job in self._jobs.values()), *self._coming.values()]
+        mine = [one.size for one in opened if one.group == entry.group]
+        used = sum(one.size for one in opened) + sum(mine) + 2 * entry.size
         try:
             self._api.check()
-            if (others := len(self._jobs) + self._coming - 1) >= MOST_OPEN:
-                raise OverloadedError(f"{others} journalled requests are not answered yet; try again later.")
+            if 2 * entry.size > self._max_bytes:
+                raise TooLargeError(f"The request body has {entry.size} bytes; a journalled one may have half of "
+                                    f"--journal-max-gb, {self._max_bytes // 2} bytes.")
+            if len(opened) + len(mine) + 2 > MOST_OPEN or used > self._max_bytes:
+                raise OverloadedError(f"{len(mine)} journalled requests of yours, with {sum(mine)} bytes, are not "
+                                      "answered yet; what is left of the journal is for other clients. Try again "
+                                      "later.")
+            if not counted:
+                self._api.quotas.accept(entry.group, waits=bool(entry.background))
         except RequestError as error:
             return error
         return None

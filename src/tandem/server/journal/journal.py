@@ -21,7 +21,8 @@ MOST_FREE = 16 * 2**20
 PAGES_AT_ONCE, ANSWERS_AT_ONCE = 4096, 256
 """Given back, and dropped, in one turn of `tidy`."""
 _FIXED = "id, owner, key, digest, route, created, background, outline"
-_ENTRIES = f"SELECT requests.number, {_FIXED}, status FROM requests LEFT JOIN answers USING (number)"
+_ENTRIES = (f"SELECT requests.number, {_FIXED}, status, length(requests.body) FROM requests "
+            "LEFT JOIN answers USING (number)")
 
 
 def make_directory(directory: Path) -> None:
@@ -62,6 +63,8 @@ class Entry(Struct, frozen=True):
     """What is to be shown while there is no answer, for routes that show something."""
     status: int | None = None
     """Of the HTTP response; None before there is one."""
+    size: int = 0
+    """Bytes of the request's body."""
 
 
 class Journal:
@@ -120,10 +123,10 @@ class Journal:
             return held
         if refusal is not None:
             raise refusal
-        fixed = msgspec.structs.astuple(entry)[1:-1]
+        fixed = msgspec.structs.astuple(entry)[1:-2]
         values = (*fixed, seal(body, *fixed), body)
         added = self._database.execute("INSERT INTO requests VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
-        return msgspec.structs.replace(entry, number=added.lastrowid)
+        return msgspec.structs.replace(entry, number=added.lastrowid, size=len(body))
 
     def keep(self, entry: Entry, body: bytes, answer: bytes) -> None:
         """Add a request that has been answered with status 200."""

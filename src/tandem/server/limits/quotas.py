@@ -11,7 +11,7 @@ from starlette.types import Scope
 from tandem.config.keys import ClientLimits
 from tandem.errors import OverloadedError
 from tandem.server.limits.lease import Lease
-from tandem.server.limits.usage import RATE_LIMIT, Usage, duration
+from tandem.server.limits.usage import RATE_LIMIT, Bucket, Usage, duration
 
 FORGET_ABOVE = 1024
 """Clients from which on those are forgotten that have used nothing lately."""
@@ -33,14 +33,31 @@ class Quotas:
         self._clock = clock
         self._clients: dict[str, Usage] = {}
 
-    def enter(self, scope: Scope, *, again: bool = False) -> None:
+    def enter(self, scope: Scope) -> None:
         """Count the request of that scope before anything is done for it; the second call has no effect.
 
-        `again`: its client has sent it once, and it is worked on later. Raises OverloadedError.
+        A job's was counted when it was accepted. Raises OverloadedError.
         """
         if "tandem.lease" not in scope:
             scope["tandem.metered"] = True
-            scope["tandem.lease"] = self.admit(scope.get("tandem.group", ""), again=again)
+            scope["tandem.lease"] = self.admit(scope.get("tandem.group", ""), again="tandem.job" in scope)
+
+    def accept(self, group: str, *, waits: bool) -> None:
+        """Count a request that is admitted later, with `again`; one that `waits` may find other limits used up.
+
+        Raises OverloadedError.
+        """
+        now = self._clock()
+        client = self._client(group, now)
+        if not waits:
+            self._check_running(client)
+        _check(now, client.requests, *(() if waits else (client.tokens,)))
+        client.requests.take(1, now)
+
+    def give_back(self, group: str) -> None:
+        """Uncount a request that was accepted, and is none."""
+        now = self._clock()
+        self._client(group, now).requests.take(-1, now)
 
     def admit(self, group: str, *, again: bool = False) -> Lease:
         """Count a request, before anything is known of it; with `again` one that has been counted as it came.
@@ -50,9 +67,7 @@ class Quotas:
         now = self._clock()
         client = self._client(group, now)
         self._check_running(client)
-        for bucket in (client.tokens,) if again else (client.requests, client.tokens):
-            if bucket.wait(1, now):
-                raise bucket.refusal(1, now)
+        _check(now, *(() if again else (client.requests,)), client.tokens)
         client.requests.take(0 if again else 1, now)
         client.running += 1
         return Lease(client, self._clock)
@@ -83,3 +98,10 @@ class Quotas:
                 self._clients = {name: one for name, one in self._clients.items() if not one.idle(now)}
             self._clients[group] = Usage(self._limits.get(group, self._default))
         return self._clients[group]
+
+
+def _check(now: float, *buckets: Bucket) -> None:
+    """Raises OverloadedError for the first that has nothing left."""
+    for bucket in buckets:
+        if bucket.wait(1, now):
+            raise bucket.refusal(1, now)

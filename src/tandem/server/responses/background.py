@@ -64,7 +64,8 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
     api.find(fields.model)
     http.scope["tandem.metered"] = True
     outline = empty_response(fields, "", fields.model or api.served[0].name, 0, "queued")
-    entry, _ = await jobs.start_job(get_group(http), ROUTE, raw, background=True, outline=encode_json(outline))
+    entry, _ = await jobs.start_job(get_group(http), ROUTE, raw, background=True, outline=encode_json(outline),
+                                    counted=True)
     api.release(http.scope)  # the job counts from here on, and could not begin where its client may run but one request
     stored = Stored(jobs, entry, jobs.job(entry))
     if fields.stream:

@@ -36,7 +36,7 @@ async def responses(http: Request) -> Response:
     """Answer as OpenAI's Responses API does: in one piece, as a stream, or in the background."""
     raw = await read_body(http, get_api(http).max_body)
     job: Job | None = http.scope.get("tandem.job")
-    get_api(http).quotas.enter(http.scope, again=job is not None)
+    get_api(http).quotas.enter(http.scope)
     fields = await understood(http, raw, ResponsesRequest)
     kept = None
     if job is None:  # a job's conversation is whole
