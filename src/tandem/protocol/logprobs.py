@@ -48,10 +48,11 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
         return len(self.logprobs) // 4
 
     def __iter__(self) -> Iterator[PromptToken]:
-        values, best = _floats(self.top_logprobs), _integers(self.top_tokens)
+        values, best = struct.Struct(f"<{self.k}f"), struct.Struct(f"<{self.k}i")
         for n, (logprob, rank) in enumerate(zip(_floats(self.logprobs), _integers(self.ranks), strict=True)):
-            place = slice(n * self.k, (n + 1) * self.k)
-            top = [(token, value) for token, value in zip(best[place], values[place], strict=True) if value > -math.inf]
+            place = n * values.size
+            tops = best.unpack_from(self.top_tokens, place), values.unpack_from(self.top_logprobs, place)
+            top = [(token, value) for token, value in zip(*tops, strict=True) if value > -math.inf]
             yield PromptToken(logprob, rank, top)
 
     @property

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.errors import RequestError
+from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.failures import ClientGone, envelope, internal_error
 from tandem.server.generation.generate import Delta, Generation
 
@@ -156,7 +157,7 @@ class EventStream(Response):
         deltas: list[Delta] | None = self._first or []
         while not self._generation.done:
             if deltas:
-                body += self._write(deltas)
+                body += await self._write(deltas)
             elif deltas is None and not body:
                 body = KEEP_ALIVE
             if body:
@@ -164,13 +165,17 @@ class EventStream(Response):
                 self._sent_at = self._loop.time()
                 body = b""
             deltas = await self._generation.next()
-        body += self._write(deltas or [])
+        body += await self._write(deltas or [])
         await self._writer.end()
         if self._include_usage:
             body += self._writer.usage(self._generation.usage(), self._extras())
         await self._end(send, body + self._writer.done())
 
-    def _write(self, deltas: list[Delta]) -> bytes:
+    async def _write(self, deltas: list[Delta]) -> bytes:
+        of_prompts = sum(len(one.prompt) * (one.prompt.k + 1) for one in deltas if one.prompt is not None)
+        return await off_loop(of_prompts > LARGE, self._written, deltas)
+
+    def _written(self, deltas: list[Delta]) -> bytes:
         last = deltas[-1] if deltas and self._generation.done and not self._include_usage else None
         return b"".join(self._writer.delta(delta, self._extras() if delta is last else None) for delta in deltas)
 

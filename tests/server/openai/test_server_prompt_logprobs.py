@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+import tracemalloc
 
 import pytest
+
+from server.conftest import prompt_logprobs_of
+from tandem.server.openai.completions import CompletionWriter
+from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
+from tandem.server.sse import encode_json
 
 
 def events(response):
@@ -48,6 +55,54 @@ def test_a_stream_has_the_same_in_pieces(server, engine):
         assert "".join(chunk["text"] for chunk in mine) == choice["text"]
         for name, values in choice["logprobs"].items():
             assert [value for chunk in mine for value in chunk["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize(("param", "route", "fields"), [
+    ("prompt_logprobs", "/v1/completions", {"prompt": [72] * 10, "prompt_logprobs": 20}),
+    ("prompt_logprobs", "/v1/completions", {"prompt": [[72] * 5, [73] * 6], "prompt_logprobs": 8, "n": 2}),
+    ("logprobs", "/v1/completions", {"prompt": [72] * 10, "echo": True, "logprobs": 20, "stream": True}),
+    ("prompt_logprobs", "/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}],
+                                                 "prompt_logprobs": 20}),
+])
+def test_an_answer_has_room_for_so_many(server, engine, monkeypatch, param, route, fields):
+    monkeypatch.setattr("tandem.server.openai.sampling.MOST_PROMPT_LOGPROBS", 197)
+    refused = server.http.post(route, json=fields)
+    assert refused.status_code == 400 and not engine.submitted
+    error = refused.json()["error"]
+    assert error["param"] == param and "log probabilities; an answer may hold 197" in error["message"]
+    assert server.http.post(route, json={**fields, param: 1}).status_code == 200
+
+
+def test_what_is_told_of_prompts_is_kept_as_json(engine):
+    """An object for each log probability takes ten times the memory of its JSON."""
+    tokens, count = [72 + i % 8 for i in range(4000)], 20
+    found = prompt_logprobs_of(tokens, count)
+    writer = CompletionLogprobs(engine.tokenizer)
+    text = engine.tokenizer.decode(tokens)
+    for write in (lambda: prompt_places(engine.tokenizer, tokens, found, count),
+                  lambda: writer.echoed(text, tokens, found, count)):
+        write()
+        tracemalloc.start()
+        written = write()
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak < 3 * len(encode_json(written))
+
+
+def test_much_of_a_prompt_is_written_beside_the_loop(serve, engine, monkeypatch):
+    threads, told = [], CompletionWriter.delta
+
+    def delta(*given):
+        threads.append(threading.current_thread().name)
+        return told(*given)
+
+    monkeypatch.setattr(CompletionWriter, "delta", delta)
+    engine.set_status(max_context=4096)
+    server = serve()
+    for prompt in ([72] * 10, [72] * 800):
+        chunks = events(complete(server, prompt=prompt, echo=True, logprobs=20, stream=True, max_tokens=1))
+        assert len(chunks[0]["choices"][0]["logprobs"]["tokens"]) == len(prompt)
+    assert [name.startswith("texts") for name in threads] == [False, True]
 
 
 @pytest.mark.parametrize("fields", [{"echo": True}, {"echo": True, "logprobs": 1}, {"prompt_logprobs": 1},

@@ -11,7 +11,7 @@ from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.answer import engine_requests
 from tandem.server.generation.generate import Generation
-from tandem.server.openai.sampling import check_sizes, room, sampling_params
+from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, room, sampling_params
 from tandem.server.openai.schemas import ChatRequest
 
 
@@ -29,6 +29,7 @@ async def start_chat(
     With `clip` an output limit beyond the context is no error. Raises RequestError.
     """
     plan, texts = await prepare_chat(http, served, fields)
+    check_prompt_logprobs("prompt_logprobs", fields.prompt_logprobs, len(plan.prompt), 1)
     max_tokens = room(plan.prompt, _asked_tokens(fields), served, texts.status, param="messages", clip=clip)
     logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
     params = [

@@ -25,6 +25,7 @@ from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import FINGERPRINT, new_id
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
 from tandem.server.openai.sampling import (
+    check_prompt_logprobs,
     check_sizes,
     check_token_ids,
     room,
@@ -52,6 +53,9 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
     texts = await RequestTexts.of(http, served)
     tokenizer, status = texts.tokenizer, texts.status
     prompts = await encode_prompts(texts, fields.prompt, "prompt")
+    for param, count in (("prompt_logprobs", fields.prompt_logprobs), ("logprobs", fields.logprobs)):
+        if param != "logprobs" or fields.echo:
+            check_prompt_logprobs(param, count, sum(map(len, prompts)), n)
     form = await form_of(texts, fields)
     request_id = new_id("cmpl")
     work = _work(fields, prompts, served, status, n, form)

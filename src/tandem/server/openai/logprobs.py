@@ -7,6 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Raw
+from msgspec.json import encode
+
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.text.tokenizer import Tokenizer
 
@@ -37,20 +40,25 @@ def _chat_token(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, A
 
 def prompt_places(
     tokenizer: Tokenizer, tokens: Sequence[int], found: PromptLogprobs, count: int
-) -> list[dict[str, Any] | None]:
+) -> list[Raw | None]:
     """`prompt_logprobs` as vLLM has them: for each token of the prompt, by id, itself and the `count` most likely ones
-    in its place; None for the first, before which there is nothing."""
-    places: list[dict[str, Any] | None] = [None]
+    in its place; None for the first, before which there is nothing. Each place is JSON already, a tenth of its objects.
+    """
+    places: list[Raw | None] = [None]
     for token, one in zip(tokens[1:], found, strict=True):
         place = {str(token): _place(tokenizer, token, one.logprob, one.rank)}
         for rank, (other, logprob) in enumerate(one.top[:count], 1):
             place.setdefault(str(other), _place(tokenizer, other, logprob, rank))
-        places.append(place)
+        places.append(_written(place))
     return places
 
 
 def _place(tokenizer: Tokenizer, token: int, logprob: float, rank: int) -> dict[str, Any]:
     return {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(token)}
+
+
+def _written(place: dict[str, Any]) -> Raw:
+    return Raw(encode(place))
 
 
 class CompletionLogprobs:
@@ -66,12 +74,12 @@ class CompletionLogprobs:
         tell that one from."""
         names = [self._name(token) for token in tokens]
         logprobs: list[float | None] = [None]
-        tops: list[dict[str, float] | None] = [None]
+        tops: list[Raw | None] = [None]
         for name, one in zip(names[1:], found, strict=True):
             logprobs.append(_finite(one.logprob))
             top = {self._name(token): _finite(logprob) for token, logprob in one.top[:count]}
             top.setdefault(name, _finite(one.logprob))
-            tops.append(top)
+            tops.append(_written(top))
         offsets = self._offsets(text, tokens)
         self._offset = len(text)
         return {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}

@@ -13,6 +13,8 @@ from tandem.server.openai.schemas import SamplingFields
 
 Number = TypeVar("Number", int, float)
 
+MOST_PROMPT_LOGPROBS = 2**20
+"""Log probabilities of prompts in one answer: about 70 MB of JSON."""
 _SEED_MASK = 2**64 - 1
 
 
@@ -42,6 +44,18 @@ def check_sizes(fields: SamplingFields, *, most_choices: int, prompts: int = 1, 
     if fields.stream and fields.prompt_logprobs is not None:
         message = "'prompt_logprobs' are not available in a stream; leave out 'stream', or 'prompt_logprobs'."
         raise RequestError(message, param="prompt_logprobs", code="invalid_value")
+
+
+def check_prompt_logprobs(param: str, count: int | None, tokens: int, choices: int) -> None:
+    """Raises RequestError for more log probabilities of prompts than one answer may hold: memory of the api.
+
+    `count` most likely tokens are asked for at each of `tokens` in all, and written for each of `choices`.
+    """
+    if count is not None and (told := tokens * choices * (count + 1)) > MOST_PROMPT_LOGPROBS:
+        times = f", in each of {choices} choices" if choices > 1 else ""
+        message = (f"'{param}' of {count} for {tokens} prompt tokens{times} comes to {told} log probabilities; an "
+                   f"answer may hold {MOST_PROMPT_LOGPROBS}. Ask for fewer, or send shorter prompts.")
+        raise RequestError(message, param=param, code="invalid_value")
 
 
 def room(
