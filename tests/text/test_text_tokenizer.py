@@ -9,8 +9,8 @@ import sys
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Fast
-from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.resolve import resolve
@@ -243,6 +243,17 @@ def demo():
         return resolve("demo")
     except ModelNotFound as error:
         pytest.skip(str(error))
+
+
+def test_special_tokens_that_stand_in_a_text_are_found(directory, tmp_path):
+    library = Fast.from_file(str(directory / "tokenizer.json"))
+    library.add_special_tokens(["<|open|>"])
+    library.add_tokens([AddedToken("<|calls|>", normalized=False), AddedToken("<call>", normalized=False)])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(ModelFiles(tmp_path, "tiny"))
+    texts = ("<|open|>tools", "<|calls|>", "<call>", "<|other|>", "tools")
+    assert [tokenizer.has_special(text) for text in texts] == [True, True, False, False, False]
+    assert [tokenizer.token_text(token) for token in tokenizer.special_ids_of(texts)] == ["<|open|>"]
 
 
 @pytest.mark.demo

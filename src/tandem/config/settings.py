@@ -262,13 +262,15 @@ class ServerSettings:
     keep_conversations: float = 0.0
     """Seconds for which a conversation is kept in memory after an answer: a chat request with its `conversation_id`
     goes on from what was said (docs/clients.md). 0: none is kept."""
-    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "deepseek", "deepseek-dsml", "kimi",
-                         "minimax", "muse", "longcat", "pythonic", "glm", "qwen-coder", "gemma", "generic"] = "auto"
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "harmony", "cohere", "deepseek",
+                         "deepseek-dsml", "kimi", "kimi-k3", "minimax", "minimax-m3", "minicpm", "muse", "longcat",
+                         "pythonic", "glm", "solar", "qwen-coder", "seed", "gemma", "generic"] = "auto"
     """How the model writes tool calls. auto: told from its chat template; none: requests with tools are refused."""
-    reasoning_parser: Literal["auto", "none", "think", "brackets", "longcat", "harmony"] = "auto"
+    reasoning_parser: Literal["auto", "none", "think", "brackets", "longcat", "minimax-m3", "seed", "gemma", "cohere",
+                              "solar", "kimi-k3", "harmony"] = "auto"
     """How the model marks its reasoning, which answers then carry as `reasoning_content`: between <think> tags, between
-    [THINK] brackets, between LongCat's tags, or on harmony's channels. auto: told from the chat template; none: it
-    stays content."""
+    [THINK] brackets, between the tags of a family, or on harmony's channels. auto: told from the chat template; none:
+    it stays content."""
     unknown_fields: Literal["refuse", "warn", "ignore"] = "refuse"
     """What becomes of fields in a request that nobody knows, or that ask for what is not here. refuse: a 400 names
     them; warn and ignore: they have no effect, and a header of the answer names them; warn also has the log name them

@@ -6,7 +6,8 @@ tokenizer is Python code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ from tandem.system.files import read_text
 from tandem.text.template import ChatTemplate
 from tandem.text.token_bytes import Scheme
 
+_CONTROL = re.compile(r"<[|｜][^<>\s]+[|｜]>")
 _NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -70,6 +72,7 @@ class Tokenizer:
         self._config = dict(config or {})
         # Bytes of a token are asked for at every step of every stream.
         self.token_bytes = lru_cache(maxsize=65536)(self._token_bytes)
+        self.special_ids_of = lru_cache(maxsize=64)(self._special_ids_of)
 
     @property
     def has_chat_template(self) -> bool:
@@ -103,13 +106,15 @@ class Tokenizer:
         """Ids that `skip_special_tokens` leaves out."""
         return self._backend.special_ids
 
-    def special_texts(self, texts: Collection[str]) -> set[str]:
-        """Those of `texts` that are special tokens."""
-        return {self.token_text(token) for token in self.special_ids} & set(texts)
+    def has_special(self, text: str) -> bool:
+        """Tell whether a special token stands in `text`, or one token is all of it that is written like those."""
+        written = _CONTROL.fullmatch(text) is not None and len(self.encode(text, False)) == 1
+        return written or bool(self.special_ids_of((text,)))
 
-    def special_ids_of(self, texts: Sequence[str]) -> list[int]:
-        """Ids of those special tokens whose text is one of `texts`."""
-        return [token for token in sorted(self.special_ids) if self.token_text(token) in texts]
+    def _special_ids_of(self, texts: tuple[str, ...]) -> list[int]:
+        """Ids of those special tokens that stand in one of `texts`."""
+        known = ((token, self.token_text(token)) for token in sorted(self.special_ids))
+        return [token for token, name in known if name and any(name in text for text in texts)]
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens` as the model wants a text to begin (BOS)."""

@@ -30,7 +30,7 @@ TOOLS: Tools = {
     "now": {"type": "object", "properties": {}, "additionalProperties": False},
 }
 SPECIAL = {"hermes": "<tool_call>", "deepseek": "<｜tool▁sep｜>", "harmony": "<|message|>", "mistral": "[TOOL_CALLS]",
-           "kimi": "<|tool_call_argument_begin|>"}
+           "kimi": "<|tool_call_argument_begin|>", "cohere": "<|END_ACTION|>"}
 """For each format a marker that is one special token in the second run; its id is 1."""
 
 
@@ -101,7 +101,7 @@ def test_forced_calls_are_read_back(tokenizer: Tokenizer, sampled: Any, name: st
 
 
 def read(writing: Writing, text: str) -> list[tuple[str, str]]:
-    how = dialect(writing)
+    how = dialect(writing, lambda text: False)
     assert how is not None
     parser, calls = StreamParser(how.reader), []
     for event in parser.push(text) + parser.finish():
@@ -120,7 +120,7 @@ def test_a_form_may_follow_reasoning(tokenizer: Tokenizer, sampled: Any, reasoni
                                      tools: Tools | None) -> None:
     answer = grammar_of(StructuredOutputs(choice=("yes", "no")))
     writing = Writing("harmony" if reasoning == "harmony" else "hermes", reasoning, tools, begun=begun)
-    how = dialect(writing)
+    how = dialect(writing, lambda text: False)
     end = THINKING.get(reasoning, ("", "<|end|>"))[1]
     outputs = [sampled(answer_grammar(writing, literal_of({}), answer), seed, end) for seed in range(6)]
     ended = [text for text in outputs if text is not None]

@@ -59,7 +59,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         raise RequestError(message, param=asked[0], code="invalid_value")
     prompt = await _prompt(texts, fields, tools is not None, variables)
     own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end,
-                       tokenizer.special_texts)
+                       tokenizer.has_special if tools is not None else None)
     writing = Writing(
         format=forced_format(own.calls) if forced or asked is not None else own.calls,
         reasoning=own.reasoning,
@@ -67,7 +67,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         begun=own.begun,
         several=choice.mode != "named" and fields.parallel_tool_calls is not False,
     )
-    how = dialect(writing)
+    how = dialect(writing, tokenizer.has_special)
     plan = ChatPlan(
         prompt=prompt.tokens,
         form=await _form(texts, writing, asked) if forced or asked is not None else None,

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import astuple, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
 
-from tandem.server.tools import invoke, kimi, pythonic
-from tandem.server.tools.deepseek import ALL, ALL_END, ONE, ONE_END, SEPARATOR, deepseek
-from tandem.server.tools.gemma import QUOTES, TAGS, gemma
-from tandem.server.tools.generic import generic
-from tandem.server.tools.harmony import CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, harmony
-from tandem.server.tools.hermes import CLOSE, OPEN, hermes
-from tandem.server.tools.llama3 import TAG, llama3
-from tandem.server.tools.mistral import ARGS, CALL_ID, mistral
-from tandem.server.tools.mistral import OPEN as CALLS
+from tandem.server.tools import harmony, json_calls, pythonic, tagged
+from tandem.server.tools.gemma import TAGS, gemma
 from tandem.server.tools.prompt import knows_tools
 from tandem.server.tools.reasoning import thinking
-from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything
-from tandem.server.tools.xml import FUNCTION, KEY, KEY_END, LONGCAT, VALUE, VALUE_END, glm, longcat, qwen_coder
+from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything, without
+from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens, token_calls
 
-Special = Callable[[Collection[str]], Collection[str]]
+Special = Callable[[str], bool]
+"""Is a text made of special tokens of the model?"""
 
 
 @dataclass(frozen=True)
@@ -27,58 +22,91 @@ class Format:
     """How one family writes tool calls."""
 
     read: Callable[[Feed, Tools], Steps[None]]
-    markers: tuple[str, ...] = ()
-    """Texts that may be special tokens and yet must be seen."""
+    starts: tuple[str, ...] = ()
+    """Texts that begin calls. Where special tokens are in them they end reasoning too."""
+    others: tuple[str, ...] = ()
+    """Other texts that may be special tokens and yet must be seen."""
     signs: tuple[tuple[str, ...], ...] = ()
-    """What a template of the family contains: all of one of these."""
+    """What a template of the family contains: all of one of these, or one of `starts` if there are none."""
 
 
-def _plain(read: Reader) -> Callable[[Feed, Tools], Steps[None]]:
-    return lambda feed, tools: read(feed)
+def _plain(read: Reader, starts: tuple[str, ...], *others: str, signs: tuple[tuple[str, ...], ...] = ()) -> Format:
+    return Format(lambda feed, tools: read(feed), starts, others, signs or tuple((start,) for start in starts))
 
 
-def _elements(read: Callable[[Feed, Tools], Steps[None]], names: invoke.Elements) -> Format:
-    return Format(read, (names.open, names.close, *names.marks), (names.marks or (names.open,),))
+def _tokens(tokens: Tokens) -> Format:
+    return _plain(partial(token_calls, tokens=tokens), (tokens.all, tokens.one), tokens.separator, tokens.one_end,
+                  tokens.all_end)  # fmt: skip
+
+
+def _tagged(tags: tagged.Tags, *signs: str) -> Format:
+    shown = (signs,) if signs else tuple((start,) for start in tags.starts)
+    return Format(partial(tagged.tagged, tags=tags), tags.starts, tags.others, shown)
 
 
 FORMATS: dict[str, Format] = {
-    "harmony": Format(_plain(harmony), (CHANNEL, MESSAGE, START, CONSTRAIN, *ENDS), ((CHANNEL, MESSAGE),)),
-    "mistral": Format(_plain(mistral), (CALLS, ARGS, CALL_ID), ((CALLS,),)),
-    "deepseek": Format(_plain(deepseek), (ALL, ALL_END, ONE, ONE_END, SEPARATOR), ((ONE,),)),
-    "kimi": Format(_plain(kimi.kimi), kimi.TOKENS, ((kimi.ALL,),)),
-    "minimax": _elements(invoke.minimax, invoke.MINIMAX),
-    "deepseek-dsml": _elements(invoke.dsml, invoke.DSML),
-    "muse": _elements(invoke.muse, invoke.MUSE),
-    "longcat": Format(longcat, astuple(LONGCAT), ((LONGCAT.open,),)),
-    "pythonic": Format(_plain(pythonic.pythonic), (*pythonic.TAGS, *pythonic.TAGS.values()), pythonic.SIGNS),
-    "glm": Format(glm, (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END), ((KEY,),)),
-    "qwen-coder": Format(qwen_coder, (OPEN, CLOSE), ((FUNCTION,),)),
-    "gemma": Format(_plain(gemma), (*TAGS, *TAGS.values(), *QUOTES), tuple((tag,) for tag in TAGS)),
-    "llama3": Format(_plain(llama3), (TAG,), ((TAG,), ("<|start_header_id|>", '"parameters"'))),
-    "hermes": Format(_plain(hermes), (OPEN, CLOSE), ((OPEN,),)),
-    "generic": Format(_plain(generic)),
-}
+    "harmony": _plain(harmony.harmony, (), harmony.CHANNEL, harmony.MESSAGE, harmony.START, harmony.CONSTRAIN,
+                      *harmony.ENDS, signs=((harmony.CHANNEL, harmony.MESSAGE),)),
+    "mistral": _plain(json_calls.mistral, (json_calls.CALLS,), json_calls.ARGS, json_calls.CALL_ID),
+    "cohere": _plain(json_calls.cohere, (json_calls.ACTION,), json_calls.ACTION_END),
+    "deepseek": _tokens(DEEPSEEK),
+    "kimi": _tokens(KIMI),
+    "kimi-k3": _tagged(tagged.KIMI_K3, "<|open|>", "<|close|>", "<|sep|>"),
+    "minimax": _tagged(tagged.MINIMAX),
+    "minimax-m3": _tagged(tagged.MINIMAX_M3, tagged.MINIMAX_M3.nested),
+    "deepseek-dsml": _tagged(tagged.DSML, "｜DSML｜"),
+    "muse": _tagged(tagged.MUSE),
+    "longcat": _tagged(tagged.LONGCAT),
+    "minicpm": _tagged(tagged.MINICPM, "<function name=", "<param name="),
+    "pythonic": _plain(pythonic.pythonic, tuple(pythonic.TAGS), *pythonic.TAGS.values(), signs=pythonic.SIGNS),
+    "solar": _tagged(tagged.SOLAR),
+    "glm": _tagged(tagged.GLM, tagged.GLM.argument),
+    "seed": _tagged(tagged.SEED, "<seed:tool_call>"),
+    "qwen-coder": _tagged(tagged.QWEN_CODER, tagged.QWEN_CODER.call),
+    "gemma": _plain(gemma, tuple(TAGS), *TAGS.values(), '<|"|>', "<escape>"),
+    "llama3": _plain(json_calls.llama3, (json_calls.PYTHON,),
+                     signs=((json_calls.PYTHON,), ("<|start_header_id|>", '"parameters"'))),
+    "hermes": _plain(json_calls.hermes, (json_calls.OPEN,), json_calls.CLOSE),
+    "generic": _plain(json_calls.generic, ()),
+}  # fmt: skip
 """By the names that `--tool-parser` takes; `auto` takes the first whose signs the template shows."""
 
 THINKING: dict[str, tuple[str, str]] = {
     "think": ("<think>", "</think>"), "brackets": ("[THINK]", "[/THINK]"),
-    "longcat": ("<longcat_think>", "</longcat_think>"),
+    "longcat": ("<longcat_think>", "</longcat_think>"), "minimax-m3": ("<mm:think>", "</mm:think>"),
+    "seed": ("<seed:think>", "</seed:think>"), "gemma": ("<|channel>thought", "<channel|>"),
+    "cohere": ("<|START_THINKING|>", "<|END_THINKING|>"), "solar": ("<|think:start|>", "<|think:end|>"),
+    "kimi-k3": ("<|open|>think<|sep|>", "<|close|>think<|sep|>"),
 }  # fmt: skip
 """Tags around reasoning, by the names that `--reasoning-parser` takes beside `harmony`."""
 
+ANSWERS: dict[str, tuple[str, ...]] = {
+    "cohere": ("<|START_RESPONSE|>", "<|START_TEXT|>", "<|END_RESPONSE|>", "<|END_TEXT|>"),
+    "kimi-k3": ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>"),
+}
+"""What families put around answers, first what begins one."""
 
-def tool_format(choice: str, template: str, special: Special = lambda _: ()) -> str:
+
+@lru_cache(maxsize=64)
+def _shown(template: str) -> tuple[str | None, str]:
+    """The formats of calls and of reasoning that a template shows; None and `none` where it shows none."""
+    signs = ((name, wanted) for name, one in FORMATS.items() for wanted in one.signs)
+    calls = next((name for name, wanted in signs if all(sign in template for sign in wanted)), None)
+    tagged = (name for name, (_, closing) in THINKING.items() if closing in template)
+    return calls, calls if calls in ("harmony", *ANSWERS) else next(tagged, "none")
+
+
+def tool_format(choice: str, template: str, special: Special | None = None) -> str:
     """Name of the format: `choice`, unless it is `auto`; models that were taught none are told of hermes'.
 
-    `special` gives those of some texts that are special tokens of the model: they tell where the template does not.
+    Special tokens tell where the template takes tools and shows no call.
     """
     if choice != "auto":
         return choice
-    signs = [(name, signs) for name, one in FORMATS.items() for signs in one.signs]
-    shown = next((name for name, wanted in signs if all(sign in template for sign in wanted)), None)
-    if shown is None and knows_tools(template):
-        found = special({sign for _, wanted in signs for sign in wanted})
-        shown = next((name for name, wanted in signs if set(wanted) <= set(found)), None)
+    shown = _shown(template)[0]
+    if shown is None and special is not None and knows_tools(template):
+        signs = ((name, wanted) for name, one in FORMATS.items() for wanted in one.signs)
+        shown = next((name for name, wanted in signs if all(map(special, wanted))), None)
     return shown or "hermes"
 
 
@@ -94,12 +122,13 @@ class Formats:
     """The prompt ends with the tag that opens reasoning."""
 
 
-def told_formats(calls: str, reasoning: str, template: str, prompt_end: str, special: Special) -> Formats:
-    """The formats that the operator chose, or what the chat template shows where that is `auto`."""
+def told_formats(calls: str, reasoning: str, template: str, prompt_end: str, special: Special | None) -> Formats:
+    """The formats that the operator chose, or what the chat template shows where that is `auto`.
+
+    `special` is None for a chat without tools.
+    """
     if reasoning == "auto":
-        harmonic = tool_format("auto", template) == "harmony"
-        tagged = (name for name, (_, closing) in THINKING.items() if closing in template)
-        reasoning = "harmony" if harmonic else next(tagged, "none")
+        reasoning = _shown(template)[1]
     begun = reasoning in THINKING and prompt_end.rstrip().endswith(THINKING[reasoning][0])
     return Formats(tool_format(calls, template, special), reasoning, begun)
 
@@ -129,17 +158,21 @@ class Dialect:
     """Texts that may be special tokens and yet must be seen."""
 
 
-def dialect(writing: Writing) -> Dialect | None:
+def dialect(writing: Writing, special: Special) -> Dialect | None:
     """How to read what is written so; None when all of it is content."""
     tools = writing.tools
-    if "harmony" in (writing.reasoning, writing.format if tools is not None else ""):
-        return Dialect(harmony, FORMATS["harmony"].markers)
+    calls = writing.format if tools is not None else ""
+    if "harmony" in (writing.reasoning, calls):
+        return Dialect(harmony.harmony, FORMATS["harmony"].others)
     reader: Reader = everything
-    markers: tuple[str, ...] = ()
+    around = ANSWERS.get(writing.reasoning) or ANSWERS.get(calls, ())
+    markers, ends = around, around[:1]
     if tools is not None:
-        chosen = FORMATS[writing.format]
-        reader, markers = (lambda feed: chosen.read(feed, tools)), chosen.markers
-    if writing.reasoning in THINKING:
-        tags = THINKING[writing.reasoning]
-        return Dialect(thinking(tags, reader, begun=writing.begun), (*markers, *tags))
+        chosen = FORMATS[calls]
+        reader, ends = (lambda feed: chosen.read(feed, tools)), (*ends, *chosen.starts)
+        markers = (*markers, *chosen.starts, *chosen.others)
+    if tags := THINKING.get(writing.reasoning):
+        reader = thinking(tags, reader, begun=writing.begun, ends=tuple(filter(special, ends)))
+        markers = (*markers, *tags)
+    reader = without(around, reader) if around else reader
     return None if reader is everything else Dialect(reader, markers)

@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from tandem.guided.grammar import json_schema, preceded
-from tandem.server.tools import deepseek, harmony, hermes, kimi, mistral
+from tandem.server.tools import harmony, json_calls
 from tandem.server.tools.choose import THINKING, Writing
 from tandem.server.tools.scan import Tools
+from tandem.server.tools.token_calls import DEEPSEEK, KIMI
 
 MOST_CALLS = 16
 """Calls in one forced answer: a grammar without a limit would let a model call for ever."""
@@ -105,22 +106,22 @@ def _string(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _named(arguments: str) -> Callable[[str, Literal], tuple[str, str]]:
-    return lambda tool, text: (_string(f'{{"name": {json.dumps(tool)}, "{arguments}": '), _string("}"))
+def _named(arguments: str, name: str = "name") -> Callable[[str, Literal], tuple[str, str]]:
+    return lambda tool, text: (_string(f'{{"{name}": {json.dumps(tool)}, "{arguments}": '), _string("}"))
 
 
 def _hermes(tool: str, text: Literal) -> tuple[str, str]:
     head, tail = _named("arguments")(tool, text)
-    return f'{text(hermes.OPEN)} "\\n" {head}', f'{tail} "\\n" {text(hermes.CLOSE)}'
+    return f'{text(json_calls.OPEN)} "\\n" {head}', f'{tail} "\\n" {text(json_calls.CLOSE)}'
 
 
 def _deepseek(tool: str, text: Literal) -> tuple[str, str]:
-    return f"{text(deepseek.ONE)} {_string(tool)} {text(deepseek.SEPARATOR)}", text(deepseek.ONE_END)
+    return f"{text(DEEPSEEK.one)} {_string(tool)} {text(DEEPSEEK.separator)}", text(DEEPSEEK.one_end)
 
 
 def _kimi(tool: str, text: Literal) -> tuple[str, str]:
     name = _string(f"functions.{tool}:")
-    return f"{text(kimi.ONE)} {name} /[0-9]{{1,3}}/ {text(kimi.ARGUMENTS)}", text(kimi.ONE_END)
+    return f"{text(KIMI.one)} {name} /[0-9]{{1,3}}/ {text(KIMI.separator)}", text(KIMI.one_end)
 
 
 def _harmony(tool: str, text: Literal) -> tuple[str, str]:
@@ -131,9 +132,11 @@ def _harmony(tool: str, text: Literal) -> tuple[str, str]:
 _FRAMES: dict[str, Frame] = {
     "hermes": Frame(_hermes),
     "llama3": Frame(_named("parameters"), between=("; ",)),
-    "mistral": Frame(_named("arguments"), before=(mistral.OPEN, "["), between=(", ",), after=("]",)),
-    "deepseek": Frame(_deepseek, before=(deepseek.ALL,), after=(deepseek.ALL_END,)),
-    "kimi": Frame(_kimi, before=(kimi.ALL,), between=(), after=(kimi.ALL_END,)),
+    "mistral": Frame(_named("arguments"), before=(json_calls.CALLS, "["), between=(", ",), after=("]",)),
+    "cohere": Frame(_named("parameters", "tool_name"), before=(json_calls.ACTION, "["), between=(", ",),
+                    after=("]", json_calls.ACTION_END)),
+    "deepseek": Frame(_deepseek, before=(DEEPSEEK.all,), after=(DEEPSEEK.all_end,)),
+    "kimi": Frame(_kimi, before=(KIMI.all,), between=(), after=(KIMI.all_end,)),
     "harmony": Frame(_harmony, between=None),
     "generic": Frame(_named("arguments"), before=("[",), between=(", ",), after=("]",)),
 }

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 from tandem.server.tools.events import CallArguments, CallStart, Content
-from tandem.server.tools.scan import Feed, Steps, dumped, held, passed_on
+from tandem.server.tools.json_text import dumped, loads
+from tandem.server.tools.scan import Feed, Steps, held, passed_on
 
 TAGS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 """Opening and closing token of Gemma 4, and of FunctionGemma."""
 QUOTES = ('<|"|>', "<escape>")
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.DOTALL)
 _BARE = re.compile(r"[^,}\]]*")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"(?=\s*[,}\]])', re.DOTALL)
 _KEY = re.compile(r"\s*([^:{}\[\],\s]+)\s*:")
 DEEPEST = 32
 
@@ -48,6 +49,8 @@ def _value(text: str, depth: int) -> tuple[Any, str]:
             if not closing:
                 raise ValueError("a string without an end")
             return string, rest
+    if quoted := _QUOTED.match(text):
+        return loads(quoted[0]), text[quoted.end():]
     if text.startswith("{"):
         return _object(text[1:].lstrip(), depth)
     if text.startswith("["):
@@ -58,7 +61,7 @@ def _value(text: str, depth: int) -> tuple[Any, str]:
         raise ValueError("no value")
     rest = text[bare.end() if bare else 0:]
     try:
-        return json.loads(word), rest
+        return loads(word), rest
     except ValueError:
         return word, rest
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from tandem.server.tools.events import CallArguments, CallStart, Content, Reasoning
-from tandem.server.tools.scan import Feed, Steps, begun, first, held, next_visible, passed_on
+from tandem.server.tools.scan import Feed, Steps, held, next_visible, passed_on
 
 CHANNEL, MESSAGE, START, CONSTRAIN = "<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>", START)
@@ -27,21 +28,8 @@ def harmony(feed: Feed) -> Steps[None]:
             yield Content(text)
         if recipient := _RECIPIENT.search(header):
             yield CallStart(index, recipient[1])
-            yield from _arguments(feed, index)
+            yield from next_visible(feed)
+            yield from passed_on(feed, ENDS, partial(CallArguments, index))
             index += 1
         else:
             yield from passed_on(feed, ENDS, Reasoning if channel.strip().startswith("analysis") else Content)
-
-
-def _arguments(feed: Feed, index: int) -> Steps[None]:
-    yield from next_visible(feed)
-    while True:
-        place, marker = first(feed.text, ENDS)
-        if not marker and not feed.ended:
-            place -= begun(feed.text, ENDS)
-        if place:
-            yield CallArguments(index, feed.take(place))
-        if marker or feed.ended:
-            feed.take(len(marker))
-            return
-        yield None

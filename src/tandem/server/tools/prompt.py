@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from tandem.server.tools.hermes import CLOSE, OPEN
+from tandem.server.tools.json_calls import CLOSE, OPEN
 
 INSTRUCTIONS = (
     "You may call functions to help with the user's request. Their signatures are within <tools></tools>:\n<tools>\n{}"

@@ -7,15 +7,19 @@ import re
 import warnings
 
 from tandem.server.tools.events import CallArguments, CallStart, Content
-from tandem.server.tools.llama3 import llama3
-from tandem.server.tools.scan import Feed, Steps, dumped, everything, held, next_visible, passed_on, whole_calls
+from tandem.server.tools.json_calls import llama3
+from tandem.server.tools.json_text import dumped, whole_calls
+from tandem.server.tools.scan import Feed, Steps, everything, held, next_visible, passed_on
 
 TAGS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
 """Opening and closing token of LFM2, and of Llama 4."""
 SIGNS = (("<|tool_call_start|>",), ("<|tool_list_start|>",), ("<|python_start|>",), ("<|header_start|>",))
 """Each of these, in a template, tells one of the two."""
-_HEAD = re.compile(r"\[\s*(?:[A-Za-z_](?:[\w.]*\s*(?:\(.*)?)?)?", re.DOTALL)
-_WORDS = {"true": True, "false": False, "null": None}
+_HEAD = re.compile(r"\[\s*(?:[A-Za-z_](?:[\w.-]*\s*(?:\(.*)?)?)?", re.DOTALL)
+_WORDS = {"true": "True", "false": "False", "null": "None"}
+"""Templates show lists and objects as JSON, so that models write its words among Python's."""
+_PART = re.compile(r"""(?s)("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([A-Za-z_][\w.-]*)(?=\s*[(=])|\b(true|false|null)\b""")
+"""A string, a name that is called or given a value, or a word of JSON."""
 Calls = list[tuple[str, str]]
 
 
@@ -57,38 +61,30 @@ def _bare(feed: Feed) -> Steps[None]:
 
 def _python_calls(text: str) -> Calls:
     """Names and arguments of `[f(a=1), g(b="x")]`; none if the text is anything else."""
+    names: list[str] = []
+
+    def plain(part: re.Match[str]) -> str:
+        """Names may be words of Python, or have dashes and dots, so that others stand for them."""
+        if part[2]:
+            names.append(part[2])
+            return f"n{len(names) - 1}"
+        return _WORDS.get(part[0], part[0])
+
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of escapes in a model's strings
-            parsed = ast.parse(text.strip(), mode="eval").body
+        with warnings.catch_warnings(action="ignore"):  # of escapes in a model's strings
+            parsed = ast.parse(_PART.sub(plain, text.strip()), mode="eval").body
         if not isinstance(parsed, ast.List):
             return []
-        return [_python_call(call) for call in parsed.elts]
+        return [_python_call(call, names) for call in parsed.elts]
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return []
 
 
-def _python_call(call: ast.expr) -> tuple[str, str]:
+def _python_call(call: ast.expr, names: list[str]) -> tuple[str, str]:
     """Raises ValueError for what is no call with plain values."""
-    if not isinstance(call, ast.Call) or call.args or any(word.arg is None for word in call.keywords):
+    if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
         raise ValueError("not a call with named arguments")
-    arguments = {str(word.arg): ast.literal_eval(_JsonWords().visit(word.value)) for word in call.keywords}
-    return _dotted(call.func), dumped(arguments)
-
-
-def _dotted(name: ast.expr) -> str:
-    if isinstance(name, ast.Attribute):
-        return f"{_dotted(name.value)}.{name.attr}"
-    if not isinstance(name, ast.Name):
-        raise ValueError("not a name")
-    return name.id
-
-
-class _JsonWords(ast.NodeTransformer):
-    """Templates show lists and objects as JSON, so that models write its words among Python's."""
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        """Raises ValueError for other names."""
-        if node.id not in _WORDS:
-            raise ValueError("a name is no value")
-        return ast.copy_location(ast.Constant(_WORDS[node.id]), node)
+    arguments = {names[int(word.arg[1:])]: ast.literal_eval(word.value) for word in call.keywords if word.arg}
+    if len(arguments) < len(call.keywords):
+        raise ValueError("not a call with named arguments")
+    return names[int(call.func.id[1:])], dumped(arguments)

@@ -5,21 +5,16 @@ A reader yields events, and None when it can say no more until there is more tex
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning, merged
+from tandem.server.tools.events import CallStart, Content, Event, merged
 
 T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
 Tools = Mapping[str, Mapping[str, Any]]
 """The JSON schema of each tool's arguments, by the tool's name."""
 SPACE = " \t\r\n"
-_JSON_OUTSIDE_STRINGS = frozenset("0123456789+-.eE,: \t\r\ntrufalsn")
-_MEMBER = re.compile(r'\s*,\s*"[^"\\}]*"\s*:\s*(?:"[^"\\}]*"|[^\s"{}\[\],]+)(?=\s*[,}])')
-_HEAD = re.compile(r'\s*\{\s*"name"\s*:\s*"([^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
 
 
 class Feed:
@@ -28,6 +23,8 @@ class Feed:
     def __init__(self) -> None:
         self.text = ""
         self.ended = False
+        self.dropped: tuple[str, ...] = ()
+        """Markers around content that are no content."""
 
     def take(self, count: int) -> str:
         """Remove and return the first `count` characters."""
@@ -100,30 +97,20 @@ def begun(text: str, markers: Sequence[str]) -> int:
     return 0
 
 
-def passed_on(feed: Feed, markers: Sequence[str], kind: type[Content] | type[Reasoning] = Content) -> Steps[str]:
+def passed_on(feed: Feed, markers: Sequence[str], kind: Callable[[str], Event] = Content) -> Steps[str]:
     """Hand on text up to the first of `markers`; returns the marker, which is taken, or "" at the end."""
+    seen = (*markers, *feed.dropped)
     while True:
-        place, marker = first(feed.text, markers)
+        place, marker = first(feed.text, seen)
         if not marker and not feed.ended:
-            place -= begun(feed.text, markers)
+            place -= begun(feed.text, seen)
         if place:
             yield kind(feed.take(place))
-        if marker or feed.ended:
-            return feed.take(len(marker))
-        yield None
-
-
-def sectioned(feed: Feed, section: str, end: str, one: str, call: Callable[[Feed, int], Steps[int]]) -> Steps[None]:
-    """Content, and calls that begin with `one`, in a section of their own or without it.
-
-    `call` reads one of which the marker is taken; it is given the call's index, and returns that of the next.
-    """
-    index = 0
-    while marker := (yield from passed_on(feed, (section, end, one))):
-        if marker == one:
-            index = yield from call(feed, index)
-        if index or marker == section:
-            yield from next_visible(feed)
+        feed.take(len(marker))
+        if marker in markers or (not marker and feed.ended):
+            return marker
+        if not marker:
+            yield None
 
 
 def held(feed: Feed, markers: Sequence[str]) -> Steps[tuple[str, str]]:
@@ -136,9 +123,30 @@ def held(feed: Feed, markers: Sequence[str]) -> Steps[tuple[str, str]]:
         yield None
 
 
+def space(feed: Feed) -> Steps[str]:
+    """White space that comes next, taken."""
+    taken = ""
+    while True:
+        rest = feed.text.lstrip()
+        taken += feed.take(len(feed.text) - len(rest))
+        if rest or feed.ended:
+            return taken
+        yield None
+
+
 def everything(feed: Feed) -> Steps[None]:
     """All text is content."""
     yield from passed_on(feed, ())
+
+
+def without(dropped: tuple[str, ...], reader: Reader) -> Reader:
+    """As `reader`, and `dropped` are no content wherever they stand."""
+
+    def read(feed: Feed) -> Steps[None]:
+        feed.dropped = dropped
+        yield from reader(feed)
+
+    return read
 
 
 def next_visible(feed: Feed, skipped: str = SPACE) -> Steps[str]:
@@ -158,106 +166,3 @@ def followed(feed: Feed, marker: str) -> Steps[bool]:
         return False
     feed.take(len(marker))
     return True
-
-
-def json_object(feed: Feed, index: int) -> Steps[None]:
-    """Hand on the JSON object that begins here as the arguments of call `index`, up to its end or what is no JSON."""
-    depth, quoted, escaped = 0, False, False
-    while True:
-        length = 0
-        for char in feed.text:
-            if quoted:
-                quoted, escaped = escaped or char != '"', char == "\\" and not escaped
-            elif char == '"':
-                quoted = True
-            elif char in "{[":
-                depth += 1
-            elif char in "}]":
-                depth -= 1
-            elif char not in _JSON_OUTSIDE_STRINGS:
-                depth = 0
-                break
-            length += 1
-            if not depth:
-                break
-        if length:
-            yield CallArguments(index, feed.take(length))
-        if not depth or feed.ended:
-            return
-        yield None
-
-
-def named_call(feed: Feed, index: int, opening: str, closing: str) -> Steps[int]:
-    """A call as `{"name": ..., "arguments": {...}}` before `closing`; returns the index of the next call.
-
-    Arguments stream when the name comes first; otherwise the call is read when it is complete. What is none becomes
-    content, with its `opening` and `closing`. An empty `closing` stands for the end of the text.
-    """
-    while True:
-        head = _HEAD.match(feed.text)
-        place, marker = first(feed.text, (closing,)) if closing else (len(feed.text), "")
-        if head and (not marker or head.end() <= place):
-            feed.take(head.end())
-            yield CallStart(index, head[1])
-            yield from json_object(feed, index)
-            yield from _members(feed)
-            if (yield from next_visible(feed, SPACE + "}")) and closing:
-                yield from followed(feed, closing)
-            return index + 1
-        if marker or feed.ended:
-            body = feed.take(place)
-            feed.take(len(marker))
-            calls = whole_calls(body)
-            if not calls:
-                yield Content(opening + body + marker)
-            for name, arguments in calls:
-                yield CallStart(index, name)
-                yield CallArguments(index, arguments)
-                index += 1
-            return index
-        yield None
-
-
-def _members(feed: Feed) -> Steps[None]:
-    """Take what stands in a call after its arguments, such as an "id"."""
-    while True:
-        if member := _MEMBER.match(feed.text):
-            feed.take(member.end())
-        elif feed.ended or "}" in feed.text or feed.text.lstrip()[:1] not in ("", ","):
-            return
-        else:
-            yield None
-
-
-def dumped(value: Any) -> str:
-    """A value that a model wrote as JSON that can be sent. Raises ValueError for numbers that are not finite."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode()
-
-
-def whole_calls(text: str) -> list[tuple[str, str]]:
-    """Names and arguments of a complete JSON text: a call, or a list of them; none if it is anything else."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return []
-    calls = []
-    for call in value if isinstance(value, list) else [value]:
-        if not isinstance(call, dict):
-            return []
-        inner = call.get("function")
-        call = inner if isinstance(inner, dict) else call
-        if not ({"arguments", "parameters"} & call.keys() or call.keys() <= {"name", "id", "type"}):
-            return []  # an answer in JSON that has a name
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters", {}))
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                return []
-        if not isinstance(name, str) or not isinstance(arguments, dict | None):
-            return []
-        try:
-            calls.append((name.encode("utf-8", "replace").decode(), dumped(arguments or {})))
-        except ValueError:
-            return []
-    return calls

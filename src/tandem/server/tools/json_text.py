@@ -1,0 +1,176 @@
+"""JSON as models write it: mended while it streams, and calls that are written as JSON objects."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tandem.server.tools.events import CallArguments, CallStart, Content
+from tandem.server.tools.scan import SPACE, Feed, Steps, followed, next_visible, space
+
+_BETWEEN_CALLS = SPACE + ",;}"
+_MEMBER = re.compile(r'\s*,\s*"[^"\\}]*"\s*:\s*(?:"[^"\\}]*"|[^\s"{}\[\],]+)(?=\s*[,}])')
+_HEAD = re.compile(r'\s*\{\s*(?:"(?:tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*"(?:tool_)?name"\s*:\s*"([^"\\]+)"'
+                   r'\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')  # fmt: skip
+_IN_STRING = re.compile(r'(?P<plain>[^"\\\x00-\x1f]+)|(?P<quote>")|(?P<escape>\\[\s\S]?)|(?P<control>[\x00-\x1f])')
+_OUTSIDE = re.compile(r'(?P<plain>[ \t\r\n:]+)|(?P<quote>")|(?P<open>[{\[])|(?P<close>[}\]])|(?P<comma>,[ \t\r\n]*)'
+                      r"|(?P<word>[\w.+-]+)")  # fmt: skip
+_NUMBER = re.compile(r"-?\d[\d.eE+-]*")
+_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null",
+          "NaN": "null", "Infinity": "null", "-Infinity": "null"}  # fmt: skip
+_ESCAPED = frozenset('"\\/bfnrtu')
+_CALL_KEYS = {"name", "tool_name", "id", "tool_call_id", "type"}
+
+
+class JsonMender:
+    """Reads a JSON value as it comes, and mends what models get wrong in it.
+
+    Control characters and lone backslashes in strings are escaped, commas before a closing bracket are dropped, and
+    Python's True, False and None and numbers that JSON lacks become words of JSON.
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        """Mended text so far."""
+        self.over = False
+        """The value is complete, or what comes next is no JSON."""
+        self._depth, self._quoted = 0, False
+
+    def read(self, text: str, start: int, last: bool) -> int:
+        """Read on at `start`; return the place of what is not read yet. `last`: nothing follows `text`."""
+        while not self.over and start < len(text):
+            found = (_IN_STRING if self._quoted else _OUTSIDE).match(text, start)
+            kind, part = (found.lastgroup, found[0]) if found else ("", "")
+            cut = start + len(part) == len(text) and (kind in ("comma", "word") or part == "\\")
+            if cut and not last:
+                break
+            if not cut and (not found or (kind == "word" and part not in _WORDS and not _NUMBER.fullmatch(part))):
+                self.over = True
+                break
+            start += len(part)
+            self.text += part if part == "\\" else self._mended(kind, part, text[start : start + 1])
+        return start
+
+    def _mended(self, kind: str | None, part: str, after: str) -> str:
+        if kind == "quote":
+            self._quoted = not self._quoted
+        elif kind in ("open", "close"):
+            self._depth += 1 if kind == "open" else -1
+            self.over = not self._depth
+        elif kind == "comma" and after in ("}", "]"):
+            return part[1:]
+        elif kind == "word":
+            return _WORDS.get(part, part)
+        elif kind == "control" or (kind == "escape" and part[1] < " "):
+            return json.dumps(part[-1])[1:-1]
+        elif kind == "escape" and part[1] not in _ESCAPED:
+            return "'" if part[1] == "'" else "\\" + part
+        return part
+
+
+def loads(text: str) -> Any:
+    """The value of a complete JSON text, mended. Raises ValueError or RecursionError."""
+    mender = JsonMender()
+    end = mender.read(text, 0, True)
+    return json.loads(mender.text + text[end:])
+
+
+def dumped(value: Any) -> str:
+    """A value that a model wrote as JSON that can be sent. Raises ValueError for numbers that are not finite."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode("utf-8", "replace").decode()
+
+
+def json_object(feed: Feed, index: int) -> Steps[None]:
+    """Hand on the JSON object that begins here as the arguments of call `index`, up to its end or what is no JSON."""
+    mender = JsonMender()
+    while True:
+        feed.take(mender.read(feed.text, 0, feed.ended))
+        if mender.text:
+            yield CallArguments(index, mender.text)
+            mender.text = ""
+        if mender.over or feed.ended:
+            return
+        yield None
+
+
+def named_calls(feed: Feed, index: int, opening: str, closing: str = "") -> Steps[int]:
+    """Calls such as `{"name": ..., "arguments": {...}}`, one, several or a list of them, and `closing` after them.
+
+    Arguments stream when the name comes before them; other calls are read when they are complete. If no call comes,
+    `opening` becomes content. Returns the index of the next call.
+    """
+    opening += yield from space(feed)
+    first, listed = index, (yield from followed(feed, "["))
+    opening += "[" if listed else ""
+    while (yield from next_visible(feed, SPACE if index == first else _BETWEEN_CALLS)) == "{":
+        before = index
+        index = yield from _named_call(feed, index, opening)
+        if index == before:
+            return index
+        opening = ""
+    if opening and index == first:
+        yield Content(opening)
+    elif listed and (yield from followed(feed, "]")) and closing:
+        yield from next_visible(feed)
+    if index > first and closing:
+        yield from followed(feed, closing)
+    return index
+
+
+def _named_call(feed: Feed, index: int, opening: str) -> Steps[int]:
+    mender, read = JsonMender(), 0
+    while True:
+        if head := _HEAD.match(feed.text):
+            feed.take(head.end())
+            yield CallStart(index, head[1])
+            yield from json_object(feed, index)
+            yield from _members(feed)
+            return index + 1
+        read = mender.read(feed.text, read, feed.ended)
+        if mender.over or feed.ended:
+            break
+        yield None
+    text, calls = feed.take(read), whole_calls(mender.text)
+    if not calls:
+        yield Content(opening + text)
+    for name, arguments in calls:
+        yield CallStart(index, name)
+        yield CallArguments(index, arguments)
+        index += 1
+    return index
+
+
+def _members(feed: Feed) -> Steps[None]:
+    """Take what stands in a call after its arguments, such as an "id"."""
+    while True:
+        if member := _MEMBER.match(feed.text):
+            feed.take(member.end())
+        elif feed.ended or "}" in feed.text or feed.text.lstrip()[:1] not in ("", ","):
+            return
+        else:
+            yield None
+
+
+def whole_calls(text: str) -> list[tuple[str, str]]:
+    """Names and arguments of a complete JSON text: a call, or a list of them; none if it is anything else."""
+    try:
+        value = loads(text)
+        return [_whole_call(call) for call in (value if isinstance(value, list) else [value])]
+    except (ValueError, RecursionError):
+        return []
+
+
+def _whole_call(call: Any) -> tuple[str, str]:
+    """Raises ValueError for what is no call, such as an answer in JSON that has a name."""
+    if not isinstance(call, dict):
+        raise ValueError("not an object")
+    inner = call.get("function")
+    call = inner if isinstance(inner, dict) else call
+    if not ({"arguments", "parameters"} & call.keys() or call.keys() <= _CALL_KEYS):
+        raise ValueError("not a call")
+    name, arguments = call.get("name", call.get("tool_name")), call.get("arguments", call.get("parameters"))
+    arguments = loads(arguments) if isinstance(arguments, str) else arguments
+    if not isinstance(name, str) or not isinstance(arguments, dict | None):
+        raise ValueError("not a call")
+    return name.encode("utf-8", "replace").decode(), dumped(arguments or {})

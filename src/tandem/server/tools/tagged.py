@@ -1,0 +1,200 @@
+"""Formats with a tag around each argument: GLM, LongCat, Qwen3-Coder, Seed, MiniMax M2, DeepSeek V3.2, Kimi K3, ..."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from html import unescape
+
+from tandem.server.tools.events import CallArguments, Content
+from tandem.server.tools.json_text import dumped, json_object, loads
+from tandem.server.tools.nested import nested_arguments
+from tandem.server.tools.scan import Feed, Steps, Tools, first, followed, held, next_visible, passed_on, space
+from tandem.server.tools.typed import TypedCall
+
+NAME = re.compile(r"[\w.:/-]+")
+_ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
+_CDATA = "<![CDATA["
+
+
+@dataclass(frozen=True)
+class Tags:
+    """What a format puts around calls and arguments. A tag that ends with a space goes on with attributes."""
+
+    call: str
+    call_end: str
+    argument: str
+    value_end: str
+    head_end: str = ">"
+    """Ends the name of a call; empty where the first argument or the end of the call does."""
+    key_end: str = ">"
+    value: str = ""
+    """Stands between a key and its value, if `key_end` is not all that does."""
+    sections: Mapping[str, str] = field(default_factory=dict)
+    """Opening and closing tag around all calls; without one, calls stand alone."""
+    bare: bool = False
+    """Calls may stand outside of a section too."""
+    json: str = ""
+    """Begins all arguments as one JSON object."""
+    cdata: bool = False
+    """Values may be CDATA sections."""
+    nested: str = ""
+    """Stands before every tag of a format whose arguments are elements in elements."""
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """Tags that may come first."""
+        return (*self.sections, *((self.call,) if self.bare or not self.sections else ()))
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Tags that come later."""
+        return (*self.sections.values(), self.call, self.call_end, self.argument, self.value_end, self.key_end)
+
+
+def _invoke(*sections: str, prefix: str = "") -> Tags:
+    return Tags(f"<{prefix}invoke ", f"</{prefix}invoke>", f"<{prefix}parameter ", f"</{prefix}parameter>",
+                sections={f"<{name}>": f"</{name}>" for name in sections})  # fmt: skip
+
+
+def _functions(section: str) -> Tags:
+    return Tags("<function=", "</function>", "<parameter=", "</parameter>",
+                sections={f"<{section}>": f"</{section}>"}, bare=True)  # fmt: skip
+
+
+def _pairs(prefix: str = "") -> Tags:
+    return Tags(f"<{prefix}tool_call>", f"</{prefix}tool_call>", f"<{prefix}arg_key>", f"</{prefix}arg_value>",
+                head_end="", key_end=f"</{prefix}arg_key>", value=f"<{prefix}arg_value>")  # fmt: skip
+
+
+GLM, LONGCAT = _pairs(), _pairs("longcat_")
+SOLAR = Tags("<|tool_call:start|>", "<|tool_call:end|>", "<|tool_arg:start|>", "<|tool_arg:end|>", head_end="",
+             key_end="<|tool_arg:value|>")  # fmt: skip
+QWEN_CODER, SEED = _functions("tool_call"), _functions("seed:tool_call")
+MINIMAX = _invoke("minimax:tool_call")
+DSML = _invoke("｜DSML｜function_calls", "｜DSML｜tool_calls", prefix="｜DSML｜")
+MUSE = _invoke("atem:function_calls", prefix="atem:")
+MINICPM = Tags("<function ", "</function>", "<param ", "</param>", cdata=True)
+MINIMAX_M3 = Tags("]<]minimax[>[<invoke ", "]<]minimax[>[</invoke>", "", "", nested="]<]minimax[>[",
+                  sections={"]<]minimax[>[<tool_call>": "]<]minimax[>[</tool_call>"})  # fmt: skip
+KIMI_K3 = Tags("<|open|>call ", "<|close|>call<|sep|>", "<|open|>argument ", "<|close|>argument<|sep|>",
+               head_end="<|sep|>", key_end="<|sep|>", json="<|open|>json",
+               sections={"<|open|>tools<|sep|>": "<|close|>tools<|sep|>"})  # fmt: skip
+
+
+def tagged(feed: Feed, tools: Tools, tags: Tags) -> Steps[None]:
+    """Content, and calls as `tags` mark them; the schemas in `tools` tell the types of arguments."""
+    index, closing, called = 0, "", False
+    while marker := (yield from passed_on(feed, (*tags.starts, tags.call, closing) if closing else tags.starts)):
+        opening = ""
+        if marker in tags.sections:
+            closing, called = tags.sections[marker], False
+            opening = marker + (yield from space(feed))
+            marker = tags.call if (yield from followed(feed, tags.call)) else ""
+        elif marker == closing:
+            opening, marker, closing = "" if called else marker, "", ""
+        if not marker:
+            yield Content(opening)
+            continue
+        head, end = yield from _head(feed, tags)
+        name = _attributes(head).get("name", "") if tags.call.endswith(" ") else head.strip()
+        if not NAME.fullmatch(name):
+            yield Content(opening + marker + head + end)
+            continue
+        called = True
+        if (yield from _arguments(feed, TypedCall(index, name, tools), tags, closing)) == closing:
+            closing = ""
+        if closing:
+            yield from next_visible(feed)
+        index += 1
+
+
+def _head(feed: Feed, tags: Tags) -> Steps[tuple[str, str]]:
+    """The name of a call, perhaps with other attributes, and what ends it."""
+    if tags.head_end:
+        return (yield from held(feed, (tags.head_end,)))
+    while True:
+        place, marker = first(feed.text, (tags.argument, tags.call_end))
+        if marker or feed.ended:
+            return feed.take(place), ""
+        yield None
+
+
+def _arguments(feed: Feed, call: TypedCall, tags: Tags, closing: str) -> Steps[str]:
+    """The arguments of one call, after its name; returns the tag that ends them, "" for one that is not taken."""
+    ends = (tags.call_end, closing) if closing else (tags.call_end,)
+    opens = (*tags.sections, tags.call)
+    yield call.start()
+    if tags.nested:
+        body, marker = yield from held(feed, ends)
+        yield from nested_arguments(call, body, tags.nested)
+    while not tags.nested:
+        _, marker = yield from held(feed, (tags.argument, tags.json or tags.argument, *ends, *opens))
+        if marker == tags.argument:
+            head, _ = yield from held(feed, (tags.key_end,))
+            if tags.value:
+                yield from next_visible(feed)
+                yield from followed(feed, tags.value)
+            yield _argument(call, tags, head, (yield from _value(feed, tags, ends, opens)))
+        elif marker and marker == tags.json and call.empty:
+            yield from held(feed, (tags.key_end,))
+            if (yield from next_visible(feed)) == "{":
+                yield from json_object(feed, call.index)
+                yield from held(feed, ends)
+                return tags.call_end
+        elif marker != tags.json or not marker:
+            break
+    yield call.end()
+    if marker in opens:
+        feed.text = marker + feed.text
+    return marker
+
+
+def _value(feed: Feed, tags: Tags, ends: tuple[str, ...], opens: tuple[str, ...]) -> Steps[str]:
+    """A value up to its closing tag or, where that is missing, up to the next argument or the end of the call."""
+    if tags.cdata and (yield from _is_cdata(feed)):
+        value, _ = yield from held(feed, ("]]>",))
+        yield from held(feed, (tags.value_end,))
+        return value
+    while True:
+        place, marker = first(feed.text, (tags.value_end, tags.argument))
+        end, closing = first(feed.text[:place], ends)
+        if marker == tags.argument or (closing and first(feed.text[end:place], opens)[1]):
+            return feed.take(end)
+        if marker or feed.ended:
+            value = feed.take(place if marker else end)
+            feed.take(len(marker))
+            return value
+        yield None
+
+
+def _is_cdata(feed: Feed) -> Steps[bool]:
+    """Take the beginning of a CDATA section, and white space before it, if it comes next."""
+    while True:
+        text = feed.text.lstrip()
+        if feed.ended or len(text) >= len(_CDATA) or not _CDATA.startswith(text):
+            break
+        yield None
+    if text.startswith(_CDATA):
+        feed.text = text[len(_CDATA) :]
+    return text.startswith(_CDATA)
+
+
+def _argument(call: TypedCall, tags: Tags, head: str, value: str) -> CallArguments:
+    if not tags.argument.endswith(" "):
+        return call.argument(head.strip(), value if tags.value else value.removeprefix("\n").removesuffix("\n"))
+    attributes = _attributes(head)
+    key, kind = attributes.get("name", ""), attributes.get("type") or attributes.get("string")
+    if kind is None:
+        return call.argument(key, value.removeprefix("\n").removesuffix("\n"))
+    try:
+        return call.value(key, dumped(value if kind in ("string", "true") else loads(value)))
+    except (ValueError, RecursionError):
+        return call.value(key, dumped(value))
+
+
+def _attributes(head: str) -> dict[str, str]:
+    """Attributes of a tag, with quotes of either kind or none. Kimi K3's words for a name count as `name`."""
+    found = {name: unescape(one or two or bare) for name, one, two, bare in _ATTRIBUTE.findall(head)}
+    return {"name": found.get("tool") or found.get("key") or "", **found}
