@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -19,9 +21,10 @@ import pytest
 
 from tandem.cli.address import api_key, server_url
 from tandem.cli.main import build_parser, main
+from tandem.cli.serve import _completed
 from tandem.cli.startup import farewell
 from tandem.cli.status import look_at
-from tandem.config.settings import ServerSettings
+from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import ReplicaInfo, ReplicaList
 from tandem.supervision.record import Background, Record
@@ -252,3 +255,13 @@ def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypa
     for announced, state in ((False, "starting"), (True, "ready")):
         monkeypatch.setattr("tandem.cli.status.ask", lambda *_, said=announced: ReplicaList([engine], announced=said))
         assert look_at(place, 0.0).state == state
+
+
+def test_sockets_of_engines_that_were_killed_with_their_supervisor_are_removed(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime, socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setenv("TANDEM_RUNTIME_DIR", runtime)
+        port = listener.getsockname()[1]
+        for number in (port, f"{port}-0", f"{port}-12", f"{port}0-1"):
+            Path(runtime, f"engine-{number}.sock").touch()
+        _completed(Settings(model=ModelSettings(model="tiny")), listener)
+        assert {path.name for path in Path(runtime).iterdir()} == {f"engine-{port}.sock", f"engine-{port}0-1.sock"}

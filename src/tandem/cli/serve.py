@@ -110,7 +110,10 @@ def _with_cluster(settings: Settings) -> Iterator[Settings]:
 def _completed(settings: Settings, listener: socket.socket) -> Settings:
     """With the port that was really bound (0 asks for a free one), and the engine's socket named after it."""
     port = listener.getsockname()[1]
-    path = settings.process.engine_socket or str(engine_socket_path(port))
+    usual = engine_socket_path(port)
+    for left in usual.parent.glob(f"{usual.stem}-*{usual.suffix}"):  # by engines killed with their supervisor
+        left.unlink(missing_ok=True)
+    path = settings.process.engine_socket or str(usual)
     return dataclasses.replace(settings, server=dataclasses.replace(settings.server, port=port),
                                process=dataclasses.replace(settings.process, engine_socket=path))
 
