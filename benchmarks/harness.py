@@ -114,6 +114,11 @@ class Server:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def start(self) -> None:
+        """Start its processes and wait until they serve; also again, after all of them were killed."""
         for command in self._commands:
             whole = [sys.executable, "-P", "-c", END_WITH_PARENT, *command]
             self.processes.append(subprocess.Popen(whole, env=self._env, stdout=self._log, stderr=self._log,
@@ -123,7 +128,6 @@ class Server:
         except BaseException:
             self.__exit__()
             raise
-        return self
 
     def _wait(self) -> None:
         deadline = time.monotonic() + START_S
@@ -156,10 +160,11 @@ class Server:
         return codes
 
     def __exit__(self, *exc: object) -> None:
-        dead = [process.returncode for process in self.processes if process.poll() is not None]
+        processes, self.processes = self.processes, []
+        dead = [process.returncode for process in processes if process.poll() is not None]
         if dead:
             print(f"{self.name}: processes ended early with {dead}:\n{self.log()}", file=sys.stderr)
-        for process in reversed(self.processes):
+        for process in reversed(processes):
             process.send_signal(signal.SIGTERM)
             try:
                 process.wait(10)

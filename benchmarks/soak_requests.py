@@ -1,10 +1,9 @@
-"""The requests of the soak: every kind that the server answers, how to send one, and when two answers are the same."""
+"""Requests of a storm: every kind that the server answers, how to send one, and when two answers are the same."""
 
 from __future__ import annotations
 
 import json
 import random
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,35 +24,35 @@ TOOL = {"name": "weather", "description": "of a place",
 
 @dataclass(frozen=True)
 class Request:
-    """One request whose answer must always be the same."""
+    """A request whose answer must always be the same."""
 
     path: str
     body: dict[str, Any]
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Path and fields, for messages."""
         extra = sorted(set(self.body) - {"model", "messages", "prompt", "input", "max_tokens", "stream"})
         return f"{self.path}{' streamed' if self.body.get('stream') else ''} {' '.join(extra)}"
 
 
 @dataclass
 class Outcome:
-    """What became of one request."""
+    """End of a request."""
 
     kind: str
     """answered, refused (429 or 503 with Retry-After), failed (any other answer), broken (the connection ended),
     hung."""
     detail: str = ""
     answer: dict[str, Any] = field(default_factory=dict)
-    gaps: list[float] = field(default_factory=list)
-    """Seconds between pieces of a stream."""
+    twice: bool = False
+    """A role that came again, or a piece after the end."""
     disk_tokens: int = 0
-    """Of the prompt, read from disk; not told of streams."""
+    """Tokens of the prompt that were read from disk; not told of streams."""
 
 
 def requests(rng: random.Random) -> list[Request]:
-    """The set: greedy and seeded, short and long, whole and streamed, of every endpoint."""
+    """Return the set: greedy and seeded, short and long, whole and streamed, of every endpoint."""
     def ids(count: int) -> list[int]:
         return [rng.randrange(10, 500) for _ in range(count)]
 
@@ -94,31 +93,42 @@ def requests(rng: random.Random) -> list[Request]:
     return [Request(one.path, {"model": "default", **one.body}) for one in made]
 
 
+def long_requests(rng: random.Random) -> list[Request]:
+    """Return prompts of several KV blocks, which begin alike by threes; greedy and seeded, whole and streamed."""
+    made = []
+    for number in range(24):
+        if number % 3 == 0:
+            stem = [rng.randrange(10, 500) for _ in range(rng.choice([300, 900, 1400]))]
+        prompt = [*stem, *(rng.randrange(10, 500) for _ in range(rng.choice([5, 300])))]
+        how = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": 7 + number, "top_p": 0.9}
+        made.append(Request("/v1/completions", {
+            "model": "default", "prompt": prompt, "max_tokens": rng.choice([4, 40, 300]), "stream": number % 4 == 3,
+            "ignore_eos": True, **how}))
+    return made
+
+
 def ask(url: str, request: Request) -> Outcome:
     """Send it and read the answer to its end."""
-    pieces: list[float] = []
     try:
         with httpx.stream("POST", url + request.path, json=request.body, timeout=PATIENCE_S) as got:
             if got.status_code != 200:
                 got.read()
-                return _refused(got)
+                return outcome_of(got)
             if not request.body.get("stream"):
                 got.read()
                 body = got.json()
                 details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
-                return Outcome("answered", answer=_whole(request.path, body),
+                return Outcome("answered", answer=read_whole(request, body),
                                disk_tokens=details.get("disk_cached_tokens") or 0)
-            answer: dict[str, Any] = {}
-            if problem := _stream(request.path, _events(got, pieces), answer):
-                return problem
-            return Outcome("answered", answer=answer, gaps=[b - a for a, b in zip(pieces, pieces[1:], strict=False)])
+            return _stream(request.path, _events(got))
     except httpx.TimeoutException:
         return Outcome("hung", request.name)
     except httpx.TransportError as error:
         return Outcome("broken", type(error).__name__)
 
 
-def _refused(got: httpx.Response) -> Outcome:
+def outcome_of(got: httpx.Response) -> Outcome:
+    """Return the outcome of an answer that has another status than 200."""
     try:
         error = got.json()["error"]
         code = error.get("code") or error["type"]
@@ -128,24 +138,30 @@ def _refused(got: httpx.Response) -> Outcome:
     return Outcome("refused" if promised else "failed", f"{got.status_code} {code}")
 
 
-def _events(got: httpx.Response, pieces: list[float]) -> Iterator[dict[str, Any]]:
+def _events(got: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in got.iter_lines():
         if line.startswith("data: "):
-            pieces.append(time.monotonic())
             yield {"done": True} if line == "data: [DONE]" else json.loads(line[6:])
 
 
-def _stream(path: str, events: Iterator[dict[str, Any]], answer: dict[str, Any]) -> Outcome | None:
-    """Read a stream into `answer`; what went wrong, if anything did."""
+def _stream(path: str, events: Iterator[dict[str, Any]]) -> Outcome:
+    """Read a stream to its end."""
     over = False
+    outcome = Outcome("answered")
+    roles: set[int] = set()
     for event in events:
+        outcome.twice |= over and not event.get("done")
         if event.get("done") or event.get("type") in ("response.completed", "response.incomplete", "message_stop"):
             over = True
         elif "error" in event or event.get("type") in ("error", "response.failed"):
             return Outcome("failed", f"in the stream: {json.dumps(event)[:120]}")
         else:
-            _READ[path](event, answer)
-    return None if over else Outcome("broken", "the stream ended early")
+            _READ[path](event, outcome.answer)
+            for choice in event.get("choices", ()):
+                if (choice.get("delta") or {}).get("role"):
+                    outcome.twice |= choice["index"] in roles
+                    roles.add(choice["index"])
+    return outcome if over else Outcome("broken", "the stream ended early")
 
 
 def _add(answer: dict[str, Any], key: str, text: str | None) -> None:
@@ -200,14 +216,15 @@ _READ: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
     "/v1/messages": _message, "/v1/embeddings": _embedding}
 
 
-def _whole(path: str, body: dict[str, Any]) -> dict[str, Any]:
+def read_whole(request: Request, body: dict[str, Any]) -> dict[str, Any]:
+    """Return what an answer in one piece says."""
     answer: dict[str, Any] = {}
-    _READ[path](body, answer)
+    _READ[request.path](body, answer)
     return answer
 
 
 def same(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Equal answers; numbers as close as float32 allows."""
+    """Whether two answers are equal, numbers as close as float32 allows."""
     if mine.keys() != theirs.keys():
         return False
     for key, value in mine.items():

@@ -1,20 +1,73 @@
-"""`benchmarks/soak.py` for a minute: rising load, a fault every few seconds."""
+"""The storm of `benchmarks/soak.py`: what its schedule promises, and two minutes of it."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from itertools import combinations, islice
 from pathlib import Path
 
 import pytest
 
-SOAK = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def schedule():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        import soak_schedule
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+    return soak_schedule
+
+
+class TestSchedule:
+    """Pure: nothing is started."""
+
+    def test_a_seed_makes_the_same_rounds(self, schedule):
+        first, again = (list(islice(schedule.rounds(7, 45.0, 9.0), 12)) for _ in range(2))
+        assert first == again
+        assert schedule.chosen(7, 45.0, 9.0, [12, 3]) == [first[2], first[11]]
+        assert first != list(islice(schedule.rounds(8, 45.0, 9.0), 12))
+
+    @pytest.mark.parametrize("seed", [0, 1, 1_763_956_800])
+    def test_every_pair_that_is_allowed_meets_within_a_day(self, schedule, seed):
+        needed = schedule.rounds_to_meet(seed)
+        met = set().union(*(made.pairs() for made in islice(schedule.rounds(seed, 60.0, 10.0), needed)))
+        assert met == schedule.allowed_pairs()
+        assert needed <= 40, "a round takes a minute and a half: an hour"
+
+    def test_pairs_that_are_left_out_are_those_that_cannot_be(self, schedule):
+        parts = sorted((kind, name) for kind, names in schedule.PARTS.items() for name in names)
+        every = set(combinations(parts, 2))
+        left = {pair for pair in every - schedule.allowed_pairs() if {kind for kind, _ in pair} != {"layout"}}
+        names = {frozenset(name for _, name in pair) for pair in left}
+        assert names == {frozenset(pair) for pair in [
+            *((part, layout) for part in ("roles", "replica") for layout in ("pp", "tp", "2,1")),
+            ("standby", "dp"), ("rank", "dp"), ("replica", "models"), ("replica", "adapters")]}
+
+    def test_a_round_has_what_its_parts_need(self, schedule):
+        for made in islice(schedule.rounds(3, 60.0, 10.0), 60):
+            assert len(made.names("layout")) == 1
+            assert len(made.names("feature")) >= 2
+            assert len(made.names("neighbour")) >= schedule.NEIGHBOURS
+            assert all(schedule.NEEDS[part] in made.parts for part in made.parts & schedule.NEEDS.keys())
+            assert all(made.layout in schedule.ONLY[part] for part in made.parts & schedule.ONLY.keys())
+
+    def test_faults_come_in_time_and_of_each_kind(self, schedule):
+        for made in islice(schedule.rounds(3, 40.0, 8.0), 30):
+            seconds = [fault.second for fault in made.faults]
+            assert len(seconds) == 5
+            assert seconds == sorted(seconds)
+            assert 0 < seconds[0] < seconds[-1] < 40
+            assert {fault.target for fault in made.faults} == set(made.names("fault"))
 
 
 @pytest.mark.slow
-def test_a_minute_of_faults_under_rising_load(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, str(SOAK), "--minutes", "0.7", "--every", "8", "--clients", "6",
-                           "--heavy", "0", "--no-gaps", "--evidence", str(tmp_path)],
-                          capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "all is well" in done.stdout and "wrong 0" in done.stdout
+def test_two_minutes_of_a_storm(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "soak.py"), "--evidence", str(tmp_path), "--seed", "372", "--round",
+               "1", "2", "--storm", "30", "--every", "8", "--clients", "3", "--pause", "0.5", "--requests", "14"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, check=False)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-4000:]
+    assert "all is well" in done.stdout

@@ -113,9 +113,8 @@ def _completed(settings: Settings, listener: socket.socket) -> Settings:
     usual = engine_socket_path(port)
     for left in usual.parent.glob(f"{usual.stem}-*{usual.suffix}"):  # by engines killed with their supervisor
         left.unlink(missing_ok=True)
-    path = settings.process.engine_socket or str(usual)
-    return dataclasses.replace(settings, server=dataclasses.replace(settings.server, port=port),
-                               process=dataclasses.replace(settings.process, engine_socket=path))
+    process = dataclasses.replace(settings.process, engine_socket=settings.process.engine_socket or str(usual))
+    return dataclasses.replace(settings, server=dataclasses.replace(settings.server, port=port), process=process)
 
 
 class Supervisor:

@@ -1,5 +1,5 @@
-"""KV on disk in the soak: prompts that are worth keeping, a directory in which bits flip, parts are cut or vanish and
-which is full now and then, and replicas that are drained, so that what runs there moves."""
+"""Faults of a storm that hit no process: drained replicas, whose requests migrate, and a KV folder in which bits flip,
+files are cut or vanish, and which is full now and then."""
 
 from __future__ import annotations
 
@@ -8,34 +8,16 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from soak_requests import Request
-
 from tandem.errors import TandemError
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaList
 from tandem.supervision.control import ask, control_path
 
 SMALL = 1 << 30
-"""Bytes: a file system below it is there for the soak, and is filled."""
-CONTEXT = 4096
-"""Positions that the model must have."""
-
-
-def long_requests(rng: random.Random) -> list[Request]:
-    """Prompts of several pieces, which begin alike by threes; greedy and seeded, whole and streamed."""
-    made = []
-    for number in range(24):
-        if number % 3 == 0:
-            stem = [rng.randrange(10, 500) for _ in range(rng.choice([300, 900, 1400]))]
-        prompt = [*stem, *(rng.randrange(10, 500) for _ in range(rng.choice([5, 300])))]
-        how = {"temperature": 0} if number % 2 else {"temperature": 1.0, "seed": 7 + number, "top_p": 0.9}
-        made.append(Request("/v1/completions", {
-            "model": "default", "prompt": prompt, "max_tokens": rng.choice([4, 40, 300]), "stream": number % 4 == 3,
-            "ignore_eos": True, **how}))
-    return made
+"""Bytes: a smaller file system is there for the storm alone, and is filled."""
 
 
 class Disk:
-    """What is done to a directory of `--kv-disk` while servers use it."""
+    """Faults of a directory of `--kv-disk` while servers use it."""
 
     def __init__(self, place: Path) -> None:
         """`place`: a folder for it; on a small file system of its own, that is filled too."""
@@ -111,5 +93,5 @@ def move(port: int, rng: random.Random) -> str:
         ask(path, DrainReplica(rng.choice(running)))
         ask(path, AddReplica())
     except TandemError as error:
-        return f"not drained: {error.message}"
+        return f"no drain: {error.message}"
     return "drain of a replica"
