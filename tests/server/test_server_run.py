@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 
 import httpx
 import pytest
@@ -152,24 +153,35 @@ def test_endpoint_of_the_engine(tmp_path):
     assert engine_endpoint(Settings(server=ServerSettings(port=8123))).endswith("engine-8123.sock")
 
 
-def test_what_an_api_cannot_use_is_told_to_its_clients_until_the_next_one(tmp_path):
+@contextmanager
+def next_api(**server):
+    """The child of `tandem serve` that follows an api that has served: its address, and what it says last."""
     words, end = os.pipe()
     with listen("127.0.0.1", 0) as listener, os.fdopen(words, "rb") as said:
-        settings = Settings(server=ServerSettings(api_key_file=str(tmp_path / "keys")))
-        child = ChildProcess("tandem.cli.processes", to_json(settings), env=env.child_environment(), name="api",
-                             arguments=("api", str(end), str(listener.fileno()), "240"),
-                             pass_fds=[end, listener.fileno()])
+        child = ChildProcess("tandem.cli.processes", to_json(Settings(server=ServerSettings(**server))),
+                             env=env.child_environment(), name="api", pass_fds=[end, listener.fileno()],
+                             arguments=("api", str(end), str(listener.fileno()), "240"))
         os.close(end)
         try:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             with httpx.Client(base_url=url, timeout=240, trust_env=False) as client:
-                refused = client.post("/v1/chat/completions", json={})
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "settings_unusable")
-                health = client.get("/health")
-                assert health.status_code == 503 and "--api-key-file" in health.json()["detail"]
-                assert str(tmp_path) not in health.text + refused.text
-                assert client.get("/health/live").status_code == 200
+                yield client, said
         finally:
             child.terminate()
             assert child.wait(240)
-        assert "cannot read" in said.read().decode()
+
+
+def test_what_an_api_cannot_use_is_told_to_its_clients_until_the_next_one(tmp_path):
+    with next_api(api_key_file=str(tmp_path / "keys")) as (client, said):
+        refused = client.post("/v1/chat/completions", json={})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "settings_unusable")
+        health = client.get("/health")
+        assert health.status_code == 503 and "--api-key-file" in health.json()["detail"]
+        assert str(tmp_path) not in health.text + refused.text
+        assert client.get("/health/live").status_code == 200
+        assert "cannot read" in os.read(said.fileno(), 4096).decode()
+
+
+def test_prompts_to_warm_that_are_gone_keep_no_later_api_from_serving(tmp_path):
+    with next_api(warm=(str(tmp_path / "gone.txt"),)) as (client, _):
+        assert client.get("/health").json()["status"] == "unreachable", "only the engine is missing"

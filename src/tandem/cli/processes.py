@@ -90,8 +90,9 @@ def _last_words(message: str) -> None:
     os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
 
 
-def _api_child(settings: Settings, fd: int) -> int:
+def _api_child(settings: Settings, fd: int, *, served: bool) -> int:
     from tandem.router.router import Router
+    from tandem.server.cache.warm_file import warm_bodies
     from tandem.server.engines.replicas import Replicas
     from tandem.server.engines.residents import Residents
     from tandem.server.engines.served_model import Served
@@ -99,6 +100,13 @@ def _api_child(settings: Settings, fd: int) -> int:
     from tandem.server.run import run_api
 
     control = control_path(settings.server.port)
+    try:
+        warm_bodies(settings)
+    except UsageError as error:
+        if not served:
+            raise
+        log.error("%s; the api starts without these prompts, which were read before", error.message)
+        settings = replace(settings, server=replace(settings.server, warm=()))
 
     def replicas(one: Settings, link: SupervisorLink | None = None) -> Replicas:
         return Replicas(Router(affinity=one.scheduler.prefix_cache > 0), link=link,
@@ -133,11 +141,13 @@ def main() -> int:
     settings = from_json(content)
     number = " " + sys.argv[3] if kind == "engine" and len(sys.argv) > 3 else ""
     set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
+    wait = float(sys.argv[4]) if kind == "api" else 0.0
     try:
-        return _engine_child(settings, lending) if kind == "engine" else _api_child(settings, int(sys.argv[3]))
+        return (_engine_child(settings, lending) if kind == "engine" else
+                _api_child(settings, int(sys.argv[3]), served=wait > 0))
     except UsageError as error:
         _last_words(error.message)
-        code, wait = fail(error.message), float(sys.argv[4]) if kind == "api" else 0.0
+        code = fail(error.message)
         if wait:  # an api has served before: what is amiss may be mended
             from tandem.server.run import serve_unavailable
 
