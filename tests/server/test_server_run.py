@@ -10,6 +10,7 @@ import threading
 from contextlib import contextmanager
 
 import httpx
+import msgspec
 import pytest
 
 from tandem import env
@@ -17,6 +18,7 @@ from tandem.config.loading import to_json
 from tandem.config.settings import ProcessSettings, ServerSettings, Settings
 from tandem.errors import ConfigError
 from tandem.processes.child import ChildProcess
+from tandem.protocol.payloads import ApiPayload
 from tandem.server.listener import listen
 from tandem.server.run import engine_endpoint
 
@@ -158,7 +160,9 @@ def next_api(**server):
     """The child of `tandem serve` that follows an api that has served: its address, and what it says last."""
     words, end = os.pipe()
     with listen("127.0.0.1", 0) as listener, os.fdopen(words, "rb") as said:
-        child = ChildProcess("tandem.cli.processes", to_json(Settings(server=ServerSettings(**server))),
+        payload = msgspec.json.encode(ApiPayload(keys={}, settings=msgspec.Raw(to_json(Settings(
+            server=ServerSettings(**server))))))
+        child = ChildProcess("tandem.cli.processes", payload,
                              env=env.child_environment(), name="api", pass_fds=[end, listener.fileno()],
                              arguments=("api", str(end), str(listener.fileno()), "240"))
         os.close(end)
@@ -172,14 +176,15 @@ def next_api(**server):
 
 
 def test_what_an_api_cannot_use_is_told_to_its_clients_until_the_next_one(tmp_path):
-    with next_api(api_key_file=str(tmp_path / "keys")) as (client, said):
+    (tmp_path / "file").touch()
+    with next_api(journal=str(tmp_path / "file")) as (client, said):
         refused = client.post("/v1/chat/completions", json={})
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "settings_unusable")
         health = client.get("/health")
-        assert health.status_code == 503 and "--api-key-file" in health.json()["detail"]
+        assert health.status_code == 503 and "--journal" in health.json()["detail"]
         assert str(tmp_path) not in health.text + refused.text
         assert client.get("/health/live").status_code == 200
-        assert "cannot read" in os.read(said.fileno(), 4096).decode()
+        assert "cannot use" in os.read(said.fileno(), 4096).decode()
 
 
 def test_prompts_to_warm_that_are_gone_keep_no_later_api_from_serving(tmp_path):

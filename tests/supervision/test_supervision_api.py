@@ -6,10 +6,13 @@ import os
 import socket
 import time
 
+import msgspec
 import pytest
 
 from tandem.config.loading import build
+from tandem.errors import ConfigError
 from tandem.protocol.events import History
+from tandem.protocol.payloads import ApiPayload
 from tandem.supervision import api as module
 from tandem.supervision.api import ApiProcess
 
@@ -19,8 +22,9 @@ class Child:
 
     pid, stopped = 1, False
 
-    def __init__(self, *_: object, arguments: tuple[str, ...], **__: object) -> None:
+    def __init__(self, _: str = "", payload: bytes = b"", *, arguments: tuple[str, ...], **__: object) -> None:
         self.code: int | None = None
+        self.payload = payload
         self.words, self.wait_s = int(arguments[1]), float(arguments[3])
 
     def poll(self) -> int | None:
@@ -91,3 +95,29 @@ def test_what_the_first_api_finds_amiss_ends_the_server(clock):
         api.look()
         api.child.code = 2
         assert api.look() == 2
+
+
+def test_keys_stay_as_they_were_where_their_file_is_not_in_order(clock, tmp_path):
+    file, history = tmp_path / "keys", History()
+
+    def keys(text: str | None) -> list[str]:
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+        if api.child is not None:
+            api.child.code = -9
+            assert api.look() is None
+        clock(5.0)
+        assert api.look() is None
+        api.heard(1)
+        return list(msgspec.json.decode(api.child.payload, type=ApiPayload).keys)
+
+    with socket.socket() as listener:
+        file.write_text("sk-one")
+        api = ApiProcess(build({"model": "m", "api_key_file": str(file)}), listener, history)
+        assert keys("sk-one") == ["sk-one"]
+        assert keys("sk-one\nsk-two request_per_minute=5") == ["sk-one"] == keys(None)
+        assert keys("sk-two") == ["sk-two"]
+        assert [one.kind for one in history.after()].count("api_keys_kept") == 2
+        with pytest.raises(ConfigError, match="cannot read"):
+            ApiProcess(build({"model": "m", "api_key_file": str(tmp_path)}), listener).start()

@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.borders import own_process
 from tandem.cli.arguments import fail, load_settings
+from tandem.config.keys import ClientLimits
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
 from tandem.config.several import alone, settings_of
@@ -26,7 +27,7 @@ from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.payloads import EnginePayload
+from tandem.protocol.payloads import ApiPayload, EnginePayload
 from tandem.supervision.children import LAST_WORDS
 from tandem.supervision.control import control_path
 
@@ -90,7 +91,7 @@ def _last_words(message: str) -> None:
     os.write(int(sys.argv[2]), message.encode()[:LAST_WORDS])
 
 
-def _api_child(settings: Settings, fd: int, *, served: bool) -> int:
+def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, served: bool) -> int:
     from tandem.router.router import Router
     from tandem.server.cache.warm_file import warm_bodies
     from tandem.server.engines.replicas import Replicas
@@ -126,7 +127,7 @@ def _api_child(settings: Settings, fd: int, *, served: bool) -> int:
         os.kill(os.getpid(), signal.SIGTERM)
 
     watch_lifeline(orphaned)
-    run_api(settings, engines, fd=fd, announce=False)  # its supervisor does
+    run_api(settings, engines, keys=keys, fd=fd, announce=False)  # its supervisor does
     return 0
 
 
@@ -138,13 +139,16 @@ def main() -> int:
     if kind == "engine":
         payload = msgspec.json.decode(content, type=EnginePayload)
         content, lending = bytes(payload.settings), payload.lending
+    else:
+        given = msgspec.json.decode(content, type=ApiPayload)
+        content, keys = bytes(given.settings), given.keys
     settings = from_json(content)
     number = " " + sys.argv[3] if kind == "engine" and len(sys.argv) > 3 else ""
     set_up(settings.process.log_level, prefix=f"[{kind}{number}]")
     wait = float(sys.argv[4]) if kind == "api" else 0.0
     try:
         return (_engine_child(settings, lending) if kind == "engine" else
-                _api_child(settings, int(sys.argv[3]), served=wait > 0))
+                _api_child(settings, keys, int(sys.argv[3]), served=wait > 0))
     except UsageError as error:
         _last_words(error.message)
         code = fail(error.message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Raw, Struct
 
+from tandem.config.keys import ClientLimits
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 
@@ -27,6 +28,15 @@ class WorkerPayload(Struct, frozen=True, kw_only=True):
     """Of those who keep KV of this model on other disks: they lend it to one another."""
     lending_host: str = ""
     """Address of the rank's machine at which they ask for it."""
+
+
+class ApiPayload(Struct, frozen=True, kw_only=True):
+    """What the supervisor hands over to an api."""
+
+    settings: Raw
+    """As `tandem.config.loading.to_json` writes them."""
+    keys: dict[str, ClientLimits]
+    """API keys, as the supervisor has read them."""
 
 
 class EnginePayload(Struct, frozen=True, kw_only=True):

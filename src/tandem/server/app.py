@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.middleware.cors import CORSMiddleware
 
 from tandem.borders import start_task
+from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
 from tandem.errors import UnavailableError
@@ -45,12 +46,14 @@ _PRELOAD_FIRST_S = 0.05
 """The same before there has been any."""
 
 
-def create_app(settings: Settings, client: Replicas | Residents) -> FastAPI:
+def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[str, ClientLimits] | None = None
+               ) -> FastAPI:  # fmt: skip
     """The application over the engines of one model, or over several models. Its lifespan starts and closes `client`.
+    `keys` are the API keys, by default those of the settings and their file.
 
     Raises UsageError when a file with API keys or of `--warm` cannot be read, or the journal cannot be used.
     """
-    api = Api(settings, client, api_keys(settings))
+    api = Api(settings, client, api_keys(settings) if keys is None else keys)
     jobs = Jobs(api) if settings.server.journal is not None else None
     batches = Batches(api, jobs) if jobs is not None else None
     app = TandemApp(

@@ -9,7 +9,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import FrameType
 
 import uvicorn
@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from tandem.borders import watch_loop
+from tandem.config.keys import ClientLimits
 from tandem.config.settings import Settings
 from tandem.env import runtime_dir
 from tandem.errors import UnavailableError, UsageError
@@ -168,14 +169,15 @@ def _as_ipv6(networks: Iterable[str]) -> list[str]:
 
 
 def run_api(settings: Settings, engines: Replicas | Residents, *, fd: int | None = None,
-            announce: bool = True) -> None:
+            announce: bool = True, keys: Mapping[str, ClientLimits] | None = None) -> None:
     """Serve HTTP until SIGTERM or SIGINT, on the inherited listening socket `fd` or on the configured address.
 
-    `engines` is what works on the requests. With `announce` it logs where it is, once requests can be served. Returns
-    after the drain. Raises ConfigError when the address cannot be had, or the certificate cannot be used.
+    `engines` is what works on the requests, `keys` as for `create_app`. With `announce` it logs where it is, once
+    requests can be served. Returns after the drain. Raises ConfigError when the address cannot be had, or the
+    certificate cannot be used.
     """
     listener = socket.socket(fileno=fd) if fd is not None else listen(settings.server.host, settings.server.port)
-    app = create_app(settings, engines)
+    app = create_app(settings, engines, keys)
     server = make_server(app, settings.process.drain_timeout)
     server.announces = announce
     # uvicorn raises the signals that it caught once more when it is done; they have had their effect by then.

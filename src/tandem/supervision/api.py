@@ -7,12 +7,17 @@ import os
 import socket
 import time
 
+import msgspec
+
+from tandem.config.keys import ClientLimits
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
+from tandem.config.validation import api_keys
 from tandem.env import child_environment
-from tandem.errors import SpawnError
+from tandem.errors import SpawnError, UsageError
 from tandem.processes.child import ChildProcess
 from tandem.protocol.events import History
+from tandem.protocol.payloads import ApiPayload
 from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, MODULE, LastWords, backoff
 from tandem.supervision.vigil import Vigil
 
@@ -45,15 +50,19 @@ class ApiProcess:
         """Times in a row that no process could be had."""
         self._served = False
         """One has answered: what a later one finds amiss (code 2) was in order before, and is waited for."""
+        self._keys: dict[str, ClientLimits] | None = None
+        """As they were last in order."""
         self._mistakes = 0
         """Times in a row that one has ended with code 2 since."""
 
     def start(self) -> None:
-        """Start it; if no process can be had now, `look` does so later."""
+        """Start it; if no process can be had now, `look` does so later. Raises ConfigError for keys of the first one
+        that are not in order."""
+        payload = ApiPayload(settings=msgspec.Raw(to_json(self._settings)), keys=self._read_keys())
         seconds = backoff(self._mistakes) if self._served else 0.0
         self._words = LastWords()
         try:
-            self.child = ChildProcess(MODULE, to_json(self._settings), env=child_environment(), name="api",
+            self.child = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(), name="api",
                                       arguments=("api", str(self._words.end), str(self._fd), str(seconds)),
                                       pass_fds=[self._fd, self._words.end])
         except SpawnError as error:
@@ -67,6 +76,18 @@ class ApiProcess:
             os.close(self._words.end)
         self._unborn, self._first_heard_at = 0, None
         self._vigil = Vigil(self.child, SILENT_S)
+
+    def _read_keys(self) -> dict[str, ClientLimits]:
+        """The API keys as their file has them now; where it is not in order, as they were."""
+        try:
+            self._keys = api_keys(self._settings)
+        except UsageError as error:
+            if self._keys is None:
+                raise
+            log.error("%s; the next api takes the keys as they were", error.message)
+            self._history.note("api_keys_kept", f"{error.message}; keys stay as they were", level="error",
+                               remedy="Mend the file; it is read again when an api starts.")
+        return self._keys
 
     def heard(self, pid: int) -> bool:
         """A process that says that it is the api has answered; True if it is."""
