@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from itertools import combinations, islice
 from pathlib import Path
 
@@ -13,13 +14,16 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def schedule():
+def benchmarks():
+    """Modules beside `soak.py`, by name."""
     sys.path.insert(0, str(BENCHMARKS))
-    try:
-        import soak_schedule
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-    return soak_schedule
+    yield import_module
+    sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def schedule(benchmarks):
+    return benchmarks("soak_schedule")
 
 
 class TestSchedule:
@@ -62,6 +66,43 @@ class TestSchedule:
             assert seconds == sorted(seconds)
             assert 0 < seconds[0] < seconds[-1] < 40
             assert {fault.target for fault in made.faults} == set(made.names("fault"))
+
+
+class TestTally:
+    """What the storm makes of an answer."""
+
+    @pytest.mark.parametrize(("kind", "answer", "excused", "counted"), [
+        ("answered", {"text 0": "a sea"}, False, "identical"),
+        ("answered", {"text 0": "a see"}, False, "wrong"),
+        ("answered", {"text 0": "a sea"[:3]}, False, "wrong"),
+        ("answered", {"text 0": "a sea a sea"}, False, "twice"),
+        ("failed", {}, True, "lost"),
+        ("broken", {}, False, "lost"),
+        ("broken", {}, True, "broken"),
+        ("hung", {}, True, "hung"),
+        ("refused", {}, False, "refused"),
+    ])
+    def test_an_end_of_a_request_is_counted(self, benchmarks, tmp_path, kind, answer, excused, counted):
+        tally, requests = benchmarks("soak_tally"), benchmarks("soak_requests")
+        counts = tally.Tally(tmp_path)
+        if excused:
+            counts.excuse()
+        counts.note(requests.Outcome(kind, "503 why", answer), requests.Request("/v1/completions", {}),
+                    {"text 0": "a sea"})
+        assert counts.counts == {counted: 1}
+        assert counts.refused == ({"503 why": 1} if kind == "refused" else {})
+        assert [path.name for path in tmp_path.iterdir()] == ([f"{counted}-1.json"] if counted in tally.BAD else [])
+
+    @pytest.mark.parametrize(("events", "twice"), [
+        ([{"role": "assistant"}, {"content": "a"}, "done"], False),
+        ([{"role": "assistant"}, {"content": "a"}, {"role": "assistant"}, "done"], True),
+        ([{"role": "assistant"}, "done", {"content": "a"}], True),
+    ])
+    def test_what_a_stream_says_again_is_seen(self, benchmarks, events, twice):
+        read = benchmarks("soak_requests")
+        lines = [{"done": True} if one == "done" else {"choices": [{"index": 0, "delta": one}]} for one in events]
+        got = read._stream("/v1/chat/completions", iter(lines))
+        assert (got.kind, got.twice) == ("answered", twice)
 
 
 @pytest.mark.slow
