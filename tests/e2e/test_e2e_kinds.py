@@ -22,7 +22,10 @@ TYPES = ("deepseek_v3", "deepseek_v32", "kimi_k25", "glm4_moe_lite", "qwen3_next
          "llama4", "gemma3", "gemma4", "nemotron_h", "granitemoehybrid", "lfm2", "kimi_linear", "mamba2", "mistral3")
 BOTH = ("dbrx", "longcat_flash", "minimax_m3_vl", "recurrent_gemma")
 """Experts in a list; two attentions a layer; an index, and one by one; a kv head that every rank has, and gates."""
-LAYOUTS = {"pp": TYPES, "tp": tuple(one for one in TYPES if one in SHARDING), "both": BOTH}
+SHARDED = tuple(one for one in TYPES if one in SHARDING)[::2]
+LAYOUTS = {"pp": tuple(one for one in TYPES if one not in SHARDED), "tp": SHARDED, "both": BOTH}
+"""Each type in one layout: tests/loading has each over stages, and over ranks as it is cut."""
+
 PROMPTS = ("Once upon a time", "the rain in Spain stays mainly in the plain, and so does the river " * 2)
 MESSAGES = [{"role": "user", "content": "the other one"}]
 TOKENS = 10

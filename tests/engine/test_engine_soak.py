@@ -34,7 +34,7 @@ def settings(model: Path, stages: int = 2, **scheduler: object) -> Settings:
                     scheduler=SchedulerSettings(prefill_chunk=32, **scheduler))  # type: ignore[arg-type]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def engine(model: Path) -> Iterator[Engine]:
     chosen = settings(model)
     one = Engine(chosen, plan_layout(chosen))
@@ -87,11 +87,11 @@ def run(engine: Engine, requests: list[EngineRequest], rng: random.Random, abort
     return answers
 
 
-def test_500_random_requests_are_all_answered_and_leave_nothing_behind(engine: Engine) -> None:
+def test_300_random_requests_are_all_answered_and_leave_nothing_behind(engine: Engine) -> None:
     rng = random.Random(42)
-    requests = [a_request(rng, f"r{i}") for i in range(500)]
+    requests = [a_request(rng, f"r{i}") for i in range(300)]
     answers = run(engine, requests, rng, abort_share=0.03)
-    assert 300 < len(answers) < 500
+    assert 180 < len(answers) < 300
     limits = {request.request_id: request.params.max_tokens for request in requests}
     assert all(1 <= len(tokens) <= limits[name] for name, tokens in answers.items())
     for _ in range(100):  # what ranks say of their last step may come after its tokens
@@ -112,7 +112,7 @@ def test_a_rank_that_dies_costs_a_pause_and_no_token(engine: Engine, victim: int
     rng = random.Random(7)
     requests = [a_request(rng, f"r{i}") for i in range(8)]
     requests = [r for r in requests if r.params.seed is not None or r.params.temperature == 0.0]
-    undisturbed = run(engine, requests, rng, abort_share=0.0)
+    undisturbed, before = run(engine, requests, rng, abort_share=0.0), engine.restarts
     got: dict[str, list[int]] = {request.request_id: [] for request in requests}
     for request in requests:
         engine.submit(request)
@@ -124,7 +124,7 @@ def test_a_rank_that_dies_costs_a_pause_and_no_token(engine: Engine, victim: int
         if not killed and sum(map(len, got.values())) > 10:
             os.kill(engine.executor.pids[victim], sig)
             killed = True
-    assert killed and engine.restarts == 1
+    assert killed and engine.restarts == before + 1
     assert got == undisturbed
 
 

@@ -117,6 +117,8 @@ def test_stop_strings_end_the_output_where_they_do_one_token_at_a_time(tmp_path:
                          ids=["inline", "pp2", "tp2"])
 def test_a_draft_model_changes_nothing_and_is_right_where_it_is_the_model_itself(
         model: Path, expected: dict[str, list[list[int]]], layout: dict[str, int]) -> None:
+    if model.name == "gpt_oss" and layout:
+        pytest.skip("slow; one family is enough over several ranks")
     with LLM(str(model), draft_model=str(model), num_speculative_tokens=4, prefill_chunk=16, **layout) as llm:
         for name, params in PARAMS.items():
             assert [one.token_ids for one in llm.generate(prompts(), params)] == expected[name], name

@@ -13,8 +13,9 @@ import pytest
 pytestmark = pytest.mark.slow
 
 GANGS = pytest.mark.parametrize("served", ["pp", "tp"], indirect=True)
-FAULTS = pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-RANKS = pytest.mark.parametrize("rank", [0, 1])
+FIRST_DIES = pytest.mark.parametrize(("rank", "fault"), [(0, signal.SIGKILL), (1, signal.SIGSTOP)])
+LAST_DIES = pytest.mark.parametrize(("rank", "fault"), [(1, signal.SIGKILL), (0, signal.SIGSTOP)])
+"""By turns: each rank in each way, and each moment with both; tests/engine kills each rank in each way."""
 RANK = "tandem.executors.worker"
 
 
@@ -41,8 +42,7 @@ def prefilling(served: Any) -> list[Any]:
 
 
 @GANGS
-@FAULTS
-@RANKS
+@FIRST_DIES
 def test_while_idle(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     os.kill(pids[rank], fault)
@@ -52,8 +52,7 @@ def test_while_idle(served: Any, rank: int, fault: signal.Signals) -> None:
 
 
 @GANGS
-@FAULTS
-@RANKS
+@LAST_DIES
 def test_during_prefill(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = prefilling(served)
@@ -63,8 +62,7 @@ def test_during_prefill(served: Any, rank: int, fault: signal.Signals) -> None:
 
 
 @GANGS
-@FAULTS
-@RANKS
+@FIRST_DIES
 def test_during_decode(served: Any, rank: int, fault: signal.Signals) -> None:
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
     calls = served.load()
@@ -75,8 +73,7 @@ def test_during_decode(served: Any, rank: int, fault: signal.Signals) -> None:
 
 
 @GANGS
-@FAULTS
-@RANKS
+@LAST_DIES
 def test_while_the_next_gang_loads(served: Any, rank: int, fault: signal.Signals) -> None:
     """A fault during recovery: requests wait through both."""
     pids, restarts = served.ranks(), served.metric("tandem_gang_restarts_total")
@@ -111,9 +108,9 @@ def test_what_was_found_is_said_and_counted(served: Any) -> None:
     """After all the faults above: causes are told apart."""
     counted = {cause: served.metric(f'tandem_gang_failures_total{{cause="{cause}",replica="0"}}')
                for cause in ("died", "stopped", "silent", "stuck", "link", "start", "error")}
-    assert counted["died"] >= 6, counted
-    assert counted["stopped"] >= 5, counted
+    assert counted["died"] >= 5, counted
+    assert counted["stopped"] >= 3, counted
     reasons = [line for line in served.log.read_text().splitlines() if "replacing all ranks" in line]
     assert counted["died"] + counted["stopped"] == len(reasons), "\n".join(reasons)
     assert "stands still: its process is stopped" in served.log.read_text()
-    assert served.metric("tandem_gang_recovery_seconds_count") > 10
+    assert served.metric("tandem_gang_recovery_seconds_count") > 6
