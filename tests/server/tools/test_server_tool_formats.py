@@ -295,6 +295,7 @@ MENDED: list[Case] = [
     ("glm", "<tool_call>weather<arg_key>city</arg_key><arg_value>Paris</tool_call><tool_call>now</tool_call>", "", "",
      BOTH),
     ("kimi begun", "Hm." + SECTION.format(KIMI.format("now", 0, "{}")), "", "Hm.", [("now", {})]),
+    ("kimi begun", "Hm." + SECTION.format(KIMI.format("now", 0, "{}")) + "</think>Yes.", "Yes.", "Hm.", [("now", {})]),
     ("kimi begun", "Hm." + KIMI.format("now", 0, "{}"), "", "Hm.", [("now", {})]),
     ("deepseek begun", "Hm." + V31.format("now", "{}"), "", "Hm.", [("now", {})]),
     ("hermes begun", 'I <tool_call>{"name": "now", "arguments": {}}</tool_call>', "",
@@ -466,12 +467,12 @@ def test_a_template_tells_the_format(template: str, name: str) -> None:
 def test_a_template_tells_both_formats_and_a_chat_without_tools_walks_no_table(
     template: str, calls: str, reasoning: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = told_formats("auto", "auto", template, "", lambda text: False)
-    assert (told.calls, told.reasoning) == (calls, reasoning)
+    told = told_formats("auto", "auto", template, "", None, bool)
+    assert (told.format, told.reasoning) == (calls, reasoning)
     monkeypatch.setattr(choose, "FORMATS", None)
-    assert told_formats("auto", "auto", template, "", None) == told
+    assert told_formats("auto", "auto", template, "", None, bool) == told
     opening = THINKING.get(reasoning, ("<none>",))[0]
-    assert told_formats("auto", "auto", template, f"... {opening}\n", None).begun == (reasoning in THINKING)
+    assert told_formats("auto", "auto", template, f"... {opening}\n", None, bool).begun == (reasoning in THINKING)
 
 
 def test_special_tokens_tell_the_format_of_a_template_that_takes_tools_but_shows_no_call() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import Request
@@ -58,13 +58,11 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
         raise RequestError(message, param=asked[0], code="invalid_value")
     prompt = await _prompt(texts, fields, tools is not None, variables)
-    own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end,
-                       tokenizer.has_special if tools is not None else None)
-    writing = Writing(
-        format=forced_format(own.calls) if forced or asked is not None else own.calls,
-        reasoning=own.reasoning,
-        tools=tools,
-        begun=own.begun,
+    own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end, tools,
+                       tokenizer.has_special)
+    writing = replace(
+        own,
+        format=forced_format(own.format) if forced or asked is not None else own.format,
         several=choice.mode != "named" and fields.parallel_tool_calls is not False,
     )
     how = dialect(writing, tokenizer.has_special)
@@ -74,7 +72,7 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
         dialect=how,
         shown=frozenset(tokenizer.special_ids_of(how.markers)) if how is not None else frozenset(),
         calls_finish="stop" if choice.mode == "named" else "tool_calls",
-        short_ids=own.calls == "mistral",
+        short_ids=own.format == "mistral",
     )
     return plan, texts
 

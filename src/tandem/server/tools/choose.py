@@ -9,8 +9,7 @@ from functools import lru_cache, partial
 from tandem.server.tools import harmony, json_calls, pythonic, tagged
 from tandem.server.tools.gemma import TAGS, gemma
 from tandem.server.tools.prompt import knows_tools
-from tandem.server.tools.reasoning import thinking
-from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything, without
+from tandem.server.tools.scan import Feed, Reader, Steps, Tools, everything, thinking, without
 from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens, token_calls
 
 Special = Callable[[str], bool]
@@ -90,10 +89,14 @@ ANSWERS: dict[str, tuple[str, ...]] = {
 @lru_cache(maxsize=64)
 def _shown(template: str) -> tuple[str | None, str]:
     """The formats of calls and of reasoning that a template shows; None and `none` where it shows none."""
-    signs = ((name, wanted) for name, one in FORMATS.items() for wanted in one.signs)
-    calls = next((name for name, wanted in signs if all(sign in template for sign in wanted)), None)
-    tagged = (name for name, (_, closing) in THINKING.items() if closing in template)
-    return calls, calls if calls in ("harmony", *ANSWERS) else next(tagged, "none")
+    calls = _first(template.__contains__)
+    marked = (name for name, (_, closing) in THINKING.items() if closing in template)
+    return calls, calls if calls in ("harmony", *ANSWERS) else next(marked, "none")
+
+
+def _first(seen: Callable[[str], bool]) -> str | None:
+    """The first format whose signs are seen."""
+    return next((name for name, one in FORMATS.items() for wanted in one.signs if all(map(seen, wanted))), None)
 
 
 def tool_format(choice: str, template: str, special: Special | None = None) -> str:
@@ -105,32 +108,8 @@ def tool_format(choice: str, template: str, special: Special | None = None) -> s
         return choice
     shown = _shown(template)[0]
     if shown is None and special is not None and knows_tools(template):
-        signs = ((name, wanted) for name, one in FORMATS.items() for wanted in one.signs)
-        shown = next((name for name, wanted in signs if all(map(special, wanted))), None)
+        shown = _first(special)
     return shown or "hermes"
-
-
-@dataclass(frozen=True)
-class Formats:
-    """How a model writes what is not content."""
-
-    calls: str
-    """Tool calls."""
-    reasoning: str
-    """Reasoning; `none` if it is not told apart."""
-    begun: bool
-    """The prompt ends with the tag that opens reasoning."""
-
-
-def told_formats(calls: str, reasoning: str, template: str, prompt_end: str, special: Special | None) -> Formats:
-    """The formats that the operator chose, or what the chat template shows where that is `auto`.
-
-    `special` is None for a chat without tools.
-    """
-    if reasoning == "auto":
-        reasoning = _shown(template)[1]
-    begun = reasoning in THINKING and prompt_end.rstrip().endswith(THINKING[reasoning][0])
-    return Formats(tool_format(calls, template, special), reasoning, begun)
 
 
 @dataclass(frozen=True)
@@ -147,6 +126,15 @@ class Writing:
     """The prompt holds the opening tag of the reasoning already."""
     several: bool = True
     """There may be more than one call."""
+
+
+def told_formats(calls: str, reasoning: str, template: str, prompt_end: str, tools: Tools | None,
+                 special: Special) -> Writing:
+    """The formats that the operator chose, or what the chat template shows where that is `auto`."""
+    if reasoning == "auto":
+        reasoning = _shown(template)[1]
+    begun = reasoning in THINKING and prompt_end.rstrip().endswith(THINKING[reasoning][0])
+    return Writing(tool_format(calls, template, None if tools is None else special), reasoning, tools, begun)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +46,8 @@ def merged(events: list[Event]) -> list[Event]:
     joined: list[Event] = []
     for event in events:
         last = joined[-1] if joined else None
-        if isinstance(event, CallStart):
-            joined.append(event)
-        elif not event.text:
-            continue
-        elif isinstance(event, CallArguments):
-            if isinstance(last, CallArguments) and last.index == event.index:
-                joined[-1] = CallArguments(event.index, last.text + event.text)
-            else:
-                joined.append(event)
-        elif type(last) is type(event):
-            assert isinstance(last, Content | Reasoning)
-            joined[-1] = type(event)(last.text + event.text)
+        if isinstance(event, CallStart) or isinstance(last, CallStart | None) or type(last) is not type(event):
+            joined += [event] if isinstance(event, CallStart) or event.text else []
         else:
-            joined.append(event)
+            joined[-1] = replace(last, text=last.text + event.text)
     return joined

@@ -11,7 +11,7 @@ from tandem.guided.grammar import json_schema, preceded
 from tandem.server.tools import harmony, json_calls
 from tandem.server.tools.choose import THINKING, Writing
 from tandem.server.tools.scan import Tools
-from tandem.server.tools.token_calls import DEEPSEEK, KIMI
+from tandem.server.tools.token_calls import DEEPSEEK, KIMI, Tokens
 
 MOST_CALLS = 16
 """Calls in one forced answer: a grammar without a limit would let a model call for ever."""
@@ -115,13 +115,13 @@ def _hermes(tool: str, text: Literal) -> tuple[str, str]:
     return f'{text(json_calls.OPEN)} "\\n" {head}', f'{tail} "\\n" {text(json_calls.CLOSE)}'
 
 
-def _deepseek(tool: str, text: Literal) -> tuple[str, str]:
-    return f"{text(DEEPSEEK.one)} {_string(tool)} {text(DEEPSEEK.separator)}", text(DEEPSEEK.one_end)
+def _tokens(tokens: Tokens, before: str, after: str, between: tuple[str, ...]) -> Frame:
+    """`before` and the regular expression `after` stand around the name."""
 
+    def call(tool: str, text: Literal) -> tuple[str, str]:
+        return f"{text(tokens.one)} {_string(before + tool)} {after} {text(tokens.separator)}", text(tokens.one_end)
 
-def _kimi(tool: str, text: Literal) -> tuple[str, str]:
-    name = _string(f"functions.{tool}:")
-    return f"{text(KIMI.one)} {name} /[0-9]{{1,3}}/ {text(KIMI.separator)}", text(KIMI.one_end)
+    return Frame(call, (tokens.all,), between, (tokens.all_end,))
 
 
 def _harmony(tool: str, text: Literal) -> tuple[str, str]:
@@ -135,8 +135,8 @@ _FRAMES: dict[str, Frame] = {
     "mistral": Frame(_named("arguments"), before=(json_calls.CALLS, "["), between=(", ",), after=("]",)),
     "cohere": Frame(_named("parameters", "tool_name"), before=(json_calls.ACTION, "["), between=(", ",),
                     after=("]", json_calls.ACTION_END)),
-    "deepseek": Frame(_deepseek, before=(DEEPSEEK.all,), after=(DEEPSEEK.all_end,)),
-    "kimi": Frame(_kimi, before=(KIMI.all,), between=(), after=(KIMI.all_end,)),
+    "deepseek": _tokens(DEEPSEEK, "", "", ("\n",)),
+    "kimi": _tokens(KIMI, "functions.", '":" /[0-9]{1,3}/', ()),
     "harmony": Frame(_harmony, between=None),
     "generic": Frame(_named("arguments"), before=("[",), between=(", ",), after=("]",)),
 }

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
-from tandem.server.tools.events import CallArguments, CallStart, Content
-from tandem.server.tools.json_text import dumped, loads
+from tandem.server.tools.events import Content
+from tandem.server.tools.json_text import Calls, called, dumped, loads
 from tandem.server.tools.scan import Feed, Steps, held, passed_on
 
 TAGS = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>"}
 """Opening and closing token of Gemma 4, and of FunctionGemma."""
 QUOTES = ('<|"|>', "<escape>")
 _CALL = re.compile(r"\s*call:([\w.-]+)\s*(\{.*\})\s*", re.DOTALL)
-_BARE = re.compile(r"[^,}\]]*")
-_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"(?=\s*[,}\]])', re.DOTALL)
-_KEY = re.compile(r"\s*([^:{}\[\],\s]+)\s*:")
-DEEPEST = 32
+_PART = re.compile(r"""(?s)<\|"\|>(.*?)<\|"\|>|<escape>(.*?)<escape>|("(?:[^"\\]|\\.)*")(?=\s*[:,}\]])|"""
+                   r"""(?<=[{,])\s*([^:{}\[\],\s"]+)\s*:|([^\s{}\[\],:][^{}\[\],]*)""")  # fmt: skip
+"""A string between either token or in quotes, a key without quotes and its colon, or a value without quotes."""
 
 
 def gemma(feed: Feed) -> Steps[None]:
@@ -24,73 +22,31 @@ def gemma(feed: Feed) -> Steps[None]:
     index = 0
     while opening := (yield from passed_on(feed, tuple(TAGS))):
         body, closing = yield from held(feed, (TAGS[opening],))
-        call = _CALL.fullmatch(body)
-        try:
-            value, rest = _value(call[2] if call else "", 0)
-            arguments = dumped(value)
-        except (ValueError, IndexError):
-            call = None
-        if call is None or rest.strip():
+        if calls := _calls(body):
+            index = yield from called(calls, index)
+        else:
             yield Content(opening + body + closing)
-            continue
-        yield CallStart(index, call[1])
-        yield CallArguments(index, arguments)
-        index += 1
 
 
-def _value(text: str, depth: int) -> tuple[Any, str]:
-    """A value at the start of `text`, and what follows it. Raises ValueError."""
-    text = text.lstrip()
-    if depth > DEEPEST:
-        raise ValueError("nested too deeply")
-    for quote in QUOTES:
-        if text.startswith(quote):
-            string, closing, rest = text[len(quote):].partition(quote)
-            if not closing:
-                raise ValueError("a string without an end")
-            return string, rest
-    if quoted := _QUOTED.match(text):
-        return loads(quoted[0]), text[quoted.end():]
-    if text.startswith("{"):
-        return _object(text[1:].lstrip(), depth)
-    if text.startswith("["):
-        return _list(text[1:].lstrip(), depth)
-    bare = _BARE.match(text)
-    word = bare[0].strip() if bare else ""
-    if not word:
-        raise ValueError("no value")
-    rest = text[bare.end() if bare else 0:]
+def _calls(body: str) -> Calls:
+    """Name and arguments of a call; nothing if it is none."""
     try:
-        return loads(word), rest
+        call = _CALL.fullmatch(body)
+        return [(call[1], dumped(loads(_PART.sub(_as_json, call[2]))))] if call else []
+    except (ValueError, RecursionError):
+        return []
+
+
+def _as_json(part: re.Match[str]) -> str:
+    """JSON of one part. Raises ValueError for a string without an end, and for numbers that are not finite."""
+    first, second, quoted, key, bare = part.groups()
+    if bare is None:
+        string = key if first is second is None else first or second or ""
+        return quoted or dumped(string) + (":" if key else "")
+    if any(quote in bare for quote in QUOTES):
+        raise ValueError("a string without an end")
+    try:
+        value = loads(bare.strip())
     except ValueError:
-        return word, rest
-
-
-def _object(text: str, depth: int) -> tuple[dict[str, Any], str]:
-    found: dict[str, Any] = {}
-    while not text.startswith("}"):
-        key = _KEY.match(text)
-        if not key:
-            raise ValueError("no key")
-        found[key[1].strip('"')], text = _value(text[key.end():], depth + 1)
-        text = _after(text, "}")
-    return found, text[1:]
-
-
-def _list(text: str, depth: int) -> tuple[list[Any], str]:
-    found = []
-    while not text.startswith("]"):
-        value, text = _value(text, depth + 1)
-        found.append(value)
-        text = _after(text, "]")
-    return found, text[1:]
-
-
-def _after(text: str, end: str) -> str:
-    """What follows a comma, or the `end` that comes next."""
-    text = text.lstrip()
-    if text.startswith(","):
-        return text[1:].lstrip()
-    if not text.startswith(end):
-        raise ValueError(f"neither a comma nor {end}")
-    return text
+        value = bare.strip()
+    return dumped(value)

@@ -9,6 +9,8 @@ from typing import Any
 from tandem.server.tools.events import CallArguments, CallStart, Content
 from tandem.server.tools.scan import SPACE, Feed, Steps, followed, next_visible, space
 
+Calls = list[tuple[str, str]]
+"""Names and arguments."""
 _BETWEEN_CALLS = SPACE + ",;}"
 _MEMBER = re.compile(r'\s*,\s*"[^"\\}]*"\s*:\s*(?:"[^"\\}]*"|[^\s"{}\[\],]+)(?=\s*[,}])')
 _HEAD = re.compile(r'\s*\{\s*(?:"(?:tool_call_id|id|type)"\s*:\s*"[^"\\]*"\s*,\s*)*"(?:tool_)?name"\s*:\s*"([^"\\]+)"'
@@ -134,6 +136,11 @@ def _named_call(feed: Feed, index: int, opening: str) -> Steps[int]:
     text, calls = feed.take(read), whole_calls(mender.text)
     if not calls:
         yield Content(opening + text)
+    return (yield from called(calls, index))
+
+
+def called(calls: Calls, index: int) -> Steps[int]:
+    """Hand on complete calls; returns the index of the next call."""
     for name, arguments in calls:
         yield CallStart(index, name)
         yield CallArguments(index, arguments)
@@ -152,7 +159,7 @@ def _members(feed: Feed) -> Steps[None]:
             yield None
 
 
-def whole_calls(text: str) -> list[tuple[str, str]]:
+def whole_calls(text: str) -> Calls:
     """Names and arguments of a complete JSON text: a call, or a list of them; none if it is anything else."""
     try:
         value = loads(text)

@@ -6,9 +6,9 @@ import ast
 import re
 import warnings
 
-from tandem.server.tools.events import CallArguments, CallStart, Content
+from tandem.server.tools.events import Content
 from tandem.server.tools.json_calls import llama3
-from tandem.server.tools.json_text import dumped, whole_calls
+from tandem.server.tools.json_text import Calls, called, dumped, whole_calls
 from tandem.server.tools.scan import Feed, Steps, everything, held, next_visible, passed_on
 
 TAGS = {"<|tool_call_start|>": "<|tool_call_end|>", "<|python_start|>": "<|python_end|>"}
@@ -20,7 +20,6 @@ _WORDS = {"true": "True", "false": "False", "null": "None"}
 """Templates show lists and objects as JSON, so that models write its words among Python's."""
 _PART = re.compile(r"""(?s)("(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')|([A-Za-z_][\w.-]*)(?=\s*[(=])|\b(true|false|null)\b""")
 """A string, a name that is called or given a value, or a word of JSON."""
-Calls = list[tuple[str, str]]
 
 
 def pythonic(feed: Feed) -> Steps[None]:
@@ -37,10 +36,7 @@ def pythonic(feed: Feed) -> Steps[None]:
         if not calls:
             yield Content(opening + body + closing)
             continue
-        for name, arguments in calls:
-            yield CallStart(index, name)
-            yield CallArguments(index, arguments)
-            index += 1
+        index = yield from called(calls, index)
         yield from next_visible(feed)
 
 
@@ -51,9 +47,7 @@ def _bare(feed: Feed) -> Steps[None]:
             calls = _python_calls(feed.text)
             if calls:
                 feed.text = ""
-            for index, (name, arguments) in enumerate(calls):
-                yield CallStart(index, name)
-                yield CallArguments(index, arguments)
+            yield from called(calls, 0)
             break
         yield None
     yield from everything(feed)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from tandem.server.tools.events import CallStart, Content, Event, merged
+from tandem.server.tools.events import CallStart, Content, Event, Reasoning, merged
 
 T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
@@ -82,9 +82,9 @@ class StreamParser:
         return [event]
 
 
-def first(text: str, markers: Sequence[str]) -> tuple[int, str]:
+def first(text: str, markers: Sequence[str], start: int = 0) -> tuple[int, str]:
     """Place of the marker that comes first, and the marker; the text's length and "" if there is none."""
-    found = [(place, marker) for marker in markers if (place := text.find(marker)) >= 0]
+    found = [(place, marker) for marker in markers if (place := text.find(marker, start)) >= 0]
     return min(found, default=(len(text), ""))
 
 
@@ -145,6 +145,28 @@ def without(dropped: tuple[str, ...], reader: Reader) -> Reader:
     def read(feed: Feed) -> Steps[None]:
         feed.dropped = dropped
         yield from reader(feed)
+
+    return read
+
+
+def thinking(tags: tuple[str, str], answer: Reader, *, begun: bool, ends: tuple[str, ...] = ()) -> Reader:
+    """A reader of reasoning between `tags`, then of `answer`. `begun`: the prompt holds the opening tag already.
+
+    `ends` begin an answer too: models leave out the closing tag before a call, or put it after.
+    """
+    opening, closing = tags
+
+    def read(feed: Feed) -> Steps[None]:
+        before = "" if begun else (yield from space(feed))
+        if begun or (yield from followed(feed, opening)):
+            yield from next_visible(feed)
+            end = yield from passed_on(feed, (closing, *ends), Reasoning)
+            if end in ends:
+                feed.text, feed.dropped = end + feed.text, (*feed.dropped, closing)
+            yield from next_visible(feed)
+        else:
+            feed.text = before + feed.text
+        yield from answer(feed)
 
     return read
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import unescape
 
-from tandem.server.tools.events import CallArguments, Content
+from tandem.server.tools.events import CallArguments, CallStart, Content
 from tandem.server.tools.json_text import dumped, json_object, loads
 from tandem.server.tools.nested import nested_arguments
 from tandem.server.tools.scan import Feed, Steps, Tools, first, followed, held, next_visible, passed_on, space
@@ -125,7 +125,7 @@ def _arguments(feed: Feed, call: TypedCall, tags: Tags, closing: str) -> Steps[s
     """The arguments of one call, after its name; returns the tag that ends them, "" for one that is not taken."""
     ends = (tags.call_end, closing) if closing else (tags.call_end,)
     opens = (*tags.sections, tags.call)
-    yield call.start()
+    yield CallStart(call.index, call.name)
     if tags.nested:
         body, marker = yield from held(feed, ends)
         yield from nested_arguments(call, body, tags.nested)
@@ -141,8 +141,7 @@ def _arguments(feed: Feed, call: TypedCall, tags: Tags, closing: str) -> Steps[s
             yield from held(feed, (tags.key_end,))
             if (yield from next_visible(feed)) == "{":
                 yield from json_object(feed, call.index)
-                yield from held(feed, ends)
-                return tags.call_end
+                return (yield from held(feed, ends))[1]
         elif marker != tags.json or not marker:
             break
     yield call.end()
@@ -153,32 +152,18 @@ def _arguments(feed: Feed, call: TypedCall, tags: Tags, closing: str) -> Steps[s
 
 def _value(feed: Feed, tags: Tags, ends: tuple[str, ...], opens: tuple[str, ...]) -> Steps[str]:
     """A value up to its closing tag or, where that is missing, up to the next argument or the end of the call."""
-    if tags.cdata and (yield from _is_cdata(feed)):
-        value, _ = yield from held(feed, ("]]>",))
-        yield from held(feed, (tags.value_end,))
-        return value
     while True:
-        place, marker = first(feed.text, (tags.value_end, tags.argument))
-        end, closing = first(feed.text[:place], ends)
-        if marker == tags.argument or (closing and first(feed.text[end:place], opens)[1]):
+        quoted = feed.text.find("]]>") if tags.cdata and feed.text.lstrip().startswith(_CDATA) else 0
+        start = len(feed.text) if quoted < 0 else quoted
+        place, marker = first(feed.text, (tags.value_end, tags.argument), start)
+        end, closing = first(feed.text[:place], ends, start)
+        if marker == tags.argument or (closing and first(feed.text[:place], opens, end)[1]):
             return feed.take(end)
         if marker or feed.ended:
             value = feed.take(place if marker else end)
             feed.take(len(marker))
-            return value
+            return value.strip()[len(_CDATA) : -3] if quoted else value
         yield None
-
-
-def _is_cdata(feed: Feed) -> Steps[bool]:
-    """Take the beginning of a CDATA section, and white space before it, if it comes next."""
-    while True:
-        text = feed.text.lstrip()
-        if feed.ended or len(text) >= len(_CDATA) or not _CDATA.startswith(text):
-            break
-        yield None
-    if text.startswith(_CDATA):
-        feed.text = text[len(_CDATA) :]
-    return text.startswith(_CDATA)
 
 
 def _argument(call: TypedCall, tags: Tags, head: str, value: str) -> CallArguments:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from tandem.server.tools.events import CallArguments, CallStart
+from tandem.server.tools.events import CallArguments
 from tandem.server.tools.json_text import dumped, loads
 from tandem.server.tools.scan import Tools
 
@@ -29,10 +29,6 @@ class TypedCall:
     def empty(self) -> bool:
         """There are no arguments yet."""
         return self._text == "{"
-
-    def start(self) -> CallStart:
-        """What comes before the arguments."""
-        return CallStart(self.index, self.name)
 
     def argument(self, key: str, value: str) -> CallArguments:
         """One more argument, of the type that the schema asks for."""
