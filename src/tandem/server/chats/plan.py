@@ -11,7 +11,6 @@ from fastapi import Request
 from tandem.errors import RequestError
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.chats.forms import accepted, asked_form, described
-from tandem.server.chats.prompt import Rendered
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.chats.variables import template_variables
@@ -57,7 +56,8 @@ async def plan_chat(http: Request, served: Served, fields: ChatRequest) -> tuple
     if asked is not None and forced:
         message = f"'{asked[0]}' contradicts 'tool_choice', which forces a call; leave one of them out."
         raise RequestError(message, param=asked[0], code="invalid_value")
-    prompt = await _prompt(texts, fields, tools is not None, variables)
+    told = [] if tools is None else [tool.model_dump(exclude_none=True) for tool in fields.tools or ()]
+    prompt = await texts.render(fields.messages, variables, tools=told)
     own = told_formats(settings.tool_parser, settings.reasoning_parser, tokenizer.chat_template, prompt.end, tools,
                        tokenizer.has_special)
     writing = replace(
@@ -88,11 +88,6 @@ def callable_tools(fields: ChatRequest, choice: ToolChoice) -> Tools | None:
             raise RequestError(message, param="tool_choice", code="invalid_value")
         return {choice.name: tools[choice.name]}
     return tools if tools and choice.mode != "none" else None
-
-
-async def _prompt(texts: RequestTexts, fields: ChatRequest, with_tools: bool, variables: dict[str, Any]) -> Rendered:
-    tools = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if with_tools else []
-    return await texts.render(fields.messages, variables, tools=tools)
 
 
 async def _form(

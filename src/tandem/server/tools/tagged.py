@@ -9,9 +9,8 @@ from html import unescape
 
 from tandem.server.tools.events import CallArguments, CallStart, Content
 from tandem.server.tools.json_text import dumped, json_object, loads
-from tandem.server.tools.nested import nested_arguments
 from tandem.server.tools.scan import Feed, Steps, Tools, first, followed, held, next_visible, passed_on, space
-from tandem.server.tools.typed import TypedCall
+from tandem.server.tools.typed import TypedCall, nested_arguments
 
 NAME = re.compile(r"[\w.:/-]+")
 _ATTRIBUTE = re.compile(r"""([\w-]+)\s*=\s*(?:"([^"]*)"|'([^']*)'|([^\s"'>]+))""")
