@@ -175,7 +175,7 @@ def test_lanes_share_the_requests_and_take_turns() -> None:
 
 
 def test_when_the_kv_cache_is_full_the_youngest_starts_again_and_nothing_is_lost() -> None:
-    scheduler = Scheduler(limits(kv_tokens=150, max_context=110))
+    scheduler = Scheduler(limits(kv_tokens=160, max_context=110))
     for i in range(3):
         scheduler.submit(request(f"r{i}", 8, max_tokens=90), seed=1)
     got = drain(scheduler)

@@ -2,13 +2,61 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
+from tandem.protocol.step import KVShape
 
-def batch_positions(lengths: Iterable[int]) -> int:
-    """Positions that a decode batch occupies: its rows are as long as the longest of them."""
+GROWTH = 256
+"""Positions by which rows grow where there is room: copying a buffer once in 256 steps costs less than 1 % of reading
+it at every step."""
+WASTE = 16
+"""A full batch may lose one in so many KV positions to rows that are rounded up."""
+
+
+def rounded(length: int, step: int) -> int:
+    """`length` rounded up to a multiple of `step`."""
+    return -(-length // step) * step
+
+
+def growth_step(kv_tokens: int, max_batch_size: int) -> int:
+    """Positions by which rows grow where there is little room."""
+    return min(max(kv_tokens // max(max_batch_size * WASTE, 1), 1), GROWTH)
+
+
+def batch_positions(lengths: Iterable[int], step: int = 1) -> int:
+    """Positions that a decode batch needs: its rows are as long as the longest of them, rounded up to `step`."""
     rows = list(lengths)
-    return len(rows) * max(rows, default=0)
+    return len(rows) * rounded(max(rows, default=0), step)
+
+
+def most_rows(max_batch_size: int, lanes: int) -> int:
+    """Most sequences of one lane."""
+    return -(-max_batch_size // lanes)
+
+
+def held_sequences(max_batch_size: int, lanes: int) -> int:
+    """Sequences of which all lanes together may hold states and windows: full buffers, and a prompt beside each."""
+    return lanes * (most_rows(max_batch_size, lanes) + 1)
+
+
+def kv_shape(held: KVShape, rows: int, longest: int, *, most: int = sys.maxsize, room: int = sys.maxsize) -> KVShape:
+    """Capacity of a KV buffer for `rows` rows of up to `longest` positions, from the capacity that it has.
+
+    Rows grow by half, up to `most`, and positions to a multiple of `GROWTH`, as far as `room` positions allow: what is
+    needed is there however little room there is. Given back when half of the buffer is idle.
+    """
+    if not rows:
+        return KVShape()
+    whole = rounded(longest, GROWTH)
+    spare = held.rows if rows <= held.rows else max(rows, min(held.rows + held.rows // 2, most))
+    positions = held.positions if longest <= held.positions else whole
+    if 2 * rows * whole <= spare * positions:
+        spare, positions = min(spare, rows + rows // 3), whole
+    if (spare, positions) == held:
+        return held
+    positions = max(longest, min(positions, room // rows))
+    return KVShape(max(rows, min(spare, room // positions)), positions)
 
 
 def kv_capacity(memory_bytes: int, fraction: float, ranks: Iterable[tuple[int, int]], *, kept: int = 0) -> int:

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Sequence
 
-from tandem.cache.budget import kv_capacity
+from tandem.cache.budget import held_sequences, kv_capacity
 from tandem.cache.prefix import BLOCK
 from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
@@ -80,7 +80,7 @@ def _speculation(settings: SpeculationSettings, model: ModelDescription,
 
 
 def _fixed(ready: Ready, sequences: int) -> int:
-    """Bytes that a rank holds however many tokens there are: weights, and the states of a full batch."""
+    """Bytes that a rank holds however many tokens there are: weights, and states."""
     return ready.weight_bytes + sequences * ready.state_bytes
 
 
@@ -102,9 +102,9 @@ def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *
     for ready in ranks:
         pools.setdefault((ready.machine or ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
     prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # else whoever chose has planned the memory
+    sequences = held_sequences(chosen.max_batch_size, layout.lanes)
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
-                        [(_fixed(ready, chosen.max_batch_size), _position(ready, ranks, prefixes))
-                         for ready in together],
+                        [(_fixed(ready, sequences), _position(ready, ranks, prefixes)) for ready in together],
                         kept=sum(ready.cache_bytes for ready in together))
             for together in pools.values()]
     useful = layout.max_context * chosen.max_batch_size

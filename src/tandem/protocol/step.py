@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -22,6 +23,23 @@ NO_CONTINUATION = -2
 """In place of a token: the matcher of the sequence's grammar gave up."""
 NO_GRAMMAR = -3
 """In place of a token: the grammar could not be built, as what is needed for it is not there."""
+
+
+class KVShape(NamedTuple):
+    """Capacity of a lane's KV buffer."""
+
+    rows: int = 0
+    positions: int = 0
+    """Of each row."""
+
+    @property
+    def size(self) -> int:
+        """KV positions that the buffer holds, used or not."""
+        return self.rows * self.positions
+
+    def holds(self, rows: int, longest: int) -> bool:
+        """Whether so many rows of up to `longest` positions fit."""
+        return rows <= self.rows and longest <= self.positions
 
 
 class InsertOp(Struct, frozen=True, array_like=True):
@@ -136,6 +154,8 @@ class StepPlan(Struct, frozen=True, array_like=True):
     """Give buffers that are kept for reuse back first: the memory of a device is nearly full."""
     keeps: list[StoreOp] = []
     """Pieces of sequences of the lane (in place of a key their ids) to write to disk, when the step is computed."""
+    kv_shapes: list[KVShape] = []
+    """Capacity of each lane's KV buffer when the step is done. Empty: ranks choose it, without a limit."""
 
     def sampled(self) -> list[str]:
         """Ids that get a token in this step, in the order of `StepResult.tokens`: one with drafts stands there once

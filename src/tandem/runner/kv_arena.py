@@ -21,14 +21,13 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from tandem.loading.quantized_kv import GroupedKVCache, Groups, Quantized, quantized
+from tandem.protocol.step import KVShape
 from tandem.runner.kv_layers import RowStep
 
 Attention = Callable[[mx.array, mx.array | Quantized, mx.array | Quantized, mx.array, int, float], mx.array | None]
 """As `ragged_attention.attend`."""
 WORTH = 8192
 """Positions of all rows from which it is also faster than MLX's without a mask."""
-GROWTH = 256
-"""Positions by which an arena grows: copying it once in 256 steps costs less than 1 % of reading it at every step."""
 
 
 class ArenaLayer:
@@ -48,6 +47,7 @@ class ArenaLayer:
         plans anew for every length: tens of milliseconds a step if that were another one each time."""
         self._parts: list[mx.array] = []
         """Keys and values, of quantised ones the parts; empty while there are no rows."""
+        self._capacity = KVShape()
         self._rows = 0
         self._step: RowStep | None = None
         self._written = True
@@ -70,8 +70,6 @@ class ArenaLayer:
             raise RuntimeError(f"decode step of {self._rows} x {step.width} got keys {keys.shape} or a second write")
         self._written = True
         used = self._span(step.width)
-        if used > self._len_cap:
-            self._resize(self._rows_cap, self._round_up(used))
         start = step.longest % self._ring if self._ring else step.longest
         together = step.aligned and not (self._ring and start + step.width > self._ring)
         groups = self._groups
@@ -130,13 +128,12 @@ class ArenaLayer:
         return sum(part.nbytes for part in self._parts)
 
     def join(self, cache: Any, length: int) -> None:
-        """Append a row: copies one sequence, touches no other row."""
+        """Append a row, for which there is room: copies one sequence, touches no other row."""
         new = _in_order(cache, self._window) if self._groups is None else _parts_of(cache)
         held = new[0].shape[2]
-        capacity = max(self._len_cap, self._round_up(self._used(length + 1)))
+        rows, capacity = self._capacity.rows, self._used(self._capacity.positions)
         if not self._parts:
-            self._parts = [mx.zeros((1, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
-        self._resize(max(self._rows_cap, self._grown(self._rows + 1)), capacity)
+            self._parts = [mx.zeros((rows, part.shape[1], capacity, part.shape[3]), part.dtype) for part in new]
         row, self._rows = self._rows, self._rows + 1
         start = (length - held) % self._ring if self._ring else 0
         ends = min(held, (self._ring or capacity) - start)  # what fits before the ring begins anew
@@ -160,13 +157,12 @@ class ArenaLayer:
                 part[row : row + 1, :, : moved.shape[2]] = moved
                 part[row : row + 1, :, moved.shape[2] :] = 0  # as in `join`
 
-    def fit(self, longest: int) -> None:
-        """Give memory back where it is mostly idle: a third of the rows, or half of the positions, would do."""
-        if not self._rows:
-            return
-        rows = self._rows_cap if self._rows * 3 > self._rows_cap else self._rows + self._rows // 2
-        want = self._round_up(self._used(longest + 1))
-        self._resize(rows, want if want * 2 <= self._len_cap else self._len_cap)
+    def resize(self, capacity: KVShape) -> None:
+        """Copy the rows into arrays of this capacity; of a ring no more positions than it has."""
+        self._capacity = capacity
+        shape = (capacity.rows, self._used(capacity.positions))
+        if self._parts and shape != (self._parts[0].shape[0], self._parts[0].shape[2]):
+            self._parts = [_resized(part, self._rows, *shape) for part in self._parts]
 
     def begin(self, step: RowStep) -> None:
         """Start a step. Raises RuntimeError when the one before was not written: rows would have holes."""
@@ -198,8 +194,8 @@ class ArenaLayer:
         """Raise AssertionError unless the arena holds so many rows and has room for them."""
         if self._rows != len(lengths):
             raise AssertionError(f"arena holds {self._rows} rows, not {len(lengths)}")
-        if lengths and (self._rows_cap < self._rows or self._len_cap < self._used(max(lengths))):
-            raise AssertionError(f"arena of {self._rows_cap} x {self._len_cap} is too small for lengths {lengths}")
+        if lengths and not self._capacity.holds(self._rows, max(lengths)):
+            raise AssertionError(f"arena of {self._capacity} is too small for lengths {lengths}")
         if not lengths and self._parts:
             raise AssertionError("an empty arena holds memory")
 
@@ -212,35 +208,13 @@ class ArenaLayer:
 
     def _span(self, width: int) -> int:
         """Positions that attention reads in a step of `width` tokens a row."""
-        used = self._used(self._now().longest + width)
-        return max(self._len_cap, self._round_up(used)) if self._reads_all(width) else used
+        return self._used(self._capacity.positions if self._reads_all(width) else self._now().longest + width)
 
     def _reads_all(self, width: int) -> bool:
         return self._steady and width > 1
 
     def _used(self, length: int) -> int:
         return min(length, self._ring) if self._ring else length
-
-    def _round_up(self, length: int) -> int:
-        rounded = -(-length // GROWTH) * GROWTH
-        return min(rounded, self._ring) if self._ring else rounded
-
-    @property
-    def _rows_cap(self) -> int:
-        return int(self._parts[0].shape[0]) if self._parts else 0
-
-    @property
-    def _len_cap(self) -> int:
-        return int(self._parts[0].shape[2]) if self._parts else 0
-
-    def _grown(self, rows: int) -> int:
-        """Rows to hold for `rows`: half as many again as now, so that n joins copy O(n) rows in all."""
-        return rows if rows <= self._rows_cap else max(rows, self._rows_cap + self._rows_cap // 2)
-
-    def _resize(self, rows_cap: int, len_cap: int) -> None:
-        """Copy the rows into arrays of this capacity, if it is another one."""
-        if (rows_cap, len_cap) != (self._rows_cap, self._len_cap):
-            self._parts = [_resized(part, self._rows, rows_cap, len_cap) for part in self._parts]
 
     def _gathered(self, row: int, positions: int) -> Sequence[mx.array]:
         """Lazy copies [1, kv_heads, positions, head_dim] of one row. Whole rows are gathered five times as fast."""

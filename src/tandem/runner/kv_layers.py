@@ -17,6 +17,7 @@ from mlx_lm.models import cache as mlx_caches
 
 from tandem.errors import UnsupportedModel
 from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.protocol.step import KVShape
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,8 @@ class LayerStore(Protocol):
     def extract(self, row: int, length: int) -> Any:
         """A single sequence's cache with a copy of the row, as lazy arrays."""
 
-    def fit(self, longest: int) -> None:
-        """Give idle memory back: no row is longer than this."""
+    def resize(self, capacity: KVShape) -> None:
+        """Hold so many rows and positions from now on."""
 
     def check(self, lengths: Sequence[int]) -> None:
         """Raise AssertionError unless the layer holds rows of these lengths."""
@@ -160,10 +161,10 @@ class ListLayer:
         """A copy of one row: see LayerStore."""
         return mlx_caches.CacheList(*(store.extract(row, length) for store in self._stores))
 
-    def fit(self, longest: int) -> None:
+    def resize(self, capacity: KVShape) -> None:
         """See LayerStore."""
         for store in self._stores:
-            store.fit(longest)
+            store.resize(capacity)
 
     def check(self, lengths: Sequence[int]) -> None:
         """See LayerStore."""
@@ -231,7 +232,7 @@ class MergedLayer:
         """A copy of one row: see LayerStore."""
         return self._batch.extract(row)
 
-    def fit(self, longest: int) -> None:
+    def resize(self, capacity: KVShape) -> None:
         """Nothing: mlx-lm's batches hold what they need."""
 
     def check(self, lengths: Sequence[int]) -> None:

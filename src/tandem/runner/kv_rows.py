@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tandem.protocol.step import KVShape
+
 
 class Rows:
     """Request ids in row order, their rows and their lengths; stores keep them true as rows join, move and leave."""
@@ -10,6 +12,9 @@ class Rows:
         self._ids: list[str] = []
         self._rows: dict[str, int] = {}
         self._lengths: list[int] = []
+
+    def allot(self, shape: KVShape) -> None:
+        """Hold the capacity that the engine gives this lane from now on; rows with caches of their own need none."""
 
     @property
     def ids(self) -> list[str]:

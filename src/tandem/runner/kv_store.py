@@ -16,8 +16,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from tandem.errors import UnsupportedModel
+from tandem.cache.budget import kv_shape
+from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.protocol.step import KVShape
 from tandem.runner.kv_apart import RowsApart
 from tandem.runner.kv_arena import ArenaLayer, Attention
 from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable, require_batchable
@@ -37,6 +39,30 @@ class KVStore(Rows):
         super().__init__()
         self._layers: list[LayerStore] = [_layer_store(cache, drafts, attention) for cache in make_caches()]
         self._drafts = drafts
+        self._shape = KVShape()
+        self._allotted: KVShape | None = None
+
+    def allot(self, shape: KVShape) -> None:
+        """Hold this capacity, which has room for the rows, once a join or a step needs it; at once if it is less.
+
+        Without it the store chooses. Raises BatchDesync if the rows do not fit.
+        """
+        self._allotted = shape
+        if shape.size < self._shape.size:
+            self._resize(shape)
+
+    def _hold(self, rows: int, longest: int) -> None:
+        if not self._shape.holds(rows, longest):
+            self._resize(self._allotted or kv_shape(self._shape, rows, longest), rows, longest)
+
+    def _resize(self, shape: KVShape, rows: int = 0, longest: int = 0) -> None:
+        rows, longest = max(rows, len(self._ids)), max(longest, *self._lengths, 0)
+        if not shape.holds(rows, longest):
+            raise BatchDesync(f"BATCH DESYNC DETECTED: a KV buffer of {shape.rows} rows of {shape.positions} positions "
+                              f"is to hold {rows} of {longest}")
+        self._shape = shape
+        for layer in self._layers:
+            layer.resize(shape)
 
     @property
     def nbytes(self) -> int:
@@ -57,6 +83,7 @@ class KVStore(Rows):
         length = next((one.offset for one in caches if hasattr(one, "offset")), 0) if length is None else length
         if length < 1 or any(getattr(cache, "offset", length) != length for cache in caches):
             raise ValueError(f"sequence {request_id} joins before its prefill")
+        self._hold(len(self._ids) + 1, max(length, *self._lengths, 0))
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.join(cache, length)
         self._rows[request_id] = len(self._ids)
@@ -74,9 +101,10 @@ class KVStore(Rows):
         last_id, last_length = self._ids.pop(), self._lengths.pop()
         if moves:
             self._ids[row], self._lengths[row], self._rows[last_id] = last_id, last_length, row
-        for layer in self._layers:
-            if self._lengths:
-                layer.fit(max(self._lengths))
+        if not self._ids:
+            self._shape = KVShape()
+        elif self._allotted is None:
+            self._resize(kv_shape(self._shape, len(self._ids), max(self._lengths)))
 
     def batch(self, counts: Sequence[int] | None = None) -> list[Any]:
         """Begin a decode step over all rows and return one cache a layer, for StageModel.forward on [rows, width].
@@ -91,6 +119,7 @@ class KVStore(Rows):
         if len(counts) != len(self._ids) or not 1 <= min(counts) <= max(counts) <= 1 + self._drafts:
             raise ValueError(f"{list(counts)} tokens for {len(self._ids)} rows with at most {self._drafts} drafts")
         step = RowStep(tuple(self._lengths), max(counts))
+        self._hold(len(self._ids), step.longest + step.width)
         for layer in self._layers:
             layer.begin(step)
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]

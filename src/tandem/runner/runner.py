@@ -134,6 +134,8 @@ class Runner:
             next((one for one in self._lanes if request_id in one.held), lane).remove(request_id)
         for move in plan.moves:
             self._lanes[move.target].take(move.request_id, self._lanes[move.source])
+        for one, shape in zip(self._lanes, plan.kv_shapes, strict=False):
+            one.store.allot(shape)
         for insert in plan.inserts:
             lane.insert(insert, self.stage.make_caches())
         lane.apply(plan)

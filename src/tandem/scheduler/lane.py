@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
 from tandem.cache.budget import batch_positions
-from tandem.protocol.step import PrefillOp, StepPlan
+from tandem.protocol.step import KVShape, PrefillOp, StepPlan
 from tandem.scheduler.sequence import Sequence
 
 PATIENCE = 4
@@ -18,6 +18,10 @@ class Lane:
     """Members in the order in which the ranks got them, and what the next plan must take away."""
 
     index: int
+    step: int = 1
+    """Positions by which its rows grow at least."""
+    shape: KVShape = KVShape()
+    """Capacity of its KV buffer after the plans sent so far."""
     members: dict[str, Sequence] = field(default_factory=dict)
     removes: list[str] = field(default_factory=list)
     outstanding: int = 0
@@ -41,7 +45,6 @@ class Lane:
         if self.outstanding:
             self._ahead.add(plan.step_id)
         self.names_tokens = not plan.hands_out
-        self.removes = []
         self.outstanding += 1
         self.last_step = plan.step_id
 
@@ -63,9 +66,26 @@ class Lane:
         return [sequence for sequence in self.members.values() if sequence.decoding]
 
     def positions(self, extra: Iterable[int] = (), drafts: int = 0) -> int:
-        """KV positions that the lane may occupy after its next step, with up to `drafts` drafts a row and with rows of
+        """KV positions that the lane needs after its next step, with up to `drafts` drafts a row and with rows of
         `extra` lengths added."""
-        return batch_positions([*(max(s.computed + 1 + drafts, s.target) for s in self.members.values()), *extra])
+        return batch_positions([*(max(s.computed + 1 + drafts, s.target) for s in self.members.values()), *extra],
+                               self.step)
+
+    def occupied(self, drafts: int) -> int:
+        """KV positions that the lane takes until its prompts have joined: what it needs, or its buffer beside them."""
+        prompts = sum(s.target for s in self.members.values() if not s.decoding)
+        return max(self.positions(drafts=drafts), self.shape.size + prompts)
+
+    def rows(self, joins: Container[str], more: int) -> list[int]:
+        """Lengths of the rows of its KV buffer, each `more` than is computed; those of `joins` are about to join."""
+        return [max(s.computed + more, s.target) for s in self.members.values()
+                if s.samples and (s.decoding or s.request_id in joins)]
+
+    def prompt_positions(self, joins: Container[str], prefill: Iterable[PrefillOp]) -> int:
+        """KV positions of members that are in no row, nor about to join, once these chunks are computed."""
+        prompts = {s.request_id: s.computed for s in self.members.values()
+                   if not (s.samples and (s.decoding or s.request_id in joins))}
+        return sum(prompts.values()) + sum(op.count for op in prefill if op.request_id in prompts)
 
     def prefill(self, budget: int) -> list[PrefillOp]:
         """Spend up to `budget` positions on prompts: the shortest rest first, but nobody is passed over for long."""
@@ -84,7 +104,7 @@ class Lane:
             last = sequence.computed + count == sequence.target
             request = sequence.request
             chunks.append(PrefillOp(
-                sequence.request_id, sequence.computed, count, last, request.pooling, request.params.max_tokens > 0,
+                sequence.request_id, sequence.computed, count, last, request.pooling, sequence.samples,
                 request.params.prompt_logprobs if sequence.lacks_logprobs(sequence.computed + count) else None))
             sequence.skipped = 0
         return chunks

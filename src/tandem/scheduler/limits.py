@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.cache.budget import growth_step, most_rows
+from tandem.scheduler.lane import Lane
 from tandem.speculation.proposers import SpeculationLimits
 
 
@@ -38,3 +40,12 @@ class Limits:
     """How to draft tokens; None for no speculative decoding."""
     digests: bool = False
     """Plans ask every rank for digests of what it computes."""
+
+    @property
+    def rows(self) -> int:
+        """Most rows of one lane."""
+        return most_rows(self.max_batch_size, self.lanes)
+
+    def new_lanes(self) -> list[Lane]:
+        """Empty lanes."""
+        return [Lane(i, growth_step(self.kv_tokens, self.max_batch_size)) for i in range(self.lanes)]

@@ -28,6 +28,7 @@ from tandem.protocol.step import (
 from tandem.scheduler.admission import check_admission
 from tandem.scheduler.departures import Departures
 from tandem.scheduler.disk import DiskTier
+from tandem.scheduler.kv_room import plan_shapes
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.placement import choose_lane
@@ -51,7 +52,7 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}
         """Every request that is not over, and those over whose last tokens are still under way."""
         self.waiting: deque[Sequence] = deque()
-        self.lanes = [Lane(i) for i in range(limits.lanes)]
+        self.lanes = limits.new_lanes()
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
         self.disk = DiskTier()
         self.departures = Departures(self.disk, self._finish)
@@ -120,7 +121,12 @@ class Scheduler:
 
     @property
     def kv_positions(self) -> int:
-        """KV positions that batches use, or are about to."""
+        """KV positions that batches hold, or are about to."""
+        return sum(lane.occupied(self.speculation.most) for lane in self.lanes)
+
+    @property
+    def _needed(self) -> int:
+        """KV positions that batches cannot do without."""
         return sum(lane.positions(drafts=self.speculation.most) for lane in self.lanes)
 
     @property
@@ -171,17 +177,20 @@ class Scheduler:
         inserts, restores = self._admit(lane)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
         prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self._members()))
-        if not (lane.removes or decode or prefill or self.prefixes.leaving):
+        removes = [request_id for one in self.lanes for request_id in one.removes]
+        if not (removes or decode or prefill or self.prefixes.leaving):
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
         stores = self.disk.stores(self._lasting(lane, saves, prefill), self.prefixes)
         plan = StepPlan(
-            step_id=self.next_step, lane=lane.index, removes=lane.removes, inserts=inserts, restores=restores,
+            step_id=self.next_step, lane=lane.index, removes=removes, inserts=inserts, restores=restores,
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
             keeps=self.departures.write(lane),
             evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
-            spec_decode_plan=spec, digest=self.limits.digests, tidy=self.pressed)
+            spec_decode_plan=spec, digest=self.limits.digests, tidy=self.pressed,
+            kv_shapes=plan_shapes(self.lanes, lane, prefill, self.limits, drafts=self.speculation.most,
+                                  cached=self.prefixes.positions))
         self._commit(lane, plan, decode, prefill)
         return plan
 
@@ -209,6 +218,8 @@ class Scheduler:
         for sequence in decode:
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
         lane.sent(plan)
+        for one in self.lanes:
+            one.removes = []
         self._under_way[plan.step_id] = plan
         self.next_step += 1
 
@@ -217,22 +228,19 @@ class Scheduler:
         restores: list[SnapshotOp] = []
         while self._queue and not (self.pressed and self.running):
             sequence = self._first()
-            if choose_lane(self.lanes, self._length(sequence), asking=lane, rows=self._rows,
+            if choose_lane(self.lanes, self._length(sequence), asking=lane, rows=self.limits.rows,
                            drafts=self.speculation.most) is not lane:
                 break  # it waits for its own lane's next plan
-            if any(sequence.request_id in other.removes for other in self.lanes if other is not lane):
-                break  # the ranks have not been told yet that it has left another lane
             if sequence.inflight or not self._may_join(sequence) or not self._fits(lane, sequence):
                 break
             self.waiting.remove(sequence)
-            need = self._need(lane, sequence)
             self.admitted_tokens += len(sequence.tokens)
             lane.members[sequence.request_id] = sequence
             hit = None if sequence.whole else self.prefixes.lookup(sequence.tokens)
-            self.prefixes.limit(self.limits.kv_tokens - need)
             if hit is not None:
                 restores.append(SnapshotOp(sequence.request_id, hit.key, hit.length))
             inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
+            self._limit_prefixes()
             self.shares.charge(sequence.request, sequence.target - sequence.computed)
             sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if self.prefixes.enabled else 0
         return inserts, restores
@@ -266,22 +274,12 @@ class Scheduler:
         return {key for key, one in new if one.request.on_disk and one not in self.departures} | {*filter(None, old)}
 
     def _fits(self, lane: Lane, sequence: Sequence) -> bool:
-        """True if there is a place in the batch and room in the KV cache."""
-        if len(lane.members) >= self._rows or self.running >= self.limits.max_batch_size:
+        """True if there is a place in the batch, and room for it and its prompt beside it; a first one always runs."""
+        if len(lane.members) >= self.limits.rows or self.running >= self.limits.max_batch_size:
             return False
-        # A first request always runs.
-        return not self.running or self._need(lane, sequence) + self.prefixes.spared <= self.limits.kv_tokens
-
-    def _need(self, lane: Lane, sequence: Sequence) -> int:
-        """KV positions that batches need with a sequence added to a lane."""
         drafts = self.speculation.most
-        others = sum(other.positions(drafts=drafts) for other in self.lanes if other is not lane)
-        return others + lane.positions([self._length(sequence)], drafts)
-
-    @property
-    def _rows(self) -> int:
-        """Most rows of one lane."""
-        return -(-self.limits.max_batch_size // len(self.lanes))
+        need = self._needed - lane.positions(drafts=drafts) + lane.positions([self._length(sequence)], drafts)
+        return not self.running or need + len(sequence.tokens) + self.prefixes.spared <= self.limits.kv_tokens
 
     def _length(self, sequence: Sequence) -> int:
         """Positions that must be free for it to be admitted."""
@@ -318,11 +316,15 @@ class Scheduler:
         return several
 
     def _make_room(self) -> None:
-        """Let go of kept prefixes, then preempt the youngest sequences (they start again later), until the next step
-        fits into the KV cache."""
-        self.prefixes.limit(0 if self.pressed else self.limits.kv_tokens - self.kv_positions)
-        while self.running > 1 and self.kv_positions > self.limits.kv_tokens:
+        """Evict prefixes, then preempt the youngest sequences, until the next step fits into the KV cache."""
+        self._limit_prefixes()
+        while self.running > 1 and self._needed > self.limits.kv_tokens:
             self._preempt(self._youngest(self._members()))
+
+    def _limit_prefixes(self) -> None:
+        free = self.limits.kv_tokens - self._needed
+        room = max(self.limits.kv_tokens - self.kv_positions, min(free, self.prefixes.spared))
+        self.prefixes.limit(0 if self.pressed else room)
 
     # --- results ---
 
@@ -449,7 +451,7 @@ class Scheduler:
         self.prefixes.clear()
         self.disk.reset()
         self.departures.forget()
-        self.lanes = [Lane(i) for i in range(self.limits.lanes)]
+        self.lanes = self.limits.new_lanes()
         self.waiting.clear()
         refused: list[EngineMessage] = []
         for request_id, sequence in list(self.sequences.items()):
@@ -481,7 +483,7 @@ class Scheduler:
         begin with `why`."""
         assert not self._under_way
         self.limits = limits
-        self.lanes = [Lane(i) for i in range(limits.lanes)]
+        self.lanes = limits.new_lanes()
         self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
         refused: list[EngineMessage] = []
         for sequence in list(self.waiting):

@@ -103,6 +103,11 @@ class Sequence:
         return len(self.tokens) - self.prompt_len
 
     @property
+    def samples(self) -> bool:
+        """False for one that ends with its prompt."""
+        return self.request.params.max_tokens > 0
+
+    @property
     def decoding(self) -> bool:
         """True once all of the prompt is computed, or planned to be."""
         return self.computed >= self.target

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from tandem.cache.budget import held_sequences
 from tandem.checkpoints.files import ModelFiles
 from tandem.config.settings import Settings
 from tandem.engine.layout import GangLayout, plan_layout
@@ -86,7 +87,8 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
         names = [hosts[spec.rank] if hosts else HERE for spec in layout.ranks]
         for name in set(names):
             specs = [spec for spec, host in zip(layout.ranks, names, strict=True) if host == name]
-            sizes = [_weights(layout, spec, machines.gpu, mine.scheduler.max_batch_size) for spec in specs]
+            sequences = held_sequences(mine.scheduler.max_batch_size, layout.lanes)
+            sizes = [_weights(layout, spec, machines.gpu, sequences) for spec in specs]
             # The ranks of a machine get equal parts of it.
             weights[name] = weights.get(name, 0) + int(MARGIN * max(sum(sizes), max(sizes) * len(sizes)))
             per_token[name] = per_token.get(name, 0) + sum(_kv(layout, spec, machines.gpu) for spec in specs)
