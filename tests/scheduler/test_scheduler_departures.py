@@ -98,6 +98,19 @@ def test_what_decodes_leaves_when_all_of_its_pieces_are_written() -> None:
     assert scheduler.idle and scheduler.departures.progress is None
 
 
+def test_prompts_that_wait_to_leave_cost_a_step_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = make(max_batch_size=1)
+    ranks = Ranks(scheduler)
+    scheduler.submit(request("runs", LONG), seed=1)
+    for number in range(20):
+        scheduler.submit(request(f"q{number}", [3 + number] * 30 * PIECE, 10, leaves=True), seed=1)
+    ranks.step()
+    looks, holds = [], scheduler.disk.holds
+    monkeypatch.setattr(scheduler.disk, "holds", lambda name: looks.append(name) or holds(name))
+    ranks.step()
+    assert scheduler.departures.asked and len(looks) < 10
+
+
 def test_a_prompt_half_computed_leaves_with_what_it_has() -> None:
     scheduler = make(prefill_chunk=PIECE)
     ranks = Ranks(scheduler)

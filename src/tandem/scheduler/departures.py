@@ -31,7 +31,10 @@ class _Parting:
     """It leaves when it has more tokens than so many, and stays where disks do not take it. 0: as soon as can be."""
     names: list[bytes] | None = None
     """All of its whole pieces; None before it is known what has to be written."""
+    first: int = 0
+    """Number of the first piece that may be missing on a disk."""
     ordered: set[bytes] = field(default_factory=set)
+    """Pieces that ranks were told to write, and have not written."""
     waits: bool = True
     """For what disks have not taken."""
 
@@ -95,20 +98,21 @@ class Departures:
         """The ranks are gone; whoever was about to leave does so at the next look, or once its prompt is computed."""
         for parting in self._leaving.values():
             parting.ordered.clear()
+            parting.first = 0
 
     def write(self, lane: Lane) -> list[StoreOp]:
         """What ranks have to write at the end of the lane's next plan, first of those who were first to leave."""
         orders, room = [], AT_ONCE
+        for parting in self._leaving.values():
+            parting.ordered = {name for name in parting.ordered if not self._disk.holds(name)}
+            room -= len(parting.ordered)
         for request_id, parting in self._leaving.items():
             sequence = parting.sequence
-            if parting.names is None and sequence.lane is not None and room > 0:
-                known = sequence.tokens[:min(len(sequence.tokens), sequence.computed)]
-                parting.names = piece_names(block_hashes(known))
-            missing = self._missing(parting)
-            room -= sum(name in parting.ordered for _, name in missing)
             if sequence.lane != lane.index or room <= 0:
                 continue
-            pieces = [(number, name) for number, name in missing
+            if parting.names is None:
+                parting.names = piece_names(block_hashes(sequence.tokens[:sequence.computed]))
+            pieces = [(number, name) for number, name in self._missing(parting)
                       if name not in parting.ordered and (number + 1) * PIECE <= sequence.computed][:room]
             if pieces:
                 room -= len(pieces)
@@ -137,4 +141,8 @@ class Departures:
         return parting.due and not self._missing(parting)
 
     def _missing(self, parting: _Parting) -> list[tuple[int, bytes]]:
-        return [(number, name) for number, name in enumerate(parting.names or ()) if not self._disk.holds(name)]
+        names = parting.names or []
+        while parting.first < len(names) and self._disk.holds(names[parting.first]):
+            parting.first += 1
+        return [(number, name) for number, name in enumerate(names[parting.first:], parting.first)
+                if not self._disk.holds(name)]
