@@ -64,7 +64,7 @@ def test_log_probabilities_are_near_those_of_the_full_type(model, expected):
 def test_a_batch_that_is_preempted_and_one_with_drafts(model, expected):
     many = [[random.Random(number).randrange(3, 500) for _ in range(60)] for number in range(6)]
     params = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
-    with LLM(model, kv_dtype="8bit", prefill_chunk=16, kv_tokens=256, max_batch_size=4, prefix_cache=0.0) as llm:
+    with LLM(model, kv_dtype="8bit", prefill_chunk=16, kv_tokens=440, max_batch_size=4, prefix_cache=0.0) as llm:
         found = llm.generate(many, params)
         assert ask(llm, lambda engine: engine.scheduler.preemptions) > 0
     with LLM(model, kv_dtype="8bit", prefix_cache=0.0) as llm:

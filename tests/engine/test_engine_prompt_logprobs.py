@@ -125,7 +125,7 @@ def test_a_ranks_death_is_not_seen(llm: LLM, model: Path) -> None:
 
 
 def test_sequences_that_make_room_are_computed_again_and_say_all_of_it_once(model: Path) -> None:
-    with LLM(str(model), prefill_chunk=16, kv_tokens=256, max_batch_size=4) as llm:
+    with LLM(str(model), prefill_chunk=16, kv_tokens=440, max_batch_size=4) as llm:
         rng = random.Random(2)
         texts = [[rng.randrange(3, 500) for _ in range(60)] for _ in range(6)]
         long = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, prompt_logprobs=3)
