@@ -108,8 +108,9 @@ class Tokenizer:
 
     def has_special(self, text: str) -> bool:
         """Tell whether a special token stands in `text`, or one token is all of it that is written like those."""
-        written = _CONTROL.fullmatch(text) is not None and len(self.encode(text, False)) == 1
-        return written or bool(self.special_ids_of((text,)))
+        if self.special_ids_of((text,)):
+            return True
+        return _CONTROL.fullmatch(text) is not None and len(self.encode(text, False)) == 1
 
     def _special_ids_of(self, texts: tuple[str, ...]) -> list[int]:
         """Ids of those special tokens that stand in one of `texts`."""

@@ -30,7 +30,7 @@ class Format:
 
 
 def _plain(read: Reader, starts: tuple[str, ...], *others: str, signs: tuple[tuple[str, ...], ...] = ()) -> Format:
-    return Format(lambda feed, tools: read(feed), starts, others, signs or tuple((start,) for start in starts))
+    return Format(lambda feed, tools: read(feed), starts, others, signs)
 
 
 def _tokens(tokens: Tokens) -> Format:
@@ -39,8 +39,7 @@ def _tokens(tokens: Tokens) -> Format:
 
 
 def _tagged(tags: tagged.Tags, *signs: str) -> Format:
-    shown = (signs,) if signs else tuple((start,) for start in tags.starts)
-    return Format(partial(tagged.tagged, tags=tags), tags.starts, tags.others, shown)
+    return Format(partial(tagged.tagged, tags=tags), tags.starts, tags.others, (signs,) if signs else ())
 
 
 FORMATS: dict[str, Format] = {
@@ -96,7 +95,8 @@ def _shown(template: str) -> tuple[str | None, str]:
 
 def _first(seen: Callable[[str], bool]) -> str | None:
     """The first format whose signs are seen."""
-    return next((name for name, one in FORMATS.items() for wanted in one.signs if all(map(seen, wanted))), None)
+    signs = ((name, wanted) for name, one in FORMATS.items() for wanted in one.signs or zip(one.starts, strict=True))
+    return next((name for name, wanted in signs if all(map(seen, wanted))), None)
 
 
 def tool_format(choice: str, template: str, special: Special | None = None) -> str:

@@ -96,8 +96,10 @@ def tagged(feed: Feed, tools: Tools, tags: Tags) -> Steps[None]:
         if not marker:
             yield Content(opening)
             continue
-        head, end = yield from _head(feed, tags)
-        name = _attributes(head).get("name", "") if tags.call.endswith(" ") else head.strip()
+        head, end = yield from held(feed, (tags.head_end,) if tags.head_end else (tags.argument, tags.call_end))
+        if not tags.head_end:
+            feed.text, end = end + feed.text, ""
+        name = _attributes(tags.call, head)["name"]
         if not NAME.fullmatch(name):
             yield Content(opening + marker + head + end)
             continue
@@ -107,17 +109,6 @@ def tagged(feed: Feed, tools: Tools, tags: Tags) -> Steps[None]:
         if closing:
             yield from next_visible(feed)
         index += 1
-
-
-def _head(feed: Feed, tags: Tags) -> Steps[tuple[str, str]]:
-    """The name of a call, perhaps with other attributes, and what ends it."""
-    if tags.head_end:
-        return (yield from held(feed, (tags.head_end,)))
-    while True:
-        place, marker = first(feed.text, (tags.argument, tags.call_end))
-        if marker or feed.ended:
-            return feed.take(place), ""
-        yield None
 
 
 def _arguments(feed: Feed, call: TypedCall, tags: Tags, closing: str) -> Steps[str]:
@@ -166,19 +157,19 @@ def _value(feed: Feed, tags: Tags, ends: tuple[str, ...], opens: tuple[str, ...]
 
 
 def _argument(call: TypedCall, tags: Tags, head: str, value: str) -> CallArguments:
-    if not tags.argument.endswith(" "):
-        return call.argument(head.strip(), value if tags.value else value.removeprefix("\n").removesuffix("\n"))
-    attributes = _attributes(head)
-    key, kind = attributes.get("name", ""), attributes.get("type") or attributes.get("string")
+    attributes = _attributes(tags.argument, head)
+    key, kind = attributes["name"], attributes.get("type") or attributes.get("string")
     if kind is None:
-        return call.argument(key, value.removeprefix("\n").removesuffix("\n"))
+        return call.argument(key, value if tags.value else value.removeprefix("\n").removesuffix("\n"))
     try:
         return call.value(key, dumped(value if kind in ("string", "true") else loads(value)))
     except (ValueError, RecursionError):
         return call.value(key, dumped(value))
 
 
-def _attributes(head: str) -> dict[str, str]:
-    """Attributes of a tag, with quotes of either kind or none. Kimi K3's words for a name count as `name`."""
+def _attributes(tag: str, head: str) -> dict[str, str]:
+    """Attributes of a tag, with quotes of either kind or none; what Kimi K3 or a tag without any has is `name`."""
+    if not tag.endswith(" "):
+        return {"name": head.strip()}
     found = {name: unescape(one or two or bare) for name, one, two, bare in _ATTRIBUTE.findall(head)}
     return {"name": found.get("tool") or found.get("key") or "", **found}
