@@ -109,7 +109,7 @@ def ready(url: str) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_runs_is_finished_and_nothing_new_is_taken(model: str, layout: str) -> None:
     with serving(model, *LAYOUTS[layout], "--drain-timeout", "300") as (process, url):
-        running = streams(url, 3, 2000)
+        running = streams(url, 3, 1000)
         process.send_signal(signal.SIGTERM)
         wait_until(lambda: not ready(url))
         assert not any(one.done for one in running), "not ready before anything has ended"
@@ -123,8 +123,7 @@ def test_what_runs_is_finished_and_nothing_new_is_taken(model: str, layout: str)
         assert process.wait(240) == 0
 
 
-@pytest.mark.parametrize("layout", ["one rank", "replicas"])
-@pytest.mark.parametrize("how", ["deadline", "second signal"])
+@pytest.mark.parametrize(("how", "layout"), [("deadline", "replicas"), ("second signal", "one rank")])
 def test_what_is_left_ends_with_a_clear_error(model: str, layout: str, how: str) -> None:
     timeout = "2" if how == "deadline" else "600"
     with serving(model, *LAYOUTS[layout], "--drain-timeout", timeout) as (process, url):
@@ -161,7 +160,7 @@ def _answers(url: str) -> bool:
 @pytest.mark.parametrize("who", ["engine", "api"])
 def test_apart(model: str, tmp_path: Path, who: str) -> None:
     with apart(model, tmp_path / "e.sock", "300") as (engine, api, url):
-        running = streams(url, 2, 2000)
+        running = streams(url, 2, 1000)
         (engine if who == "engine" else api).send_signal(signal.SIGTERM)
         wait_until(lambda: not ready(url))
         assert not any(one.done for one in running)

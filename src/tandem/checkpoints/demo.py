@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from tandem.checkpoints.generation_config import FILE
-from tandem.checkpoints.gguf.config import CLASSES
-from tandem.checkpoints.gguf.convert import convert_gguf, new_directory
 from tandem.checkpoints.progress import Progress
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelNotFound
@@ -46,6 +44,8 @@ def fetch_demo(progress: Progress | None = None) -> Path:
     if (target / "config.json").is_file():
         complete_demo(target)
         return target
+    from tandem.checkpoints.gguf.convert import convert_gguf, new_directory
+
     with new_directory(target) as directory, tempfile.TemporaryDirectory(prefix="tandem-demo-") as scratch:
         source = _download(Path(scratch), progress)
         _check(source)
@@ -65,9 +65,11 @@ def complete_demo(directory: Path) -> None:
         _replace(directory / FILE, DEMO_SAMPLING)
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
-    if "architectures" in config or config.get("model_type") not in CLASSES:
-        return
-    _replace(path, {"architectures": [CLASSES[config["model_type"]]], **config})
+    if "architectures" not in config:
+        from tandem.checkpoints.gguf.config import CLASSES  # numpy, which few processes need
+
+        if name := CLASSES.get(config.get("model_type")):
+            _replace(path, {"architectures": [name], **config})
 
 
 def _replace(path: Path, content: dict[str, Any]) -> None:

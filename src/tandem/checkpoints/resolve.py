@@ -11,8 +11,6 @@ from pathlib import Path
 
 from tandem.checkpoints.demo import DEMO_NAME, complete_demo, demo_path
 from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles
-from tandem.checkpoints.gguf.convert import convert_cached
-from tandem.checkpoints.gguf.header import model_stem
 from tandem.checkpoints.progress import Progress
 from tandem.errors import ModelNotFound, UsageError
 from tandem.system.files import file_trouble
@@ -46,7 +44,9 @@ def resolve(
     if is_file:
         if path.suffix.lower() != ".gguf":
             raise ModelNotFound(f"{path}: is a file but not a .gguf; name the directory that holds it", param="model")
-        return ModelFiles(convert_cached(path, progress), model_stem(path))
+        from tandem.checkpoints.gguf.convert import convert_cached  # numpy, which few processes need
+
+        return ModelFiles(convert_cached(path, progress), name_of(model))
     if HUB_ID.match(model):
         return _hub_model(model, revision, progress if weights else None, weights=weights)
     raise _unknown(model, path)
@@ -85,7 +85,11 @@ def name_of(model: str) -> str:
     path = Path(model).expanduser()
     if model == "demo" or not path.exists():
         return DEMO_NAME if model == "demo" else model
-    return model_stem(path) if path.is_file() else path.name or path.resolve().name
+    if not path.is_file():
+        return path.name or path.resolve().name
+    from tandem.checkpoints.gguf.header import model_stem
+
+    return model_stem(path)
 
 
 def _demo() -> ModelFiles:

@@ -11,14 +11,16 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
 
 from tandem.errors import BrokenModel
 from tandem.protocol.codec import UNREADABLE
 from tandem.system.files import file_trouble
+
+if TYPE_CHECKING:
+    import numpy as np
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 _SIZES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -123,17 +125,19 @@ class PendingTensor:
 
 def write_safetensors(path: Path, tensors: Iterable[PendingTensor]) -> None:
     """Write a file that mlx and others load. Peak memory is one tensor."""
+    from numpy import ascontiguousarray
+
     pending = list(tensors)
     header: dict[str, TensorInfo] = {}
     offset = 0
     for tensor in pending:
-        nbytes = _SIZES[tensor.dtype] * int(np.prod(tensor.shape, dtype=np.int64))
+        nbytes = _SIZES[tensor.dtype] * math.prod(tensor.shape)
         header[tensor.name] = TensorInfo(tensor.dtype, tensor.shape, nbytes, offset)
         offset += nbytes
     with path.open("wb") as file:
         file.write(encode_header(header))
         for tensor in pending:
-            data = np.ascontiguousarray(tensor.data())
+            data = ascontiguousarray(tensor.data())
             if data.nbytes != header[tensor.name].nbytes:
                 raise ValueError(f"{tensor.name}: {data.nbytes} bytes do not make up {tensor.dtype}{tensor.shape}")
             file.write(data.tobytes())

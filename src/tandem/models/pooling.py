@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import logging
 from pathlib import Path
-from typing import Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Literal
 
 from tandem.errors import BrokenModel
 from tandem.protocol.request import Pooling
+
+if TYPE_CHECKING:
+    import numpy as np
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ def pooling_of(path: Path, chosen: Literal["auto", "last", "mean"] = "auto") -> 
 
 def unit_vector(vector: bytes, dimensions: int | None = None) -> np.ndarray[Any, np.dtype[np.float32]]:
     """The first `dimensions` numbers of a pooled hidden state (float32, little-endian), scaled to the length 1."""
+    import numpy as np
+
     values = np.frombuffer(vector, dtype="<f4")[:dimensions].astype(np.float64)
     length = float(np.linalg.norm(values))
     return (values / length if length else values).astype("<f4")
