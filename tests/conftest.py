@@ -24,6 +24,10 @@ with suppress(ImportError):  # tests with vLLM do without it
 
     settings.load_profile("ci")  # the same examples each time, however slowly they are made
 
+LONGEST = {"test_pages_commands.py", "test_e2e_ray.py", "test_firstlight_served.py", "test_engine_soak_kinds.py",
+           "test_e2e_kinds.py", "test_faults_ranks.py"}
+"""Files that take minutes."""
+
 Reports = Generator[None, pytest.CollectReport, pytest.CollectReport]
 
 # What a script starts in the background ignores SIGINT, and hands that on to all processes that tests interrupt.
@@ -56,9 +60,9 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Reports:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: where several files run at a time, none of them is left alone at the end."""
+    """The longest files first, then others with slow tests: where several run, none is left alone at the end."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path.name not in LONGEST, item.path not in slow))
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
