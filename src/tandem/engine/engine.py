@@ -206,7 +206,8 @@ class Engine:
         self._out.clear()  # the same list: `recover`, which calls who takes these, goes on filling it
         for message in messages:
             if isinstance(message, Output):
-                self.metrics.cached(message.cached_tokens, message.disk_tokens)
+                if message.cached_tokens:
+                    self.metrics.cached(message.cached_tokens, message.disk_tokens)
                 self.metrics.produced(message.request_id, len(message.tokens), message.finish_reason,
                                       embedded=bool(message.vector))
             elif isinstance(message, Refused):

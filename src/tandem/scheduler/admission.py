@@ -46,7 +46,7 @@ def _check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -
         raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
     if not request.prompt:
         raise RequestError("the prompt has no tokens; send at least one", param="prompt")
-    if not all(0 <= token < limits.vocab_size for token in (*request.prompt, *request.produced)):
+    if min(tokens := (*request.prompt, *request.produced)) < 0 or max(tokens) >= limits.vocab_size:
         raise RequestError(f"prompt token ids must lie in 0..{limits.vocab_size - 1}", param="prompt")
     if not 0 < request.weight < math.inf:
         raise RequestError(f"the weight {request.weight} is not a number above 0", param="weight")
