@@ -28,7 +28,7 @@ from tandem.testing import tiny_model
 pytestmark = pytest.mark.slow
 
 COUNT, MANY, FEW_LIVE, PHASE, KILLS = 200, 12, 3, 50, 2
-"""Many at once make preemptions, few leave room for prefixes: by turns of so many requests."""
+"""Many at once fill the KV cache, few leave room for prefixes: by turns of so many requests."""
 STATES = "off: the model's recurrent states cannot take back drafts"
 KINDS = {"deepseek_v3": "ngram", "qwen3_next": STATES, "nemotron_h": STATES,
          "llama4": "off: its masks are made for sequences of one length"}
@@ -81,6 +81,8 @@ def answers(engine: Engine, wanted: Sequence[EngineRequest], live: Sequence[int]
             assert isinstance(message, Output), message
             got[message.request_id] += message.tokens
             open_ -= message.finish_reason is not None
+        if rng.random() < 0.02:
+            engine.scheduler.relieve()  # as when a device's memory is full: the youngest starts again
         check_invariants(engine.scheduler)
         if kills and len(wanted) - len(todo) >= kills[0]:
             del kills[0]
