@@ -209,8 +209,8 @@ def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None 
                 else f": {reason}" if reason else "")
         raise UsageError(f"{base_url}{path} answers with status {error.code}{hint}", param="base_url") from None
     except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        raise UsageError(f"{base_url}{path} cannot be reached: {reason}; is the server up, is --url right?",
+        cause = getattr(error, "reason", error)
+        raise UsageError(f"{base_url}{path} cannot be reached: {cause}; is the server up, is --url right?",
                          param="base_url") from None
 
 
