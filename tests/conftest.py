@@ -42,12 +42,16 @@ def sigint() -> None:
 
 @pytest.fixture(autouse=True)
 def logging_ends() -> Iterator[None]:
-    """A command that is run in this process logs to the stderr of its test, which is closed afterwards."""
+    """A command that is run in this process logs to the stderr of its test, which is closed afterwards, and at a level
+    of its own."""
+    root, ours = logging.getLogger(), logging.getLogger("tandem")
+    levels = root.level, ours.level
     yield
-    root = logging.getLogger()
     for handler in root.handlers[:]:
-        if type(handler) is logging.StreamHandler:  # pytest's own are of other types
+        if not type(handler).__module__.startswith("_pytest"):
             root.removeHandler(handler)
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.hookimpl(wrapper=True)

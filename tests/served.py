@@ -55,6 +55,16 @@ class Server:
             return psutil.Process(self.process.pid).children(recursive=True)
         return []
 
+    def api(self) -> psutil.Process:
+        """The process that serves HTTP."""
+        return api_of(psutil.Process(self.process.pid))
+
+
+def api_of(server: psutil.Process) -> psutil.Process:
+    """The process that serves HTTP, among those that this one has started."""
+    [api] = [one for one in server.children(recursive=True) if {"tandem.cli.processes", "api"} <= set(one.cmdline())]
+    return api
+
 
 def start(*arguments: str | Path, errors: Any = subprocess.DEVNULL, **variables: str) -> subprocess.Popen[str]:
     """The command alone, on a free port."""

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import ast
+import errno
 import io
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +80,16 @@ def test_on_a_terminal_a_line_begins_where_a_live_line_of_another_process_stood(
     assert terminal.getvalue().startswith(log.ERASE_LINE)
     assert "mind the" in terminal.getvalue() and "gap" in terminal.getvalue()
     assert not any(control in terminal.getvalue() for control in ("\x1b[2J", "\x07", "\x9b"))
+
+
+def test_a_terminal_that_takes_nothing_more_ends_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Gone(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def write(self, text: str) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("sys.stderr", Gone())
+    log.set_up()
+    logging.getLogger(f"{log.ROOT}.test").warning("a line")

@@ -6,6 +6,7 @@ is kept where messages are written, not here.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -78,7 +79,8 @@ class _TerminalHandler(RichHandler):
     """Begins a line of its own: another process may have left a live one (cli/startup.py) without an end."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.console.file.write(ERASE_LINE)
+        with contextlib.suppress(OSError):  # a terminal that is gone; the line itself is the base class's to try
+            self.console.file.write(ERASE_LINE)
         super().emit(record)
 
 

@@ -18,7 +18,7 @@ import pytest
 from openai import OpenAI
 
 import served
-from served import TLS, wait_until
+from served import TLS, api_of, wait_until
 from tandem.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -100,11 +100,6 @@ def without_room(
         if "tandem_journal_errors_total 0.0" not in httpx.get(f"{url}/metrics", timeout=240).text:
             return key, answers[0]
     raise AssertionError("every answer was written in time")
-
-
-def api_of(server: psutil.Process) -> psutil.Process:
-    [api] = [one for one in server.children(recursive=True) if one.cmdline()[-2:-1] == ["api"]]
-    return api
 
 
 def asking(url: str) -> OpenAI:

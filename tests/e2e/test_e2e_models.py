@@ -230,7 +230,7 @@ def test_what_cannot_be_loaded_is_503_and_the_rest_goes_on(server: Models, confi
 
 def test_the_api_can_die_alone(server: Models) -> None:
     text = server.complete("alpha")
-    [api] = [one for one in psutil.Process(server.process.pid).children() if one.cmdline()[-2:-1] == ["api"]]
+    api = server.api()
     engines = {one.pid for one in psutil.Process(server.process.pid).children()} - {api.pid}
     api.kill()
 

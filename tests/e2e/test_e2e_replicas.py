@@ -183,7 +183,7 @@ def test_what_replica_refuses(two: Replicas) -> None:
 
 
 def test_the_api_can_die_alone(two: Replicas) -> None:
-    [api] = [one for one in psutil.Process(two.process.pid).children() if one.cmdline()[-2:-1] == ["api"]]
+    api = two.api()
     engines = [one.pid for one in psutil.Process(two.process.pid).children() if "engine" in one.cmdline()]
     api.kill()
 
@@ -244,7 +244,7 @@ def test_what_a_draining_replica_has_computed_is_read_by_another(tmp_path: Path)
         cached = [server.client.completions.create(model="default", prompt=prompt, max_tokens=1)
                   .usage.prompt_tokens_details for prompt in prompts[:2]]
         # What the other one computed is read; its own is in memory.
-        assert cached[victim].model_dump()["disk_cached_tokens"] == 512
+        assert sorted(one.model_dump().get("disk_cached_tokens", 0) for one in cached) == [0, 512]
         assert min(one.cached_tokens for one in cached) >= 512
 
 

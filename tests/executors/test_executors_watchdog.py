@@ -211,7 +211,7 @@ def test_a_busy_machine_is_told_seldom_and_when_it_is_over(gang: Gang, hosts: in
     for _ in range(200):
         gang.step(0.05)
     began = gang.now
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, logger="tandem"):
         while gang.now < began + 3000:
             for busy, steps in ((0.4, 100), (0.12, 100), (0.05, 200)):
                 for _ in range(steps):

@@ -20,6 +20,7 @@ import msgspec
 import psutil
 import pytest
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tandem.errors import TransportError
 from tandem.protocol import keys as protocol_keys
@@ -149,6 +150,21 @@ def test_a_huge_frame_is_announced_in_vain(door: Door, caplog: pytest.LogCapture
             pass
         assert refusals(caplog, door) == 1
     assert psutil.Process().memory_info().rss - before < 64 * 2**20
+    assert door.works()
+
+
+def test_a_stranger_who_is_gone_before_it_is_looked_at_is_logged_too(
+        door: Door, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(monitor: zmq.Socket[bytes]) -> Any:
+        event = recv_monitor_message(monitor)
+        time.sleep(0.3)
+        return event
+
+    monkeypatch.setattr(guard, "recv_monitor_message", late)
+    with caplog.at_level(logging.WARNING, logger="tandem"):
+        with socket.create_connection(("127.0.0.1", door.port)) as raw:
+            raw.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        assert refusals(caplog, door) == 1
     assert door.works()
 
 

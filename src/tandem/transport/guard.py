@@ -95,13 +95,14 @@ class Guard:
 
     def _admit(self, number: int) -> None:
         """Count a connection. One too many of its address is shut; one too many of all costs the address with the most
-        its oldest."""
-        if (address := self._peer(number)) is None:
-            return
+        its oldest. One that has ended by now counts until its end is reported, which comes next."""
+        address = self._peer(number)
         if self._spare is None:
             self._peer(number, shut=True)
             return
-        self._strangers[number] = (address, time.monotonic())
+        self._strangers[number] = (address or "", time.monotonic())
+        if address is None:
+            return
         counts = Counter(one for one, _ in self._strangers.values())
         if counts[address] > max(self._most // 4, 1):
             self._shut(number)

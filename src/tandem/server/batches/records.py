@@ -147,7 +147,7 @@ class Results:
                 else:
                     found[kind].add(custom_id_of(line))
             if damaged:
-                logger.error("%d lines of %s are damaged or torn: computing them again", damaged, path.name)
+                logger.error("%d lines of %s are damaged or torn; computing them again", damaged, path.name)
                 with open_private(whole, "wb") as out:
                     out.writelines(kept for kept, line in _lines(path) if line is not None)
                 os.replace(whole, path)
