@@ -295,6 +295,13 @@ def test_a_replayed_hello_is_refused(door: Door, caplog: pytest.LogCaptureFixtur
     recorder.close()
 
 
+def test_a_member_that_connects_again_is_heard_though_its_old_connection_has_not_ended(door: Door) -> None:
+    with closing(door.member(door.port)) as old:
+        old.send(FAILURE if door.name == "bus" else Leave())
+        assert door.heard_soon() is not None
+        assert door.works()
+
+
 def test_bytes_of_a_member_that_are_no_message_of_its_kind(door: Door) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     member = dealer(context, door.port, door.keys)

@@ -28,6 +28,7 @@ class EngineBus:
         self.socket.linger = 0
         self.socket.maxmsgsize = MAX_FRAME
         self.socket.router_mandatory = True
+        self.socket.router_handover = True  # to who connects again before the old connection has ended
         keys.secure_bind(self.socket)
         with translated(f"no free port on {host}", self.close):
             port = self.socket.bind_to_random_port(f"tcp://{host}")

@@ -35,6 +35,7 @@ class HeadEnd:
         self.socket.linger = 500
         self.socket.maxmsgsize = MAX_FRAME
         self.socket.router_mandatory = True
+        self.socket.router_handover = True  # to who connects again before the old connection has ended
         keys.secure_bind(self.socket)
         try:
             self.socket.bind(f"tcp://{host}:{port or '*'}")
