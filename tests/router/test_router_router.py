@@ -105,6 +105,16 @@ def test_a_prompt_on_a_common_disk_is_worth_what_reading_it_saves():
     router.check()
 
 
+def test_who_is_left_alone_is_told_what_a_replica_that_has_gone_wrote():
+    router = ready(2)
+    prompt = tokens(17 * BLOCK)
+    for index in range(2):
+        router.set_disk(index, "disk", 0.5)
+    assert router.place("a", prompt, 100) == 0
+    router.leave(0)
+    assert router.place("b", [*prompt, 1], 100) == 1 and router.kept("b") == 512
+
+
 def test_a_prompt_that_another_lends_is_worth_less_than_one_on_its_own_disk():
     router = ready(3)
     prompt = tokens(17 * BLOCK)  # eight pieces, and a block more

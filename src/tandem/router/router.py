@@ -167,8 +167,8 @@ class Router:
         candidates = self._candidates(avoid)
         if not candidates:
             return None
-        several = self._affinity and len(self._replicas) > 1
-        hashes = prompt_hashes(tokens) if several else []
+        others = len(self._replicas) > 1 or any(map(len, self._stores.values()))  # perhaps gone, but for what they wrote
+        hashes = prompt_hashes(tokens) if self._affinity and others else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         stores = self._stores if hashes else {}
         found = {store: sent.matched(hashes) // PIECE * PIECE for store, sent in stores.items()} | dict(written or {})
