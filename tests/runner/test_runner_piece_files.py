@@ -268,6 +268,18 @@ def test_a_directory_of_others_is_left_alone(tmp_path):
         store(tmp_path / "linked", (0, 4), (0, 6))
 
 
+def test_a_directory_that_was_deleted_while_ranks_wrote_is_still_ours(tmp_path):
+    files = store(tmp_path, (0, 4), (0, 6))
+    assert files.write(NAME, [(layer, layer) for layer in KEYS], "float32")
+    (tmp_path / MARK).unlink()
+    again = store(tmp_path, (0, 4), (0, 6))
+    assert (tmp_path / MARK).exists() and again.store_id == files.store_id
+    (tmp_path / MARK).unlink()
+    (tmp_path / "space" / "letters").write_text("mine")
+    with pytest.raises(UsageError, match="other things"):
+        store(tmp_path, (0, 4), (0, 6))
+
+
 def test_a_look_for_some_pieces_lists_no_others(tmp_path, monkeypatch):
     """However many lie there; parts of layouts that began later are seen all the same."""
     mine, other = (PieceFiles(tmp_path, "space", part((0, 4), (0, 6)), 1 << 30, 1 << 30) for _ in range(2))

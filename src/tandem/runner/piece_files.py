@@ -117,14 +117,21 @@ def open_directory(directory: Path, space: str) -> None:
 def _make_space(directory: Path, space: str) -> None:
     """Within a directory that is there. Raises OSError, also where that is not ours."""
     mark, path = directory / MARK, directory / space
-    # In this order: another rank may be making it too, and puts the mark there first.
-    if any(directory.iterdir()) and not mark.exists():
-        raise OSError(errno.ENOTEMPTY, "it has other things than Tandem's KV in it")
     if not mark.exists():
+        if not all(map(_is_ours, directory.iterdir())):
+            raise OSError(errno.ENOTEMPTY, "it has other things than Tandem's KV in it")
         _write(mark, "Tandem keeps KV of prompts here. All of it may be deleted at any time.\n")
     path.mkdir(exist_ok=True, mode=0o700)
     if path.is_symlink():
         raise OSError(errno.ELOOP, f"{space} in it is a link, and what is behind links is not counted")
+
+
+def _is_ours(path: Path) -> bool:
+    """True for what Tandem keeps in such a directory, where all but the mark may be left of one that was deleted while
+    ranks wrote."""
+    if path.is_dir() and not path.is_symlink():
+        return all(name in (ABOUT, PARTS) or name.endswith((SUFFIX, ".tmp")) for name in os.listdir(path))
+    return path.name in (MARK, IDENTITY) or path.name.endswith(".tmp")
 
 
 def _write(path: Path, text: str) -> None:
