@@ -167,7 +167,7 @@ class Router:
         candidates = self._candidates(avoid)
         if not candidates:
             return None
-        others = len(self._replicas) > 1 or any(map(len, self._stores.values()))  # perhaps gone, but for what they wrote
+        others = len(self._replicas) > 1 or any(map(len, self._stores.values()))  # or have been and wrote
         hashes = prompt_hashes(tokens) if self._affinity and others else []
         saved = {index: self._replicas[index].sent.matched(hashes) for index in candidates}
         stores = self._stores if hashes else {}
