@@ -25,10 +25,8 @@ def waiting(served: Any) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [("-tp", "2"), ("-pp", "2")], ids=["tp", "pp"])
-def test_they_are_the_next_ranks(running: Callable[..., AbstractContextManager[Any]], model: Path,
-                                 layout: tuple[str, ...]) -> None:
-    with running(str(model), *layout, *FLAGS, "--spares", "1") as served:
+def test_they_are_the_next_ranks(running: Callable[..., AbstractContextManager[Any]], model: Path) -> None:
+    with running(str(model), "-tp", "2", *FLAGS, "--spares", "1") as served:
         served.learn()
         served.wait(lambda: len(waiting(served)) == 2, "spares")
         first, spares = set(served.ranks()), waiting(served)
