@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
 import time
 import traceback
 from functools import partial
@@ -105,8 +104,7 @@ class InlineExecutor(Executor):
         """Whatever MLX raises makes the runner's state worthless, so it counts as the rank's failure."""
         if self._mailbox is None:
             raise RankFailure("the executor is not started", rank=0)
-        select.select([self._mailbox.socket], [], [], timeout_s)
-        events = self._mailbox.take()
+        events = self._mailbox.take(timeout_s)
         for event in events:
             if not isinstance(event, Exception):
                 continue
