@@ -102,9 +102,9 @@ def plan_layout(settings: Settings) -> GangLayout:
         context = model.max_context
     speculation = with_speculative_config(settings.speculation)
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
-    if drafts and not description.can_be_cut:
-        raise ConfigError(f"{description.family} keeps recurrent states, which cannot take back drafts that were not "
-                          "accepted; serve it without speculative decoding", param="speculative_method")
+    if drafts and description.no_drafts:
+        raise ConfigError(f"{description.family} takes no drafts: {description.no_drafts}; serve it without "
+                          "speculative decoding", param="speculative_method")
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
     draft = find_draft_model(settings, files, description)

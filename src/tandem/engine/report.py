@@ -11,7 +11,6 @@ from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
 from tandem.executors.watchdog import Slowness
-from tandem.models.families.table import family_of
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.scheduler.disk import Pace
 from tandem.scheduler.scheduler import Scheduler
@@ -27,9 +26,7 @@ def _speculation(layout: GangLayout) -> str:
     """In words of `/model/info`."""
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
-    if not layout.description.can_be_cut:
-        return "off: the model's recurrent states cannot take back drafts"
-    return f"off: {reason}" if (reason := family_of(layout.description.family).one_by_one) else "off"
+    return f"off: {layout.description.no_drafts}".removesuffix(": ")
 
 
 class Report:
