@@ -185,11 +185,13 @@ class EngineThread:
             future.set_exception(error)
 
     def _submit(self, requests: Sequence[EngineRequest], sink: Sink, engine: Engine) -> None:
+        admitted: list[str] = []
         try:
             for request in requests:
                 self._admit(request, sink)
+                admitted.append(request.request_id)
         except RequestError:
-            self._abort([request.request_id for request in requests])
+            self._abort(admitted)
             raise
 
     def _admit(self, request: EngineRequest, sink: Sink) -> None:
