@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Written
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 from tandem.runner import kv_disk
 from tandem.runner.kv_disk import KVDisk, Layers, kind_of
 from tandem.runner.piece_files import Kind, Part, PieceFiles
@@ -118,3 +118,35 @@ def test_a_look_for_some_pieces_names_no_others(disk) -> None:
     one.survey(Survey(2))
     got = reports.get(timeout=60)
     assert sorted(got.names) == NAMES and got.wanted is None and got.nbytes > 0
+
+
+def test_a_job_that_fails_is_answered_and_the_next_one_is_done(disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _, reports = disk
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("nobody foresaw it")
+
+    states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
+    for name, order, answer in (
+            ("read", lambda: one.fetch(Fetch("a", NAMES)), Fetched(0, "a", NAMES)),
+            ("write", lambda: one.store(StoreOp("a", [(0, NAMES[0])]), states), Written(0, [])),
+            ("survey", lambda: one.survey(Survey(1, wanted=NAMES[:1])), Surveyed(0, 1, [], wanted=NAMES[:1]))):
+        with monkeypatch.context() as patch:
+            patch.setattr(one._files, name, fail)
+            order()
+            assert reports.get(timeout=60) == answer
+    assert one.take("a") is None and one._waiting == 0
+    one.fetch(Fetch("b", NAMES))
+    assert not reports.get(timeout=60).lost and one.take("b")
+
+
+def test_pieces_that_are_to_go_are_gone_once_what_waits_is_written(disk) -> None:
+    one, other, reports = disk
+    states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
+    new = b"n" * 16
+    one.store(StoreOp("a", [(0, new)]), states)
+    one.survey(Survey(1, drop=True, wanted=[new, NAMES[3]]))
+    assert reports.get(timeout=60).names == [new]
+    assert reports.get(timeout=60).names == []
+    other.survey()
+    assert sorted(other.names()) == sorted({*NAMES} - {NAMES[3]})

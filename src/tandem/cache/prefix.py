@@ -231,6 +231,12 @@ class PrefixIndex:
                 del self._by_hash[digest]
         self._evicted.append(key)
 
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        """Evict whatever shares most with a prompt of these blocks."""
+        deepest = next((digest for digest in reversed(hashes) if digest in self._by_hash), b"")
+        for key in list(self._by_hash.get(deepest, ())):
+            self._evict(key)
+
     def shrink(self, positions: int) -> None:
         """Evict the least recently used until `positions` positions are free again; nothing if that is not above 0."""
         goal = max(self.positions - max(positions, 0), 0)

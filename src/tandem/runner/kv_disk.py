@@ -244,14 +244,28 @@ class KVDisk:
             if kind == _END:
                 self._files.close()
                 return
-            if isinstance(job, Survey):
-                self._survey(job)
-            elif isinstance(job, Borrow):
-                self._borrow(job)
-            elif kind == _READ:
-                self._read(job)
-            else:
-                self._write(*job)
+            try:
+                if isinstance(job, Survey):
+                    self._survey(job)
+                elif isinstance(job, Borrow):
+                    self._borrow(job)
+                elif kind == _READ:
+                    self._read(job)
+                else:
+                    self._write(*job)
+            except Exception as error:  # noqa: BLE001 - one job must not end the thread: others wait for the next ones
+                self._failed(job, error)
+
+    def _failed(self, job: Any, error: Exception) -> None:
+        """Answer a job that raised what nobody foresaw, so that nobody waits for it."""
+        seldom.error("KV on disk: %s: %s; what it was about is computed", type(error).__name__, error)
+        if isinstance(job, Fetch):
+            self._arrived[job.key] = None
+            self._report(Fetched(self._rank, job.key, job.names))
+        elif isinstance(job, Survey):
+            self._report(Surveyed(self._rank, job.number, [], wanted=job.wanted))
+        elif not isinstance(job, Borrow):
+            self._report(Written(self._rank, []))
 
     def _read(self, order: Fetch) -> None:
         started, nbytes, before, late = time.monotonic(), 0, self._files.brought, False

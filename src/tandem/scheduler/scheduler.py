@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 
-from tandem.cache.prefix import PrefixIndex
+from tandem.cache.prefix import PrefixIndex, block_hashes
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import (
@@ -161,9 +161,12 @@ class Scheduler:
 
     def _waits(self, lane: Lane) -> bool:
         """The lane's next plan names tokens, and so cannot be sent ahead of the results that bring them."""
-        return lane.outstanding > 0 and (
-            lane.names_tokens or self.speculation.drafts(lane.decoding()) is not None
-            or self.speculation.ask(lane.decoding()) > 0)
+        if not lane.outstanding:
+            return False
+        decode = lane.decoding()
+        most = self._most_drafts(decode)
+        return (lane.names_tokens or self.speculation.drafts(decode, most) is not None
+                or self.speculation.ask(decode, most) > 0)
 
     def _plan(self, lane: Lane) -> StepPlan | None:
         for sequence in lane.decoding():
@@ -196,14 +199,19 @@ class Scheduler:
 
     def _speculate(self, lane: Lane, decode: list[Sequence]) -> SpecDecodePlan | None:
         """What the lane's sequences decode from, if it is not one token after the one that the ranks hold."""
-        drafts = None if lane.outstanding else self.speculation.drafts(decode)
-        ask = 0 if lane.outstanding else self.speculation.ask(decode)
+        most = self._most_drafts(decode)
+        drafts = None if lane.outstanding else self.speculation.drafts(decode, most)
+        ask = 0 if lane.outstanding else self.speculation.ask(decode, most)
         if not decode or (drafts is None and not ask and not lane.names_tokens):
             return None
         return SpecDecodePlan(
             [SpecDecodeRow(one.request_id, one.computed, [one.tokens[-1], *tries],
                            one.untold() if self.speculation.model else [])
              for one, tries in zip(decode, drafts or repeat(()), strict=False)], ask)
+
+    def _most_drafts(self, decode: list[Sequence]) -> int:
+        """Rows are padded to the widest, and a table of learned positions ends with the context."""
+        return min([self.speculation.most, *(self.limits.max_context - len(one.tokens) for one in decode)])
 
     def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for sequence in decode:
@@ -366,12 +374,10 @@ class Scheduler:
     def _take(self, sequence: Sequence, tokens: list[int], result: StepResult) -> EngineMessage:
         """Tokens that were produced, until one of them ends the sequence."""
         if tokens[0] < 0:
-            self._finish(sequence)
-            return no_token(sequence.request_id, tokens[0])
+            return self._fail(sequence, tokens[0])
         first, prompt_logprobs = not sequence.produced, sequence.take_logprobs()
         if prompt_logprobs is not None and not prompt_logprobs.finite:
-            self._finish(sequence)
-            return no_token(sequence.request_id, NOT_FINITE)
+            return self._fail(sequence, NOT_FINITE)
         reason, taken = None, 0
         while reason is None and taken < len(tokens):
             sequence.tokens.append(tokens[taken])
@@ -414,12 +420,22 @@ class Scheduler:
             del self.sequences[request_id]
             return None
         found = sequence.take_logprobs()
-        self._finish(sequence)
         if not (sequence.request.warms or (found.finite if found is not None else vector)):
-            return no_token(request_id, NOT_FINITE)
+            return self._fail(sequence, NOT_FINITE)
+        self._finish(sequence)
         return Output(request_id, finish_reason="stop" if sequence.request.pooling else "length",
                       cached_tokens=sequence.cached, disk_tokens=sequence.from_disk, vector=vector,
                       prompt_logprobs=found)
+
+    def _fail(self, sequence: Sequence, why: int) -> Refused:
+        """End a sequence that got `why` in place of a token. A prefix that gave no numbers must serve nobody else: what
+        a device's passing fault left in it would fail every request that shares it."""
+        if why == NOT_FINITE:
+            hashes = block_hashes(sequence.tokens)
+            self.prefixes.discard(hashes)
+            self.disk.discard(hashes)
+        self._finish(sequence)
+        return no_token(sequence.request_id, why)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True
