@@ -254,7 +254,8 @@ def test_drafts_get_fewer_where_positions_cost_more() -> None:
 def test_rows_are_padded_to_no_position_beyond_the_context(model: bool) -> None:
     """A table of learned positions ends there, and what lies behind it may be no number."""
     ranks = FakeRanks(model=random.Random(1) if model else None, context=200)
-    near = EngineRequest(request_id="near", prompt=[1, 2, 3] * 12, params=SamplingParams(max_tokens=164, ignore_eos=True))
+    params = SamplingParams(max_tokens=164, ignore_eos=True)
+    near = EngineRequest(request_id="near", prompt=[1, 2, 3] * 12, params=params)
     scheduler = run(ranks, [near, cyclic("b", max_tokens=190)], max_context=200,
                     speculation=SpeculationLimits(drafts=DRAFTS, model=model))
     assert scheduler.speculation.counts.accepted_tokens > 10

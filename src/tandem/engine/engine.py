@@ -10,6 +10,8 @@ import logging
 import secrets
 import time
 
+import zmq
+
 from tandem.config.settings import Settings
 from tandem.engine.desk import CacheDesk, Reply
 from tandem.engine.drain_rate import DrainRate
@@ -32,6 +34,8 @@ from tandem.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
+POLL_MS, IDLE_MS = 100, 500
+"""Longest sleeps while there is work, and while there is none."""
 FETCH_S = 20.0
 """Seconds without a prefix from disk, after which nobody waits for one any more."""
 WRITE_S = 10.0
@@ -166,6 +170,13 @@ class Engine:
         return self._scheduler is None or self._scheduler.idle
 
     # --- steps ---
+
+    def sleep(self, other: object) -> None:
+        """Wait until a rank or `other`, a socket, has something to say, but not for long: ranks are to be watched."""
+        poller = zmq.Poller()
+        for one in filter(None, (other, self.executor.wait_socket)):
+            poller.register(one, zmq.POLLIN)
+        poller.poll(IDLE_MS if self.idle else POLL_MS)
 
     def pump(self, timeout_s: float) -> list[EngineMessage]:
         """Send the plans that can be sent, and take what results there are, waiting up to `timeout_s` seconds.

@@ -19,8 +19,6 @@ from copy import copy
 from functools import partial
 from typing import TypeVar
 
-import zmq
-
 from tandem.borders import start_thread
 from tandem.config.settings import Settings
 from tandem.engine.engine import Engine
@@ -37,8 +35,6 @@ Event = Output | Exception
 """What comes of a request: the last is an output with a finish reason, or an error."""
 Sink = Callable[[Event], object]
 """Where the events of a request go. Called in the engine's thread; RuntimeError says that nobody listens any more."""
-POLL_MS, IDLE_MS = 100, 500
-"""Longest sleeps while there is work, and while there is none."""
 CLOSED = "this LLM is closed"
 
 
@@ -131,7 +127,7 @@ class EngineThread:
                 self._meanwhile()
                 self._deliver(self.engine.pump(0.0))
                 self._fill()
-                self._wait()
+                self.engine.sleep(self._ear)
         except _Closing:
             pass
         except TandemError as error:
@@ -165,14 +161,6 @@ class EngineThread:
             self._calls.popleft()()
         if self._closing:
             raise _Closing
-
-    def _wait(self) -> None:
-        """Sleep until a rank or a caller has something to say."""
-        poller = zmq.Poller()
-        poller.register(self._ear, zmq.POLLIN)
-        if (one := self.engine.executor.wait_socket) is not None:
-            poller.register(one, zmq.POLLIN)
-        poller.poll(IDLE_MS if self.engine.idle else POLL_MS)
 
     def _do(self, work: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():

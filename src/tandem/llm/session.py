@@ -15,6 +15,7 @@ import msgspec
 from tandem.config.options import by_name, section_names
 from tandem.config.settings import Settings
 from tandem.config.validation import validate
+from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.engine.thread import EngineThread, Event, Sink
 from tandem.errors import ConfigError, RequestError
@@ -22,7 +23,7 @@ from tandem.guided.check import GrammarCheck
 from tandem.llm.answer import Answer, RequestOutput
 from tandem.models.pooling import unit_vector
 from tandem.protocol.checks import check_params
-from tandem.protocol.request import EngineRequest, Pooling, SamplingParams
+from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, SamplingParams
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -76,6 +77,27 @@ class Batch:
     def vectors(self, dimensions: int | None) -> list[list[float]]:
         """In the order of the prompts, of length 1."""
         return [unit_vector(self._vectors[request_id], dimensions).tolist() for request_id in self._answers]
+
+
+class Loaded:
+    """What `LLM` and `AsyncLLM` say of their model once it is loaded."""
+
+    _session: Session
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._session.tokenizer
+
+    @property
+    def default_sampling(self) -> SamplingDefaults:
+        """What the model's generation_config.json says; it holds for calls without `params`."""
+        return self._session.layout.defaults
+
+    @property
+    def engine(self) -> Engine:
+        """For looking at: it is worked with in a thread of its own."""
+        return self._session.engine.engine
 
 
 class Session:

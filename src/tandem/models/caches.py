@@ -81,8 +81,8 @@ def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
     if kind in _TWO_ATTENTIONS:
         return LayerCache("latent", 2 * (latent + rope), listed=True)
     index = config.get("index_head_dim")  # deepseek_v32 has a second cache, with its index's keys and room for values
-    indexed = isinstance(index, int)
-    return LayerCache("latent", latent + rope + (2 * index if indexed else 0), listed=indexed)
+    keys = 2 * index if isinstance(index, int) else 0
+    return LayerCache("latent", latent + rope + keys, listed=keys > 0)
 
 
 def index_heads(config: Mapping[str, Any]) -> int:

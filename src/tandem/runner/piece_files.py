@@ -356,9 +356,9 @@ class PieceFiles:
         return own, total
 
     def survey(self, *, drop: bool = False, wanted: Sequence[bytes] | None = None) -> tuple[int, int]:
-        """Look what is there by now, once all of this space that is `wanted` is deleted if it is to `drop`; returns the bytes of this
+        """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
         space's files, or of those that were deleted, and of all that is left. Where some pieces are `wanted`, nothing
-        else is looked at, here or at those who lend, nor counted. Raises OSError."""
+        else is deleted or looked at, here or at those who lend, nor counted. Raises OSError."""
         dropped = 0
         stems = None if wanted is None else {name.hex() for name in wanted}
         for _, size, space, file in self._all() if drop else ():
