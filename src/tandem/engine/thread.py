@@ -176,36 +176,32 @@ class EngineThread:
         admitted: list[str] = []
         try:
             for request in requests:
-                self._admit(request, sink)
+                if self._held or not self._entered(request, sink):
+                    self._held.append((request, sink))
                 admitted.append(request.request_id)
         except RequestError:
             self._abort(admitted)
             raise
 
-    def _admit(self, request: EngineRequest, sink: Sink) -> None:
+    def _entered(self, request: EngineRequest, sink: Sink) -> bool:
+        """Queue a request; False where there is no room. Raises RequestError."""
         try:
-            if self._held:
-                raise OverloadedError("others wait already")
             self.engine.submit(request)
         except OverloadedError:
-            self._held.append((request, sink))
-        else:
-            self._sinks[request.request_id] = sink
+            return False
+        self._sinks[request.request_id] = sink
+        return True
 
     def _fill(self) -> None:
         """Queue what has been waiting for room."""
         while self._held:
             request, sink = self._held[0]
             try:
-                self.engine.submit(request)
-            except OverloadedError:
-                return
+                if not self._entered(request, sink):
+                    return
             except RequestError as error:
-                self._held.popleft()
                 _tell(sink, error)
-            else:
-                self._held.popleft()
-                self._sinks[request.request_id] = sink
+            self._held.popleft()
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

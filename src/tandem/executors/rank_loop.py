@@ -95,14 +95,8 @@ class RankLoop:
 
     def fetch(self, order: Fetch | Borrow | Survey) -> None:
         """Read a prefix from disk, look what is there, or know who lends more, beside whatever is computed."""
-        assert self._runner is not None
-        assert self._runner.disk is not None
-        if isinstance(order, Survey):
-            self._runner.disk.survey(order)
-        elif isinstance(order, Borrow):
-            self._runner.disk.borrow(order)
-        else:
-            self._runner.disk.fetch(order)
+        assert self._runner is not None and self._runner.disk is not None
+        self._runner.disk.take_order(order)
 
     def where(self) -> tuple[int, bool]:
         """The last step begun, -1 before the first, and whether it waits for another stage. From any thread."""

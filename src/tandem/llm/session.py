@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -117,15 +117,14 @@ class Session:
 
     def texts(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None) -> Batch:
         """Completions of one prompt or several. Raises RequestError."""
-        checked = self._checked(params or self._default)
-        return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt), params=checked)
-                            for prompt in _several(prompts)])
+        checked = self._checked(params)
+        return self._batch(map(self._encode, _several(prompts)), checked)
 
     def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None) -> Batch:
         """The completion of a prompt, or the answer to a conversation. Raises RequestError."""
         if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):
             return self.reply(prompt, params)
-        return self._one(self._encode(prompt), params)
+        return self._batch([self._encode(prompt)], self._checked(params))
 
     def reply(self, messages: Sequence[Any], params: SamplingParams | None) -> Batch:
         """The answer to a conversation. Raises RequestError."""
@@ -134,24 +133,18 @@ class Session:
             raise RequestError("messages must be a list of one message or more, such as "
                                "{'role': 'user', 'content': 'Hello'}", param="messages")
         _require_unicode(messages, "messages")
-        return self._one(self.tokenizer.render_chat(messages), params)
-
-    def _one(self, tokens: list[int], params: SamplingParams | None) -> Batch:
-        checked = self._checked(params or self._default)
-        return self._batch([EngineRequest(request_id=self._id(), prompt=tokens, params=checked)])
+        return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
 
     def pooled(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None) -> Batch:
         """Vectors of one prompt or several. Raises RequestError."""
         pooling = self._pooling(dimensions)
-        params = SamplingParams(max_tokens=0)
-        return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt, closed=True),
-                                          params=params, pooling=pooling) for prompt in _several(prompts)])
+        tokens = (self._encode(prompt, closed=True) for prompt in _several(prompts))
+        return self._batch(tokens, SamplingParams(max_tokens=0), pooling)
 
-    def _batch(self, requests: Sequence[EngineRequest]) -> Batch:
-        return Batch(self.engine, self.tokenizer, requests)
-
-    def _id(self) -> str:
-        return f"llm-{next(self._ids)}"
+    def _batch(self, prompts: Iterable[list[int]], params: SamplingParams, pooling: Pooling | None = None) -> Batch:
+        return Batch(self.engine, self.tokenizer, [
+            EngineRequest(request_id=f"llm-{next(self._ids)}", prompt=prompt, params=params, pooling=pooling)
+            for prompt in prompts])
 
     def _pooling(self, dimensions: int | None) -> Pooling:
         pooling, size = self.layout.pooling, self.layout.description.hidden_size
@@ -168,9 +161,9 @@ class Session:
         _require_unicode(prompt, "prompt")
         return self.tokenizer.encode_closed(prompt) if closed else self.tokenizer.encode(prompt)
 
-    def _checked(self, params: SamplingParams) -> SamplingParams:
-        """`params` with a grammar that the ranks can follow. Raises RequestError."""
-        params = _typed(params)
+    def _checked(self, given: SamplingParams | None) -> SamplingParams:
+        """Parameters with a grammar that the ranks can follow. Raises RequestError."""
+        params = _typed(given or self._default)
         check_params(params, self.layout.description.vocab_size)
         if params.structured_outputs is None:
             return params

@@ -203,17 +203,13 @@ class KVDisk:
             for number, name in taken:
                 self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
 
-    def fetch(self, order: Fetch) -> None:
-        """Read a prefix; `Fetched` says when it is here."""
-        self._jobs.put((_READ, next(self._number), order))
+    def take_order(self, order: Fetch | Borrow | Survey) -> None:
+        """Read a prefix, have what is not on this disk from others' from now on, or look what is there.
 
-    def survey(self, order: Survey) -> None:
-        """Look what is there, once what waits has been written unless it is to be soon; `Surveyed` says it."""
-        self._jobs.put((_READ if order.soon else _WRITE, next(self._number), order))
-
-    def borrow(self, order: Borrow) -> None:
-        """Have what is not on this disk from others' from now on."""
-        self._jobs.put((_READ, next(self._number), order))
+        A look comes once what waits has been written, unless it is to be soon. `Fetched` and `Surveyed` answer.
+        """
+        waits = isinstance(order, Survey) and not order.soon
+        self._jobs.put((_WRITE if waits else _READ, next(self._number), order))
 
     def has(self, key: str) -> bool:
         """A prefix has been fetched under this key, or could not be."""

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 
-from tandem.cache.prefix import PrefixIndex, block_hashes
+from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import (
@@ -24,14 +24,12 @@ from tandem.protocol.step import (
     StepPlan,
     StepResult,
     batch_fingerprint,
+    by_id,
 )
-from tandem.scheduler.admission import check_admission
 from tandem.scheduler.departures import Departures
 from tandem.scheduler.disk import DiskTier
-from tandem.scheduler.kv_room import plan_shapes
-from tandem.scheduler.lane import Lane
-from tandem.scheduler.limits import Limits
-from tandem.scheduler.placement import choose_lane
+from tandem.scheduler.lane import Lane, choose_lane
+from tandem.scheduler.limits import Limits, check_admission, plan_shapes
 from tandem.scheduler.prompt_pace import PromptPace
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
@@ -53,7 +51,7 @@ class Scheduler:
         """Every request that is not over, and those over whose last tokens are still under way."""
         self.waiting: deque[Sequence] = deque()
         self.lanes = limits.new_lanes()
-        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
+        self.prefixes = limits.new_prefixes()
         self.disk = DiskTier()
         self.departures = Departures(self.disk, self._finish)
         self.shares = FairShares()
@@ -161,12 +159,7 @@ class Scheduler:
 
     def _waits(self, lane: Lane) -> bool:
         """The lane's next plan names tokens, and so cannot be sent ahead of the results that bring them."""
-        if not lane.outstanding:
-            return False
-        decode = lane.decoding()
-        most = self._most_drafts(decode)
-        return (lane.names_tokens or self.speculation.drafts(decode, most) is not None
-                or self.speculation.ask(decode, most) > 0)
+        return lane.outstanding > 0 and (lane.names_tokens or self._tries(lane.decoding()) != (None, 0))
 
     def _plan(self, lane: Lane) -> StepPlan | None:
         for sequence in lane.decoding():
@@ -199,9 +192,7 @@ class Scheduler:
 
     def _speculate(self, lane: Lane, decode: list[Sequence]) -> SpecDecodePlan | None:
         """What the lane's sequences decode from, if it is not one token after the one that the ranks hold."""
-        most = self._most_drafts(decode)
-        drafts = None if lane.outstanding else self.speculation.drafts(decode, most)
-        ask = 0 if lane.outstanding else self.speculation.ask(decode, most)
+        drafts, ask = (None, 0) if lane.outstanding else self._tries(decode)
         if not decode or (drafts is None and not ask and not lane.names_tokens):
             return None
         return SpecDecodePlan(
@@ -209,9 +200,11 @@ class Scheduler:
                            one.untold() if self.speculation.model else [])
              for one, tries in zip(decode, drafts or repeat(()), strict=False)], ask)
 
-    def _most_drafts(self, decode: list[Sequence]) -> int:
-        """Rows are padded to the widest, and a table of learned positions ends with the context."""
-        return min([self.speculation.most, *(self.limits.max_context - len(one.tokens) for one in decode)])
+    def _tries(self, decode: list[Sequence]) -> tuple[list[list[int]] | None, int]:
+        """Drafts that are worth trying after these, and how many to ask a draft model for. Rows are padded to the
+        widest, and a table of learned positions ends with the context."""
+        most = min([self.speculation.most, *(self.limits.max_context - len(one.tokens) for one in decode)])
+        return self.speculation.drafts(decode, most), self.speculation.ask(decode, most)
 
     def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for sequence in decode:
@@ -353,9 +346,7 @@ class Scheduler:
                 if op.request_id in result.prompt_logprobs:
                     prompted.score(op.start, result.prompt_logprobs[op.request_id])
         outputs = [message for request_id in plan.ended() if (message := self._take_end(request_id, result))]
-        sampled: dict[str, list[int]] = {}
-        for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
-            sampled.setdefault(request_id, []).append(token)
+        sampled = by_id(plan.sampled(), result.tokens)
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         for request_id, tokens in sampled.items():
             sequence = self.sequences[request_id]
@@ -500,7 +491,7 @@ class Scheduler:
         assert not self._under_way
         self.limits = limits
         self.lanes = limits.new_lanes()
-        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
+        self.prefixes = limits.new_prefixes()
         refused: list[EngineMessage] = []
         for sequence in list(self.waiting):
             need = sequence.prompt_len + sequence.request.params.max_tokens
