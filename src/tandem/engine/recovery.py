@@ -149,7 +149,9 @@ class Gang:
                 if trouble := next((ready for ready in self.ready if ready.disk_trouble), None):
                     raise UsageError(f"rank {trouble.rank}: {trouble.disk_trouble}", param="kv_disk")
                 require_quantized(self.layout, self.ready)
-                self._require_pieces(role_of(self._settings.parallel))
+                role = role_of(self._settings.parallel)
+                if role != "both" and any(ready.pieces is None for ready in self.ready):
+                    raise UnsupportedModel(no_pieces(role, self.layout.description.family), param="roles")
                 limits = self._limits()
                 scheduler = Scheduler(limits, first_step=self._canary(limits, 0, progress))
                 break
@@ -171,10 +173,6 @@ class Gang:
         self._stand()
         self._begin(scheduler)
         return scheduler
-
-    def _require_pieces(self, role: str) -> None:
-        if role != "both" and any(ready.pieces is None for ready in self.ready):
-            raise UnsupportedModel(no_pieces(role, self.layout.description.family), param="roles")
 
     def _begin(self, scheduler: Scheduler) -> None:
         for ready in self.ready:

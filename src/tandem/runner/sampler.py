@@ -25,9 +25,8 @@ from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import NOT_FINITE
-from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, largest
+from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, largest, seed_keys, uniform_pairs
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
-from tandem.runner.uniforms import seed_keys, uniform_pairs
 
 Allowed = Mapping[str, npt.NDArray[np.bool_]]
 """By request id: which tokens may be chosen, bool [V], or [positions, V] for one with drafts; others are free."""
