@@ -22,7 +22,7 @@ from tandem.engine.quorum import Quorum
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
-from tandem.executors.base import Executor, Progress, Report
+from tandem.executors.base import Executor, Progress, Report, do_nothing
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Neighbours, Output, Refused, Stepped, Trial
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
@@ -307,7 +307,7 @@ class Engine:
 
     def close(self) -> None:
         """End all ranks, and let go of their machines."""
-        self.executor.on_wait = None
+        self.executor.on_wait = do_nothing
         self.executor.shutdown()
 
     def status(self) -> EngineStatus:

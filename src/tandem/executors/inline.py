@@ -52,8 +52,7 @@ class InlineExecutor(Executor):
                 elif isinstance(event, Ready):
                     self._watchdog.loaded(time.monotonic(), gpu=event.gpu, hosts=1)
                     return [event]
-            if self.on_wait is not None:
-                self.on_wait()
+            self.on_wait()
 
     def _build(self, progress: LoadReport) -> tuple[Runner, Ready]:
         choose_device(self._spec.device)
