@@ -87,8 +87,8 @@ class RingLink:
     """`send` to the next of `size` ranks and `receive` from the one before, over MLX's ring. Used by one thread alone.
 
     The ring needs `MLX_HOSTFILE` and `MLX_RANK` in the environment, which the launcher sets; it reaches neighbours
-    only, checks neither peers nor shapes, and a peer that is stuck keeps a receive waiting for good. Whoever uses it must be
-    supervised from another process.
+    only, checks neither peers nor shapes, and a peer that is stuck keeps a receive waiting for good. Whoever uses it
+    must be supervised from another process.
     """
 
     def __init__(self, size: int) -> None:

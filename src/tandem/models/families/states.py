@@ -4,19 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.models.families.axes import (
-    channels,
-    delta,
-    gated_channels,
-    grouped_ssm,
-    half_width,
-    kimi_delta,
-    lfm2_width,
-    lightning,
-    ling_delta,
-    plamo,
-    ssm,
-)
+from tandem.models.families import axes
 from tandem.models.families.cuts import Cut, Sharding, attention, columns, first, glu, rows, two
 from tandem.models.families.rules import (
     BAILING_SHARED,
@@ -58,7 +46,7 @@ QWEN_DELTA = Sharding(
     whole=frozenset({"mlp.gate", "mlp.shared_expert_gate"}),
     experts=EXPERT,
     shared=("shared_expert_intermediate_size",),
-    axes=delta,
+    axes=axes.delta,
     counts={
         **DELTA_COUNTS,
         "linear_attn.conv_dim": ("delta_k", "delta_k", "delta_v"),
@@ -79,7 +67,7 @@ OLMO_HYBRID = Sharding(
         "linear_attn.o_proj": columns("delta_v"),
     },
     sums=("self_attn", "linear_attn", "mlp"),
-    axes=delta,
+    axes=axes.delta,
     norms=NORMS,
     counts={
         **DELTA_COUNTS,
@@ -95,7 +83,7 @@ KIMI_LATENT = Sharding(
     whole=LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
     experts=EXPERT,
     shared=("moe_intermediate_size", "num_shared_experts"),
-    axes=kimi_delta,
+    axes=axes.kimi_delta,
 )
 KIMI_LINEAR = replace(
     KIMI_LATENT,
@@ -136,7 +124,7 @@ def mamba2(path: str) -> Sharding:
         },
         sums=(path,),
         attention="",
-        axes=ssm,
+        axes=axes.ssm,
         norms={f"{path}.norm": "ssm_width"},
         mlp=(),
         counts={
@@ -188,8 +176,8 @@ NEMOTRON_H = Sharding(
     whole=frozenset({"mixer.gate", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"}),
     experts=EXPERT,
     shared=("moe_shared_expert_intermediate_size",),
-    axes=grouped_ssm,
-    variants={"mixer.in_proj": replace(MIXER, norms={}, axes=grouped_ssm)},
+    axes=axes.grouped_ssm,
+    variants={"mixer.in_proj": replace(MIXER, norms={}, axes=axes.grouped_ssm)},
 )
 JAMBA = Sharding(
     cuts={
@@ -207,7 +195,7 @@ JAMBA = Sharding(
     sums=("self_attn", "mamba.x_proj", "mamba", "feed_forward"),
     whole=frozenset({"feed_forward.router"}),
     experts=WIDTH,
-    axes=channels("mamba_expand", "hidden_size"),
+    axes=axes.channels("mamba_expand", "hidden_size"),
     counts={"mamba.intermediate_size": ("channels",), "mamba.conv1d.groups": ("channels",)},
 )
 PLAMO2 = Sharding(
@@ -220,7 +208,7 @@ PLAMO2 = Sharding(
     },
     sums=("mixer", "mlp"),
     attention="",
-    axes=plamo,
+    axes=axes.plamo,
     counts={
         "mixer.q_num_heads": ("q_heads",),
         "mixer.k_num_heads": ("kv_heads",),
@@ -280,8 +268,8 @@ RECURRENT_GEMMA = Sharding(
     },
     sums=("temporal_block", "mlp_block"),
     attention="temporal_block",
-    mlp=half_width,
-    axes=gated_channels,
+    mlp=axes.half_width,
+    axes=axes.gated_channels,
     counts={"temporal_block.rg_lru.num_heads": ("gates",)},
 )
 K3_LATENT = replace(
@@ -340,7 +328,7 @@ LING_LATENT = replace(
     },
     whole=LING.whole | {path.replace("self_attn", "attention") for path in LATENT_WHOLE},
 )
-LING_DELTA = replace(LING_LATENT, axes=ling_delta, variants={
+LING_DELTA = replace(LING_LATENT, axes=axes.ling_delta, variants={
     "attention.q_conv1d": replace(
         LING,
         cuts={
@@ -352,7 +340,7 @@ LING_DELTA = replace(LING_LATENT, axes=ling_delta, variants={
             "attention.o_proj": columns("delta_width"),
         },
         attention="",
-        axes=ling_delta,
+        axes=axes.ling_delta,
         counts={
             "attention.num_heads": ("delta_heads",),
             "attention.projection_size": ("delta_width",),
@@ -371,7 +359,7 @@ LIGHTNING = {
             "attention.dense": columns("lightning"),
         },
         attention="",
-        axes=lightning,
+        axes=axes.lightning,
         counts={
             "attention.num_attention_heads": ("lightning_heads",),
             "attention.num_key_value_heads": ("lightning_heads",),
@@ -380,13 +368,13 @@ LIGHTNING = {
         lists={"attention._slope": "lightning_heads"},
     ),
 }
-LING_HYBRID = replace(LING_LATENT, axes=lightning, variants=LIGHTNING)
+LING_HYBRID = replace(LING_LATENT, axes=axes.lightning, variants=LIGHTNING)
 LING_LINEAR = replace(
     LING,
     cuts={
         **LING.cuts, "attention.query_key_value": rows("q", "kv", "kv"), "attention.dense": columns("q"),
     },
-    axes=lightning,
+    axes=axes.lightning,
     variants=LIGHTNING,
 )
 CONV = {
@@ -403,8 +391,8 @@ LFM2 = Sharding(
         "feed_forward.w2": columns("mlp"),
     },
     sums=("self_attn", "conv", "feed_forward"),
-    mlp=lfm2_width,
-    axes=channels("hidden_size"),
+    mlp=axes.lfm2_width,
+    axes=axes.channels("hidden_size"),
     counts={"conv.conv.groups": ("channels",), "conv.args.hidden_size": ("channels",)},
 )
 LFM2_MOE = replace(
