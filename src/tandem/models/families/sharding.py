@@ -9,35 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.models.families import older, states
+from tandem.models.families import older, rules, states
 from tandem.models.families.cuts import Sharding, attention, columns, glu, rows, two
-from tandem.models.families.rules import (
-    BAILING_SHARED,
-    BLOCK,
-    COHERE,
-    DENSE,
-    ERNIE_EXPERT,
-    EXPERT,
-    FUSED_GLU,
-    GATE,
-    GEMMA4,
-    LONGCAT,
-    MIMO_V2,
-    MINIMAX,
-    MINIMAX_M3,
-    MLA,
-    MLA_DENSE,
-    MOE_SHARED,
-    NEMOTRON_NAS,
-    NORMED,
-    NORMS,
-    OLMO,
-    QWEN_MOE,
-    ROUTED,
-    SUMS,
-    WIDTH,
-    moe,
-)
 
 SHARDING: dict[str, Sharding] = {
     **dict.fromkeys(
@@ -47,21 +20,23 @@ SHARDING: dict[str, Sharding] = {
             "gemma3", "llava", "minicpm", "ministral3", "mistral3", "nanbeige", "pixtral", "qwen2_5_vl", "qwen2_vl",
             "qwen3_vl",
         ),
-        DENSE,
+        rules.DENSE,
     ),
-    "qwen3_moe": moe(widths=(WIDTH, EXPERT, ())),
+    "qwen3_moe": rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
     "gpt_oss": Sharding(
         cuts={**attention(), "self_attn.sinks": rows("q_heads"), **glu("mlp.experts", "experts")},
-        sums=SUMS,
+        sums=rules.SUMS,
         whole=frozenset({"mlp.router"}),
         mlp=(),
-        experts=WIDTH,
+        experts=rules.WIDTH,
     ),
     "phi3": Sharding(
-        cuts={"self_attn.qkv_proj": rows("q", "kv", "kv"), "self_attn.o_proj": columns("q"), **FUSED_GLU},
-        sums=SUMS,
+        cuts={"self_attn.qkv_proj": rows("q", "kv", "kv"), "self_attn.o_proj": columns("q"), **rules.FUSED_GLU},
+        sums=rules.SUMS,
     ),
-    "apertus": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=SUMS, whole=frozenset({"mlp.act_fn"})),
+    "apertus": Sharding(
+        cuts=attention() | two("up_proj", "down_proj"), sums=rules.SUMS, whole=frozenset({"mlp.act_fn"}),
+    ),
     "bailing_moe": Sharding(
         cuts={
             "attention.query_key_value": rows("q", "kv", "kv"),
@@ -73,19 +48,21 @@ SHARDING: dict[str, Sharding] = {
         sums=("attention", "mlp"),
         attention="attention",
         whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
-        experts=EXPERT,
-        shared=BAILING_SHARED,
+        experts=rules.EXPERT,
+        shared=rules.BAILING_SHARED,
     ),
     "bailing_hybrid": states.LING_HYBRID,
     "bailing_moe_linear": states.LING_LINEAR,
     "bailing_moe_v3": states.LING_DELTA,
-    "cohere": Sharding(cuts=attention() | glu() | COHERE, sums=SUMS),
-    "deepseek": ROUTED,
-    "dots1": moe(switch="mlp.experts", widths=(WIDTH, EXPERT, ("moe_intermediate_size", "n_shared_experts"))),
-    "ernie4_5_moe": moe(widths=(WIDTH, ERNIE_EXPERT, (*ERNIE_EXPERT, "moe_num_shared_experts"))),
-    "glm": Sharding(cuts=attention() | FUSED_GLU, sums=SUMS),
-    "glm4": Sharding(cuts=attention() | FUSED_GLU, sums=SUMS),
-    "glm4_moe": ROUTED,
+    "cohere": Sharding(cuts=attention() | glu() | rules.COHERE, sums=rules.SUMS),
+    "deepseek": rules.ROUTED,
+    "dots1": rules.EXPERTS,
+    "ernie4_5_moe": rules.moe(
+        widths=(rules.WIDTH, rules.ERNIE_EXPERT, (*rules.ERNIE_EXPERT, "moe_num_shared_experts")),
+    ),
+    "glm": Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS),
+    "glm4": Sharding(cuts=attention() | rules.FUSED_GLU, sums=rules.SUMS),
+    "glm4_moe": rules.ROUTED,
     "gpt_neox": Sharding(
         cuts={
             "attention.query_key_value": rows("qkv_groups"),
@@ -96,8 +73,8 @@ SHARDING: dict[str, Sharding] = {
         attention="attention",
         mlp=(4, "hidden_size"),
     ),
-    "granitemoe": moe(
-        switch="block_sparse_moe.switch_mlp", router=("block_sparse_moe.router.layer",), widths=((), WIDTH, ())
+    "granitemoe": rules.moe(
+        switch="block_sparse_moe.switch_mlp", router=("block_sparse_moe.router.layer",), widths=((), rules.WIDTH, ())
     ),
     "internlm2": Sharding(
         cuts={
@@ -110,40 +87,40 @@ SHARDING: dict[str, Sharding] = {
         sums=("attention", "feed_forward"),
         attention="attention",
     ),
-    "mixtral": BLOCK,
-    "nemotron": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=SUMS),
-    "nemotron-nas": NEMOTRON_NAS,
-    "phi": Sharding(cuts=attention(out="dense") | two("fc1", "fc2"), sums=SUMS),
-    "phimoe": BLOCK,
-    "qwen2_moe": moe(
+    "mixtral": rules.BLOCK,
+    "nemotron": Sharding(cuts=attention() | two("up_proj", "down_proj"), sums=rules.SUMS),
+    "nemotron-nas": rules.NEMOTRON_NAS,
+    "phi": Sharding(cuts=attention(out="dense") | two("fc1", "fc2"), sums=rules.SUMS),
+    "phimoe": rules.BLOCK,
+    "qwen2_moe": rules.moe(
         shared="mlp.shared_expert",
         router=("mlp.gate", "mlp.shared_expert_gate"),
-        widths=((), EXPERT, ("shared_expert_intermediate_size",)),
+        widths=((), rules.EXPERT, ("shared_expert_intermediate_size",)),
     ),
-    "solar_open": ROUTED,
-    "starcoder2": Sharding(cuts=attention() | two("c_fc", "c_proj"), sums=SUMS),
-    **dict.fromkeys(("olmo2", "olmo3"), OLMO),
+    "solar_open": rules.ROUTED,
+    "starcoder2": Sharding(cuts=attention() | two("c_fc", "c_proj"), sums=rules.SUMS),
+    **dict.fromkeys(("olmo2", "olmo3"), rules.OLMO),
     "olmoe": replace(
-        moe(widths=((), WIDTH, ())), cuts=NORMED | glu("mlp.switch_mlp", "experts"), norms=NORMS
+        rules.moe(widths=((), rules.WIDTH, ())), cuts=rules.NORMED | glu("mlp.switch_mlp", "experts"), norms=rules.NORMS
     ),
-    **dict.fromkeys(("minimax", "minimax_m2"), MINIMAX),
+    **dict.fromkeys(("minimax", "minimax_m2"), rules.MINIMAX),
     "stablelm": replace(
-        DENSE, lists={"self_attn.q_layernorm.norms": "q_heads", "self_attn.k_layernorm.norms": "kv_heads"}
+        rules.DENSE, lists={"self_attn.q_layernorm.norms": "q_heads", "self_attn.k_layernorm.norms": "kv_heads"}
     ),
     **dict.fromkeys(
         (
             "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "joyai_llm_flash", "kimi_k2",
             "kimi_k25", "kimi_vl", "mistral4",
         ),
-        MLA,
+        rules.MLA,
     ),
-    **dict.fromkeys(("minicpm3", "youtu_llm"), MLA_DENSE),
+    **dict.fromkeys(("minicpm3", "youtu_llm"), rules.MLA_DENSE),
     **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_moe"), states.QWEN_DELTA),
     "olmo_hybrid": states.OLMO_HYBRID,
     "kimi_linear": states.KIMI_LINEAR,
     "kimi_k3": states.KIMI_K3,
-    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), LONGCAT),
-    "minimax_m3_vl": MINIMAX_M3,
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), rules.LONGCAT),
+    "minimax_m3_vl": rules.MINIMAX_M3,
     "mamba2": states.mamba2("mixer"),
     "granitemoehybrid": states.GRANITE_HYBRID,
     "nemotron_h": states.NEMOTRON_H,
@@ -163,19 +140,19 @@ SHARDING: dict[str, Sharding] = {
     "hunyuan": older.HUNYUAN,
     **dict.fromkeys(("phixtral", "phi-msft"), older.PHIXTRAL),
     "qwen": older.QWEN1,
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), GEMMA4),
-    "mimo_v2_flash": MIMO_V2,
-    "mellum": moe(widths=((), EXPERT, ())),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), rules.GEMMA4),
+    "mimo_v2_flash": rules.MIMO_V2,
+    "mellum": rules.moe(widths=((), rules.EXPERT, ())),
     "llama4_text": Sharding(
         cuts=attention() | glu("feed_forward"), sums=("self_attn", "feed_forward"), mlp=("intermediate_size_mlp",)
     ),
-    "muse_glimmer": Sharding(cuts={**attention(), **glu(), "self_attn.gate_proj": rows("q")}, sums=SUMS),
+    "muse_glimmer": Sharding(cuts={**attention(), **glu(), "self_attn.gate_proj": rows("q")}, sums=rules.SUMS),
     "spark2_5": Sharding(
         cuts={
             "self_attn.q_k_v_proj": rows("q", "kv", "kv"), "self_attn.g_proj": rows("q_heads"),
             "self_attn.out_proj": columns("q"), **glu(),
         },
-        sums=SUMS,
+        sums=rules.SUMS,
         counts={"self_attn.q_size": ("q",), "self_attn.kv_size": ("kv",)},
     ),
     "nanochat": Sharding(
@@ -188,7 +165,7 @@ SHARDING: dict[str, Sharding] = {
         counts={"attn.hidden_size": ("q",)},
     ),
     "lfm2_moe": states.LFM2_MOE,
-    "qwen3_vl_moe": moe(widths=(WIDTH, EXPERT, ())),
+    "qwen3_vl_moe": rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
     "llama4": Sharding(
         cuts={
             **attention(), **glu("feed_forward"), **glu("feed_forward.experts", "experts"),
@@ -197,32 +174,32 @@ SHARDING: dict[str, Sharding] = {
         sums=("self_attn", "feed_forward"),
         whole=frozenset({"feed_forward.router"}),
         mlp=("intermediate_size_mlp",),
-        experts=WIDTH,
-        shared=WIDTH,
+        experts=rules.WIDTH,
+        shared=rules.WIDTH,
     ),
-    "Klear": replace(
-        moe(switch="mlp.experts", widths=(WIDTH, EXPERT, ("moe_intermediate_size", "n_shared_experts"))),
-        whole=frozenset({"mlp.gate", "mlp.coefficient", "mlp.expert_bias"}),
-    ),
+    "Klear": replace(rules.EXPERTS, whole=frozenset({"mlp.gate", "mlp.coefficient", "mlp.expert_bias"})),
     "afmoe": replace(
-        moe(switch="mlp.experts", widths=(WIDTH, EXPERT, MOE_SHARED)),
+        rules.moe(switch="mlp.experts", widths=(rules.WIDTH, rules.EXPERT, rules.MOE_SHARED)),
         cuts={
             **attention(), **glu(), **glu("mlp.experts", "experts"), **glu("mlp.shared_experts", "shared"),
             "self_attn.gate_proj": rows("q"),
         },
         whole=frozenset({"mlp.router.gate", "mlp.expert_bias"}),
     ),
-    "exaone_moe": moe(widths=(WIDTH, EXPERT, MOE_SHARED)),
+    "exaone_moe": rules.moe(widths=(rules.WIDTH, rules.EXPERT, rules.MOE_SHARED)),
     "laguna": replace(
-        moe(widths=(WIDTH, EXPERT, ())),
-        cuts={**attention(), **glu(), **QWEN_MOE, **GATE},
+        rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
+        cuts={**attention(), **glu(), **rules.QWEN_MOE, **rules.GATE},
         whole=frozenset({"mlp.gate", "mlp.gate.proj"}),
         shared=("shared_expert_intermediate_size",),
         loose_heads=True,
     ),
     "step3p5": replace(
-        moe(widths=(WIDTH, EXPERT, ())),
-        cuts={**attention(), **glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.share_expert", "shared"), **GATE},
+        rules.moe(widths=(rules.WIDTH, rules.EXPERT, ())),
+        cuts={
+            **attention(), **glu(), **glu("mlp.switch_mlp", "experts"), **glu("mlp.share_expert", "shared"),
+            **rules.GATE,
+        },
         whole=frozenset({"mlp.gate", "mlp.gate.gate"}),
         shared=("share_expert_dim",),
         loose_heads=True,

@@ -4,20 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.models.families import axes
+from tandem.models.families import axes, rules
 from tandem.models.families.cuts import Cut, Sharding, attention, columns, first, glu, rows, two
-from tandem.models.families.rules import (
-    BAILING_SHARED,
-    EXPERT,
-    FUSED_GLU,
-    LATENT,
-    LATENT_WHOLE,
-    NORMED,
-    NORMS,
-    QWEN_MOE,
-    SUMS,
-    WIDTH,
-)
 
 DELTA_COUNTS = {
     "linear_attn.num_k_heads": ("delta_k_heads",),
@@ -31,7 +19,7 @@ QWEN_DELTA = Sharding(
     cuts={
         **GATED,
         **glu(),
-        **QWEN_MOE,
+        **rules.QWEN_MOE,
         **DELTA_HEADS,
         "linear_attn.conv1d": first("delta_k", "delta_k", "delta_v"),
         "linear_attn.in_proj_qkvz": rows("delta_qkvz"),
@@ -44,7 +32,7 @@ QWEN_DELTA = Sharding(
     },
     sums=("self_attn", "linear_attn", "mlp"),
     whole=frozenset({"mlp.gate", "mlp.shared_expert_gate"}),
-    experts=EXPERT,
+    experts=rules.EXPERT,
     shared=("shared_expert_intermediate_size",),
     axes=axes.delta,
     counts={
@@ -55,7 +43,7 @@ QWEN_DELTA = Sharding(
 )
 OLMO_HYBRID = Sharding(
     cuts={
-        **NORMED,
+        **rules.NORMED,
         **glu(),
         **DELTA_HEADS,
         **{f"linear_attn.{name}": rows("delta_k") for name in ("q_proj", "k_proj")},
@@ -68,7 +56,7 @@ OLMO_HYBRID = Sharding(
     },
     sums=("self_attn", "linear_attn", "mlp"),
     axes=axes.delta,
-    norms=NORMS,
+    norms=rules.NORMS,
     counts={
         **DELTA_COUNTS,
         "linear_attn.q_conv1d.groups": ("delta_k",),
@@ -78,10 +66,10 @@ OLMO_HYBRID = Sharding(
 )
 KIMI_MOE = glu() | glu("mlp.switch_mlp", "experts") | glu("mlp.shared_experts", "shared")
 KIMI_LATENT = Sharding(
-    cuts=LATENT | KIMI_MOE,
-    sums=SUMS,
-    whole=LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
-    experts=EXPERT,
+    cuts=rules.LATENT | KIMI_MOE,
+    sums=rules.SUMS,
+    whole=rules.LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
+    experts=rules.EXPERT,
     shared=("moe_intermediate_size", "num_shared_experts"),
     axes=axes.kimi_delta,
 )
@@ -151,8 +139,8 @@ GRANITE_HYBRID = replace(
     sums=("self_attn", "mamba", "mlp", "block_sparse_moe", "shared_mlp"),
     attention="self_attn",
     whole=frozenset({"block_sparse_moe.router.layer"}),
-    mlp=WIDTH,
-    experts=WIDTH,
+    mlp=rules.WIDTH,
+    experts=rules.WIDTH,
     shared=("shared_intermediate_size",),
 )
 FALCON = replace(
@@ -160,7 +148,7 @@ FALCON = replace(
     cuts={**MAMBA.cuts, **attention(), **glu("feed_forward")},
     sums=("self_attn", "mamba", "feed_forward"),
     attention="self_attn",
-    mlp=WIDTH,
+    mlp=rules.WIDTH,
 )
 NEMOTRON_H = Sharding(
     cuts={
@@ -174,7 +162,7 @@ NEMOTRON_H = Sharding(
     sums=("mixer",),
     attention="mixer",
     whole=frozenset({"mixer.gate", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"}),
-    experts=EXPERT,
+    experts=rules.EXPERT,
     shared=("moe_shared_expert_intermediate_size",),
     axes=axes.grouped_ssm,
     variants={"mixer.in_proj": replace(MIXER, norms={}, axes=axes.grouped_ssm)},
@@ -194,7 +182,7 @@ JAMBA = Sharding(
     },
     sums=("self_attn", "mamba.x_proj", "mamba", "feed_forward"),
     whole=frozenset({"feed_forward.router"}),
-    experts=WIDTH,
+    experts=rules.WIDTH,
     axes=axes.channels("mamba_expand", "hidden_size"),
     counts={"mamba.intermediate_size": ("channels",), "mamba.conv1d.groups": ("channels",)},
 )
@@ -204,7 +192,7 @@ PLAMO2 = Sharding(
         "mixer.o_proj": columns("q"),
         "mixer.q_weight": Cut("heads", ("q_heads",)),
         "mixer.k_weight": Cut("heads", ("kv_heads",)),
-        **FUSED_GLU,
+        **rules.FUSED_GLU,
     },
     sums=("mixer", "mlp"),
     attention="",
@@ -224,7 +212,7 @@ PLAMO2 = Sharding(
                 "mixer.bcdt_proj": columns("ssm_width"),
                 **{f"mixer.{name}": rows("ssm_heads") for name in ("dt_proj", "dt_bias", "A_log", "D")},
                 "mixer.out_proj": columns("ssm_width"),
-                **FUSED_GLU,
+                **rules.FUSED_GLU,
             },
             sums=("mixer.bcdt_proj", "mixer", "mlp"),
             attention="",
@@ -315,18 +303,18 @@ LING = Sharding(
     sums=("attention", "mlp"),
     attention="attention",
     whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
-    experts=EXPERT,
-    shared=BAILING_SHARED,
+    experts=rules.EXPERT,
+    shared=rules.BAILING_SHARED,
 )
 LING_LATENT = replace(
     LING,
     cuts={
         **LING.cuts,
-        **{path.replace("self_attn", "attention"): cut for path, cut in LATENT.items() if "o_proj" not in path},
+        **{path.replace("self_attn", "attention"): cut for path, cut in rules.LATENT.items() if "o_proj" not in path},
         "attention.dense": columns("latent_out"),
         "attention.g_proj": rows("latent_heads"),
     },
-    whole=LING.whole | {path.replace("self_attn", "attention") for path in LATENT_WHOLE},
+    whole=LING.whole | {path.replace("self_attn", "attention") for path in rules.LATENT_WHOLE},
 )
 LING_DELTA = replace(LING_LATENT, axes=axes.ling_delta, variants={
     "attention.q_conv1d": replace(
@@ -401,6 +389,6 @@ LFM2_MOE = replace(
         **attention(out="out_proj"), **CONV, **glu("feed_forward"), **glu("feed_forward.switch_mlp", "experts"),
     },
     whole=frozenset({"feed_forward.gate", "feed_forward.expert_bias"}),
-    mlp=WIDTH,
-    experts=EXPERT,
+    mlp=rules.WIDTH,
+    experts=rules.EXPERT,
 )
