@@ -18,11 +18,11 @@ from typing import Any, Self
 from tandem.engine.thread import EngineThread, Event
 from tandem.executors.base import Progress
 from tandem.llm.answer import RequestOutput
-from tandem.llm.session import Batch, Loaded, Message, Prompt, Session
+from tandem.llm.session import Batch, LoadedModel, Message, Prompt, Session
 from tandem.protocol.request import SamplingParams
 
 
-class AsyncLLM(Loaded):
+class AsyncLLM(LoadedModel):
     """A model that tasks share: `async with AsyncLLM(...) as llm`, or `await llm.start()` and `await llm.close()`.
 
     Nothing here holds up the event loop. A task that is cancelled, and a stream that is closed or forgotten, stop their

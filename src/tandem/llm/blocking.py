@@ -16,11 +16,11 @@ from typing import Any, Self
 from tandem.engine.thread import EngineThread, Event
 from tandem.executors.base import Progress
 from tandem.llm.answer import RequestOutput
-from tandem.llm.session import Batch, Loaded, Message, Prompt, Session
+from tandem.llm.session import Batch, LoadedModel, Message, Prompt, Session
 from tandem.protocol.request import SamplingParams
 
 
-class LLM(Loaded):
+class LLM(LoadedModel):
     """A model, loaded and ready. Close it, or use a `with` block.
 
     Any number of threads may use one, and of streams that are read by turns: each request goes on at its own pace. What

@@ -79,7 +79,7 @@ class Batch:
         return [unit_vector(self._vectors[request_id], dimensions).tolist() for request_id in self._answers]
 
 
-class Loaded:
+class LoadedModel:
     """What `LLM` and `AsyncLLM` say of their model once it is loaded."""
 
     _session: Session

@@ -372,7 +372,7 @@ class Scheduler:
         reason, taken = None, 0
         while reason is None and taken < len(tokens):
             sequence.tokens.append(tokens[taken])
-            reason = self._reason(sequence)
+            reason = sequence.end_reason(self.limits.eos_token_ids)
             taken += 1
         self._got(sequence, len(sequence.tokens))
         self.shares.charge(sequence.request, taken - 1)
@@ -394,14 +394,6 @@ class Scheduler:
         """The ranks have surely come so far with it."""
         sequence.reached = positions
         sequence.yields |= sequence.suspicion.passed(positions)
-
-    def _reason(self, sequence: Sequence) -> str | None:
-        """Why its last token ends a sequence; None when it goes on."""
-        token, params = sequence.tokens[-1], sequence.request.params
-        stops = token in params.stop_token_ids or (token in self.limits.eos_token_ids and not params.ignore_eos)
-        if stops and sequence.produced > params.min_tokens:
-            return "stop"
-        return "length" if sequence.produced >= params.max_tokens else None
 
     def _take_end(self, request_id: str, result: StepResult) -> EngineMessage | None:
         """Of a sequence that ends with its prompt; None for one that was aborted."""
