@@ -108,6 +108,18 @@ def test_an_api_that_says_nothing_for_a_while_but_lives_is_kept(gateway: Gateway
     api.die()
 
 
+def test_an_api_that_says_nothing_is_asked_now_and_then_however_much_there_is_for_it(gateway: Gateway) -> None:
+    api = Api(gateway)
+    api.say(Abort("a"))
+    client, _ = next_message(gateway)
+    started, heard = time.monotonic(), 0
+    while time.monotonic() < started + 1.2:
+        gateway.send(client, Output("a", [1]))
+        heard += isinstance(api.hear(), EngineStatus)
+    assert 1 <= heard <= 4, "no more than one in DOUBT_S"
+    api.die()
+
+
 def test_the_age_of_what_is_told_shows_whether_the_engine_moves(gateway: Gateway) -> None:
     api = Api(gateway)
     time.sleep(0.3)

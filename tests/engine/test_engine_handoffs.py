@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tandem.engine.handoffs import FEWEST, KEPT_STEPS, Handoffs
+from tandem.engine.report import FEWEST, KEPT_STEPS, Handoffs
 from tandem.protocol.step import RankStep
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import resource
 import threading
 import weakref
 from typing import Any
@@ -52,6 +54,27 @@ def test_it_is_noticed_and_only_another_process_can_go_on(monkeypatch: pytest.Mo
         wait_in_vain(executor)
     over.set()
     executor.close()
+
+
+def test_a_program_with_many_open_files_hears_of_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
+    held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # select() takes descriptors below 1024
+    executor = InlineExecutor(SPEC, step_timeout_s=60)
+    over = threading.Event()
+    monkeypatch.setattr(executor, "_build", lambda progress: (StuckRunner(over), READY))
+    try:
+        assert executor.start() == [READY]
+        assert executor.collect(0.01) == []
+        threading.Timer(0.05, over.set).start()
+        executor.submit(StepPlan(0, 0, decode=["a"]))
+        with pytest.raises(RankFailure, match="rank 0: RuntimeError: over"):
+            executor.collect(60.0)
+    finally:
+        executor.close()
+        for descriptor in held:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_model_that_failed_is_not_held_by_its_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,9 +46,9 @@ def walk(guides: Guides, tokenizer: Tokenizer) -> Walk:
         rng, produced = np.random.default_rng(seed), []
         guides.add("walk", form, [])
         for _ in range(limit):
-            mask, given_up = guides.mask(["walk"])
-            assert not given_up
-            token = int(rng.choice(np.flatnonzero(mask[0])))
+            masks = guides.masks(["walk"])
+            assert not masks.given_up
+            token = int(rng.choice(np.flatnonzero(np.unpackbits(masks.bits.view(np.uint8), bitorder="little"))))
             guides.advance("walk", token)
             if token == EOS:
                 guides.remove("walk")

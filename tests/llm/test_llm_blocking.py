@@ -19,9 +19,11 @@ import msgspec
 import pytest
 
 from llm.conftest import BROKEN, ENDLESS, LAYOUTS, eventually_idle, greedy, live
+from submitted import submitted
 from tandem import LLM, SamplingParams
 from tandem.errors import RequestError, ServerError, UnavailableError
 from tandem.processes.interpreter import code_command
+from tandem.protocol.request import EngineRequest
 
 PROMPTS = [[5, 9, 70, 3, 42], [7] * 40, [11, 12, 13], [300, 4, 8, 15, 16, 23]]
 
@@ -284,3 +286,14 @@ def test_a_rank_that_dies_is_not_seen_by_any_caller(tiny: str) -> None:
         os.kill(llm.engine.executor.pids[0], signal.SIGKILL)
         assert [first + "".join(stream) for first, stream in zip(begun, streams, strict=True)] == expected
         assert llm.generate([PROMPTS[0]], greedy(60))[0].text == expected[0]
+
+
+def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(llm: LLM) -> None:
+    first = EngineRequest(request_id="same", prompt=[5, 6], params=greedy(400))
+    started = submitted(llm, [first])
+    next(started)
+    others = [EngineRequest(request_id="other", prompt=[5], params=greedy(9)), first]
+    with pytest.raises(RequestError, match="'same' is in use"):
+        next(submitted(llm, others))
+    assert sum(len(output.tokens) for output in started) == 399
+    assert live(llm) == 0

@@ -13,7 +13,7 @@ from tandem.checkpoints.resolve import resolve
 from tandem.errors import UnsupportedModel
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.caches import LayerCache, layer_caches
-from tandem.models.description import describe
+from tandem.models.description import ModelDescription, describe
 from tandem.models.families.tiny import TINY
 from tandem.models.footprint import kv_bytes_per_token, layer_state_bytes, state_bytes
 from tandem.models.partition import split_layers
@@ -31,8 +31,8 @@ UNTOLD = {
 }
 
 
-def assert_as_listed(family: str, stage: StageModel) -> None:
-    """docs/models-list.md says of the type what its caches can do."""
+def assert_as_listed(family: str, stage: StageModel, description: ModelDescription) -> None:
+    """docs/models-list.md says of the type what its caches can do, and drafts are refused before it is loaded."""
     drafts, prefixes, batches = next(line.strip("| ").split(" | ")[-4:-1] for line in PAGE.splitlines()
                                         if line.startswith(f"| `{family}` |"))
     assert prefixes == ("any length" if trimmable(stage.make_caches()) else "blocks")
@@ -42,7 +42,7 @@ def assert_as_listed(family: str, stage: StageModel) -> None:
         can_draft = "yes"
     except UnsupportedModel:
         can_draft = "no"
-    assert drafts == can_draft
+    assert drafts == can_draft == ("no" if description.no_drafts else "yes")
 
 
 @pytest.mark.parametrize("family", sorted(TINY))
@@ -57,7 +57,7 @@ def test_what_is_told_is_what_arrays_take(family: str, tmp_path: Path) -> None:
             continue
         assert stage.cache_bytes == (kv_bytes_per_token(description, layers, kind, gpu=False),
                                      state_bytes(description, layers, kind, gpu=False)), kind
-    assert_as_listed(family, stage)
+    assert_as_listed(family, stage, description)
     caches = stage.make_caches()
     # A layer that is planned as quantised under --kv-dtype keeps all positions, by head.
     assert not any(description.kv_groups[i][0] for at, cache in enumerate(caches) if type(cache) is not KVCache

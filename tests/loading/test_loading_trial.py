@@ -98,7 +98,7 @@ def test_drafts_for_a_recurrent_model_are_refused_before_anything_is_loaded(tmp_
 
     settings = Settings(model=ModelSettings(model=str(tiny_model(tmp_path, "mamba2"))), parallel=ParallelSettings(),
                         speculation=SpeculationSettings(speculative_method="ngram"))
-    with pytest.raises(ConfigError, match="mamba2 keeps recurrent states"):
+    with pytest.raises(ConfigError, match="mamba2 takes no drafts: the model.s recurrent states cannot"):
         plan_layout(settings)
 
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.cache.prefix import BLOCK
-from tandem.router.affinity import MOST_BLOCKS, SentPrefixes, prompt_hashes
-from tandem.router.router import EXPECTED_OUTPUT, KEY_TOKENS, TAIL, Router
+from tandem.router.router import EXPECTED_OUTPUT, KEY_TOKENS, MOST_BLOCKS, TAIL, Router, SentPrefixes, prompt_hashes
 
 STATES = ("ready", "starting", "recovering", "draining", "failed", "silent")
 TAKING = ("ready", "recovering")

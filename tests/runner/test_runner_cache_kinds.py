@@ -13,8 +13,7 @@ from tandem.checkpoints.resolve import resolve
 from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import describe
-from tandem.runner.kv_apart import RowsApart
-from tandem.runner.kv_store import make_store
+from tandem.runner.kv_store import RowsApart, make_store
 from tandem.runner.prefix_store import PrefixStore, trimmable
 from tandem.testing import tiny_model
 

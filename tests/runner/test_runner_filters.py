@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 
 from tandem.protocol.request import SamplingParams
 from tandem.runner import sampler
-from tandem.runner.filters import HEAD, FilterRows, TopP, draw, filtered_weights, largest
+from tandem.runner.filters import HEAD, FilterRows, TopP, draw, filtered_weights, largest, seed_keys, uniform_pairs
 from tandem.runner.sampler import Sampler
-from tandem.runner.uniforms import seed_keys, uniform_pairs
 
 
 def allowed(scaled: np.ndarray, params: SamplingParams) -> np.ndarray:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Written
+from tandem.protocol.pieces import PIECE, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 from tandem.runner import kv_disk
 from tandem.runner.kv_disk import KVDisk, Layers, kind_of
 from tandem.runner.piece_files import Kind, Part, PieceFiles
@@ -44,7 +44,7 @@ def test_a_prefix_is_in_memory_once_while_it_is_read(disk) -> None:
     one, _, reports = disk
     tracemalloc.start()
     try:
-        one.fetch(Fetch("a", NAMES))
+        one.take_order(Fetch("a", NAMES))
         got = reports.get(timeout=60)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -68,31 +68,31 @@ def test_pieces_that_are_not_the_models_are_lost_before_anything_is_made_of_them
             (piece[..., :1], piece[..., :1], "float32"), (half, half, "float16"),
             (piece[..., :8], np.concatenate([piece, piece[..., :8]], axis=-1), "float32"))):
         other.write(NAMES[0], list(zip(keys, values, strict=True)), kind)
-        one.survey(Survey(number))
+        one.take_order(Survey(number))
         assert NAMES[0] in reports.get(timeout=60).names
-        one.fetch(Fetch(f"wrong {number}", NAMES[:1]))
+        one.take_order(Fetch(f"wrong {number}", NAMES[:1]))
         assert reports.get(timeout=60).lost == NAMES[:1]
         assert one.take(f"wrong {number}") is None
         assert not path.exists()
     other.write(NAMES[0], [(layer, -layer) for layer in piece], "float32")
     next(other.directory.glob(f"{NAMES[3].hex()}*")).unlink()
-    one.survey(Survey(1))
+    one.take_order(Survey(1))
     reports.get(timeout=60)
-    one.fetch(Fetch("gap", NAMES))
+    one.take_order(Fetch("gap", NAMES))
     assert reports.get(timeout=60).lost == NAMES[3:]
 
 
 def test_what_comes_too_slowly_is_left(disk, monkeypatch: pytest.MonkeyPatch) -> None:
     one, _, reports = disk
-    one.fetch(Fetch("quick", NAMES, within_s=1e-9))
+    one.take_order(Fetch("quick", NAMES, within_s=1e-9))
     got = reports.get(timeout=60)
     assert not got.late and not got.lost and one.take("quick"), "it has not lasted long enough to tell"
     monkeypatch.setattr(kv_disk, "TRIAL_S", 0.0)
-    one.fetch(Fetch("slow", NAMES, within_s=1e-9))
+    one.take_order(Fetch("slow", NAMES, within_s=1e-9))
     got = reports.get(timeout=60)
     assert got.late and got.lost == NAMES[1:] and one.take("slow") is None
     for order in (Fetch("in time", NAMES, within_s=1e9), Fetch("patient", NAMES), Fetch("one", NAMES[:1], 1e-9)):
-        one.fetch(order)
+        one.take_order(order)
         got = reports.get(timeout=60)
         assert not got.late and not got.lost and one.take(order.key)
 
@@ -112,9 +112,41 @@ def test_what_somebody_waits_for_is_written_without_a_limit(disk, monkeypatch: p
 
 def test_a_look_for_some_pieces_names_no_others(disk) -> None:
     one, _, reports = disk
-    one.survey(Survey(1, soon=True, wanted=[NAMES[2], b"x" * 16]))
+    one.take_order(Survey(1, soon=True, wanted=[NAMES[2], b"x" * 16]))
     got = reports.get(timeout=60)
     assert (got.names, got.lent, got.wanted) == ([NAMES[2]], [], [NAMES[2], b"x" * 16])
-    one.survey(Survey(2))
+    one.take_order(Survey(2))
     got = reports.get(timeout=60)
     assert sorted(got.names) == NAMES and got.wanted is None and got.nbytes > 0
+
+
+def test_a_job_that_fails_is_answered_and_the_next_one_is_done(disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, _, reports = disk
+
+    def fail(*args: object, **options: object) -> None:
+        raise RuntimeError("nobody foresaw it")
+
+    states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
+    for name, order, answer in (
+            ("read", lambda: one.take_order(Fetch("a", NAMES)), Fetched(0, "a", NAMES)),
+            ("write", lambda: one.store(StoreOp("a", [(0, NAMES[0])]), states), Written(0, [])),
+            ("survey", lambda: one.take_order(Survey(1, wanted=NAMES[:1])), Surveyed(0, 1, [], wanted=NAMES[:1]))):
+        with monkeypatch.context() as patch:
+            patch.setattr(one._files, name, fail)
+            order()
+            assert reports.get(timeout=60) == answer
+    assert one.take("a") is None and one._waiting == 0
+    one.take_order(Fetch("b", NAMES))
+    assert not reports.get(timeout=60).lost and one.take("b")
+
+
+def test_pieces_that_are_to_go_are_gone_once_what_waits_is_written(disk) -> None:
+    one, other, reports = disk
+    states = [(mx.array(layer), mx.array(-layer)) for layer in KEYS]
+    new = b"n" * 16
+    one.store(StoreOp("a", [(0, new)]), states)
+    one.take_order(Survey(1, drop=True, wanted=[new, NAMES[3]]))
+    assert reports.get(timeout=60).names == [new]
+    assert reports.get(timeout=60).names == []
+    other.survey()
+    assert sorted(other.names()) == sorted({*NAMES} - {NAMES[3]})

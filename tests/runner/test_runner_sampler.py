@@ -119,6 +119,16 @@ def test_early_ends_are_banned_until_min_tokens() -> None:
     assert one_row(logits[0], SamplingParams(temperature=0.0, min_tokens=3, ignore_eos=True)) == EOS
 
 
+def test_an_id_that_comes_again_has_bans_of_its_own() -> None:
+    logits = np.zeros((1, 8), dtype=np.float32)
+    logits[0, [5, 6, 7]] = [9.0, 8.0, 7.0]
+    sampler = Sampler(8, (EOS,))
+    for stop, expected in ((5, 6), (6, 5)):
+        sampler.add("a", SamplingParams(temperature=0.0, min_tokens=3, stop_token_ids=(stop,)), 0, [1], 1)
+        assert sampler.sample(mx.array(logits), ["a"]).tokens.item() == expected
+        sampler.remove("a")
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 @pytest.mark.parametrize("params", [
     SamplingParams(temperature=0.0), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9),

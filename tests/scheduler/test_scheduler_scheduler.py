@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 
 from scheduler_invariants import check_invariants
+from tandem.cache.pieces import piece_names
+from tandem.cache.prefix import block_hashes
 from tandem.errors import OverloadedError, RequestError
 from tandem.protocol.control import Output, Refused
+from tandem.protocol.pieces import Survey
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.lane import PATIENCE
@@ -260,6 +263,25 @@ def test_a_row_without_a_token_fails_its_request_alone(token: int, status: int, 
     assert plan
     [message] = answer(scheduler, plan, token)
     assert isinstance(message, Refused) and (message.status, message.code) == (status, code)
+
+
+@pytest.mark.parametrize("token", [-1, -2])
+def test_a_prompt_whose_logits_are_not_finite_leaves_no_prefix(token: int) -> None:
+    """A fault of a device that is over by now would be handed on to all who share it."""
+    scheduler = Scheduler(limits(prefix_tokens=1000))
+    scheduler.disk.begin([[]], [], scheduler.prefixes)
+    scheduler.submit(request("b", 300, max_tokens=2), seed=1)
+    for _ in range(30):
+        if (plan := scheduler.next_plan()) is None:
+            break
+        answer(scheduler, plan, token if "b" in plan.sampled() else 5)
+    names = piece_names(block_hashes([1] * 300))
+    orders = [order for order in scheduler.disk.orders if isinstance(order, Survey)]
+    if token == -1:
+        assert scheduler.prefixes.positions == 0
+        assert [(order.drop, order.soon, order.wanted) for order in orders] == [(True, False, names)]
+    else:
+        assert scheduler.prefixes.positions == 288 and not orders, "its grammar is to blame"
 
 
 @pytest.mark.parametrize(("bad", "param"), [

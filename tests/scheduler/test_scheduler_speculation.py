@@ -65,6 +65,7 @@ class FakeRanks:
     known: dict[str, list[int]] = field(default_factory=dict)
     """What the draft model knows of each sequence."""
     steps: int = 0
+    context: int = 10**9
     widths: list[int] = field(default_factory=list)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -85,7 +86,9 @@ class FakeRanks:
             self._name(row, lane[request_id])
         assert plan.fingerprint == batch_fingerprint((name, len(tokens)) for name, tokens in lane.items())
         sampled: list[tuple[str, int]] = []
+        ask = plan.spec_decode_plan.ask if plan.spec_decode_plan else 0
         for request_id in plan.decode:
+            assert len(lane[request_id]) + max(plan.width, ask) <= self.context
             feed = named[request_id].tokens if named else [self.held.pop(request_id)]
             for token in feed:
                 lane[request_id].append(token)
@@ -245,6 +248,17 @@ def test_drafts_get_fewer_where_positions_cost_more() -> None:
     run(ranks, [cyclic(name) for name in "abcd"])
     wide = sum(width > 2 for width in ranks.widths)
     assert ranks.widths.count(2) > 50 and 0 < wide < 12
+
+
+@pytest.mark.parametrize("model", [False, True])
+def test_rows_are_padded_to_no_position_beyond_the_context(model: bool) -> None:
+    """A table of learned positions ends there, and what lies behind it may be no number."""
+    ranks = FakeRanks(model=random.Random(1) if model else None, context=200)
+    params = SamplingParams(max_tokens=164, ignore_eos=True)
+    near = EngineRequest(request_id="near", prompt=[1, 2, 3] * 12, params=params)
+    scheduler = run(ranks, [near, cyclic("b", max_tokens=190)], max_context=200,
+                    speculation=SpeculationLimits(drafts=DRAFTS, model=model))
+    assert scheduler.speculation.counts.accepted_tokens > 10
 
 
 def test_without_speculation_no_plan_names_tokens() -> None:

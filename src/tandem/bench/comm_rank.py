@@ -22,8 +22,7 @@ from tandem.system.metal import prepare_metal
 from tandem.transport.channel import FrameHeader, TcpChannel
 
 if TYPE_CHECKING:
-    from tandem.comm.group import StageGroup
-    from tandem.comm.ring import RingLink
+    from tandem.comm.group import RingLink, StageGroup
 
 WARM_UP = 5
 ITEM_BYTES = 4
@@ -87,8 +86,7 @@ def _joined(payload: CommPayload) -> list[Row]:
     """What joins the ranks: collectives, and hops from one to the next."""
     import mlx.core as mx
 
-    from tandem.comm.group import StageGroup
-    from tandem.comm.ring import RingLink
+    from tandem.comm.group import RingLink, StageGroup
 
     timer = _Timer(payload.iterations)
     with guarded_lifeline():

@@ -152,7 +152,7 @@ class PrefixIndex:
             if (key := self._ends.get(digest)) is not None:  # the new one serves all that it served
                 uses += self._uses[key]
                 self._evict(key)
-        self._make_room(length)
+        self._shrink_to(self._room - length - self._extra)
         snapshot = self._make(hashes if self._trimmable else hashes[-1:], length)
         self._uses[snapshot.key] = uses
         self._keep(snapshot)
@@ -166,8 +166,9 @@ class PrefixIndex:
     def _reserved_positions(self) -> int:
         return sum(snapshot.length + self._extra for snapshot in self._reserved.values())
 
-    def _make_room(self, length: int) -> None:
-        while self.positions + length + self._extra > self._room:
+    def _shrink_to(self, positions: int) -> None:
+        """Evict the least recently used until no more than `positions` are held, or reserved ones alone."""
+        while self._snapshots and self.positions > positions:
             self._evict(next(iter(self._snapshots)))
 
     def _make(self, hashes: Sequence[bytes], length: int) -> Snapshot:
@@ -203,7 +204,7 @@ class PrefixIndex:
         length = len(hashes) * BLOCK
         if not (self._trimmable and self._fits(length)):
             return None
-        self._make_room(length)
+        self._shrink_to(self._room - length - self._extra)
         snapshot = self._make(hashes, length)
         self._reserved[snapshot.key] = snapshot
         return snapshot.key
@@ -231,11 +232,15 @@ class PrefixIndex:
                 del self._by_hash[digest]
         self._evicted.append(key)
 
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        """Evict whatever shares most with a prompt of these blocks."""
+        deepest = next((digest for digest in reversed(hashes) if digest in self._by_hash), b"")
+        for key in list(self._by_hash.get(deepest, ())):
+            self._evict(key)
+
     def shrink(self, positions: int) -> None:
         """Evict the least recently used until `positions` positions are free again; nothing if that is not above 0."""
-        goal = max(self.positions - max(positions, 0), 0)
-        while self._snapshots and self.positions > goal:
-            self._evict(next(iter(self._snapshots)))
+        self._shrink_to(self.positions - max(positions, 0))
 
     @property
     def spared(self) -> int:
@@ -246,7 +251,7 @@ class PrefixIndex:
     def limit(self, positions: int) -> None:
         """Hold at most `positions` until the next call; evict the least recently used beyond that."""
         self._room = min(self._budget, positions)
-        self.shrink(self.positions - self._room)
+        self._shrink_to(self._room)
 
     @property
     def leaving(self) -> bool:

@@ -1,4 +1,4 @@
-"""The MLX process group of one pipeline stage, over whichever backend joins its ranks.
+"""MLX's process groups: of one pipeline stage, over whichever backend joins its ranks, and the ring between stages.
 
 Where the backend finds its peers stands in the environment, which the launcher prepares (launchers/worlds.py). Nothing
 here has a timeout: MLX offers none, so ranks are supervised from outside, by progress.
@@ -81,3 +81,36 @@ class StageGroup:
         parts = mx.distributed.all_gather(rows, group=self._group).reshape(self.size, -1, width)
         whole = mx.concatenate([parts[rank, :, :size] for rank, size in enumerate(sizes)], axis=-1)
         return whole.reshape(*x.shape[:-1], sum(sizes))
+
+
+class RingLink:
+    """`send` to the next of `size` ranks and `receive` from the one before, over MLX's ring. Used by one thread alone.
+
+    The ring needs `MLX_HOSTFILE` and `MLX_RANK` in the environment, which the launcher sets; it reaches neighbours
+    only, checks neither peers nor shapes, and a peer that is stuck keeps a receive waiting for good. Whoever uses it
+    must be supervised from another process.
+    """
+
+    def __init__(self, size: int) -> None:
+        """Join the ring. Blocks, with the interpreter lock held, until all ranks are there (or 31 s have passed)."""
+        self._group = join_group("ring", size)
+        self._next = (self._group.rank() + 1) % size
+        self._previous = (self._group.rank() - 1) % size
+        # Sends wait in a stream of their own, so that the next computation need not wait for the receiver.
+        self._outbound = mx.new_stream(mx.cpu)
+        self._inbound = mx.new_stream(mx.cpu)
+
+    def send(self, array: mx.array, step_id: int) -> None:
+        """Start sending; returns before the peer has received."""
+        mx.eval(array)
+        mx.async_eval(mx.distributed.send(array, self._next, group=self._group, stream=self._outbound))
+
+    def flush(self) -> None:
+        """Wait until the peer has received everything."""
+        mx.synchronize(self._outbound)
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
+        """Wait for an array of exactly this shape and type. The ring carries no step numbers to check."""
+        array = mx.distributed.recv(shape, dtype, self._previous, group=self._group, stream=self._inbound)
+        mx.eval(array)
+        return array

@@ -52,16 +52,12 @@ class CacheDesk:
         if query.drop:
             scheduler.prefixes.shrink(before)
         question = _Question(query, reply, time.monotonic() + PATIENCE_S, before - scheduler.prefixes.positions)
-        if not self._on_disk:
+        if not self._gang.ready or any(ready.pieces is None for ready in self._gang.ready):
             self._answer(question, scheduler)
             return
         self._numbers += 1
         self._questions[self._numbers] = question
         self.orders.append(Survey(self._numbers, drop=query.drop == "all"))
-
-    @property
-    def _on_disk(self) -> bool:
-        return bool(self._gang.ready) and all(ready.pieces is not None for ready in self._gang.ready)
 
     def take(self, seen: Surveyed, scheduler: Scheduler) -> None:
         """A rank has looked; the scheduler knows what it has seen."""

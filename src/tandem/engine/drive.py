@@ -52,8 +52,7 @@ def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest],
         while (plan := scheduler.next_plan()) is not None:
             run.steps[plan.step_id] = {}
             executor.submit(plan)
-        if executor.on_wait is not None:
-            executor.on_wait()
+        executor.on_wait()
         for report in executor.collect(POLL_S):
             if not isinstance(report, Stepped):
                 continue

@@ -10,6 +10,8 @@ import logging
 import secrets
 import time
 
+import zmq
+
 from tandem.config.settings import Settings
 from tandem.engine.desk import CacheDesk, Reply
 from tandem.engine.drain_rate import DrainRate
@@ -20,7 +22,7 @@ from tandem.engine.quorum import Quorum
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
-from tandem.executors.base import Executor, Progress, Report
+from tandem.executors.base import Executor, Progress, Report, do_nothing
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Neighbours, Output, Refused, Stepped, Trial
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
@@ -32,6 +34,8 @@ from tandem.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
+POLL_MS, IDLE_MS = 100, 500
+"""Longest sleeps while there is work, and while there is none."""
 FETCH_S = 20.0
 """Seconds without a prefix from disk, after which nobody waits for one any more."""
 WRITE_S = 10.0
@@ -167,6 +171,13 @@ class Engine:
 
     # --- steps ---
 
+    def sleep(self, other: object) -> None:
+        """Wait until a rank or `other`, a socket, has something to say, but not for long: ranks are to be watched."""
+        poller = zmq.Poller()
+        for one in filter(None, (other, self.executor.wait_socket)):
+            poller.register(one, zmq.POLLIN)
+        poller.poll(IDLE_MS if self.idle else POLL_MS)
+
     def pump(self, timeout_s: float) -> list[EngineMessage]:
         """Send the plans that can be sent, and take what results there are, waiting up to `timeout_s` seconds.
 
@@ -296,7 +307,7 @@ class Engine:
 
     def close(self) -> None:
         """End all ranks, and let go of their machines."""
-        self.executor.on_wait = None
+        self.executor.on_wait = do_nothing
         self.executor.shutdown()
 
     def status(self) -> EngineStatus:

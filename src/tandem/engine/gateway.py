@@ -54,6 +54,9 @@ class Gateway:
             raise UsageError(f"cannot listen on {self.path}: {error}; choose another --engine-socket, or more open "
                              "files with `ulimit -n`", param="engine_socket") from error
         self._seen: dict[Client, float] = {}
+        """When each api was last heard of."""
+        self._asked: dict[Client, float] = {}
+        """When it was last sent something to see whether it is there."""
         self._decoder = Decoder[control.ApiMessage](control.ApiMessage)
         self._encoder = msgspec.msgpack.Encoder()
         self._thread = start_thread(self._run, name="gateway")
@@ -177,11 +180,13 @@ class Gateway:
         for client, seen in list(self._seen.items()):
             if now - seen > SILENCE_S:
                 self._forget(client)
-            elif now - seen > DOUBT_S:
+            elif now - max(seen, self._asked.get(client, 0.0)) > DOUBT_S:
+                self._asked[client] = now
                 self._send([client, self._encoder.encode(self._answer(0))])
 
     def _forget(self, client: Client) -> None:
         """It is gone: what it still has running is aborted."""
+        self._asked.pop(client, None)
         if self._seen.pop(client, None) is not None:
             self._inside.send_multipart([client, self._encoder.encode(control.Detach())])
 

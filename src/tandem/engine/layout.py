@@ -18,7 +18,6 @@ from tandem.checkpoints.resolve import resolve
 from tandem.config.settings import ModelSettings, ParallelSettings, Settings
 from tandem.config.sizes import wired_bytes
 from tandem.config.speculation import with_speculative_config
-from tandem.engine.draft import find_draft_model
 from tandem.errors import ConfigError, LayoutError, UnsupportedModel
 from tandem.executors.base import Executor
 from tandem.executors.lent_threads import lent
@@ -38,6 +37,7 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import Pooling, SamplingDefaults
 from tandem.system.awake import keep_awake
 from tandem.system.metal import prepare_metal
+from tandem.text.tokenizer import load_tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +102,12 @@ def plan_layout(settings: Settings) -> GangLayout:
         context = model.max_context
     speculation = with_speculative_config(settings.speculation)
     drafts = speculation.num_speculative_tokens if speculation.speculative_method != "none" else 0
-    if drafts and not description.can_be_cut:
-        raise ConfigError(f"{description.family} keeps recurrent states, which cannot take back drafts that were not "
-                          "accepted; serve it without speculative decoding", param="speculative_method")
+    if drafts and description.no_drafts:
+        raise ConfigError(f"{description.family} takes no drafts: {description.no_drafts}; serve it without "
+                          "speculative decoding", param="speculative_method")
     if settings.scheduler.kv_dtype != "auto":
         require_quantizable(description, settings.scheduler.kv_dtype)
-    draft = find_draft_model(settings, files, description)
+    draft = _find_draft_model(settings, files, description)
     _check_role(parallel, settings.scheduler.kv_disk, description, draft)
     kv_disk = str(Path(settings.scheduler.kv_disk).expanduser().absolute()) if settings.scheduler.kv_disk else ""
     specs = [
@@ -264,3 +264,26 @@ def fit_memory(description: ModelDescription, specs: list[StageSpec], places: li
                           uncut=description.uncut)
     log.info("layers by the machines' memory: %s", ",".join(str(len(layers)) for layers in ranges))
     return [structs.replace(spec, layers=(ranges[spec.stage].start, ranges[spec.stage].stop)) for spec in specs]
+
+
+def _find_draft_model(settings: Settings, files: ModelFiles, description: ModelDescription) -> ModelFiles | None:
+    """The draft model that the settings name, None if they name none.
+
+    Raises ConfigError when its tokens are not those of the model in `files`, ModelError when it cannot be run.
+    """
+    name = with_speculative_config(settings.speculation).draft_model
+    if not name:
+        return None
+    if settings.model.weights_from == "head":
+        raise ConfigError(f"--draft-model {name}: is read from the machine of the rank that samples, which "
+                          "--weights-from head does not do; leave one out", param="draft_model")
+    draft = resolve(name)
+    ours = load_tokenizer(files, trust_remote_code=settings.model.trust_remote_code)
+    theirs = load_tokenizer(draft, trust_remote_code=settings.model.trust_remote_code)
+    for token in range(max(description.vocab_size, describe(draft).vocab_size)):
+        mine, other = ours.token_bytes(token), theirs.token_bytes(token)
+        if mine != other:
+            raise ConfigError(f"--draft-model {name}: has another tokenizer than {files.name}: token {token} is "
+                              f"{other!r} there and {mine!r} here; choose a smaller model of the same family",
+                              param="draft_model")
+    return draft

@@ -23,7 +23,7 @@ from tandem.engine.layout import GangLayout, kv_space
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.sizing import make_limits, require_quantized
 from tandem.errors import RankFailure, UnsupportedModel, UsageError
-from tandem.executors.base import Executor, Progress
+from tandem.executors.base import Executor, Progress, do_nothing
 from tandem.launchers.machines import role_of
 from tandem.models.kv_types import no_pieces
 from tandem.protocol.control import EngineMessage, Ready, Refused
@@ -101,7 +101,7 @@ class Gang:
         """The rank whose failure ended the last gang, until the next one stands."""
         self.load_s = 0.0
         """Seconds that the last start took."""
-        self.on_wait: Callable[[], None] | None = None
+        self.on_wait: Callable[[], None] = do_nothing
         """Called about every 0.1 s while ranks are replaced. It may submit and abort requests."""
         self._failures_in_a_row = 0
         self._shed = 0
@@ -149,7 +149,9 @@ class Gang:
                 if trouble := next((ready for ready in self.ready if ready.disk_trouble), None):
                     raise UsageError(f"rank {trouble.rank}: {trouble.disk_trouble}", param="kv_disk")
                 require_quantized(self.layout, self.ready)
-                self._require_pieces(role_of(self._settings.parallel))
+                role = role_of(self._settings.parallel)
+                if role != "both" and any(ready.pieces is None for ready in self.ready):
+                    raise UnsupportedModel(no_pieces(role, self.layout.description.family), param="roles")
                 limits = self._limits()
                 scheduler = Scheduler(limits, first_step=self._canary(limits, 0, progress))
                 break
@@ -171,10 +173,6 @@ class Gang:
         self._stand()
         self._begin(scheduler)
         return scheduler
-
-    def _require_pieces(self, role: str) -> None:
-        if role != "both" and any(ready.pieces is None for ready in self.ready):
-            raise UnsupportedModel(no_pieces(role, self.layout.description.family), param="roles")
 
     def _begin(self, scheduler: Scheduler) -> None:
         for ready in self.ready:
@@ -359,8 +357,7 @@ class Gang:
         self._announce("recovering", words)
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
-            if self.on_wait is not None:
-                self.on_wait()
+            self.on_wait()
             time.sleep(WAIT_S)
 
     def _count_failure(self, failure: RankFailure) -> None:
@@ -377,8 +374,7 @@ class Gang:
     def _announce(self, state: str, detail: str) -> None:
         if self.state not in ("starting", "draining"):
             self.state, self.detail = state, detail
-        if self.on_wait is not None:
-            self.on_wait()
+        self.on_wait()
 
     # --- machines that are lost for longer, or cannot start their ranks ---
 
@@ -407,8 +403,7 @@ class Gang:
         with ThreadPoolExecutor(1, "planner") as pool:
             found = pool.submit(self._alternatives.next, usable)
             while not found.done():
-                if self.on_wait is not None:
-                    self.on_wait()
+                self.on_wait()
                 wait((found,), WAIT_S)
         return found.result()
 

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from itertools import groupby
+from statistics import median
 
-from tandem.engine.handoffs import Handoffs
 from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
 from tandem.executors.watchdog import Slowness
-from tandem.models.families.table import family_of
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
+from tandem.protocol.step import RankStep
 from tandem.scheduler.disk import Pace
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationCounts
 
+KEPT_STEPS = 64
+"""Steps that the median is of, and that may be under way at once."""
+FEWEST = 4
+"""Steps before which nothing is said."""
 OLD = 0.9
 """Share of the old mean in the new one."""
 PROOF = 8192
@@ -27,9 +32,38 @@ def _speculation(layout: GangLayout) -> str:
     """In words of `/model/info`."""
     if layout.ranks[0].drafts:
         return "draft_model" if any(spec.draft_path for spec in layout.ranks) else "ngram"
-    if not layout.description.can_be_cut:
-        return "off: the model's recurrent states cannot take back drafts"
-    return f"off: {reason}" if (reason := family_of(layout.description.family).one_by_one) else "off"
+    return f"off: {layout.description.no_drafts}".removesuffix(": ")
+
+
+class Handoffs:
+    """How long arrays take from stage to stage of one gang, seen from the engine: no two clocks are compared.
+
+    A rank's report comes when its output is done, and says how long its input had been there by then;
+    the time between the output of one stage and the input of the next is the difference. Reports come over the control
+    sockets, so what is told holds to a fraction of a millisecond."""
+
+    def __init__(self, stages: Mapping[int, int]) -> None:
+        """`stages`: the stage of each rank."""
+        self._stages = stages
+        self._done: dict[int, dict[int, float]] = {}
+        """When the last rank of a stage had done a step, by step and stage."""
+        self._seconds: dict[int, deque[float]] = {}
+
+    def note(self, step: RankStep, now: float) -> None:
+        """A rank has reported at `now`, in seconds of any clock."""
+        stage = self._stages.get(step.rank, 0)
+        steps = self._done.setdefault(step.step_id, {})
+        steps[stage] = max(now, steps.get(stage, now))
+        if (before := steps.get(stage - 1)) is not None:
+            seconds = now - step.busy_s - before
+            self._seconds.setdefault(step.rank, deque(maxlen=KEPT_STEPS)).append(max(seconds, 0.0))
+        while len(self._done) > KEPT_STEPS:
+            del self._done[next(iter(self._done))]
+
+    def seconds(self, rank: int) -> float:
+        """Median from the stage before to this rank; 0 where there is none, or too little was seen."""
+        found = self._seconds.get(rank, ())
+        return median(found) if len(found) >= FEWEST else 0.0
 
 
 class Report:

@@ -13,7 +13,6 @@ from pathlib import Path
 from types import FrameType
 
 import msgspec
-import zmq
 
 from tandem.config.settings import Settings
 from tandem.engine.engine import Engine
@@ -36,8 +35,6 @@ LOG_S = 10.0
 """Seconds between two log lines of a rank that loads for long."""
 PUBLISH_S = 0.5
 """Seconds between refreshes of the published status."""
-POLL_MS, IDLE_MS = 100, 500
-"""Longest sleeps while there is work, and while there is none."""
 FETCHED_S = 30.0
 """Seconds for those who take over the last requests to have what was computed of them from here."""
 EXIT_OK, EXIT_FAILED, EXIT_STUCK = 0, 3, 4
@@ -108,7 +105,7 @@ class EngineService:
         while not self._over():
             self._take_messages()
             self._deliver(self._engine.pump(0.0))
-            self._wait_for_news()
+            self._engine.sleep(self._gateway.engine_end)
             self._publish_now_and_then()
 
     def _take_messages(self) -> None:
@@ -125,14 +122,6 @@ class EngineService:
         if self._gateway.status.state != self._engine.state:
             self._publish()
         self._publish_now_and_then()
-
-    def _wait_for_news(self) -> None:
-        """Sleep until a rank or an api has something to say."""
-        poller = zmq.Poller()
-        poller.register(self._gateway.engine_end, zmq.POLLIN)
-        if (socket := self._engine.executor.wait_socket) is not None:
-            poller.register(socket, zmq.POLLIN)
-        poller.poll(IDLE_MS if self._engine.idle else POLL_MS)
 
     def _over(self) -> bool:
         if not self._stopping.is_set():

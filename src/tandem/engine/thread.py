@@ -19,8 +19,6 @@ from copy import copy
 from functools import partial
 from typing import TypeVar
 
-import zmq
-
 from tandem.borders import start_thread
 from tandem.config.settings import Settings
 from tandem.engine.engine import Engine
@@ -37,8 +35,6 @@ Event = Output | Exception
 """What comes of a request: the last is an output with a finish reason, or an error."""
 Sink = Callable[[Event], object]
 """Where the events of a request go. Called in the engine's thread; RuntimeError says that nobody listens any more."""
-POLL_MS, IDLE_MS = 100, 500
-"""Longest sleeps while there is work, and while there is none."""
 CLOSED = "this LLM is closed"
 
 
@@ -131,7 +127,7 @@ class EngineThread:
                 self._meanwhile()
                 self._deliver(self.engine.pump(0.0))
                 self._fill()
-                self._wait()
+                self.engine.sleep(self._ear)
         except _Closing:
             pass
         except TandemError as error:
@@ -166,14 +162,6 @@ class EngineThread:
         if self._closing:
             raise _Closing
 
-    def _wait(self) -> None:
-        """Sleep until a rank or a caller has something to say."""
-        poller = zmq.Poller()
-        poller.register(self._ear, zmq.POLLIN)
-        if (one := self.engine.executor.wait_socket) is not None:
-            poller.register(one, zmq.POLLIN)
-        poller.poll(IDLE_MS if self.engine.idle else POLL_MS)
-
     def _do(self, work: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
             return
@@ -185,37 +173,35 @@ class EngineThread:
             future.set_exception(error)
 
     def _submit(self, requests: Sequence[EngineRequest], sink: Sink, engine: Engine) -> None:
+        admitted: list[str] = []
         try:
             for request in requests:
-                self._admit(request, sink)
+                if self._held or not self._entered(request, sink):
+                    self._held.append((request, sink))
+                admitted.append(request.request_id)
         except RequestError:
-            self._abort([request.request_id for request in requests])
+            self._abort(admitted)
             raise
 
-    def _admit(self, request: EngineRequest, sink: Sink) -> None:
+    def _entered(self, request: EngineRequest, sink: Sink) -> bool:
+        """Queue a request; False where there is no room. Raises RequestError."""
         try:
-            if self._held:
-                raise OverloadedError("others wait already")
             self.engine.submit(request)
         except OverloadedError:
-            self._held.append((request, sink))
-        else:
-            self._sinks[request.request_id] = sink
+            return False
+        self._sinks[request.request_id] = sink
+        return True
 
     def _fill(self) -> None:
         """Queue what has been waiting for room."""
         while self._held:
             request, sink = self._held[0]
             try:
-                self.engine.submit(request)
-            except OverloadedError:
-                return
+                if not self._entered(request, sink):
+                    return
             except RequestError as error:
-                self._held.popleft()
                 _tell(sink, error)
-            else:
-                self._held.popleft()
-                self._sinks[request.request_id] = sink
+            self._held.popleft()
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

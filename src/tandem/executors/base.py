@@ -16,10 +16,14 @@ Progress = Callable[[int, int, int, str], None]
 """Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""
 
 
+def do_nothing() -> None:
+    """Stand where no callback has been set."""
+
+
 class Executor(ABC):
     """A gang of ranks, or one in this process. Used by one thread."""
 
-    on_wait: Callable[[], None] | None = None
+    on_wait: Callable[[], None] = staticmethod(do_nothing)
     """Called about every 0.1 s while `start` and `close` wait for ranks."""
 
     @abstractmethod

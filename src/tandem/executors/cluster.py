@@ -244,8 +244,7 @@ class ClusterExecutor(Executor):
             # Also while messages come without a pause, as the progress of loading does.
             if message is None or time.monotonic() - self._looked_at >= POLL_S:
                 self._look()
-                if self.on_wait is not None:
-                    self.on_wait()
+                self.on_wait()
                 self._looked_at = time.monotonic()
             if message is not None:
                 return message
@@ -447,8 +446,7 @@ class ClusterExecutor(Executor):
             while not process.wait(max(min(deadline - time.monotonic(), POLL_S), 0.0)):
                 if time.monotonic() >= deadline:
                     break
-                if self.on_wait is not None:
-                    self.on_wait()
+                self.on_wait()
 
     def shutdown(self) -> None:
         """Let go of the machines as well."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import select
 import time
 import traceback
 from functools import partial
@@ -53,8 +52,7 @@ class InlineExecutor(Executor):
                 elif isinstance(event, Ready):
                     self._watchdog.loaded(time.monotonic(), gpu=event.gpu, hosts=1)
                     return [event]
-            if self.on_wait is not None:
-                self.on_wait()
+            self.on_wait()
 
     def _build(self, progress: LoadReport) -> tuple[Runner, Ready]:
         choose_device(self._spec.device)
@@ -66,22 +64,24 @@ class InlineExecutor(Executor):
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
         return build_runner(self._spec, stage, None, files=files, report=self._mailbox.put)
 
+    def _started(self) -> tuple[RankLoop, Mailbox]:
+        if self._loop is None or self._mailbox is None:
+            raise RankFailure("the executor is not started", rank=0)
+        return self._loop, self._mailbox
+
     def keep_apart(self, kv_space: str) -> None:
         """In its specification."""
         self._spec = replace(self._spec, kv_space=kv_space)
 
     def submit(self, plan: StepPlan) -> None:
         """Queue a step for the thread that owns the device."""
-        if self._loop is None:
-            raise RankFailure("the executor is not started", rank=0)
+        loop, _ = self._started()
         self._watchdog.planned(plan, time.monotonic())
-        self._loop.submit(plan)
+        loop.submit(plan)
 
     def fetch(self, order: Fetch | Borrow | Survey) -> None:
         """Handed to the thread for the disk."""
-        if self._loop is None:
-            raise RankFailure("the executor is not started", rank=0)
-        self._loop.fetch(order)
+        self._started()[0].fetch(order)
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Steps that are done; waits up to `timeout_s` seconds for one. Raises EngineStuck."""
@@ -103,10 +103,7 @@ class InlineExecutor(Executor):
 
     def _wait(self, timeout_s: float) -> list[Event]:
         """Whatever MLX raises makes the runner's state worthless, so it counts as the rank's failure."""
-        if self._mailbox is None:
-            raise RankFailure("the executor is not started", rank=0)
-        select.select([self._mailbox.socket], [], [], timeout_s)
-        events = self._mailbox.take()
+        events = self._started()[1].take(timeout_s)
         for event in events:
             if not isinstance(event, Exception):
                 continue

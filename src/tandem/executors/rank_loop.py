@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from msgspec import Struct
 
@@ -46,19 +47,17 @@ class Mailbox:
         self._events.put(event)
         self._bell.send(b"!")
 
-    def take(self) -> list[Event]:
-        """Everything that is there; the reader's thread only."""
+    def take(self, timeout_s: float = 0.0) -> list[Event]:
+        """Everything that is there; wait up to `timeout_s` seconds for the first event. For the reader's thread."""
         events = []
-        while not self._events.empty():
-            events.append(self._events.get())
-        try:
+        # Silence the bell first: an event that comes behind it then rings once too often, never too seldom.
+        with suppress(BlockingIOError):
             while len(self.socket.recv(4096)) == 4096:
                 pass
-        except BlockingIOError:
-            pass
-        # One that came between the two loops rings again only with the next: look once more.
-        while not self._events.empty():
-            events.append(self._events.get())
+        with suppress(queue.Empty):
+            events.append(self._events.get(timeout=timeout_s))
+            while True:
+                events.append(self._events.get_nowait())
         return events
 
     def close(self) -> None:
@@ -96,14 +95,8 @@ class RankLoop:
 
     def fetch(self, order: Fetch | Borrow | Survey) -> None:
         """Read a prefix from disk, look what is there, or know who lends more, beside whatever is computed."""
-        assert self._runner is not None
-        assert self._runner.disk is not None
-        if isinstance(order, Survey):
-            self._runner.disk.survey(order)
-        elif isinstance(order, Borrow):
-            self._runner.disk.borrow(order)
-        else:
-            self._runner.disk.fetch(order)
+        assert self._runner is not None and self._runner.disk is not None
+        self._runner.disk.take_order(order)
 
     def where(self) -> tuple[int, bool]:
         """The last step begun, -1 before the first, and whether it waits for another stage. From any thread."""

@@ -125,7 +125,7 @@ class Worker:
             return ChannelLink(channel)
         if self._spec.stages == 1:
             return None
-        from tandem.comm.ring import RingLink
+        from tandem.comm.group import RingLink
 
         return RingLink(self._spec.stages)
 

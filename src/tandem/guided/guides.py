@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,16 @@ from tandem.protocol.step import NO_CONTINUATION, NO_GRAMMAR
 log = logging.getLogger(__name__)
 
 
+class Masks(NamedTuple):
+    """Of the rows of one step that follow a grammar."""
+
+    rows: list[int]
+    bits: npt.NDArray[np.uint32]
+    """[rows, vocabulary / 32]: bit i of word j says whether token 32 j + i is allowed."""
+    given_up: dict[int, int]
+    """Other rows, and what stands for a token there: NO_CONTINUATION, or NO_GRAMMAR when it could not be built."""
+
+
 class Guides:
     """Matchers by request id. They follow the tokens that are sampled; a replay builds them anew from those so far."""
 
@@ -26,6 +37,9 @@ class Guides:
         self._building: dict[str, Future[LLMatcher]] = {}
         self._matchers: dict[str, LLMatcher | None] = {}
         """None: the sequence is over, and nothing is asked of what a plan sent ahead still samples for it."""
+        self._ends = np.zeros_like(allocate_token_bitmask(1, vocabulary.vocab_size)[0])
+        for token in vocabulary.eos:
+            self._ends.view(np.uint32)[token // 32] |= np.uint32(1 << token % 32)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._building or request_id in self._matchers
@@ -50,38 +64,32 @@ class Guides:
                           "report it", matcher.get_error())
             self._matchers[request_id] = None
 
-    def mask(self, ids: Sequence[str]) -> tuple[npt.NDArray[np.bool_], dict[int, int]]:
-        """Which tokens each of `ids` may take, [n, vocabulary], and the rows that are given up, with what stands for a
-        token there: NO_CONTINUATION, or NO_GRAMMAR when the grammar could not be built.
+    def masks(self, ids: Sequence[str]) -> Masks:
+        """Which tokens those of `ids` may take that follow a grammar. Waits for grammars that are being compiled.
 
-        Rows of other sequences, of those that are over, and of those given up allow everything. Waits for grammars
-        that are still being compiled.
+        Rows of other sequences, of those that are over, and of those given up have no mask.
         """
-        size = self._vocabulary.vocab_size
-        bits = allocate_token_bitmask(len(ids), size)
-        live, given_up = [], dict[int, int]()
+        given_up: dict[int, int] = {}
         for row, request_id in enumerate(ids):
             if request_id in self._building:
                 self._matchers[request_id] = _built(self._building.pop(request_id))
                 if self._matchers[request_id] is None:
                     given_up[row] = NO_GRAMMAR
-            if (matcher := self._matchers.get(request_id)) is not None:
-                live.append((matcher, row))
-        working = [(matcher, row) for matcher, row in live if not matcher.is_stopped()]
-        if working:
+        rows = [row for row, request_id in enumerate(ids) if self._matchers.get(request_id) is not None]
+        live = [(matcher, i) for i, row in enumerate(rows) if (matcher := self._matchers[ids[row]]) is not None]
+        bits = allocate_token_bitmask(len(live), self._vocabulary.vocab_size)
+        if working := [(matcher, i) for matcher, i in live if not matcher.is_stopped()]:
             fill_next_token_bitmask_par(self._vocabulary.executor, working, bits)
-        mask = np.unpackbits(bits.view(np.uint8), axis=1, count=size, bitorder="little").view(np.bool_)
-        for matcher, row in live:
+        for matcher, i in live:
             if matcher.is_error():
                 log.warning("gave up a grammar: %s; its request ends with an error",
                             matcher.get_error().partition("\n")[0][:200])
-                self._matchers[ids[row]] = None
-                mask[row] = True
-                given_up[row] = NO_CONTINUATION
+                self._matchers[ids[rows[i]]] = None
+                given_up[rows[i]] = NO_CONTINUATION
             elif matcher.is_stopped():
-                mask[row] = False
-                mask[row, list(self._vocabulary.eos)] = True
-        return mask, given_up
+                bits[i] = self._ends
+        kept = [i for i, row in enumerate(rows) if row not in given_up]
+        return Masks([rows[i] for i in kept], bits[kept].view(np.uint32), given_up)
 
 
 def _built(future: Future[LLMatcher]) -> LLMatcher | None:

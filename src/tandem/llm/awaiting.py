@@ -15,16 +15,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, Self
 
-from tandem.engine.engine import Engine
 from tandem.engine.thread import EngineThread, Event
 from tandem.executors.base import Progress
 from tandem.llm.answer import RequestOutput
-from tandem.llm.session import Batch, Message, Prompt, Session
-from tandem.protocol.request import SamplingDefaults, SamplingParams
-from tandem.text.tokenizer import Tokenizer
+from tandem.llm.session import Batch, LoadedModel, Message, Prompt, Session
+from tandem.protocol.request import SamplingParams
 
 
-class AsyncLLM:
+class AsyncLLM(LoadedModel):
     """A model that tasks share: `async with AsyncLLM(...) as llm`, or `await llm.start()` and `await llm.close()`.
 
     Nothing here holds up the event loop. A task that is cancelled, and a stream that is closed or forgotten, stop their
@@ -34,13 +32,13 @@ class AsyncLLM:
     def __init__(self, model: str, *, progress: Progress | None = None, **options: Any) -> None:
         """As `LLM`; nothing is done yet. `progress` is called in another thread."""
         self._model, self._options, self._progress = model, options, progress
-        self._loaded: Session | None = None
+        self._ready: Session | None = None
         self._starting = asyncio.Lock()
 
     async def start(self) -> None:
         """Load the model. Raises UsageError. When it is cancelled nothing is left running."""
         async with self._starting:
-            if self._loaded is not None:
+            if self._ready is not None:
                 return
             session = await asyncio.to_thread(Session, self._model, self._options)
             weakref.finalize(self, EngineThread.close, session.engine)
@@ -52,28 +50,13 @@ class AsyncLLM:
                 await asyncio.wait([loading])
                 loading.exception()
                 raise
-            self._loaded = session
+            self._ready = session
 
     @property
-    def _session(self) -> Session:
-        if self._loaded is None:
+    def _session(self) -> Session:  # type: ignore[override]
+        if self._ready is None:
             raise RuntimeError("the model is not loaded: use `async with AsyncLLM(...) as llm`, or await llm.start()")
-        return self._loaded
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Only after the start."""
-        return self._session.tokenizer
-
-    @property
-    def default_sampling(self) -> SamplingDefaults:
-        """What the model's generation_config.json says; it holds for calls without `params`. Only after the start."""
-        return self._session.layout.defaults
-
-    @property
-    def engine(self) -> Engine:
-        """For looking at: it is worked with in a thread of its own. Only after the start."""
-        return self._session.engine.engine
+        return self._ready
 
     async def generate(self, prompts: Prompt | Sequence[Prompt],
                        params: SamplingParams | None = None) -> list[RequestOutput]:
@@ -104,8 +87,8 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """As `LLM.close`."""
-        if self._loaded is not None:
-            await asyncio.to_thread(self._loaded.engine.close)
+        if self._ready is not None:
+            await asyncio.to_thread(self._ready.engine.close)
 
     async def __aenter__(self) -> Self:
         await self.start()

@@ -13,16 +13,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Self
 
-from tandem.engine.engine import Engine
 from tandem.engine.thread import EngineThread, Event
 from tandem.executors.base import Progress
 from tandem.llm.answer import RequestOutput
-from tandem.llm.session import Batch, Message, Prompt, Session
-from tandem.protocol.request import SamplingDefaults, SamplingParams
-from tandem.text.tokenizer import Tokenizer
+from tandem.llm.session import Batch, LoadedModel, Message, Prompt, Session
+from tandem.protocol.request import SamplingParams
 
 
-class LLM:
+class LLM(LoadedModel):
     """A model, loaded and ready. Close it, or use a `with` block.
 
     Any number of threads may use one, and of streams that are read by turns: each request goes on at its own pace. What
@@ -39,21 +37,6 @@ class LLM:
         # One that is forgotten is closed as well, at the latest when the interpreter ends.
         weakref.finalize(self, EngineThread.close, self._session.engine)
         self._session.engine.start(progress)
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._session.tokenizer
-
-    @property
-    def default_sampling(self) -> SamplingDefaults:
-        """What the model's generation_config.json says; it holds for calls without `params`."""
-        return self._session.layout.defaults
-
-    @property
-    def engine(self) -> Engine:
-        """For looking at: it is worked with in a thread of its own."""
-        return self._session.engine.engine
 
     def generate(self, prompts: Prompt | Sequence[Prompt],
                  params: SamplingParams | None = None) -> list[RequestOutput]:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import operator
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,6 +15,7 @@ import msgspec
 from tandem.config.options import by_name, section_names
 from tandem.config.settings import Settings
 from tandem.config.validation import validate
+from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.engine.thread import EngineThread, Event, Sink
 from tandem.errors import ConfigError, RequestError
@@ -22,7 +23,7 @@ from tandem.guided.check import GrammarCheck
 from tandem.llm.answer import Answer, RequestOutput
 from tandem.models.pooling import unit_vector
 from tandem.protocol.checks import check_params
-from tandem.protocol.request import EngineRequest, Pooling, SamplingParams
+from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, SamplingParams
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 Prompt = str | Sequence[int]
@@ -78,6 +79,27 @@ class Batch:
         return [unit_vector(self._vectors[request_id], dimensions).tolist() for request_id in self._answers]
 
 
+class LoadedModel:
+    """What `LLM` and `AsyncLLM` say of their model once it is loaded."""
+
+    _session: Session
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._session.tokenizer
+
+    @property
+    def default_sampling(self) -> SamplingDefaults:
+        """What the model's generation_config.json says; it holds for calls without `params`."""
+        return self._session.layout.defaults
+
+    @property
+    def engine(self) -> Engine:
+        """For looking at: it is worked with in a thread of its own."""
+        return self._session.engine.engine
+
+
 class Session:
     """Tokenizer, checks and engine of one model. Threads may share one."""
 
@@ -95,15 +117,14 @@ class Session:
 
     def texts(self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None) -> Batch:
         """Completions of one prompt or several. Raises RequestError."""
-        checked = self._checked(params or self._default)
-        return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt), params=checked)
-                            for prompt in _several(prompts)])
+        checked = self._checked(params)
+        return self._batch(map(self._encode, _several(prompts)), checked)
 
     def answer(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None) -> Batch:
         """The completion of a prompt, or the answer to a conversation. Raises RequestError."""
         if not isinstance(prompt, str) and isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], dict):
             return self.reply(prompt, params)
-        return self._one(self._encode(prompt), params)
+        return self._batch([self._encode(prompt)], self._checked(params))
 
     def reply(self, messages: Sequence[Any], params: SamplingParams | None) -> Batch:
         """The answer to a conversation. Raises RequestError."""
@@ -112,24 +133,18 @@ class Session:
             raise RequestError("messages must be a list of one message or more, such as "
                                "{'role': 'user', 'content': 'Hello'}", param="messages")
         _require_unicode(messages, "messages")
-        return self._one(self.tokenizer.render_chat(messages), params)
-
-    def _one(self, tokens: list[int], params: SamplingParams | None) -> Batch:
-        checked = self._checked(params or self._default)
-        return self._batch([EngineRequest(request_id=self._id(), prompt=tokens, params=checked)])
+        return self._batch([self.tokenizer.render_chat(messages)], self._checked(params))
 
     def pooled(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None) -> Batch:
         """Vectors of one prompt or several. Raises RequestError."""
         pooling = self._pooling(dimensions)
-        params = SamplingParams(max_tokens=0)
-        return self._batch([EngineRequest(request_id=self._id(), prompt=self._encode(prompt, closed=True),
-                                          params=params, pooling=pooling) for prompt in _several(prompts)])
+        tokens = (self._encode(prompt, closed=True) for prompt in _several(prompts))
+        return self._batch(tokens, SamplingParams(max_tokens=0), pooling)
 
-    def _batch(self, requests: Sequence[EngineRequest]) -> Batch:
-        return Batch(self.engine, self.tokenizer, requests)
-
-    def _id(self) -> str:
-        return f"llm-{next(self._ids)}"
+    def _batch(self, prompts: Iterable[list[int]], params: SamplingParams, pooling: Pooling | None = None) -> Batch:
+        return Batch(self.engine, self.tokenizer, [
+            EngineRequest(request_id=f"llm-{next(self._ids)}", prompt=prompt, params=params, pooling=pooling)
+            for prompt in prompts])
 
     def _pooling(self, dimensions: int | None) -> Pooling:
         pooling, size = self.layout.pooling, self.layout.description.hidden_size
@@ -146,9 +161,9 @@ class Session:
         _require_unicode(prompt, "prompt")
         return self.tokenizer.encode_closed(prompt) if closed else self.tokenizer.encode(prompt)
 
-    def _checked(self, params: SamplingParams) -> SamplingParams:
-        """`params` with a grammar that the ranks can follow. Raises RequestError."""
-        params = _typed(params)
+    def _checked(self, given: SamplingParams | None) -> SamplingParams:
+        """Parameters with a grammar that the ranks can follow. Raises RequestError."""
+        params = _typed(given or self._default)
         check_params(params, self.layout.description.vocab_size)
         if params.structured_outputs is None:
             return params

@@ -30,10 +30,12 @@ class LayerCache:
     whole: int = 0
     """Those of a position that have no heads, beside others that have: every rank of a stage holds them."""
 
+    listed: bool = False
+    """A list of caches of positions: rows of a batch cannot take positions back from it, as mlx-lm keeps them."""
+
     @property
     def can_be_cut(self) -> bool:
-        """Its last positions can be taken back, as speculation and prefixes of any length need; else snapshots serve.
-        """
+        """Its last positions can be taken back, as prefixes of any length need; else snapshots serve."""
         return not self.state
 
     @property
@@ -77,9 +79,10 @@ def _attention(config: Mapping[str, Any], plain: int) -> LayerCache:
         head = rope + int(config.get("qk_nope_head_dim", 0)) + int(config.get("v_head_dim", 0))
         return LayerCache("positions", int(config.get("num_attention_heads", 1)) * head)
     if kind in _TWO_ATTENTIONS:
-        return LayerCache("latent", 2 * (latent + rope))
+        return LayerCache("latent", 2 * (latent + rope), listed=True)
     index = config.get("index_head_dim")  # deepseek_v32 has a second cache, with its index's keys and room for values
-    return LayerCache("latent", latent + rope + (2 * index if isinstance(index, int) else 0))
+    keys = 2 * index if isinstance(index, int) else 0
+    return LayerCache("latent", latent + rope + keys, listed=keys > 0)
 
 
 def index_heads(config: Mapping[str, Any]) -> int:

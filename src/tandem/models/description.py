@@ -15,7 +15,7 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.index import read_headers
 from tandem.checkpoints.safetensors import TensorInfo
 from tandem.errors import BrokenModel, UnsupportedModel
-from tandem.models.caches import index_heads, layer_caches
+from tandem.models.caches import LayerCache, index_heads, layer_caches
 from tandem.models.cuts import uncut
 from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
@@ -109,8 +109,8 @@ class ModelDescription:
     """Elements of recurrent state of one sequence in one layer, on average, whatever its length."""
     float32_elements: float = 0.0
     """Those of them that are float32, whatever the model computes in."""
-    can_be_cut: bool = True
-    """The last positions of every cache can be taken back."""
+    no_drafts: str = ""
+    """Why drafts that were not accepted cannot be taken back; empty where they can."""
     replicated_cache: bool = False
     """Every rank of a tensor-parallel stage holds the whole cache: a latent has no heads to divide."""
     whole_elements: float = 0.0
@@ -185,7 +185,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             token_elements=sum(cache.position for cache in caches) / len(caches),
             state_elements=sum(cache.state for cache in caches) / len(caches),
             float32_elements=sum(cache.float32 for cache in caches) / len(caches),
-            can_be_cut=all(cache.can_be_cut for cache in caches),
+            no_drafts=_no_drafts(family, caches),
             replicated_cache=any(cache.replicated for cache in caches),
             whole_elements=sum(cache.whole for cache in caches) / len(caches),
             index_heads=index_heads(known),
@@ -206,6 +206,14 @@ def describe(files: ModelFiles) -> ModelDescription:
             whole_bytes=_whole_bytes(loaded, facts.num_layers, layer_type),
             **facts.shares(layer_type),
         )
+
+
+def _no_drafts(family: Family, caches: Sequence[LayerCache]) -> str:
+    if not all(cache.can_be_cut for cache in caches):
+        return "the model's recurrent states cannot take back drafts"
+    if any(cache.listed for cache in caches):
+        return "the model's lists of caches cannot take back drafts"
+    return family.one_by_one
 
 
 def _nearest(name: object) -> str:

@@ -13,8 +13,7 @@ from typing import cast
 import mlx.core as mx
 import numpy as np
 
-from tandem.comm.group import StageGroup
-from tandem.comm.ring import RingLink
+from tandem.comm.group import RingLink, StageGroup
 from tandem.engine.layout import GangLayout
 from tandem.executors.assembly import build_runner, load_slice
 from tandem.executors.base import Executor, Progress

@@ -43,7 +43,7 @@ class Survey(Struct, frozen=True, tag=True):
 
     number: int
     drop: bool = False
-    """Delete the pieces of this model, adapter and type first, whoever wrote them."""
+    """Delete the pieces of this model, adapter and type first, or those that are `wanted`, whoever wrote them."""
     soon: bool = False
     """Look before what waits is written."""
     wanted: list[bytes] | None = None

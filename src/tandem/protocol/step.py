@@ -187,6 +187,14 @@ class StepPlan(Struct, frozen=True, array_like=True):
         return self.spec_decode_plan is None or not (self.spec_decode_plan.drafts or self.spec_decode_plan.ask)
 
 
+def by_id(ids: Iterable[str], tokens: Iterable[int]) -> dict[str, list[int]]:
+    """The tokens of each of `ids`, which may stand there several times, in their order."""
+    found: dict[str, list[int]] = {}
+    for request_id, token in zip(ids, tokens, strict=True):
+        found.setdefault(request_id, []).append(token)
+    return found
+
+
 def accepted(tokens: Sequence[int], sampled: Sequence[int]) -> int:
     """How many of a row's drafts, `tokens[1:]`, are what was sampled in their places. So `sampled[:accepted + 1]` is
     the sequence's output: what it would have been one token at a time."""

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 HEAD = 1024
 """Top-p first looks at the so many most likely tokens: finding them costs a thirtieth of sorting the vocabulary."""
@@ -19,6 +21,8 @@ BLOCK = 128
 """Tokens in a block of the two-stage draw."""
 INFINITY = 0x7F800000
 """The bits of float32's infinity."""
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
 
 TopP = Literal["head", "sort", "halve"]
 """How the bound of top-p is found: from the most likely tokens alone, which are looked at while the graph is built, and
@@ -171,3 +175,27 @@ def _pick(weights: mx.array, uniform: mx.array) -> mx.array:
     reached = mx.where(weights > 0, running, 0.0)
     hit = reached > uniform * reached.max(axis=-1, keepdims=True)
     return mx.argmax(hit, axis=-1, keepdims=True)
+
+
+def mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's output function (a bijection of uint64), elementwise: Steele, Lea, Flood, "Fast splittable
+    pseudorandom number generators".
+
+    Indexed instead of iterated, random numbers are a function of seed and position alone: a sequence's text is the same
+    in any batch, on any rank, and again after a replay.
+    """
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def seed_keys(seeds: list[int]) -> npt.NDArray[np.uint64]:
+    """uint64 [n] keys of 64-bit seeds; mixed first, so that neighbouring seeds have unrelated sequences."""
+    return mixed(np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64) + _GAMMA)
+
+
+def uniform_pairs(keys: npt.NDArray[np.uint64], positions: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """float32 [n, 2] in [0, 1), 24 bits each: two independent numbers a row, for its token at `positions`."""
+    bits = mixed(keys + (positions + np.uint64(1)) * _GAMMA)
+    parts = np.stack([bits >> np.uint64(40), (bits >> np.uint64(8)) & np.uint64(0xFFFFFF)], axis=1)
+    return parts.astype(np.float32) * np.float32(2.0**-24)

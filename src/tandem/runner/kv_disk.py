@@ -203,17 +203,13 @@ class KVDisk:
             for number, name in taken:
                 self._jobs.put((_WRITE, next(self._number), (number, name, span, nbytes, awaited)))
 
-    def fetch(self, order: Fetch) -> None:
-        """Read a prefix; `Fetched` says when it is here."""
-        self._jobs.put((_READ, next(self._number), order))
+    def take_order(self, order: Fetch | Borrow | Survey) -> None:
+        """Read a prefix, have what is not on this disk from others' from now on, or look what is there.
 
-    def survey(self, order: Survey) -> None:
-        """Look what is there, once what waits has been written unless it is to be soon; `Surveyed` says it."""
-        self._jobs.put((_READ if order.soon else _WRITE, next(self._number), order))
-
-    def borrow(self, order: Borrow) -> None:
-        """Have what is not on this disk from others' from now on."""
-        self._jobs.put((_READ, next(self._number), order))
+        A look comes once what waits has been written, unless it is to be soon. `Fetched` and `Surveyed` answer.
+        """
+        waits = isinstance(order, Survey) and not order.soon
+        self._jobs.put((_WRITE if waits else _READ, next(self._number), order))
 
     def has(self, key: str) -> bool:
         """A prefix has been fetched under this key, or could not be."""
@@ -244,14 +240,28 @@ class KVDisk:
             if kind == _END:
                 self._files.close()
                 return
-            if isinstance(job, Survey):
-                self._survey(job)
-            elif isinstance(job, Borrow):
-                self._borrow(job)
-            elif kind == _READ:
-                self._read(job)
-            else:
-                self._write(*job)
+            try:
+                if isinstance(job, Survey):
+                    self._survey(job)
+                elif isinstance(job, Borrow):
+                    self._borrow(job)
+                elif kind == _READ:
+                    self._read(job)
+                else:
+                    self._write(*job)
+            except Exception as error:  # noqa: BLE001 - one job must not end the thread: others wait for the next ones
+                self._failed(job, error)
+
+    def _failed(self, job: Any, error: Exception) -> None:
+        """Answer a job that raised what nobody foresaw, so that nobody waits for it."""
+        seldom.error("KV on disk: %s: %s; what it was about is computed", type(error).__name__, error)
+        if isinstance(job, Fetch):
+            self._arrived[job.key] = None
+            self._report(Fetched(self._rank, job.key, job.names))
+        elif isinstance(job, Survey):
+            self._report(Surveyed(self._rank, job.number, [], wanted=job.wanted))
+        elif not isinstance(job, Borrow):
+            self._report(Written(self._rank, []))
 
     def _read(self, order: Fetch) -> None:
         started, nbytes, before, late = time.monotonic(), 0, self._files.brought, False

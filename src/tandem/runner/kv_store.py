@@ -19,11 +19,57 @@ from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 from tandem.cache.budget import kv_shape
 from tandem.errors import BatchDesync, UnsupportedModel
 from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape
-from tandem.runner.kv_apart import RowsApart
 from tandem.runner.kv_arena import ArenaLayer, Attention
 from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable, require_batchable
-from tandem.runner.kv_rows import Rows
+
+
+class Rows:
+    """Request ids in row order, their rows and their lengths; stores keep them true as rows join, move and leave."""
+
+    def __init__(self) -> None:
+        self._ids: list[str] = []
+        self._rows: dict[str, int] = {}
+        self._lengths: list[int] = []
+
+    @property
+    def ids(self) -> list[str]:
+        """Request ids in row order: row i of the decode batch is ids[i]. A copy."""
+        return list(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._rows
+
+    def length(self, request_id: str) -> int:
+        """Tokens whose KV the sequence's row holds (counting the step that `batch` last began). KeyError if unknown."""
+        return self._lengths[self._rows[request_id]]
+
+    def _append(self, request_id: str, length: int) -> None:
+        """Note a row behind the others. Raises ValueError for a known id or an empty row."""
+        if request_id in self._rows or length < 1:
+            raise ValueError(f"sequence {request_id} is in the KV store already, or joins before its prefill")
+        self._rows[request_id] = len(self._ids)
+        self._ids.append(request_id)
+        self._lengths.append(length)
+
+    def _drop(self, request_id: str) -> int:
+        """Note that a row is gone and that the last one has taken its place; its number. KeyError if unknown."""
+        row = self._rows.pop(request_id)
+        last_id, last_length = self._ids.pop(), self._lengths.pop()
+        if row < len(self._ids):
+            self._ids[row], self._lengths[row], self._rows[last_id] = last_id, last_length, row
+        return row
+
+    def check(self) -> None:
+        """Raise AssertionError unless the tables agree (for tests)."""
+        if [self._rows[request_id] for request_id in self._ids] != list(range(len(self._rows))):
+            raise AssertionError(f"rows {self._rows} do not match ids {self._ids}")
+        if len(self._lengths) != len(self._ids) or any(length < 1 for length in self._lengths):
+            raise AssertionError(f"lengths {self._lengths} do not match ids {self._ids}")
 
 
 class KVStore(Rows):
@@ -76,31 +122,23 @@ class KVStore(Rows):
         The caches are only read; drop them afterwards. Raises ValueError for a known id, a wrong number of caches or
         caches that hold nothing.
         """
-        if request_id in self._rows:
-            raise ValueError(f"sequence {request_id} is in the KV store already")
-        if len(caches) != len(self._layers):
-            raise ValueError(f"sequence {request_id} has {len(caches)} caches for {len(self._layers)} layers")
         length = next((one.offset for one in caches if hasattr(one, "offset")), 0) if length is None else length
-        if length < 1 or any(getattr(cache, "offset", length) != length for cache in caches):
-            raise ValueError(f"sequence {request_id} joins before its prefill")
-        self._hold(len(self._ids) + 1, max(length, *self._lengths, 0))
+        if len(caches) != len(self._layers) or any(getattr(cache, "offset", length) != length for cache in caches):
+            raise ValueError(f"sequence {request_id} of {length} tokens has {len(caches)} caches for "
+                             f"{len(self._layers)} layers, or such as hold another number of tokens")
+        self._append(request_id, length)
+        self._hold(len(self._ids), max(self._lengths))
         for layer, cache in zip(self._layers, caches, strict=True):
             layer.join(cache, length)
-        self._rows[request_id] = len(self._ids)
-        self._ids.append(request_id)
-        self._lengths.append(length)
 
     def leave(self, request_id: str) -> None:
         """Drop a row; the last row takes its place. KeyError if unknown."""
-        row = self._rows.pop(request_id)
-        moves = row < len(self._ids) - 1
+        moves = self._rows[request_id] < len(self._ids) - 1
         moved = [layer.last_row(self._lengths[-1]) if moves else () for layer in self._layers]
         mx.eval(moved)  # before the writes, which are in place only if nothing else waits to read the arena
+        row = self._drop(request_id)
         for layer, last in zip(self._layers, moved, strict=True):
             layer.leave(row, last)
-        last_id, last_length = self._ids.pop(), self._lengths.pop()
-        if moves:
-            self._ids[row], self._lengths[row], self._rows[last_id] = last_id, last_length, row
         if not self._ids:
             self._shape = KVShape()
         elif self._allotted is None:
@@ -145,12 +183,65 @@ class KVStore(Rows):
 
     def check(self) -> None:
         """Raise AssertionError unless the store's invariants hold (for tests)."""
-        if [self._rows[request_id] for request_id in self._ids] != list(range(len(self._rows))):
-            raise AssertionError(f"rows {self._rows} do not match ids {self._ids}")
-        if len(self._lengths) != len(self._ids) or any(length < 1 for length in self._lengths):
-            raise AssertionError(f"lengths {self._lengths} do not match ids {self._ids}")
+        super().check()
         for layer in self._layers:
             layer.check(self._lengths)
+
+
+class RowsApart(Rows):
+    """Rows that each keep caches of their own, for models that cannot compute sequences of unequal length together.
+
+    As `KVStore`: rows join after their prefill, take a token a step, and leave; the last row takes a gap. A decode step
+    is as many forward passes as there are rows, so a batch is no faster than its sequences in turn.
+    """
+
+    def __init__(self, make_caches: Callable[[], list[Any]], drafts: int, reason: str) -> None:
+        """`reason`: why the model needs this. Raises UnsupportedModel where there are drafts to take back."""
+        if drafts:
+            raise UnsupportedModel(f"the model decodes its sequences one by one, as {reason}: serve it without "
+                                   "speculative decoding", param="speculative_method")
+        super().__init__()
+        self._caches: list[list[Any]] = []
+        self._layers = len(make_caches())
+
+    def allot(self, shape: KVShape) -> None:
+        """Nothing: rows with caches of their own hold what they need."""
+
+    @property
+    def nbytes(self) -> int:
+        """As `KVStore.nbytes`."""
+        return sum(int(cache.nbytes) for caches in self._caches for cache in caches)
+
+    def join(self, request_id: str, caches: Sequence[Any], length: int) -> None:
+        """As `KVStore.join`; the caches are taken over."""
+        if len(caches) != self._layers:
+            raise ValueError(f"sequence {request_id} has {len(caches)} caches for {self._layers} layers")
+        self._append(request_id, length)
+        self._caches.append(list(caches))
+
+    def leave(self, request_id: str) -> None:
+        """As `KVStore.leave`."""
+        row, last_caches = self._drop(request_id), self._caches.pop()
+        if row < len(self._caches):
+            self._caches[row] = last_caches
+
+    def batch(self, counts: Sequence[int] | None = None) -> Apart:
+        """As `KVStore.batch`: the rows' caches."""
+        if not self._ids or set(counts or (1,)) != {1}:
+            raise ValueError(f"a decode step of {counts} tokens over {len(self._ids)} rows")
+        self._lengths = [length + 1 for length in self._lengths]
+        return Apart(self._caches)
+
+    def cut(self, request_id: str, length: int) -> None:
+        """As `KVStore.cut`: there are never drafts."""
+        if length != self.length(request_id):
+            raise ValueError(f"a row of {self.length(request_id)} tokens cannot be cut to {length}")
+
+    def extract(self, request_id: str) -> list[Any]:
+        """As `KVStore.extract`: the row's own caches, evaluated."""
+        caches = self._caches[self._rows[request_id]]
+        mx.eval([cache.state for cache in caches])
+        return caches
 
 
 def make_store(make_caches: Callable[[], list[Any]], drafts: int = 0, one_by_one: str = "",

@@ -365,15 +365,15 @@ class PieceFiles:
     def survey(self, *, drop: bool = False, wanted: Sequence[bytes] | None = None) -> tuple[int, int]:
         """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
         space's files, or of those that were deleted, and of all that is left. Where some pieces are `wanted`, nothing
-        else is looked at, here or at those who lend, nor counted. Raises OSError."""
+        else is deleted or looked at, here or at those who lend, nor counted. Raises OSError."""
         dropped = 0
+        stems = None if wanted is None else {name.hex() for name in wanted}
         for _, size, space, file in self._all() if drop else ():
-            if space == self._space:
+            if space == self._space and (stems is None or file.partition(".")[0] in stems):
                 with suppress(OSError):  # another rank deletes them too
                     (self._path / file).unlink()
                     dropped += size
         own, total = self._look() if wanted is None else self._look_for(wanted)
-        stems = None if wanted is None else {name.hex() for name in wanted}
         for name in list(self._lent) if wanted is None else wanted:
             self._lent.pop(name, None)
         if self._lenders is not None and not drop:  # others drop what they have at the same time

@@ -16,7 +16,7 @@ from tandem.guided.vocabulary import Vocabulary
 from tandem.loading.stage import StageModel
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.pieces import PIECE, StoreOp
-from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
+from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_arena import Attention
@@ -72,9 +72,7 @@ class PendingStep:
         values: Any = self.outcome.tolist()
         if not self.parts:
             return result
-        chosen: dict[str, list[int]] = {}
-        for request_id, token in zip(self.ids, values, strict=True):
-            chosen.setdefault(request_id, []).append(token)
+        chosen = by_id(self.ids, values)
         logprobs: dict[str, list[TokenLogprob]] = {}
         for part in self.parts:
             logprobs.update(part.logprobs())
@@ -222,10 +220,7 @@ class Runner:
         if pending.produced is None or not pending.ids:
             return None
         values: Any = pending.produced.tolist()
-        sampled: dict[str, list[int]] = {}
-        for request_id, token in zip(pending.ids, values, strict=True):
-            sampled.setdefault(request_id, []).append(token)
-        return drafter.draft(plan, sampled, count)
+        return drafter.draft(plan, by_id(pending.ids, values), count)
 
     def _prefill(self, plan: StepPlan, lane: LaneBatch, op: PrefillOp, pending: PendingStep) -> None:
         chunk, caches = lane.chunk(op)

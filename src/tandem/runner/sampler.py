@@ -2,7 +2,9 @@
 
 Per-row parameters are device arrays, rebuilt only when the batch changes. A batch pays for what its rows ask for: all
 greedy is an argmax; without top-k, top-p or min-p nothing is sorted; log probabilities are computed for rows that want
-them. The order is vLLM's: logit bias, penalties, grammar, (log probabilities), temperature, top-k, top-p, min-p, draw.
+them. The order is: logit bias, penalties, grammar, (log probabilities), temperature, top-k, top-p, min-p, draw. Hugging
+Face has the same order of filters; vLLM applies min-p before top-k and top-p, and by default reports log probabilities
+of logits as they come from the model.
 
 Which tokens a grammar allows depends on the token before, so `sample` waits for that one where a row has a grammar.
 Dispatch the logits first: then the device computes them while the masks are made, and nothing waits for the masks.
@@ -23,9 +25,8 @@ from tandem.guided.vocabulary import Vocabulary
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import SamplingParams
 from tandem.protocol.step import NOT_FINITE
-from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, largest
+from tandem.runner.filters import FilterRows, TopP, draw, filtered_weights, largest, seed_keys, uniform_pairs
 from tandem.runner.penalties import PenaltyRows, TokenEdits, TokenHistory
-from tandem.runner.uniforms import seed_keys, uniform_pairs
 
 Allowed = Mapping[str, npt.NDArray[np.bool_]]
 """By request id: which tokens may be chosen, bool [V], or [positions, V] for one with drafts; others are free."""
@@ -77,7 +78,7 @@ class _Sequence:
         return self.params.penalised or self.params.structured_outputs is not None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Plan:
     """Device arrays for one batch of ids."""
 
@@ -96,6 +97,21 @@ class _Plan:
     asked: list[tuple[str, int]]
     asked_rows: mx.array | None
     """int32 [a]: rows that want log probabilities; None when it is all or none of them."""
+    _bans: tuple[list[int], TokenEdits | None] = ([], None)
+    """Rows that have not reached their min_tokens, and what they must not choose."""
+
+    def banned(self, eos: Sequence[int], vocab_size: int) -> TokenEdits | None:
+        """Ends that must not be chosen yet; rebuilt when a row passes its min_tokens."""
+        early = [row for row, (one, i) in enumerate(zip(self.sequences, self.ahead, strict=True))
+                 if one.produced + i < one.params.min_tokens]
+        if self._bans[0] != early:
+            entries = []
+            for row in early:
+                params = self.sequences[row].params
+                ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+                entries += [(row, token, -np.inf) for token in sorted(ends) if 0 <= token < vocab_size]
+            self._bans = early, TokenEdits.build(entries)
+        return self._bans[1]
 
 
 class Sampler:
@@ -116,7 +132,6 @@ class Sampler:
         self._guides = Guides(vocabulary) if vocabulary is not None else None
         self._untaken: list[tuple[list[tuple[int, str]], mx.array]] = []
         """Rows, ids and tokens int32 [n] that the matchers have not seen yet: they may still be under way."""
-        self._bans: tuple[tuple[int, ...], tuple[str, ...], TokenEdits | None] = ((), (), None)
 
     def add(self, request_id: str, params: SamplingParams, seed: int, tokens: list[int], prompt_len: int) -> None:
         """Begin a sequence: tokens[prompt_len:] were produced before (a replay) and count as such.
@@ -167,7 +182,7 @@ class Sampler:
             raise ValueError(f"logits {logits.shape} for {len(ids)} rows of {self._vocab_size} tokens")
         plan = self._plan(tuple(ids))
         raw = logits.astype(mx.float32)
-        edited = self._edited(raw, plan, tuple(ids))
+        edited = self._edited(raw, plan)
         given_up: dict[int, int] = {}
         if guided := self.guided(ids):
             edited, given_up = self._constrained(edited, ids)
@@ -199,8 +214,12 @@ class Sampler:
         """Logits of what the grammars allow, and the rows whose grammar cannot be followed, with the reason."""
         assert self._guides is not None
         self._follow()
-        mask, given_up = self._guides.mask(ids)
-        return mx.where(mx.array(mask), logits, -mx.inf), given_up
+        masks = self._guides.masks(ids)
+        if not masks.rows:
+            return logits, masks.given_up
+        words = mx.array(masks.bits)[..., None] >> mx.arange(32, dtype=mx.uint32)
+        allowed = (words & 1).reshape(len(masks.rows), -1)[:, :self._vocab_size] == 1
+        return logits.at[mx.array(masks.rows)].add(mx.where(allowed, 0.0, -mx.inf)), masks.given_up
 
     def _follow(self) -> None:
         """Show the matchers every token that was sampled so far; waits for those under way."""
@@ -211,13 +230,13 @@ class Sampler:
                 self._guides.advance(request_id, values[row])
         self._untaken.clear()
 
-    def _edited(self, logits: mx.array, plan: _Plan, ids: tuple[str, ...]) -> mx.array:
+    def _edited(self, logits: mx.array, plan: _Plan) -> mx.array:
         """Logits after bias, penalties and the ban on early ends."""
         if plan.bias is not None:
             logits = plan.bias.added(logits)
         if plan.penalties is not None:
             logits = self._history.penalise(logits, plan.penalties)
-        bans = self._banned(plan, ids)
+        bans = plan.banned(self._eos, self._vocab_size)
         return logits if bans is None else bans.added(logits)
 
     def _chosen(self, logits: mx.array, plan: _Plan) -> mx.array:
@@ -270,21 +289,6 @@ class Sampler:
             asked=[(ids[row], min(k, self._vocab_size)) for row, k in asked],
             asked_rows=None if len(asked) in (0, len(ids)) else mx.array([row for row, _ in asked], dtype=mx.int32),
         )
-
-    def _banned(self, plan: _Plan, ids: tuple[str, ...]) -> TokenEdits | None:
-        """Ends that must not be chosen yet; rebuilt when a row passes its min_tokens."""
-        early = tuple(row for row, (one, i) in enumerate(zip(plan.sequences, plan.ahead, strict=True))
-                      if one.produced + i < one.params.min_tokens)
-        if not early:
-            return None
-        if self._bans[:2] != (early, ids):
-            entries = []
-            for row in early:
-                params = plan.sequences[row].params
-                ends = {*params.stop_token_ids, *(() if params.ignore_eos else self._eos)}
-                entries += [(row, token, -np.inf) for token in sorted(ends) if 0 <= token < self._vocab_size]
-            self._bans = (early, ids, TokenEdits.build(entries))
-        return self._bans[2]
 
 
 def _top_p_method() -> TopP:

@@ -226,6 +226,13 @@ class DiskTier:
         for sequence in sequences:
             sequence.awaits = sequence.looked = True
 
+    def discard(self, hashes: Sequence[bytes]) -> None:
+        """Have the ranks delete the pieces of a prompt with these blocks, once those that wait have been written."""
+        if self._ranks and (names := piece_names(hashes)):
+            self._pieces.lose(names)
+            self._looked -= 1
+            self.orders.append(Survey(self._looked, drop=True, wanted=names))
+
     def _own(self, names: list[bytes]) -> list[bytes]:
         """Those before the first that somebody lends."""
         return list(takewhile(lambda name: not any(name in held for held in self._lent.values()), names))

@@ -1,12 +1,24 @@
-"""How much the scheduler may let run and wait."""
+"""How much the scheduler may let run and wait: what the queue takes, and the capacity of KV buffers. Pure."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Collection
+from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from tandem.cache.budget import growth_step, most_rows
+from tandem.cache.budget import batch_positions, growth_step, kv_shape, most_rows
+from tandem.cache.prefix import PrefixIndex
+from tandem.errors import OverloadedError, RequestError
+from tandem.protocol.checks import check_request
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.step import KVShape, PrefillOp
 from tandem.scheduler.lane import Lane
+from tandem.scheduler.sequence import Sequence
 from tandem.speculation.proposers import SpeculationLimits
+
+RESERVE = 0.25
+"""What a full queue still takes, as a share of its limits, from groups that have less than their share of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,3 +61,81 @@ class Limits:
     def new_lanes(self) -> list[Lane]:
         """Empty lanes."""
         return [Lane(i, growth_step(self.kv_tokens, self.max_batch_size)) for i in range(self.lanes)]
+
+    def new_prefixes(self) -> PrefixIndex:
+        """An empty prefix cache."""
+        return PrefixIndex(self.prefix_tokens, trimmable=self.prefix_trimmable, extra=self.prefix_extra)
+
+
+def check_admission(request: EngineRequest, limits: Limits, live: Collection[str], waiting: Collection[Sequence],
+                    queued: int) -> None:
+    """May a request wait for its turn? `live` are the ids in use, `waiting` is the queue, of `queued` tokens in all.
+
+    Raises RequestError if it can never run, OverloadedError if the queue is full.
+    """
+    _check_fits(request, limits, live)
+    _check_queue(request, limits, waiting, queued)
+
+
+def _check_queue(request: EngineRequest, limits: Limits, waiting: Collection[Sequence], queued: int) -> None:
+    """Raises OverloadedError when the queue of `waiting` sequences, `queued` tokens in all, is full.
+
+    One group cannot fill it for the others: those that have less than their share of its places find some in reserve.
+    """
+    mine = sum(sequence.request.group == request.group for sequence in waiting)
+    others = {sequence.request.group for sequence in waiting} - {request.group}
+    stretch = 1 + RESERVE if others and mine < limits.max_queue / (len(others) + 1) else 1.0
+    if len(waiting) >= limits.max_queue * stretch:
+        raise OverloadedError(f"{len(waiting)} requests are waiting already (max_queue); try again later")
+    if waiting and queued + len(request.prompt) > limits.max_queue_tokens * stretch:
+        raise OverloadedError(f"{queued} prompt tokens are waiting already (max_queue_tokens); try again later")
+
+
+def _check_fits(request: EngineRequest, limits: Limits, live: Collection[str]) -> None:
+    """Raises RequestError if the request can never run, or has the id of one that is `live`."""
+    params = request.params
+    if request.request_id in live:
+        raise RequestError(f"request id {request.request_id!r} is in use; choose another", param="request_id")
+    if not request.prompt:
+        raise RequestError("the prompt has no tokens; send at least one", param="prompt")
+    if min(tokens := (*request.prompt, *request.produced)) < 0 or max(tokens) >= limits.vocab_size:
+        raise RequestError(f"prompt token ids must lie in 0..{limits.vocab_size - 1}", param="prompt")
+    if not 0 < request.weight < math.inf:
+        raise RequestError(f"the weight {request.weight} is not a number above 0", param="weight")
+    check_request(request, limits.vocab_size)
+    if request.pooling is None and len(request.produced) >= max(params.max_tokens, 1):
+        raise RequestError(f"max_tokens is {params.max_tokens}, and {len(request.produced)} tokens are out already",
+                           param="max_tokens")
+    need = len(request.prompt) + params.max_tokens
+    if need > limits.max_context:
+        raise RequestError(
+            f"This model's maximum context length is {limits.max_context} tokens. However, you requested {need} "
+            f"tokens ({len(request.prompt)} in the prompt, {params.max_tokens} in the completion). "
+            "Please reduce the length of the prompt or max_tokens.",
+            param="messages", code="context_length_exceeded")
+    if need > limits.kv_tokens:
+        raise RequestError(f"prompt and output of {need} tokens exceed the KV cache of {limits.kv_tokens} tokens; "
+                           "shorten the request or raise --kv-tokens", param="max_tokens",
+                           code="context_length_exceeded")
+
+
+def plan_shapes(lanes: Items[Lane], lane: Lane, prefill: Items[PrefillOp], limits: Limits, *, drafts: int,
+                cached: int) -> list[KVShape]:
+    """Set the capacity of each lane's KV buffer from the next plan on, which is `lane`'s and computes these chunks.
+
+    `cached`: positions of prefixes. Buffers grow beyond what they need only where room is left for all members, the
+    prefixes and one more prompt. Spare capacity is given back, in any lane, when the limit would not hold otherwise.
+    """
+    joins = {op.request_id for op in prefill if op.last and op.samples}
+    rows = [one.rows(joins, drafts + (one is lane)) for one in lanes]
+    longest = [max(lengths, default=0) for lengths in rows]
+    least = [batch_positions(lengths, lane.step) for lengths in rows]
+    for i, one in enumerate(lanes):
+        others = cached + sum(other.occupied(drafts) for other in lanes if other is not one)
+        room = limits.kv_tokens - others - one.prompt_positions(joins, prefill) - longest[i]
+        one.shape = kv_shape(one.shape, len(rows[i]), longest[i], most=limits.rows, room=max(room, least[i]))
+    prompts = sum(one.prompt_positions(joins, prefill) for one in lanes)
+    for i in sorted(range(len(lanes)), key=lambda i: least[i] - lanes[i].shape.size):
+        if cached + prompts + sum(one.shape.size for one in lanes) > limits.kv_tokens:
+            lanes[i].shape = kv_shape(KVShape(), len(rows[i]), longest[i], room=least[i])
+    return [one.shape for one in lanes]

@@ -11,7 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from itertools import repeat
 
-from tandem.cache.prefix import PrefixIndex
+from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import (
@@ -24,14 +24,12 @@ from tandem.protocol.step import (
     StepPlan,
     StepResult,
     batch_fingerprint,
+    by_id,
 )
-from tandem.scheduler.admission import check_admission
 from tandem.scheduler.departures import Departures
 from tandem.scheduler.disk import DiskTier
-from tandem.scheduler.kv_room import plan_shapes
-from tandem.scheduler.lane import Lane
-from tandem.scheduler.limits import Limits
-from tandem.scheduler.placement import choose_lane
+from tandem.scheduler.lane import Lane, choose_lane
+from tandem.scheduler.limits import Limits, check_admission, plan_shapes
 from tandem.scheduler.prompt_pace import PromptPace
 from tandem.scheduler.sequence import Sequence, no_token
 from tandem.scheduler.shares import FairShares
@@ -53,7 +51,7 @@ class Scheduler:
         """Every request that is not over, and those over whose last tokens are still under way."""
         self.waiting: deque[Sequence] = deque()
         self.lanes = limits.new_lanes()
-        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
+        self.prefixes = limits.new_prefixes()
         self.disk = DiskTier()
         self.departures = Departures(self.disk, self._finish)
         self.shares = FairShares()
@@ -161,9 +159,7 @@ class Scheduler:
 
     def _waits(self, lane: Lane) -> bool:
         """The lane's next plan names tokens, and so cannot be sent ahead of the results that bring them."""
-        return lane.outstanding > 0 and (
-            lane.names_tokens or self.speculation.drafts(lane.decoding()) is not None
-            or self.speculation.ask(lane.decoding()) > 0)
+        return lane.outstanding > 0 and (lane.names_tokens or self._tries(lane.decoding()) != (None, 0))
 
     def _plan(self, lane: Lane) -> StepPlan | None:
         for sequence in lane.decoding():
@@ -196,14 +192,19 @@ class Scheduler:
 
     def _speculate(self, lane: Lane, decode: list[Sequence]) -> SpecDecodePlan | None:
         """What the lane's sequences decode from, if it is not one token after the one that the ranks hold."""
-        drafts = None if lane.outstanding else self.speculation.drafts(decode)
-        ask = 0 if lane.outstanding else self.speculation.ask(decode)
+        drafts, ask = (None, 0) if lane.outstanding else self._tries(decode)
         if not decode or (drafts is None and not ask and not lane.names_tokens):
             return None
         return SpecDecodePlan(
             [SpecDecodeRow(one.request_id, one.computed, [one.tokens[-1], *tries],
                            one.untold() if self.speculation.model else [])
              for one, tries in zip(decode, drafts or repeat(()), strict=False)], ask)
+
+    def _tries(self, decode: list[Sequence]) -> tuple[list[list[int]] | None, int]:
+        """Drafts that are worth trying after these, and how many to ask a draft model for. Rows are padded to the
+        widest, and a table of learned positions ends with the context."""
+        most = min([self.speculation.most, *(self.limits.max_context - len(one.tokens) for one in decode)])
+        return self.speculation.drafts(decode, most), self.speculation.ask(decode, most)
 
     def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
         for sequence in decode:
@@ -345,9 +346,7 @@ class Scheduler:
                 if op.request_id in result.prompt_logprobs:
                     prompted.score(op.start, result.prompt_logprobs[op.request_id])
         outputs = [message for request_id in plan.ended() if (message := self._take_end(request_id, result))]
-        sampled: dict[str, list[int]] = {}
-        for request_id, token in zip(plan.sampled(), result.tokens, strict=True):
-            sampled.setdefault(request_id, []).append(token)
+        sampled = by_id(plan.sampled(), result.tokens)
         rows = {row.request_id: row for row in plan.spec_decode_plan.rows} if plan.spec_decode_plan else {}
         for request_id, tokens in sampled.items():
             sequence = self.sequences[request_id]
@@ -366,16 +365,14 @@ class Scheduler:
     def _take(self, sequence: Sequence, tokens: list[int], result: StepResult) -> EngineMessage:
         """Tokens that were produced, until one of them ends the sequence."""
         if tokens[0] < 0:
-            self._finish(sequence)
-            return no_token(sequence.request_id, tokens[0])
+            return self._fail(sequence, tokens[0])
         first, prompt_logprobs = not sequence.produced, sequence.take_logprobs()
         if prompt_logprobs is not None and not prompt_logprobs.finite:
-            self._finish(sequence)
-            return no_token(sequence.request_id, NOT_FINITE)
+            return self._fail(sequence, NOT_FINITE)
         reason, taken = None, 0
         while reason is None and taken < len(tokens):
             sequence.tokens.append(tokens[taken])
-            reason = self._reason(sequence)
+            reason = sequence.end_reason(self.limits.eos_token_ids)
             taken += 1
         self._got(sequence, len(sequence.tokens))
         self.shares.charge(sequence.request, taken - 1)
@@ -398,14 +395,6 @@ class Scheduler:
         sequence.reached = positions
         sequence.yields |= sequence.suspicion.passed(positions)
 
-    def _reason(self, sequence: Sequence) -> str | None:
-        """Why its last token ends a sequence; None when it goes on."""
-        token, params = sequence.tokens[-1], sequence.request.params
-        stops = token in params.stop_token_ids or (token in self.limits.eos_token_ids and not params.ignore_eos)
-        if stops and sequence.produced > params.min_tokens:
-            return "stop"
-        return "length" if sequence.produced >= params.max_tokens else None
-
     def _take_end(self, request_id: str, result: StepResult) -> EngineMessage | None:
         """Of a sequence that ends with its prompt; None for one that was aborted."""
         sequence, vector = self.sequences[request_id], result.vectors.get(request_id, b"")
@@ -414,12 +403,22 @@ class Scheduler:
             del self.sequences[request_id]
             return None
         found = sequence.take_logprobs()
-        self._finish(sequence)
         if not (sequence.request.warms or (found.finite if found is not None else vector)):
-            return no_token(request_id, NOT_FINITE)
+            return self._fail(sequence, NOT_FINITE)
+        self._finish(sequence)
         return Output(request_id, finish_reason="stop" if sequence.request.pooling else "length",
                       cached_tokens=sequence.cached, disk_tokens=sequence.from_disk, vector=vector,
                       prompt_logprobs=found)
+
+    def _fail(self, sequence: Sequence, why: int) -> Refused:
+        """End a sequence that got `why` in place of a token. A prefix that gave no numbers must serve nobody else: what
+        a device's passing fault left in it would fail every request that shares it."""
+        if why == NOT_FINITE:
+            hashes = block_hashes(sequence.tokens)
+            self.prefixes.discard(hashes)
+            self.disk.discard(hashes)
+        self._finish(sequence)
+        return no_token(sequence.request_id, why)
 
     def _finish(self, sequence: Sequence) -> None:
         sequence.finished = True
@@ -484,7 +483,7 @@ class Scheduler:
         assert not self._under_way
         self.limits = limits
         self.lanes = limits.new_lanes()
-        self.prefixes = PrefixIndex(limits.prefix_tokens, trimmable=limits.prefix_trimmable, extra=limits.prefix_extra)
+        self.prefixes = limits.new_prefixes()
         refused: list[EngineMessage] = []
         for sequence in list(self.waiting):
             need = sequence.prompt_len + sequence.request.params.max_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -101,6 +102,14 @@ class Sequence:
     def produced(self) -> int:
         """Tokens produced so far."""
         return len(self.tokens) - self.prompt_len
+
+    def end_reason(self, eos_token_ids: Container[int]) -> str | None:
+        """Why the last token ends it; None when it goes on."""
+        token, params = self.tokens[-1], self.request.params
+        stops = token in params.stop_token_ids or (token in eos_token_ids and not params.ignore_eos)
+        if stops and self.produced > params.min_tokens:
+            return "stop"
+        return "length" if self.produced >= params.max_tokens else None
 
     @property
     def samples(self) -> bool:

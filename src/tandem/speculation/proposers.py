@@ -240,21 +240,23 @@ class Speculation:
             return None
         return ModelProposer() if self._limits.model else NgramProposer(self._limits)
 
-    def drafts(self, sequences: Sequence[Drafting]) -> list[list[int]] | None:
-        """The drafts that are worth trying after each of these, which decode together; None if none are."""
+    def drafts(self, sequences: Sequence[Drafting], most: int) -> list[list[int]] | None:
+        """The up to `most` drafts that are worth trying after each of these, which decode together; None if none are.
+        """
         if self._limits is None:
             return None
-        rows = [(one.drafts(self.most), one.proposer.hits if one.proposer else 0.0) for one in sequences]
+        rows = [(one.drafts(most), one.proposer.hits if one.proposer else 0.0) for one in sequences]
         if not any(drafts for drafts, _ in rows):
             return None
         # A draft model's are paid for already.
         return [drafts for drafts, _ in rows] if self._limits.model else best_drafts(rows, self._costs)
 
-    def ask(self, sequences: Sequence[Drafting]) -> int:
-        """How many tokens the draft model shall guess for these, which decode together, for their next step."""
+    def ask(self, sequences: Sequence[Drafting], most: int) -> int:
+        """How many tokens, up to `most`, the draft model shall guess for these, which decode together, for their next
+        step."""
         if self._limits is None or not self._limits.model:
             return 0
-        rows = [([0] * min(self.most, one.room), one.proposer.hits if one.proposer else 0.0) for one in sequences]
+        rows = [([0] * min(most, one.room), one.proposer.hits if one.proposer else 0.0) for one in sequences]
         best = best_drafts(rows, self._costs) if any(drafts for drafts, _ in rows) else None
         return max(map(len, best)) if best else 0
 

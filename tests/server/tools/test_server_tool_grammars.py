@@ -51,9 +51,9 @@ def sampled(tokenizer: Tokenizer) -> Callable[[str, int], str | None]:
         guides.add("walk", check.accept(StructuredOutputs(grammar=grammar)), [])
         try:
             for _ in range(600):
-                mask, given_up = guides.mask(["walk"])
-                assert not given_up
-                allowed = np.flatnonzero(mask[0])
+                masks = guides.masks(["walk"])
+                assert not masks.given_up
+                allowed = np.flatnonzero(np.unpackbits(masks.bits.view(np.uint8), bitorder="little"))
                 token = int(rng.choice(allowed))
                 if len(allowed) > 400:  # free text
                     token = next_of(tokenizer, end, tokenizer.decode(produced, skip_special_tokens=False))

@@ -36,7 +36,9 @@ def moe(
 
 WIDTH: Width = ("intermediate_size",)
 EXPERT: Width = ("moe_intermediate_size",)
-ROUTED = moe(widths=(WIDTH, EXPERT, ("moe_intermediate_size", "n_shared_experts")))
+ROUTED_WIDTHS: tuple[Width, Width, Width] = (WIDTH, EXPERT, ("moe_intermediate_size", "n_shared_experts"))
+ROUTED = moe(widths=ROUTED_WIDTHS)
+EXPERTS = moe(switch="mlp.experts", widths=ROUTED_WIDTHS)
 BLOCK = moe(switch="block_sparse_moe.switch_mlp", router=("block_sparse_moe.gate",), widths=((), WIDTH, ()))
 ERNIE_EXPERT: tuple[str | int, ...] = ("moe_intermediate_size|intermediate_size",)
 BAILING_SHARED: Width = ("moe_shared_expert_intermediate_size|moe_intermediate_size", "num_shared_experts")

@@ -4,32 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tandem.models.families.axes import (
-    channels,
-    delta,
-    gated_channels,
-    grouped_ssm,
-    half_width,
-    kimi_delta,
-    lfm2_width,
-    lightning,
-    ling_delta,
-    plamo,
-    ssm,
-)
+from tandem.models.families import axes, rules
 from tandem.models.families.cuts import Cut, Sharding, attention, columns, first, glu, rows, two
-from tandem.models.families.rules import (
-    BAILING_SHARED,
-    EXPERT,
-    FUSED_GLU,
-    LATENT,
-    LATENT_WHOLE,
-    NORMED,
-    NORMS,
-    QWEN_MOE,
-    SUMS,
-    WIDTH,
-)
 
 DELTA_COUNTS = {
     "linear_attn.num_k_heads": ("delta_k_heads",),
@@ -43,7 +19,7 @@ QWEN_DELTA = Sharding(
     cuts={
         **GATED,
         **glu(),
-        **QWEN_MOE,
+        **rules.QWEN_MOE,
         **DELTA_HEADS,
         "linear_attn.conv1d": first("delta_k", "delta_k", "delta_v"),
         "linear_attn.in_proj_qkvz": rows("delta_qkvz"),
@@ -56,9 +32,9 @@ QWEN_DELTA = Sharding(
     },
     sums=("self_attn", "linear_attn", "mlp"),
     whole=frozenset({"mlp.gate", "mlp.shared_expert_gate"}),
-    experts=EXPERT,
+    experts=rules.EXPERT,
     shared=("shared_expert_intermediate_size",),
-    axes=delta,
+    axes=axes.delta,
     counts={
         **DELTA_COUNTS,
         "linear_attn.conv_dim": ("delta_k", "delta_k", "delta_v"),
@@ -67,7 +43,7 @@ QWEN_DELTA = Sharding(
 )
 OLMO_HYBRID = Sharding(
     cuts={
-        **NORMED,
+        **rules.NORMED,
         **glu(),
         **DELTA_HEADS,
         **{f"linear_attn.{name}": rows("delta_k") for name in ("q_proj", "k_proj")},
@@ -79,8 +55,8 @@ OLMO_HYBRID = Sharding(
         "linear_attn.o_proj": columns("delta_v"),
     },
     sums=("self_attn", "linear_attn", "mlp"),
-    axes=delta,
-    norms=NORMS,
+    axes=axes.delta,
+    norms=rules.NORMS,
     counts={
         **DELTA_COUNTS,
         "linear_attn.q_conv1d.groups": ("delta_k",),
@@ -90,12 +66,12 @@ OLMO_HYBRID = Sharding(
 )
 KIMI_MOE = glu() | glu("mlp.switch_mlp", "experts") | glu("mlp.shared_experts", "shared")
 KIMI_LATENT = Sharding(
-    cuts=LATENT | KIMI_MOE,
-    sums=SUMS,
-    whole=LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
-    experts=EXPERT,
+    cuts=rules.LATENT | KIMI_MOE,
+    sums=rules.SUMS,
+    whole=rules.LATENT_WHOLE | {"mlp.gate", "mlp.e_score_correction_bias"},
+    experts=rules.EXPERT,
     shared=("moe_intermediate_size", "num_shared_experts"),
-    axes=kimi_delta,
+    axes=axes.kimi_delta,
 )
 KIMI_LINEAR = replace(
     KIMI_LATENT,
@@ -136,7 +112,7 @@ def mamba2(path: str) -> Sharding:
         },
         sums=(path,),
         attention="",
-        axes=ssm,
+        axes=axes.ssm,
         norms={f"{path}.norm": "ssm_width"},
         mlp=(),
         counts={
@@ -163,8 +139,8 @@ GRANITE_HYBRID = replace(
     sums=("self_attn", "mamba", "mlp", "block_sparse_moe", "shared_mlp"),
     attention="self_attn",
     whole=frozenset({"block_sparse_moe.router.layer"}),
-    mlp=WIDTH,
-    experts=WIDTH,
+    mlp=rules.WIDTH,
+    experts=rules.WIDTH,
     shared=("shared_intermediate_size",),
 )
 FALCON = replace(
@@ -172,7 +148,7 @@ FALCON = replace(
     cuts={**MAMBA.cuts, **attention(), **glu("feed_forward")},
     sums=("self_attn", "mamba", "feed_forward"),
     attention="self_attn",
-    mlp=WIDTH,
+    mlp=rules.WIDTH,
 )
 NEMOTRON_H = Sharding(
     cuts={
@@ -186,10 +162,10 @@ NEMOTRON_H = Sharding(
     sums=("mixer",),
     attention="mixer",
     whole=frozenset({"mixer.gate", "mixer.fc1_latent_proj", "mixer.fc2_latent_proj"}),
-    experts=EXPERT,
+    experts=rules.EXPERT,
     shared=("moe_shared_expert_intermediate_size",),
-    axes=grouped_ssm,
-    variants={"mixer.in_proj": replace(MIXER, norms={}, axes=grouped_ssm)},
+    axes=axes.grouped_ssm,
+    variants={"mixer.in_proj": replace(MIXER, norms={}, axes=axes.grouped_ssm)},
 )
 JAMBA = Sharding(
     cuts={
@@ -206,8 +182,8 @@ JAMBA = Sharding(
     },
     sums=("self_attn", "mamba.x_proj", "mamba", "feed_forward"),
     whole=frozenset({"feed_forward.router"}),
-    experts=WIDTH,
-    axes=channels("mamba_expand", "hidden_size"),
+    experts=rules.WIDTH,
+    axes=axes.channels("mamba_expand", "hidden_size"),
     counts={"mamba.intermediate_size": ("channels",), "mamba.conv1d.groups": ("channels",)},
 )
 PLAMO2 = Sharding(
@@ -216,11 +192,11 @@ PLAMO2 = Sharding(
         "mixer.o_proj": columns("q"),
         "mixer.q_weight": Cut("heads", ("q_heads",)),
         "mixer.k_weight": Cut("heads", ("kv_heads",)),
-        **FUSED_GLU,
+        **rules.FUSED_GLU,
     },
     sums=("mixer", "mlp"),
     attention="",
-    axes=plamo,
+    axes=axes.plamo,
     counts={
         "mixer.q_num_heads": ("q_heads",),
         "mixer.k_num_heads": ("kv_heads",),
@@ -236,7 +212,7 @@ PLAMO2 = Sharding(
                 "mixer.bcdt_proj": columns("ssm_width"),
                 **{f"mixer.{name}": rows("ssm_heads") for name in ("dt_proj", "dt_bias", "A_log", "D")},
                 "mixer.out_proj": columns("ssm_width"),
-                **FUSED_GLU,
+                **rules.FUSED_GLU,
             },
             sums=("mixer.bcdt_proj", "mixer", "mlp"),
             attention="",
@@ -280,8 +256,8 @@ RECURRENT_GEMMA = Sharding(
     },
     sums=("temporal_block", "mlp_block"),
     attention="temporal_block",
-    mlp=half_width,
-    axes=gated_channels,
+    mlp=axes.half_width,
+    axes=axes.gated_channels,
     counts={"temporal_block.rg_lru.num_heads": ("gates",)},
 )
 K3_LATENT = replace(
@@ -327,20 +303,20 @@ LING = Sharding(
     sums=("attention", "mlp"),
     attention="attention",
     whole=frozenset({"mlp.gate", "mlp.gate.gate_proj"}),
-    experts=EXPERT,
-    shared=BAILING_SHARED,
+    experts=rules.EXPERT,
+    shared=rules.BAILING_SHARED,
 )
 LING_LATENT = replace(
     LING,
     cuts={
         **LING.cuts,
-        **{path.replace("self_attn", "attention"): cut for path, cut in LATENT.items() if "o_proj" not in path},
+        **{path.replace("self_attn", "attention"): cut for path, cut in rules.LATENT.items() if "o_proj" not in path},
         "attention.dense": columns("latent_out"),
         "attention.g_proj": rows("latent_heads"),
     },
-    whole=LING.whole | {path.replace("self_attn", "attention") for path in LATENT_WHOLE},
+    whole=LING.whole | {path.replace("self_attn", "attention") for path in rules.LATENT_WHOLE},
 )
-LING_DELTA = replace(LING_LATENT, axes=ling_delta, variants={
+LING_DELTA = replace(LING_LATENT, axes=axes.ling_delta, variants={
     "attention.q_conv1d": replace(
         LING,
         cuts={
@@ -352,7 +328,7 @@ LING_DELTA = replace(LING_LATENT, axes=ling_delta, variants={
             "attention.o_proj": columns("delta_width"),
         },
         attention="",
-        axes=ling_delta,
+        axes=axes.ling_delta,
         counts={
             "attention.num_heads": ("delta_heads",),
             "attention.projection_size": ("delta_width",),
@@ -371,7 +347,7 @@ LIGHTNING = {
             "attention.dense": columns("lightning"),
         },
         attention="",
-        axes=lightning,
+        axes=axes.lightning,
         counts={
             "attention.num_attention_heads": ("lightning_heads",),
             "attention.num_key_value_heads": ("lightning_heads",),
@@ -380,13 +356,13 @@ LIGHTNING = {
         lists={"attention._slope": "lightning_heads"},
     ),
 }
-LING_HYBRID = replace(LING_LATENT, axes=lightning, variants=LIGHTNING)
+LING_HYBRID = replace(LING_LATENT, axes=axes.lightning, variants=LIGHTNING)
 LING_LINEAR = replace(
     LING,
     cuts={
         **LING.cuts, "attention.query_key_value": rows("q", "kv", "kv"), "attention.dense": columns("q"),
     },
-    axes=lightning,
+    axes=axes.lightning,
     variants=LIGHTNING,
 )
 CONV = {
@@ -403,8 +379,8 @@ LFM2 = Sharding(
         "feed_forward.w2": columns("mlp"),
     },
     sums=("self_attn", "conv", "feed_forward"),
-    mlp=lfm2_width,
-    axes=channels("hidden_size"),
+    mlp=axes.lfm2_width,
+    axes=axes.channels("hidden_size"),
     counts={"conv.conv.groups": ("channels",), "conv.args.hidden_size": ("channels",)},
 )
 LFM2_MOE = replace(
@@ -413,6 +389,6 @@ LFM2_MOE = replace(
         **attention(out="out_proj"), **CONV, **glu("feed_forward"), **glu("feed_forward.switch_mlp", "experts"),
     },
     whole=frozenset({"feed_forward.gate", "feed_forward.expert_bias"}),
-    mlp=WIDTH,
-    experts=EXPERT,
+    mlp=rules.WIDTH,
+    experts=rules.EXPERT,
 )

@@ -15,198 +15,86 @@ WINDOW = 16
 """Attention window in tokens, so that short tests run beyond it."""
 
 BASE: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-5,
-    "layer_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "mlp_bias": False,
-    "sliding_window": WINDOW,
+    "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5, "layer_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 512,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "sliding_window": WINDOW,
 }
 """Entries of config.json that all families have; families that do not know one ignore it."""
 
 _HEAD: dict[str, Any] = {"head_dim": 16}
 _TIED: dict[str, Any] = {"tie_word_embeddings": True}
-_MOE: dict[str, Any] = {
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 64,
-    "norm_topk_prob": True,
-}
+_MOE: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 _MIXTRAL: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _KINDS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"]}
 _GRANITE: dict[str, Any] = {
-    "logits_scaling": 3.0,
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 5.0,
-    "residual_multiplier": 0.3,
+    "logits_scaling": 3.0, "attention_multiplier": 0.2, "embedding_multiplier": 5.0, "residual_multiplier": 0.3,
 }
 _ROUTED: dict[str, Any] = {
-    "moe_intermediate_size": 64,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.5,
-    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 64, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5, "first_k_dense_replace": 1,
     "rope_scaling": None,
 }
 _BAILING: dict[str, Any] = {"num_shared_experts": 1, "first_k_dense_replace": 1, **_MOE}
 _ERNIE_MOE: dict[str, Any] = {
-    "moe_num_experts": 4,
-    "moe_layer_start_index": 1,
-    "moe_intermediate_size": 64,
-    "moe_k": 2,
+    "moe_num_experts": 4, "moe_layer_start_index": 1, "moe_intermediate_size": 64, "moe_k": 2,
     "moe_num_shared_experts": 1,
 }
 _PHIMOE_ROPE: dict[str, Any] = {
-    "type": "longrope",
-    "short_factor": [1.0] * 8,
-    "long_factor": [2.0] * 8,
-    "short_mscale": 1.1,
-    "long_mscale": 1.2,
+    "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "short_mscale": 1.1, "long_mscale": 1.2,
 }
 _MLA: dict[str, Any] = {
-    "kv_lora_rank": 32,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 16,
+    "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 16,
 }
 _YARN: dict[str, Any] = {
-    "beta_fast": 32,
-    "beta_slow": 1,
-    "factor": 40,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-    "original_max_position_embeddings": 4096,
-    "type": "yarn",
+    "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096, "type": "yarn",
 }
 _DEEPSEEK: dict[str, Any] = {**_ROUTED, **_MLA, "moe_layer_freq": 1, "n_group": 2, "rope_scaling": _YARN}
 _DELTA: dict[str, Any] = {
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
 _EVERY_SECOND: dict[str, Any] = {"full_attention_interval": 2}
 _NEXT: dict[str, Any] = {
-    **_HEAD,
-    **_DELTA,
-    **_MOE,
-    **_EVERY_SECOND,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "shared_expert_intermediate_size": 64,
-    "partial_rotary_factor": 0.5,
+    **_HEAD, **_DELTA, **_MOE, **_EVERY_SECOND, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.5,
 }
 _KIMI_LINEAR: dict[str, Any] = {
-    **_MLA,
-    "head_dim": 16,
+    **_MLA, "head_dim": 16,
     "linear_attn_config": {"num_heads": 4, "head_dim": 32, "kda_layers": [1, 3], "short_conv_kernel_size": 4},
-    "model_max_length": 512,
-    "num_experts": 4,
-    "num_experts_per_token": 2,
-    "moe_intermediate_size": 64,
+    "model_max_length": 512, "num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 64,
 }
 _LFM2: dict[str, Any] = {
-    "norm_eps": 1e-5,
-    "full_attn_idxs": [1, 3],
-    "conv_bias": True,
-    "conv_L_cache": 3,
-    "block_dim": 64,
-    "block_ff_dim": 128,
-    "block_multiple_of": 32,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_auto_adjust_ff_dim": True,
+    "norm_eps": 1e-5, "full_attn_idxs": [1, 3], "conv_bias": True, "conv_L_cache": 3, "block_dim": 64,
+    "block_ff_dim": 128, "block_multiple_of": 32, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
 }
-_LFM2_MOE: dict[str, Any] = _LFM2 | {
-    "moe_intermediate_size": 64,
-    "num_dense_layers": 1,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "norm_topk_prob": True,
-    "use_expert_bias": True,
-}
+_LFM2_MOE: dict[str, Any] = _LFM2 | _MOE | {"num_dense_layers": 1, "use_expert_bias": True}
 _MAMBA2: dict[str, Any] = {
-    "num_heads": 8,
-    "head_dim": 16,
-    "state_size": 32,
-    "layer_norm_epsilon": 1e-5,
-    "conv_kernel": 4,
-    "n_groups": 2,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "time_step_limit": [0.01, 10.0],
-    "time_step_rank": "auto",
+    "num_heads": 8, "head_dim": 16, "state_size": 32, "layer_norm_epsilon": 1e-5, "conv_kernel": 4, "n_groups": 2,
+    "use_bias": False, "use_conv_bias": True, "time_step_limit": [0.01, 10.0], "time_step_rank": "auto",
 }
 _GRANITE_HYBRID: dict[str, Any] = _GRANITE | {
-    "layer_types": ["mamba", "attention"],
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "shared_intermediate_size": 64,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 32,
-    "mamba_d_conv": 4,
-    "mamba_n_groups": 2,
-    "mamba_expand": 2,
-    "mamba_proj_bias": False,
-    "mamba_conv_bias": True,
-    "position_embedding_type": "rope",
+    **_MIXTRAL, "layer_types": ["mamba", "attention"], "shared_intermediate_size": 64, "mamba_n_heads": 8,
+    "mamba_d_head": 16, "mamba_d_state": 32, "mamba_d_conv": 4, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_proj_bias": False, "mamba_conv_bias": True, "position_embedding_type": "rope",
     "time_step_limit": [0.01, 10.0],
 }
 _NEMOTRON_H: dict[str, Any] = {
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "mamba_proj_bias": False,
-    "ssm_state_size": 32,
-    "conv_kernel": 4,
-    "n_groups": 2,
-    "layer_norm_epsilon": 1e-5,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "time_step_limit": [0.01, 10.0],
-    "head_dim": 16,
-    "hybrid_override_pattern": ["M", "*", "-", "M"],
+    "mamba_num_heads": 8, "mamba_head_dim": 16, "mamba_proj_bias": False, "ssm_state_size": 32, "conv_kernel": 4,
+    "n_groups": 2, "layer_norm_epsilon": 1e-5, "use_bias": False, "use_conv_bias": True,
+    "time_step_limit": [0.01, 10.0], "head_dim": 16, "hybrid_override_pattern": ["M", "*", "-", "M"],
 }
 _STEP: dict[str, Any] = {
-    **_HEAD,
-    "num_attention_groups": 2,
-    "layer_types": ["full_attention", "sliding_attention"],
-    "moe_num_experts": 4,
-    "moe_top_k": 2,
-    "moe_intermediate_size": 64,
-    "share_expert_dim": 64,
-    "moe_layers_enum": "1,2,3",
+    **_HEAD, "num_attention_groups": 2, "layer_types": ["full_attention", "sliding_attention"], "moe_num_experts": 4,
+    "moe_top_k": 2, "moe_intermediate_size": 64, "share_expert_dim": 64, "moe_layers_enum": "1,2,3",
 }
 _GEMMA3: dict[str, Any] = {
-    "query_pre_attn_scalar": 16,
-    "rope_local_base_freq": 1000.0,
-    "sliding_window_pattern": 2,
-    **_HEAD,
+    "query_pre_attn_scalar": 16, "rope_local_base_freq": 1000.0, "sliding_window_pattern": 2, **_HEAD,
 }
 _LONGCAT: dict[str, Any] = {
-    **_MLA,
-    "attention_method": "MLA",
-    "zero_expert_type": "identity",
-    "ffn_hidden_size": 64,
-    "moe_topk": 2,
-    "expert_ffn_hidden_size": 64,
-    "n_routed_experts": 4,
-    "zero_expert_num": 2,
-    "num_layers": 4,
-    "routed_scaling_factor": 1.5,
-    "mla_scale_q_lora": True,
-    "mla_scale_kv_lora": True,
+    **_MLA, "attention_method": "MLA", "zero_expert_type": "identity", "ffn_hidden_size": 64, "moe_topk": 2,
+    "expert_ffn_hidden_size": 64, "n_routed_experts": 4, "zero_expert_num": 2, "num_layers": 4,
+    "routed_scaling_factor": 1.5, "mla_scale_q_lora": True, "mla_scale_kv_lora": True,
 }
 _GPT2: dict[str, Any] = {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 512, "layer_norm_epsilon": 1e-5}
 _MAMBA: dict[str, Any] = {
@@ -228,6 +116,14 @@ _GEMMA4: dict[str, Any] = {
 }
 _PHIXTRAL: dict[str, Any] = {"num_vocab": 512, "model_dim": 64, "num_heads": 4, "num_layers": 4, "rotary_dim": 8}
 _MUP: dict[str, Any] = {"dim_model_base": 32, "scale_depth": 1.4, "scale_emb": 12}
+_LLAMA_4_ROPE: dict[str, Any] = {
+    "rope_parameters": {
+        "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.1,
+        "original_max_position_embeddings": 16,
+    },
+}
+_NESTED_LLAMA: dict[str, Any] = {"text_config": _HEAD | {"model_type": "llama"}}
+_INDEX: dict[str, Any] = {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8}
 _ROPES: dict[str, Any] = {
     kind: {"rope_theta": 10000.0, "rope_type": "default"} for kind in ("sliding_attention", "full_attention")
 }
@@ -238,12 +134,7 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": _TIED,
     "qwen3": _HEAD,
     "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": [1], **_HEAD, **_MOE},
-    "gemma3_text": {
-        "query_pre_attn_scalar": 16,
-        "rope_local_base_freq": 1000.0,
-        "sliding_window_pattern": 2,
-        **_HEAD,
-    },
+    "gemma3_text": _GEMMA3,
     "gpt_oss": {"intermediate_size": 64, **_HEAD, **_MIXTRAL, **_KINDS},
     "phi3": {},
     "apertus": {"post_norm": False, "qk_norm": True},
@@ -285,7 +176,7 @@ TINY: dict[str, dict[str, Any]] = {
     "telechat3": _HEAD,
     "deepseek_v2": _DEEPSEEK | {"topk_method": "group_limited_greedy", "n_group": 1},
     "deepseek_v3": _DEEPSEEK,
-    "deepseek_v32": _DEEPSEEK | {"index_head_dim": 32, "index_n_heads": 2, "index_topk": 8},
+    "deepseek_v32": _DEEPSEEK | _INDEX,
     "kimi_k2": _DEEPSEEK,
     "joyai_llm_flash": _DEEPSEEK,
     "kimi_k25": {"text_config": _DEEPSEEK},
@@ -308,25 +199,14 @@ TINY: dict[str, dict[str, Any]] = {
     "mamba2": _MAMBA2,
     "nemotron_h": _NEMOTRON_H,
     "gemma3": {"text_config": _GEMMA3 | {"model_type": "gemma3_text"}},
-    "mistral3": {"text_config": _HEAD | {"model_type": "llama"}},
+    "mistral3": _NESTED_LLAMA,
     "longcat_flash": _LONGCAT,
-    "glm_moe_dsa": _DEEPSEEK | {
-        "index_head_dim": 32, "index_n_heads": 2, "index_topk": 8, "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid", "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "glm_moe_dsa": _DEEPSEEK | _INDEX | {
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
     },
-    "ministral3": _HEAD | {
-        "rope_parameters": {
-            "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 16,
-        },
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "mistral4": _ROUTED | _MLA | {
-        "rope_parameters": {
-            "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.1,
-            "original_max_position_embeddings": 16,
-        },
-    },
+    "ministral3": _HEAD | _KINDS | _LLAMA_4_ROPE,
+    "mistral4": _ROUTED | _MLA | _LLAMA_4_ROPE,
     "laguna": _HEAD | _MOE | {
         "shared_expert_intermediate_size": 64, "partial_rotary_factor": 0.5, "gating": True,
         "layer_types": ["full_attention", "sliding_attention"],
@@ -416,7 +296,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "phixtral": _PHIXTRAL,
     "phi-msft": _PHIXTRAL,
-    "llava": {"text_config": _HEAD | {"model_type": "llama"}},
+    "llava": _NESTED_LLAMA,
     "pixtral": {"text_config": _HEAD | {"model_type": "mistral"}},
     "plamo": {"n_shared_head": 2},
     "plamo2": {
