@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from tandem.errors import LayoutError, RankFailure, UsageError
+from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
 from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.local import thread_variables
 from tandem.launchers.member import Member, RemoteRank
@@ -39,9 +40,10 @@ class HostsLauncher(Launcher):
         self.keys = keys or ClusterKeys.generate()
         try:
             self.roster = Roster(self.keys, bind, port, heartbeat_s, tickets=tickets)
-        except OSError as error:
-            raise UsageError(f"rank hosts cannot join at {bind}:{port}: {error.strerror}; choose another --join-port "
-                             "or --head-address", param="join_port") from error
+        except TransportError as error:
+            why = os.strerror(getattr(error.__cause__, "errno", None) or 0)
+            raise UsageError(f"rank hosts cannot join at {bind}:{port}: {why}; choose another --join-port or "
+                             "--head-address", param="join_port") from error
         self._members: list[Member] = []
         """By rank."""
         self._slots: list[int] = []
