@@ -10,7 +10,7 @@ from harness import Server
 
 from tandem.bench import client
 from tandem.bench.client import Job, Target, Timed
-from tandem.bench.load import offer
+from tandem.bench.workload import offer
 from tandem.bench.report import duration
 from tandem.bench.workload import Prompts
 

@@ -28,10 +28,9 @@ from tandem.system.identity import machine_id
 from tandem.system.metal import prepare_metal
 from tandem.transport.channel import TcpChannel
 from tandem.vllm_plugin.adapter import Adapter
-from tandem.vllm_plugin.drafts import Drafter
 from tandem.vllm_plugin.options import read_options
 from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port
-from tandem.vllm_plugin.results import Profile, StepUnderWay
+from tandem.vllm_plugin.results import Drafter, Profile, StepUnderWay
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -52,11 +53,15 @@ def disk_trouble(error: OSError) -> tuple[str, str]:
     return "disk_error", f"the disk fails ({error.strerror})"
 
 
-def disk_error(error: OSError) -> RequestError:
-    """What a client hears of it."""
-    code, why = disk_trouble(error)
-    return UnavailableError(f"Files cannot be read or written now: {why}. Try again later.", retry_after=30.0,
-                            code=code)
+@contextlib.contextmanager
+def on_disk() -> Iterator[None]:
+    """Around what reads or writes for a client: raises UnavailableError for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        code, why = disk_trouble(error)
+        raise UnavailableError(f"Files cannot be read or written now: {why}. Try again later.", retry_after=30.0,
+                               code=code) from None
 
 
 def write_record(path: Path, record: Struct, *, sync: bool) -> None:
@@ -159,10 +164,8 @@ class Files:
         """A place for a file that is coming, until `end`. Raises RequestError."""
         self.check_room(owner)
         path = self.directory / f"{new_id('upload')}.tmp"
-        try:
+        with on_disk():
             out = open_private(path, "xb")
-        except OSError as error:
-            raise disk_error(error) from None
         self._coming[path] = 0
         return path, out
 
