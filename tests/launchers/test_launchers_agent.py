@@ -220,7 +220,7 @@ def pair(machine: Machine) -> PairReply:
 def test_a_pairing_that_cannot_be_written_down_is_refused_and_the_agent_goes_on(
         machine: Machine, tmp_path: Path) -> None:
     running = machine.head("a").open("echo")
-    in_the_way = tmp_path / "agent" / "peers.new"
+    in_the_way = tmp_path / "agent" / "peers.tmp"
     in_the_way.mkdir()
     refused = pair(machine)
     assert isinstance(refused, PairRefused) and "here cannot write down whom it trusts: " in refused.reason

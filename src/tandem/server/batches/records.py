@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from tandem.server.batches.files import KEEP_S, open_private
+from tandem.server.batches.files import KEEP_S
 from tandem.server.batches.lines import Line, custom_id_of, parse_line, sealed, unsealed
+from tandem.system.files import open_private
 
 logger = logging.getLogger(__name__)
 
