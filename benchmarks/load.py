@@ -10,9 +10,8 @@ from harness import Server
 
 from tandem.bench import client
 from tandem.bench.client import Job, Target, Timed
-from tandem.bench.load import offer
 from tandem.bench.report import duration
-from tandem.bench.workload import Prompts
+from tandem.bench.workload import Prompts, offer
 
 __all__ = ["Timed", "Job", "Prompts", "closed_loop", "one", "rate"]
 

@@ -25,7 +25,7 @@ AWAITED = {
     "server/batches/runner.py _answered": "awaited there, and the result of the work taken",
     "server/batches/runner.py _ask_all": "whoever waits there hears of a worker that ends, by _first",
     "server/batches/runner.py _first": "awaited there",
-    "bench/load.py offer": "gathered there",
+    "bench/workload.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
     "doctor/probe.py run_module": "a timer that kills a process",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",

@@ -13,10 +13,9 @@ from dataclasses import replace
 import pytest
 
 from tandem.bench.client import CHAT, Job, Target, Timed, send
-from tandem.bench.load import offer
 from tandem.bench.plot import svg
 from tandem.bench.report import lines, ratios, samples, summary
-from tandem.bench.workload import DATASETS, Mix, Prompts
+from tandem.bench.workload import DATASETS, Mix, Prompts, offer
 from tandem.testing import write_tokenizer
 
 JOB = Job("hi", 4)

@@ -16,7 +16,6 @@ import pytest
 import zmq
 
 from tandem.launchers.agent import agent as module
-from tandem.launchers.agent import session
 from tandem.launchers.agent.agent import UNPAIRED, Agent
 from tandem.launchers.agent.pairing import HeadSide
 from tandem.launchers.agent.trust import Identity, Peer, Trust
@@ -135,7 +134,7 @@ def test_a_program_that_does_not_read_holds_up_nobody_and_is_ended(machine: Mach
 
 
 def test_programs_that_do_not_end_hold_up_nobody(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "END_S", 600.0)
+    monkeypatch.setattr(module, "END_S", 600.0)
     stubborn, other = [machine.head(f"a{i}").open("deaf") for i in range(3)], machine.head("b").open("echo")
     for one in stubborn:
         assert one.hear() == Data(b"up\n")
@@ -179,7 +178,7 @@ def test_what_is_sent_is_read_to_its_end(machine: Machine) -> None:
 
 
 def test_a_head_that_is_forgotten_is_out_at_once(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "END_S", 60.0)
+    monkeypatch.setattr(module, "END_S", 60.0)
     head = machine.head("a").open("echo")
     echo(head, "in")
     machine.trust.forget("a")
@@ -221,7 +220,7 @@ def pair(machine: Machine) -> PairReply:
 def test_a_pairing_that_cannot_be_written_down_is_refused_and_the_agent_goes_on(
         machine: Machine, tmp_path: Path) -> None:
     running = machine.head("a").open("echo")
-    in_the_way = tmp_path / "agent" / "peers.new"
+    in_the_way = tmp_path / "agent" / "peers.tmp"
     in_the_way.mkdir()
     refused = pair(machine)
     assert isinstance(refused, PairRefused) and "here cannot write down whom it trusts: " in refused.reason

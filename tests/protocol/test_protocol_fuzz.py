@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statuses import STATUS
+from tandem.doctor.messages import Request, RunRank
 from tandem.errors import TransportError
 from tandem.protocol import blobs, control, hosts, supervisor
 from tandem.protocol.codec import Decoder
@@ -177,3 +178,5 @@ def test_a_rank_is_given_no_file_outside_of_its_directory(name: str) -> None:
     order = hosts.StartRank(1, 0, b"", {}, {}, {name: "content"}, 1)
     with pytest.raises(TransportError, match="files"):
         Decoder[hosts.HeadMessage](hosts.HeadMessage).decode(msgspec.msgpack.encode(order))
+    with pytest.raises(msgspec.ValidationError, match="files"):
+        msgspec.json.decode(msgspec.json.encode(RunRank("", {}, {name: "content"}, 1.0)), type=Request)

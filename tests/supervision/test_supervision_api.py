@@ -13,7 +13,7 @@ from tandem.config.loading import build
 from tandem.errors import ConfigError
 from tandem.protocol.events import History
 from tandem.protocol.payloads import ApiPayload
-from tandem.supervision import api as module
+from tandem.supervision import children as module
 from tandem.supervision.api import ApiProcess
 
 

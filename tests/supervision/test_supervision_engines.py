@@ -174,7 +174,7 @@ class FakeChild:
 @pytest.fixture
 def children(monkeypatch):
     FakeChild.started = []
-    monkeypatch.setattr("tandem.supervision.replica.ChildProcess", FakeChild)
+    monkeypatch.setattr("tandem.supervision.children.ChildProcess", FakeChild)
     monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 0.0)
     monkeypatch.setattr("tandem.supervision.replica.REST_S", 600.0)
     return FakeChild.started
@@ -433,7 +433,7 @@ def test_no_descriptor_for_a_pipe_or_a_probe_ends_nothing(children, monkeypatch)
     engines.start()
     assert engines.look() is None and not children
     monkeypatch.undo()
-    monkeypatch.setattr("tandem.supervision.replica.ChildProcess", FakeChild)
+    monkeypatch.setattr("tandem.supervision.children.ChildProcess", FakeChild)
     engines._replicas[0].restart_at = 0.0
     assert engines.look() is None and len(children) == 1
 

@@ -32,7 +32,7 @@ def test_a_log_that_grows_begins_anew_and_the_server_goes_on_writing(place):
 
 
 def test_a_record_is_for_its_user_alone_whatever_was_there_before(place):
-    (place.path / "record.new").touch(mode=0o644)
+    (place.path / "record.tmp").touch(mode=0o644)
     place.write(Record(1, "127.0.0.1", 8000, "m", 0.0, 30.0, "https"))
     path = place.path / "record.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from types import SimpleNamespace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import tandem.vllm_plugin as plugin
-from tandem.errors import ConfigError
+from tandem.errors import ConfigError, TransportError
 from tandem.vllm_plugin.options import DEVICES, Options, check_devices, read_options
 from tandem.vllm_plugin.params import check, translate
-from tandem.vllm_plugin.rendezvous import ring_variables
+from tandem.vllm_plugin.rendezvous import Rendezvous, add_keys, listen_port
 
 NAMES = ("TANDEM_MEMORY_FRACTION", "VLLM_METAL_MEMORY_FRACTION", "TANDEM_BASE_PORT", "VLLM_METAL_RING_BASE_PORT",
          "TANDEM_LAYER_SPLIT", "VLLM_PP_LAYER_PARTITION", "TANDEM_DTYPE", "TANDEM_BLAS", "TANDEM_THREADS_PER_RANK")
@@ -111,9 +111,55 @@ def test_what_is_not_supported_is_refused(name: str, value: object) -> None:
         check(vllm_params(**{name: value}))
 
 
-def test_ring_variables_name_the_ranks_of_one_stage() -> None:
-    variables = ring_variables(["10.0.0.1:5", "10.0.0.2:6"], 1)
-    with open(variables["MLX_HOSTFILE"]) as file:
-        assert file.read() == '[["10.0.0.1:5"], ["10.0.0.2:6"]]'
-    assert variables["MLX_RANK"] == "1"
-    os.unlink(variables["MLX_HOSTFILE"])
+def engine_of(ranks: int, **more: Any) -> SimpleNamespace:
+    return SimpleNamespace(parallel_config=SimpleNamespace(world_size=ranks), additional_config=more)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What stands in the store, for whoever reaches its port to read and to write."""
+    values: dict[str, str] = {}
+
+    class Store:
+        def __init__(self, *_: object) -> None:
+            self.set = values.__setitem__
+
+        def get(self, key: str) -> bytes:
+            return values[key].encode()
+
+    module = ModuleType("torch.distributed")
+    module.FileStore = module.TCPStore = Store  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    monkeypatch.setitem(sys.modules, "torch.distributed", module)
+    return values
+
+
+def test_no_secret_stands_in_the_store_and_what_others_write_there_is_refused(store: dict[str, str]) -> None:
+    engine = engine_of(2, tandem_units=1)
+    add_keys(engine)
+    placed = engine.additional_config
+    add_keys(engine)  # vLLM may look at a configuration again
+    assert engine.additional_config == placed
+    second, first = (Rendezvous("file:///nowhere", rank, 2, placed) for rank in (1, 0))
+    with pytest.raises(KeyError):
+        second.gather("channel", "10.0.0.2:6")
+    assert first.gather("channel", "10.0.0.1:5") == ["10.0.0.1:5", "10.0.0.2:6"]
+    assert first.keys == second.keys
+    secrets = (first.keys.bind_secret, first.keys.connect_secret)
+    assert not any(secret in value for secret in secrets for value in store.values())
+    store["tandem/channel/1"] = store["tandem/channel/1"].replace("10.0.0.2", "10.6.6.6")
+    with pytest.raises(TransportError, match="channel of rank 1 was not written by this engine"):
+        first.gather("channel", "10.0.0.1:5")
+
+
+def test_an_engine_of_one_rank_has_no_keys() -> None:
+    engine = engine_of(1)
+    add_keys(engine)
+    assert engine.additional_config == {}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's range of ports for outgoing connections")
+def test_a_ring_listens_where_no_outgoing_connection_is_put() -> None:
+    given = range(*map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()))
+    assert not any(listen_port("127.0.0.1", None) in given for _ in range(20))
+    assert listen_port("127.0.0.1", 5) == 5

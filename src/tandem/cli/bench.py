@@ -20,13 +20,12 @@ from msgspec import to_builtins
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.bench.client import Target, Timed, first_model
-from tandem.bench.load import Progress as OnAnswer
-from tandem.bench.load import offer
 from tandem.bench.messages import RankTimes, Row
 from tandem.bench.plot import svg
 from tandem.bench.profiling import profile_of
 from tandem.bench.report import GOODPUT_METRICS, METRICS, RATIOS, detail, lines, ratios, samples, summary
-from tandem.bench.workload import Mix, Prompts
+from tandem.bench.workload import Mix, Prompts, offer
+from tandem.bench.workload import Progress as OnAnswer
 from tandem.cli.address import api_key, checked_url, server_url
 from tandem.cli.arguments import fail
 from tandem.errors import UsageError

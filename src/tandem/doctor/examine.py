@@ -20,12 +20,13 @@ from tandem.doctor.memory_plan import PlanRequest, planned_for
 from tandem.doctor.parsing import interfaces
 from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
 from tandem.launchers.agent.link import agent_name, paired_agent
+from tandem.launchers.base import World
 from tandem.launchers.facts import address_towards
-from tandem.launchers.host_worlds import Devices, HostWorld, jaccl_world, nccl_world, ring_world
 from tandem.launchers.hostfile import LOCAL_NAMES
 from tandem.launchers.ray.driver import ray_variables
 from tandem.launchers.ray.nodes import RayNode
 from tandem.launchers.ssh import ssh_hostname
+from tandem.launchers.worlds import Devices, jaccl_world, nccl_world, ring_world
 
 HERE = "this machine"
 CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
@@ -237,7 +238,7 @@ class _Examination:
         return dict(zip(order, self._pool.map(ask, order), strict=True))
 
 
-def world(backend: str, ranks: Sequence[Host], ports: Mapping[str, int]) -> HostWorld:
+def world(backend: str, ranks: Sequence[Host], ports: Mapping[str, int]) -> World:
     """What the ranks of the test group need in their environment. Raises LayoutError. Pure."""
     listeners = [f"{one.address}:{ports[one.name]}" for one in ranks]
     if backend in ("jaccl", "jaccl-ring"):

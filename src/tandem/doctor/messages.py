@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from tandem.protocol.hosts import VariableName
+
 MARK = b"\x1etandem "
 """Begins each line of a probe's: what a login shell prints besides is passed over."""
 
@@ -55,7 +57,7 @@ class Collect(Struct, frozen=True, tag=True):
 
     backend: str
     variables: dict[str, str]
-    files: dict[str, str]
+    files: dict[VariableName, str]
     """Variable -> content of the file that it is to name."""
     timeout_s: float
 
@@ -66,7 +68,7 @@ class RunRank(Struct, frozen=True, tag=True):
     payload: str
     """What it gets on standard input: a line of JSON."""
     variables: dict[str, str]
-    files: dict[str, str]
+    files: dict[VariableName, str]
     timeout_s: float
 
 

@@ -22,7 +22,7 @@ from tandem.doctor import messages
 from tandem.doctor.facts import gather
 from tandem.doctor.transfer import Listener, transfer
 from tandem.env import child_environment
-from tandem.launchers.worlds import free_ports
+from tandem.launchers.worlds import free_ports, written_files
 from tandem.processes.interpreter import module_command
 
 COLLECTIVE = "tandem.doctor.collective"
@@ -74,11 +74,7 @@ def run_module(module: str, payload: str, given: Mapping[str, str], files: Mappi
     the last line that it printed."""
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-doctor-"))
-        variables = dict(given)
-        for name, content in files.items():
-            path = Path(directory) / name.lower()
-            path.write_text(content)
-            variables[name] = str(path)
+        variables = {**given, **written_files(Path(directory), files)}
         complaints = stack.enter_context(tempfile.TemporaryFile())  # a pipe that nobody reads fills, and stops it
         process = subprocess.Popen(module_command(module), env=child_environment(variables),
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 OnWait = Callable[[], None]
@@ -35,18 +37,29 @@ class RankProcess(Protocol):
         """Wait for its end; False when `timeout_s` seconds pass first."""
 
 
+@dataclass(frozen=True)
 class World:
-    """One MLX group of ranks; made anew, with fresh ports, for each gang."""
+    """One MLX group of ranks; made anew, with fresh ports, for each gang. Variables and files by the rank's number."""
 
     backend: str
     """MLX's name for it, as `StageGroup` takes it."""
+    environment: list[dict[str, str]]
+    contents: list[dict[str, str]] = field(default_factory=list)
+    directory: Path | None = None
+    """Holds its files, where these are on this machine."""
 
     def variables(self, index: int) -> dict[str, str]:
         """Environment of the group's rank `index`."""
-        raise NotImplementedError
+        return self.environment[index]
+
+    def files(self, index: int) -> dict[str, str]:
+        """Content of files that variables of the same names must point to, on the machine of rank `index`."""
+        return self.contents[index] if self.contents else {}
 
     def remove(self) -> None:
-        """Delete what it keeps on disk."""
+        """Delete what it keeps on this machine's disk."""
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)

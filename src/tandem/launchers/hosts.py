@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
-from tandem.errors import LayoutError, RankFailure, UsageError
-from tandem.launchers.base import Launcher, OnWait, Place
-from tandem.launchers.host_worlds import Devices, HostWorld, any_world, jaccl_world, nccl_world, ring_world
+from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
+from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.local import thread_variables
 from tandem.launchers.member import Member, RemoteRank
 from tandem.launchers.roster import Roster
+from tandem.launchers.worlds import Devices, any_world, jaccl_world, nccl_world, ring_world
 from tandem.protocol.hosts import DropSpare, KeepSpare, StartRank
 from tandem.protocol.keys import ClusterKeys
 
@@ -39,9 +40,10 @@ class HostsLauncher(Launcher):
         self.keys = keys or ClusterKeys.generate()
         try:
             self.roster = Roster(self.keys, bind, port, heartbeat_s, tickets=tickets)
-        except OSError as error:
-            raise UsageError(f"rank hosts cannot join at {bind}:{port}: {error.strerror}; choose another --join-port "
-                             "or --head-address", param="join_port") from error
+        except TransportError as error:
+            why = os.strerror(getattr(error.__cause__, "errno", None) or 0)
+            raise UsageError(f"rank hosts cannot join at {bind}:{port}: {why}; choose another --join-port or "
+                             "--head-address", param="join_port") from error
         self._members: list[Member] = []
         """By rank."""
         self._slots: list[int] = []
@@ -154,7 +156,7 @@ class HostsLauncher(Launcher):
             return own
         return next((one.join.head for one in self._members if not one.facts.address.startswith("127.")), own)
 
-    def world(self, backend: str, ranks: Sequence[int]) -> HostWorld:
+    def world(self, backend: str, ranks: Sequence[int]) -> World:
         """An MLX group. The first gang uses what mlx.launch has prepared, if it did; later ones take fresh ports."""
         chosen = self.default_backend() if backend == "auto" else backend
         world = self._make_world(chosen, ranks)
@@ -162,7 +164,7 @@ class HostsLauncher(Launcher):
             self._files[rank] = world.files(index)
         return world
 
-    def _make_world(self, backend: str, ranks: Sequence[int]) -> HostWorld:
+    def _make_world(self, backend: str, ranks: Sequence[int]) -> World:
         if backend == "ring":
             return ring_world([self._listeners(rank) for rank in ranks])
         if backend in ("jaccl", "jaccl-ring"):
@@ -174,7 +176,7 @@ class HostsLauncher(Launcher):
         complete = all(self.devices(self._slots[rank]) for rank in ranks)
         return any_world(self._make_world("ring", ranks), self._jaccl("jaccl", ranks) if complete else None)
 
-    def _jaccl(self, backend: str, ranks: Sequence[int]) -> HostWorld:
+    def _jaccl(self, backend: str, ranks: Sequence[int]) -> World:
         names = [self._members[rank].facts.name for rank in ranks]
         slots = [self._slots[rank] for rank in ranks]
         rows = [self.devices(slot) for slot in slots]
@@ -183,14 +185,14 @@ class HostsLauncher(Launcher):
         return jaccl_world(backend, names, rows,
                            self._coordinator(ranks[0], self._members[ranks[0]].mlx.coordinator))
 
-    def _mpi(self, ranks: Sequence[int]) -> HostWorld:
+    def _mpi(self, ranks: Sequence[int]) -> World:
         """Ranks inherit what mpirun gave to their rank hosts, and it lets them start once."""
         if len(ranks) < len(self._members) or not all(member.mlx.mpi for member in self._members):
             raise LayoutError("--backend mpi: every rank must be started by mpirun, as one stage: use --launcher "
                               "manual here and `mlx.launch --backend mpi -- tandem rank --join ...`", param="backend")
         if self._gangs > 1:
             raise UsageError("--backend mpi: ranks cannot be replaced, for mpirun starts each but once; start anew")
-        return HostWorld("mpi", [{}] * len(ranks))
+        return World("mpi", [{}] * len(ranks))
 
     def _listeners(self, rank: int) -> list[str]:
         member, addresses = self._members[rank], self.addresses(self._slots[rank])

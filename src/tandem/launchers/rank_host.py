@@ -28,7 +28,7 @@ from tandem.errors import SpawnError, TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
 from tandem.launchers.local import thread_variables
 from tandem.launchers.spares import Spares
-from tandem.launchers.worlds import free_ports
+from tandem.launchers.worlds import free_ports, written_files
 from tandem.log import Seldom, set_up
 from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.leftovers import temporary_prefix
@@ -57,11 +57,7 @@ class _Rank:
     def __init__(self, order: hosts.StartRank, spares: Spares) -> None:
         self.number = order.number
         self._directory = Path(tempfile.mkdtemp(prefix=temporary_prefix("rank")))
-        world = dict(order.world)
-        for variable, content in order.files.items():
-            path = self._directory / variable
-            path.write_text(content)
-            world[variable] = str(path)
+        world = {**order.world, **written_files(self._directory, order.files)}
         self.process = spares.start(order.rank, order.payload, _variables(order), world)
 
     def kill(self) -> None:

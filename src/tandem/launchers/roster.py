@@ -40,7 +40,7 @@ class Roster:
     """Who has joined. Methods are for the engine's thread; members that fall silent are struck off."""
 
     def __init__(self, keys: ClusterKeys, host: str, port: int, heartbeat_s: float, *, tickets: bool) -> None:
-        """With `tickets` a rank host needs the one that was last issued for its slot. Raises OSError: port taken."""
+        """With `tickets` a rank host needs the one that was last issued for its slot. Raises TransportError."""
         self._end = HeadEnd(keys, host, port)
         self.port = self._end.port
         self._heartbeat = heartbeat_s

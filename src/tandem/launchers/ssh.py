@@ -22,9 +22,9 @@ from tandem.errors import ConfigError, RankFailure, UsageError
 from tandem.launchers.agent.link import agent_name, link_command, paired_agent
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.facts import address_towards
-from tandem.launchers.host_worlds import Devices
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
 from tandem.launchers.hosts import HostsLauncher
+from tandem.launchers.worlds import Devices
 from tandem.printable import printable
 from tandem.processes.interpreter import SAFE, module_command
 from tandem.protocol.payloads import HostPayload

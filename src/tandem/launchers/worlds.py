@@ -1,16 +1,16 @@
-"""What MLX's backends need in the environment of the ranks of one group, for groups on this machine."""
+"""What MLX's backends need in the environment of the ranks of one group: variables, and content of files."""
 
 from __future__ import annotations
 
 import glob
 import json
-import os
 import random
 import re
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 
@@ -26,64 +26,96 @@ OTHERS_FIRST = 29600
 on, macOS: from 49152 on), unless their settings say otherwise."""
 ENOUGH = 1000
 ATTEMPTS = 20
+JACCL_MESH = 8
+"""Most ranks of a jaccl mesh."""
+Devices = list[str | list[str] | None]
+"""A rank's RDMA devices towards every rank of its group, null for itself."""
 _GPU = re.compile(r"[0-9]+|(GPU|MIG)-.+")
 """A GPU by its number or its UUID."""
 
 
-class RingWorld(World):
-    """An `MLX_HOSTFILE` on loopback ports that nobody uses."""
-
-    backend = "ring"
-
-    def __init__(self, size: int) -> None:
-        handle, name = tempfile.mkstemp(prefix=temporary_prefix("ring"), suffix=".json")
-        with os.fdopen(handle, "w") as file:
-            json.dump([[f"127.0.0.1:{port}"] for port in free_ports(size)], file)
-        self._path = Path(name)
-
-    def variables(self, index: int) -> dict[str, str]:
-        """The host file and the rank."""
-        return {"MLX_HOSTFILE": str(self._path), "MLX_RANK": str(index)}
-
-    def remove(self) -> None:
-        """Delete the host file."""
-        with suppress(FileNotFoundError):
-            self._path.unlink()
-
-
-class NcclWorld(World):
-    """NCCL over the GPUs of this machine, one for each rank from `first_gpu` on."""
-
-    backend = "nccl"
-
-    def __init__(self, size: int, first_gpu: int) -> None:
-        """Ranks take GPUs in order, `first_gpu` being that of the first. Raises LayoutError when there are too few."""
-        self._size = size
-        gpus = visible_gpus()
-        if len(gpus) < first_gpu + size:
-            raise LayoutError(f"the layout needs {first_gpu + size} GPUs, there are {len(gpus)}; use fewer ranks, or "
-                              "--backend ring", param="backend")
-        self._gpus = gpus[first_gpu:first_gpu + size]
-        [self._port] = free_ports(1)
-
-    def variables(self, index: int) -> dict[str, str]:
-        """Rank, size, meeting point and GPU."""
-        return {"MLX_RANK": str(index), "MLX_WORLD_SIZE": str(self._size), "NCCL_HOST_IP": "127.0.0.1",
-                "NCCL_PORT": str(self._port), "CUDA_VISIBLE_DEVICES": self._gpus[index]}
-
-
 def make_world(backend: str, size: int, first_rank: int) -> World:
-    """The group of `size` ranks that starts at the gang's rank `first_rank`. Raises LayoutError."""
+    """The group of `size` ranks of this machine that starts at the gang's rank `first_rank`. Ranks take GPUs in order.
+    Raises LayoutError."""
     if backend in ("ring", "any"):
-        return RingWorld(size)
+        return written_world(ring_world([[f"127.0.0.1:{port}"] for port in free_ports(size)]))
     if backend == "nccl":
-        return NcclWorld(size, first_rank)
+        gpus = visible_gpus()
+        if len(gpus) < first_rank + size:
+            raise LayoutError(f"the layout needs {first_rank + size} GPUs, there are {len(gpus)}; use fewer ranks, or "
+                              "--backend ring", param="backend")
+        world = nccl_world(size, f"127.0.0.1:{free_ports(1)[0]}")
+        return replace(world, environment=[{**own, "CUDA_VISIBLE_DEVICES": gpu} for own, gpu in
+                                           zip(world.environment, gpus[first_rank:], strict=False)])
     if backend == "mpi":
         raise LayoutError("--backend mpi: ranks that mpirun did not start have no MPI; use ring, or start them with "
                           "`mlx.launch --backend mpi -- tandem rank ...` for a head with --launcher manual",
                           param="backend")
     raise LayoutError(f"--backend {backend} needs each host's RDMA devices: give --hostfile with `rdma`; on one "
                       "machine use ring (or nccl on GPUs)", param="backend")
+
+
+def ring_world(listeners: Sequence[Sequence[str]]) -> World:
+    """`listeners` are the addresses (IP:port) of each rank; several make as many connections to each neighbour."""
+    content = json.dumps([list(one) for one in listeners])
+    return World("ring", [{"MLX_RANK": str(i)} for i in range(len(listeners))],
+                 [{"MLX_HOSTFILE": content}] * len(listeners))
+
+
+def jaccl_world(backend: str, hosts: Sequence[str], devices: Sequence[Devices], coordinator: str) -> World:
+    """RDMA over Thunderbolt. `hosts` are names for messages, `coordinator` is IP:port of the first rank.
+
+    Raises LayoutError when a device is missing that a mesh (jaccl) or ring (jaccl-ring) needs.
+    """
+    size = len(hosts)
+    if backend == "jaccl" and size > JACCL_MESH:
+        raise LayoutError(f"--backend jaccl connects at most {JACCL_MESH} ranks with one another, this group has "
+                          f"{size}; use jaccl-ring, or more stages", param="backend")
+    for i, row in enumerate(devices):
+        if len(row) != size:
+            raise LayoutError(f"--backend {backend}: the hostfile lists {len(row)} RDMA devices for {hosts[i]}, and "
+                              f"the group has {size} ranks; `rdma` needs one entry for each host", param="backend")
+        needed = ((i - 1) % size, (i + 1) % size) if backend == "jaccl-ring" else range(size)
+        for j in needed:
+            if j != i and not row[j]:
+                raise LayoutError(f"--backend {backend}: the hostfile lists no RDMA device of {hosts[i]} for "
+                                  f"{hosts[j]}; complete `rdma` of {hosts[i]}, or use ring", param="backend")
+    ring = {"MLX_JACCL_RING": "1"} if backend == "jaccl-ring" else {}
+    return World(backend, [{"MLX_RANK": str(i), "MLX_JACCL_COORDINATOR": coordinator, **ring}
+                           for i in range(size)],
+                 [{"MLX_IBV_DEVICES": json.dumps([list(row) for row in devices])}] * size)
+
+
+def nccl_world(size: int, coordinator: str) -> World:
+    """NCCL; `coordinator` is IP:port of the first rank."""
+    host, _, port = coordinator.rpartition(":")
+    return World("nccl", [{"MLX_RANK": str(i), "MLX_WORLD_SIZE": str(size), "NCCL_HOST_IP": host,
+                           "NCCL_PORT": port} for i in range(size)])
+
+
+def any_world(ring: World, rdma: World | None) -> World:
+    """Everything that MLX may choose from by itself."""
+    worlds = [ring] if rdma is None else [rdma, ring]
+    size = range(len(ring.environment))
+    return World("any", [{k: v for one in worlds for k, v in one.variables(i).items()} for i in size],
+                 [{k: v for one in worlds for k, v in one.files(i).items()} for i in size])
+
+
+def written_world(world: World) -> World:
+    """The same group, with the files of its ranks on this machine until `remove`."""
+    directory = Path(tempfile.mkdtemp(prefix=temporary_prefix(world.backend)))
+    environment = []
+    for index, own in enumerate(world.environment):
+        (directory / str(index)).mkdir()
+        environment.append({**own, **written_files(directory / str(index), world.files(index))})
+    return replace(world, environment=environment, directory=directory)
+
+
+def written_files(directory: Path, files: Mapping[str, str]) -> dict[str, str]:
+    """Write files, named as the variables that are to name them; these variables."""
+    for name, content in files.items():
+        (directory / name).write_text(content)
+    return {name: str(directory / name) for name in files}
 
 
 def visible_gpus() -> list[str]:

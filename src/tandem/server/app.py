@@ -35,7 +35,7 @@ from tandem.server.limits.quotas import RATE_HEADERS
 from tandem.server.openai import chat, completions, embeddings, models, tokens
 from tandem.server.openapi import TandemApp
 from tandem.server.responses import routes as responses
-from tandem.server.status import events, info, page, plan
+from tandem.server.status import info, page, plan
 from tandem.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[s
     )
     app.state.api, app.state.jobs, app.state.batches = api, jobs, batches
     app.state.warmer = Warmer(app, api, warm_bodies(settings))
-    for module in (anthropic, batch_routes, cache, chat, completions, embeddings, events, info, models, page, plan,
+    for module in (anthropic, batch_routes, cache, chat, completions, embeddings, info, models, page, plan,
                    requests, responses, tokens):
         app.include_router(module.router)
     add_handlers(app)

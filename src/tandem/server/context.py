@@ -23,8 +23,8 @@ from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.subscription import Subscription
 from tandem.server.failures import ClientGone
-from tandem.server.limits.lease import Lease
 from tandem.server.limits.quotas import Quotas
+from tandem.server.limits.usage import Lease
 from tandem.server.status.metrics import ApiMetrics
 from tandem.server.workers.pool import AT_ONCE, Workers
 from tandem.server.workers.turns import Turns

@@ -40,6 +40,11 @@ def encode_json(value: Any) -> bytes:
     return data
 
 
+def json_response(body: dict[str, Any], status: int = 200) -> Response:
+    """An answer in one piece."""
+    return Response(encode_json(body), status, media_type="application/json")
+
+
 class ChunkWriter(Protocol):
     """Writes a generation in the shape of one endpoint, as complete events."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import time
 
@@ -13,13 +12,10 @@ from tandem.config.keys import ClientLimits
 from tandem.config.loading import to_json
 from tandem.config.settings import Settings
 from tandem.config.validation import api_keys
-from tandem.env import child_environment
-from tandem.errors import SpawnError, UsageError
-from tandem.processes.child import ChildProcess
+from tandem.errors import UsageError
 from tandem.protocol.events import History
 from tandem.protocol.payloads import ApiPayload
-from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, MODULE, LastWords, backoff
-from tandem.supervision.vigil import Vigil
+from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE, SupervisedChild, backoff
 
 log = logging.getLogger("tandem.cli")
 
@@ -33,7 +29,7 @@ PAUSE_S, LONGEST_PAUSE_S = 0.1, 1.0
 """Seconds until it is started again for each time that it has died lately, and the most."""
 
 
-class ApiProcess:
+class ApiProcess(SupervisedChild):
     """One api after the other. Used by one thread."""
 
     def __init__(self, settings: Settings, listener: socket.socket, history: History | None = None) -> None:
@@ -41,13 +37,9 @@ class ApiProcess:
         self._history = history or History()
         self._settings = settings
         self._fd = listener.fileno()
-        self.child: ChildProcess | None = None
-        """None when there is none."""
         self._deaths: list[float] = []
         self._first_heard_at: float | None = None
         self._start_at = 0.0
-        self._unborn = 0
-        """Times in a row that no process could be had."""
         self._served = False
         """One has answered: what a later one finds amiss (code 2) was in order before, and is waited for."""
         self._keys: dict[str, ClientLimits] | None = None
@@ -60,22 +52,12 @@ class ApiProcess:
         that are not in order."""
         payload = ApiPayload(settings=msgspec.Raw(to_json(self._settings)), keys=self._read_keys())
         seconds = backoff(self._mistakes) if self._served else 0.0
-        self._words = LastWords()
-        try:
-            self.child = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(), name="api",
-                                      arguments=("api", str(self._words.end), str(self._fd), str(seconds)),
-                                      pass_fds=[self._fd, self._words.end])
-        except SpawnError as error:
-            self._words.read()
-            self._unborn += 1
-            seconds = backoff(self._unborn)
-            log.error("%s; the next try in %.0f s", error.message, seconds)
-            self._start_at = time.monotonic() + seconds
+        if (missing := self.spawn("api", payload, str(self._fd), str(seconds), name="api", silent_s=SILENT_S,
+                                  pass_fds=[self._fd])) is not None:
+            log.error("%s; the next try in %.0f s", missing[1], missing[0])
+            self._start_at = time.monotonic() + missing[0]
             return
-        finally:
-            os.close(self._words.end)
-        self._unborn, self._first_heard_at = 0, None
-        self._vigil = Vigil(self.child, SILENT_S)
+        self._first_heard_at = None
 
     def _read_keys(self) -> dict[str, ClientLimits]:
         """The API keys as their file has them now; where it is not in order, as they were."""
@@ -93,7 +75,7 @@ class ApiProcess:
         """A process that says that it is the api has answered; True if it is."""
         if self.child is None or self.child.pid != pid:
             return False
-        self._vigil.heard()
+        self.vigil.heard()
         self._served, self._mistakes = True, 0
         now = time.monotonic()
         if self._first_heard_at is None:
@@ -108,16 +90,15 @@ class ApiProcess:
             if time.monotonic() >= self._start_at:
                 self.start()
         elif (code := self.child.poll()) is not None:
-            return self._ended(self.child, code)
-        elif (trouble := self._vigil.verdict()) is not None:
+            return self._over(code, self.child.describe_exit())
+        elif (trouble := self.vigil.verdict()) is not None:
             log.error("the api %s; replacing it", trouble)
             self._history.note("api_hung", f"the api process {trouble}; it is replaced", level="error")
             self.child.kill()
         return None
 
-    def _ended(self, child: ChildProcess, code: int) -> int | None:
-        child.wait(0.0)
-        words = self._words.read() or child.describe_exit()
+    def _over(self, code: int, how: str) -> int | None:
+        words = self.ended()
         now = time.monotonic()
         self._deaths = [at for at in self._deaths if now - at < WINDOW_S] + [now]
         if code == EXIT_USAGE and self._served:
@@ -126,15 +107,13 @@ class ApiProcess:
             if self._mistakes == 1:
                 self._history.note("api_waits", f"the api cannot start: {words}; it is tried again and again",
                                    level="error", remedy="Bring back what it names: the api starts then.")
-            self.child = None
             return None
         if code == EXIT_USAGE or len(self._deaths) > self._settings.scheduler.max_restarts:
-            log.error("the api %s; giving up", child.describe_exit())
+            log.error("the api %s; giving up", how)
             return EXIT_USAGE if code == EXIT_USAGE else EXIT_FAILED
-        log.error("the api %s; starting another", child.describe_exit())
-        self._history.note("api_lost", f"the api process {child.describe_exit()}; another is started, and the model "
+        log.error("the api %s; starting another", how)
+        self._history.note("api_lost", f"the api process {how}; another is started, and the model "
                            "stays loaded", level="error", remedy="Send requests that were broken off again; with "
                            "--journal those with a key go on by themselves.")
-        self.child = None
         self._start_at = now + min(PAUSE_S * (len(self._deaths) - 1), LONGEST_PAUSE_S)
         return None

@@ -3,6 +3,16 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import msgspec
+from msgspec import Struct
+
+from tandem.env import child_environment
+from tandem.errors import SpawnError
+from tandem.processes.child import ChildProcess
+from tandem.supervision.vigil import Vigil
 
 MODULE = "tandem.cli.processes"
 LAST_WORDS = 4096
@@ -17,16 +27,47 @@ def backoff(times: int) -> float:
     return min(BACKOFF_S * 2.0 ** min(times, 10), MAX_BACKOFF_S)
 
 
-class LastWords:
-    """A pipe through which a child says why it ends."""
+class SupervisedChild:
+    """A child of the supervisor's, one process after the other, which can say why it ends. Used by one thread."""
 
-    def __init__(self) -> None:
-        self._reading, self.end = os.pipe()
-        """`end` is the child's, for the parent to close once the child has it."""
-        os.set_blocking(self._reading, False)  # another process may hold the other end after the child has ended
+    child: ChildProcess | None = None
+    """None when there is none."""
+    vigil: Vigil
+    """Of the child."""
+    _reading = -1
+    """End of the pipe for its last words."""
+    _unborn = 0
+    """Times in a row that no process could be had."""
 
-    def read(self) -> str:
-        """Return what the child that has ended said; empty after the first call."""
+    def spawn(self, kind: str, payload: Struct, *arguments: str, name: str, silent_s: float,
+              pass_fds: Sequence[int] = (), changes: Mapping[str, str | None] | None = None,
+              ) -> tuple[float, str] | None:
+        """Start a process, which must answer every `silent_s` seconds once it has; `changes` are variables of its
+        environment. If none can be had: seconds until the next try, and why."""
+        with ExitStack() as ours:
+            try:
+                self._reading, end = os.pipe()
+                ours.callback(os.close, end)
+                os.set_blocking(self._reading, False)  # another process may hold the other end after the child's end
+                self.child = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(changes),
+                                          name=name, arguments=(kind, str(end), *arguments), pass_fds=[end, *pass_fds])
+            except (SpawnError, OSError) as error:
+                self.last_words()
+                self._unborn += 1
+                return backoff(self._unborn), getattr(error, "message", str(error))
+        self._unborn, self.vigil = 0, Vigil(self.child, silent_s)
+        return None
+
+    def ended(self) -> str:
+        """Its process has ended: forget it. Returns why, as far as it said."""
+        assert self.child is not None
+        self.child.wait(0.0)
+        words = self.last_words() or self.child.describe_exit()
+        self.child = None
+        return words
+
+    def last_words(self) -> str:
+        """Why the process that has ended did so, as far as it said; empty after the first call."""
         reading, self._reading = self._reading, -1
         if reading < 0:
             return ""

@@ -144,7 +144,6 @@ class EngineSet:
 
     def _trouble(self, replica: ReplicaProcess) -> str | None:
         """Why a process that runs must be replaced, in words."""
-        assert replica.vigil is not None
         now = time.monotonic()
         if self.announced and now - replica.asked_at > ASK_S:
             status = self._ask(replica)

@@ -17,6 +17,7 @@ from msgspec import Struct
 from tandem.env import state_dir
 from tandem.errors import UsageError
 from tandem.protocol.codec import UNREADABLE
+from tandem.system.files import open_private, write_private
 
 MOST_LOG_BYTES = 64 * 1024 * 1024
 """Of a server's log; there is one older one beside it."""
@@ -95,18 +96,11 @@ class Background:
 
     def write(self, record: Record) -> None:
         """Write it down at once, or not at all."""
-        fresh = self.path / "record.new"
-        with contextlib.suppress(FileNotFoundError):
-            fresh.unlink()
-        with open(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(record))
-        fresh.replace(self.path / "record.json")
+        write_private(self.path / "record.json", msgspec.json.encode(record), sync=False)
 
     def keep(self, settings: bytes) -> None:
         """Write down, for `tandem restart`, with what it is started; without keys. Raises OSError."""
-        with open(os.open(self.path / "settings.json", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600),
-                  "wb") as file:
-            file.write(settings)
+        write_private(self.path / "settings.json", settings, sync=False)
 
     def kept(self) -> bytes | None:
         """What `keep` wrote, or None where a server of that name was never started."""
@@ -139,8 +133,7 @@ class Background:
         """
         if not self.log.exists() or self.log.stat().st_size <= most:
             return False
-        fd = os.open(self.path / "log.1", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(fd, "wb") as old, self.log.open("rb") as log:
+        with open_private(self.path / "log.1", "wb") as old, self.log.open("rb") as log:
             shutil.copyfileobj(log, old)
         os.truncate(self.log, 0)
         return True

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import time
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,17 +14,14 @@ import msgspec
 
 from tandem.config.loading import to_json
 from tandem.config.settings import Role, Settings
-from tandem.env import child_environment, engine_socket_path
-from tandem.errors import SpawnError
+from tandem.env import engine_socket_path
 from tandem.launchers.machines import ranks_of, replica_hosts, role_of
 from tandem.launchers.registry import launcher_kind, sharing
 from tandem.launchers.worlds import visible_gpus
-from tandem.processes.child import ChildProcess
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import EnginePayload
 from tandem.protocol.supervisor import ReplicaInfo
-from tandem.supervision.children import MODULE, LastWords, backoff
-from tandem.supervision.vigil import Vigil
+from tandem.supervision.children import SupervisedChild, backoff
 
 log = logging.getLogger("tandem.cli")
 
@@ -45,7 +41,7 @@ MOST_WORDS = 500
 
 
 @dataclass(eq=False)
-class ReplicaProcess:
+class ReplicaProcess(SupervisedChild):
     """One engine. Used by one thread."""
 
     index: int
@@ -61,8 +57,6 @@ class ReplicaProcess:
     """Of the ranks of all its model's replicas, where they keep KV on disks of several machines."""
     lends: list[tuple[str, str]] = field(default_factory=list)
     """What its ranks lend, as it last said."""
-    child: ChildProcess | None = None
-    vigil: Vigil | None = None
     draining: bool = False
     drain_until: float = math.inf
     restarts: int = 0
@@ -76,39 +70,24 @@ class ReplicaProcess:
     detail: str = ""
     """Why it does not run, and what follows."""
     asked_at: float = 0.0
-    _unborn: int = 0
-    """Times in a row that no process could be had."""
     _ready_at: float = 0.0
     """When it was first seen to take requests; 0 before that."""
-    _words: LastWords | None = None
 
     def launch(self, gpus: str | None) -> None:
         """Start its process, on these of the machine's GPUs (None: whichever). If none can be had now, that is tried
         again later."""
-        try:
-            child = self._spawn(gpus)
-        except (SpawnError, OSError) as error:
-            self.last_words()
-            self._unborn += 1
-            self._wait(backoff(self._unborn), getattr(error, "message", str(error)))
+        threads = self.settings.parallel.threads_per_rank if self.named else None
+        # An engine of one rank computes in its own process.
+        changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
+        if gpus:
+            changes["CUDA_VISIBLE_DEVICES"] = gpus
+        payload = EnginePayload(settings=msgspec.Raw(to_json(self.settings)), lending=self.lending)
+        if (missing := self.spawn("engine", payload, *([str(self.index)] if self.named else []), name=self.name,
+                                  silent_s=SILENT_S, changes=changes)) is not None:
+            self._wait(*missing)
             return
         self.restarts += bool(self.deaths)
-        self.child, self.vigil = child, Vigil(child, SILENT_S)
-        self._unborn, self._ready_at, self.detail = 0, 0.0, ""
-
-    def _spawn(self, gpus: str | None) -> ChildProcess:
-        with ExitStack() as ours:
-            self._words = LastWords()
-            ours.callback(os.close, self._words.end)
-            threads = self.settings.parallel.threads_per_rank if self.named else None
-            # An engine of one rank computes in its own process.
-            changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
-            if gpus:
-                changes["CUDA_VISIBLE_DEVICES"] = gpus
-            payload = EnginePayload(settings=msgspec.Raw(to_json(self.settings)), lending=self.lending)
-            return ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(changes), name=self.name,
-                                arguments=("engine", str(self._words.end),
-                                           *([str(self.index)] if self.named else [])), pass_fds=[self._words.end])
+        self._ready_at, self.detail = 0.0, ""
 
     @property
     def name(self) -> str:
@@ -117,13 +96,9 @@ class ReplicaProcess:
 
     def ended(self) -> str:
         """Its process has ended: forget it. Returns why, as far as it said."""
-        assert self.child is not None
-        self.child.wait(0.0)
         self.remove_socket()
         self.lends = []
-        words = self.last_words() or self.child.describe_exit()
-        self.child = None
-        return words
+        return super().ended()
 
     def died(self, why: str, *, most: int, mistake: bool) -> bool:
         """Its process ended, and not as it was told to: when is it started again? True when it is given up for now,
@@ -158,10 +133,6 @@ class ReplicaProcess:
         self.restart_at = time.monotonic() + seconds
         self.detail = f"{why[:MOST_WORDS]}; it is started again" + (f" in {seconds:.0f} s" if seconds >= 1 else "")
         log.error("the %s does not run: %s", self.name, self.detail)
-
-    def last_words(self) -> str:
-        """Why the process that has ended did so, as far as it said."""
-        return self._words.read() if self._words is not None else ""
 
     def remove_socket(self) -> None:
         """Of a process that has ended: a killed one could not."""

@@ -1,7 +1,9 @@
-"""Reading what may be no file, and why a file cannot be opened, where the system's own words mislead."""
+"""Reading what may be no file, writing what only this user may read, and why a file cannot be opened where the
+system's own words mislead."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import resource
@@ -51,6 +53,45 @@ def read_regular(path: str | Path, most: int) -> bytes:
 def read_text(path: str | Path, most: int = BY_HAND) -> str:
     """The same as text in UTF-8, its lines ended by `\\n`. Raises UnicodeDecodeError too."""
     return read_regular(path, most).decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+
+
+def open_private(path: str | Path, mode: str) -> BinaryIO:
+    """Open a file that nobody else may read. Raises OSError."""
+    return open(path, mode, opener=lambda name, flags: os.open(  # type: ignore[return-value]
+        name, flags | os.O_CLOEXEC, 0o600))
+
+
+def write_private(path: Path, content: bytes, *, sync: bool = True) -> None:
+    """Replace a file that nobody else may read in one piece; with `sync` it outlives the machine's power. Raises
+    OSError."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        temporary.unlink(missing_ok=True)  # one that was left there keeps its mode
+        with open_private(temporary, "wb") as file:
+            file.write(content)
+        place_file(temporary, path, sync=sync)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def place_file(source: Path, target: Path, *, sync: bool) -> None:
+    """Give a file its name, with `sync` once its bytes are on the disk. Raises OSError."""
+    if sync:
+        _force(source)
+    os.replace(source, target)
+    if sync:
+        _force(target.parent)
+
+
+def _force(path: Path) -> None:
+    """Have the bytes of a file, or the names in a directory, on the disk. Raises OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def file_trouble(error: OSError) -> str:

@@ -23,8 +23,7 @@ from tandem.log import Seldom
 from tandem.protocol import blobs
 from tandem.protocol.codec import Decoder
 from tandem.protocol.keys import ClusterKeys
-from tandem.transport.errors import translated
-from tandem.transport.security import Authenticator
+from tandem.transport.security import MemberSocket
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -50,23 +49,16 @@ def checksum(data: bytes | memoryview) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-class BlobServer:
+class BlobServer(MemberSocket):
     """Serves the given files, and nothing else, from a thread of its own until `close`."""
 
     def __init__(self, paths: Iterable[Path], keys: ClusterKeys, host: str = "127.0.0.1") -> None:
         """Names are those of the files, without their directories, and must differ."""
         self._paths = {path.name: path for path in paths}
         self._files: dict[str, blobs.BlobFile] = {}
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = Authenticator(self._context, keys)
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.maxmsgsize = MAX_REQUEST
-        self._socket.sndhwm = 2 * WINDOW  # a peer that asks without reading loses answers; the memory stays bounded
-        keys.secure_bind(self._socket)
-        with translated(f"no free port on {host}", self._give_up):
-            port = self._socket.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = f"tcp://{host}:{port}"
+        super().__init__(zmq.ROUTER, keys, MAX_REQUEST)
+        self.socket.sndhwm = 2 * WINDOW  # a peer that asks without reading loses answers; the memory stays bounded
+        self._listen(host)
         self._stop = self._context.socket(zmq.PAIR)
         self._stop.bind("inproc://stop")
         self._stopped = self._context.socket(zmq.PAIR)
@@ -74,24 +66,17 @@ class BlobServer:
         self._decoder = Decoder[blobs.BlobRequest](blobs.BlobRequest)
         self._thread = start_thread(self._run, name="blobs")
 
-    def _give_up(self) -> None:
-        self._socket.close()
-        self._authenticator.stop()
-        self._context.term()
-
     def _run(self) -> None:
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self.socket, zmq.POLLIN)
         poller.register(self._stopped, zmq.POLLIN)
         while True:
             ready = dict(poller.poll())
             if self._stopped in ready:
                 break
-            identity, *frames = self._socket.recv_multipart()
+            identity, *frames = self.socket.recv_multipart()
             if (answer := self._answer(frames)) is not None:
-                self._socket.send_multipart([identity, *answer], copy=False)
-        self._socket.close()
-        self._stopped.close()
+                self.socket.send_multipart([identity, *answer], copy=False)
 
     def _answer(self, frames: Sequence[bytes]) -> list[bytes] | None:
         try:
@@ -142,8 +127,8 @@ class BlobServer:
             self._thread.join()
         if not self._context.closed:
             self._stop.close()
-            self._authenticator.stop()
-            self._context.term()
+            self._stopped.close()
+            super().close()
 
 
 def _describe(path: Path) -> blobs.BlobFile:
@@ -159,18 +144,14 @@ class NotServed(TransportError):
     """The server answers that it has not what it was asked for."""
 
 
-class BlobClient:
+class BlobClient(MemberSocket):
     """Used by one thread."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, *, patience_s: float = PATIENCE_S) -> None:
         """Connect; `patience_s` is how long to wait for an answer."""
         self._patience = patience_s
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.maxmsgsize = MAX_ANSWER
-        keys.secure_connect(self._socket)
-        self._socket.connect(endpoint)
+        super().__init__(zmq.DEALER, keys, MAX_ANSWER)
+        self._connect(endpoint)
         self._decoder = Decoder[blobs.BlobAnswer](blobs.BlobAnswer)
         self._number = 0
 
@@ -231,13 +212,13 @@ class BlobClient:
         return self._number
 
     def _ask(self, request: blobs.BlobRequest) -> int:
-        self._socket.send(_encoder.encode(request))
+        self.socket.send(_encoder.encode(request))
         return request.number
 
     def _receive(self, until: float) -> tuple[blobs.BlobAnswer, memoryview]:
-        if not self._socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):
+        if not self.socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):
             raise TransportError(self._silence)
-        frames = self._socket.recv_multipart(copy=False)
+        frames = self.socket.recv_multipart(copy=False)
         try:
             answer = self._decoder.decode(frames[0].buffer)
         except TransportError as error:
@@ -252,8 +233,3 @@ class BlobClient:
     @property
     def _silence(self) -> str:
         return f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?"
-
-    def close(self) -> None:
-        """Close the socket."""
-        self._socket.close()
-        self._context.term()

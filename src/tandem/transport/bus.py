@@ -10,30 +10,22 @@ from tandem.protocol.codec import Decoder
 from tandem.protocol.control import RankCommand, RankMessage
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.errors import translated
-from tandem.transport.security import Authenticator
+from tandem.transport.security import MemberSocket
 
 MAX_FRAME = 256 * 1024 * 1024
-"""Bytes; a longer frame ends the peer's connection before it is read into memory."""
+"""Bytes."""
 
 _encoder = msgspec.msgpack.Encoder()
 
 
-class EngineBus:
+class EngineBus(MemberSocket):
     """The engine's end. Ranks are known by the identity `rank:generation` that they connect with."""
 
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = Authenticator(self._context, keys)
-        self.socket = self._context.socket(zmq.ROUTER)
-        self.socket.linger = 0
-        self.socket.maxmsgsize = MAX_FRAME
+        super().__init__(zmq.ROUTER, keys, MAX_FRAME)
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # to who connects again before the old connection has ended
-        keys.secure_bind(self.socket)
-        with translated(f"no free port on {host}", self.close):
-            port = self.socket.bind_to_random_port(f"tcp://{host}")
-        self.endpoint = f"tcp://{host}:{port}"
-        self._authenticator.watch(self.socket, "bus")
+        self._listen(host, name="bus")
         self._decoder = Decoder[RankMessage](RankMessage)
 
     def send(self, rank: int, generation: str, command: RankCommand) -> None:
@@ -56,34 +48,24 @@ class EngineBus:
         except UnicodeDecodeError as error:
             raise TransportError(f"a bus peer's name cannot be read: {error}") from None
 
-    def close(self) -> None:
-        """Close the socket and its context; unsent messages are dropped."""
-        self._authenticator.stop()
-        self.socket.close()
-        self._context.term()
 
-
-class RankBus:
+class RankBus(MemberSocket):
     """A rank's end."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, rank: int, generation: str) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 1000
-        self._socket.maxmsgsize = MAX_FRAME
-        self._socket.identity = rank_identity(rank, generation)
-        keys.secure_connect(self._socket)
-        self._socket.connect(endpoint)
+        super().__init__(zmq.DEALER, keys, MAX_FRAME, linger_ms=1000)
+        self.socket.identity = rank_identity(rank, generation)
+        self._connect(endpoint)
         self._decoder = Decoder[RankCommand](RankCommand)
 
     def send(self, message: RankMessage) -> None:
         """Send to the engine; never blocks for long."""
-        self._socket.send(_encoder.encode(message))
+        self.socket.send(_encoder.encode(message))
 
     def wait(self, other: object) -> None:
         """Sleep until a command is there, or the socket `other` is readable."""
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self.socket, zmq.POLLIN)
         poller.register(other, zmq.POLLIN)
         poller.poll()
 
@@ -92,14 +74,9 @@ class RankBus:
 
         Raises TransportError for bytes that are no command.
         """
-        if timeout_s is not None and not self._socket.poll(int(timeout_s * 1000)):
+        if timeout_s is not None and not self.socket.poll(int(timeout_s * 1000)):
             return None
-        return self._decoder.decode(self._socket.recv())
-
-    def close(self) -> None:
-        """Flush for up to a second and close."""
-        self._socket.close()
-        self._context.term()
+        return self._decoder.decode(self.socket.recv())
 
 
 def rank_identity(rank: int, generation: str) -> bytes:

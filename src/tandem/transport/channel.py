@@ -18,8 +18,7 @@ from msgspec import Struct
 from tandem.errors import BatchDesync, TransportError
 from tandem.protocol.codec import Decoder
 from tandem.protocol.keys import ClusterKeys
-from tandem.transport.errors import translated
-from tandem.transport.security import Authenticator
+from tandem.transport.security import MemberSocket
 
 FRAMES_IN_FLIGHT = 64
 """Frames that may wait unsent; the sender then blocks, so a fast stage cannot fill the memory."""
@@ -71,36 +70,22 @@ class Channel(ABC):
         return data
 
 
-class TcpChannel(Channel):
+class TcpChannel(MemberSocket, Channel):
     """ZeroMQ PUSH/PULL over CURVE-secured TCP; sending runs in ZeroMQ's own thread, beside the computation."""
 
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1", port: int | None = None) -> None:
         """Listen on `host`, at `port` or any free one. Raises TransportError when the port is taken."""
-        self._keys = keys
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._authenticator = Authenticator(self._context, keys)
-        self._inbound = self._socket(zmq.PULL)
-        keys.secure_bind(self._inbound)
+        super().__init__(zmq.PULL, keys, MAX_FRAME)
+        self.socket.rcvhwm = FRAMES_IN_FLIGHT
         self._outbound: list[zmq.Socket[bytes]] | None = None
-        with translated(f"{host}:{port or '*'} cannot be listened on", self.close):
-            if port is None:
-                port = self._inbound.bind_to_random_port(f"tcp://{host}")
-            else:
-                self._inbound.bind(f"tcp://{host}:{port}")
-        self.endpoint = f"tcp://{host}:{port}"
-
-    def _socket(self, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.linger = 0
-        socket.sndhwm = socket.rcvhwm = FRAMES_IN_FLIGHT
-        socket.maxmsgsize = MAX_FRAME
-        return socket
+        self._listen(host, port)
 
     def connect(self, endpoints: list[str]) -> None:
         """Connect to each of `endpoints`, perhaps none; returns at once, frames wait until the peers are there."""
         self._outbound = []
         for endpoint in endpoints:
-            socket = self._socket(zmq.PUSH)
+            socket = self._context.socket(zmq.PUSH)
+            socket.linger, socket.sndhwm = 0, FRAMES_IN_FLIGHT
             self._keys.secure_connect(socket)
             socket.connect(endpoint)
             self._outbound.append(socket)
@@ -115,18 +100,16 @@ class TcpChannel(Channel):
             socket.send(data, copy=False)
 
     def _next(self) -> tuple[Buffer, Buffer]:
-        frames = self._inbound.recv_multipart(copy=False)
+        frames = self.socket.recv_multipart(copy=False)
         if len(frames) != 2:
             raise TransportError(f"channel message of {len(frames)} frames, expected 2")
         return frames[0].buffer, frames[1].buffer
 
     def close(self) -> None:
         """Close both ends; frames that are not sent yet are dropped."""
-        self._inbound.close()
         for socket in self._outbound or ():
             socket.close()
-        self._authenticator.stop()
-        self._context.term()
+        super().close()
 
 
 class MemoryChannel(Channel):

@@ -1,4 +1,5 @@
-"""CURVE keys of one cluster run: who holds them is a member, who does not is refused in the handshake."""
+"""Sockets between the processes of one cluster run, secured by CURVE keys: who holds them is a member, who does not is
+refused in the handshake."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from tandem.protocol.keys import DOMAIN, ClusterKeys
+from tandem.transport.errors import translated
 from tandem.transport.guard import Guard
 
 
@@ -33,3 +35,41 @@ class Authenticator:
             guard.stop()
         self._guards.clear()
         self._thread.stop()
+
+
+class MemberSocket:
+    """A socket with a ZeroMQ context of its own, which either listens or connects."""
+
+    def __init__(self, kind: int, keys: ClusterKeys, max_frame: int, linger_ms: int = 0) -> None:
+        """A frame of more than `max_frame` bytes ends the peer's connection before it is read into memory."""
+        self._keys = keys
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._authenticator: Authenticator | None = None
+        self.socket = self._context.socket(kind)
+        self.socket.linger, self.socket.maxmsgsize = linger_ms, max_frame
+
+    def _listen(self, host: str, port: int | None = None, *, name: str = "") -> None:
+        """Let members in at `port`, or any free one; with a `name`, which messages call it, connections are bounded.
+
+        Raises TransportError, and closes.
+        """
+        self._authenticator = Authenticator(self._context, self._keys)
+        self._keys.secure_bind(self.socket)
+        what = f"{host}:{port} cannot be listened on" if port else f"no free port on {host}"
+        with translated(what, lambda: MemberSocket.close(self)):
+            self.socket.bind(f"tcp://{host}:{port or '*'}")
+        self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.endpoint = f"tcp://{host}:{self.port}"
+        if name:
+            self._authenticator.watch(self.socket, name)
+
+    def _connect(self, endpoint: str) -> None:
+        self._keys.secure_connect(self.socket)
+        self.socket.connect(endpoint)
+
+    def close(self) -> None:
+        """Close the socket and its context; what is not sent gets as long as the socket lingers."""
+        if self._authenticator is not None:
+            self._authenticator.stop()
+        self.socket.close()
+        self._context.term()

@@ -24,6 +24,7 @@ from tandem.vllm_plugin.options import (
     read_options,
 )
 from tandem.vllm_plugin.params import check
+from tandem.vllm_plugin.rendezvous import add_keys
 
 logger = init_logger("vllm.tandem")
 
@@ -143,6 +144,7 @@ class TandemPlatform(Platform):
         cache = vllm_config.cache_config
         if not cache.user_specified_block_size:
             cache.block_size = BLOCK
+        add_keys(vllm_config)
         compilation.mode = CompilationMode.NONE
         compilation.cudagraph_mode = CUDAGraphMode.NONE
         parallel.disable_custom_all_reduce = True

@@ -1,34 +1,43 @@
 """How the workers of one engine find one another: through the key-value store whose address vLLM gives them all.
 
-The store is torch's, used for a few short strings at start-up; torch.distributed is never initialised.
+The store is torch's, used for a few short strings at start-up; torch.distributed is never initialised. Anybody who
+reaches its port can read and write there, so it holds addresses alone, each sealed with keys that the workers have from
+vLLM's configuration.
 """
 
 from __future__ import annotations
 
-import json
-import socket
-import tempfile
-from collections.abc import Sequence
+import hmac
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
 
-from tandem.processes.leftovers import temporary_prefix
+from tandem.errors import TransportError
+from tandem.launchers.worlds import free_ports
 from tandem.protocol.keys import ClusterKeys
 
 TIMEOUT = timedelta(minutes=10)
 """Loading torch and vLLM takes minutes on a slow machine."""
+_KEYS = "tandem_keys"
+
+
+def add_keys(vllm_config: Any) -> None:
+    """Draw the CURVE keys of an engine of several ranks, for vLLM to hand to its workers with everything else."""
+    more: dict[str, Any] = vllm_config.additional_config or {}
+    if vllm_config.parallel_config.world_size > 1 and _KEYS not in more:
+        vllm_config.additional_config = {**more, _KEYS: msgspec.structs.asdict(ClusterKeys.generate())}
 
 
 class Rendezvous:
     """One worker's end of the store."""
 
-    def __init__(self, init_method: str, rank: int, size: int) -> None:
+    def __init__(self, init_method: str, rank: int, size: int, additional_config: dict[str, Any]) -> None:
         """`init_method` is vLLM's: tcp://host:port or file://path. Rank 0 serves the store if nobody does yet."""
         from torch.distributed import FileStore, TCPStore
 
+        self.keys = msgspec.convert(additional_config[_KEYS], ClusterKeys)
         self.rank, self.size = rank, size
         address = urlsplit(init_method)
         if address.scheme == "file":
@@ -39,28 +48,21 @@ class Rendezvous:
                                    wait_for_workers=False, multi_tenant=True)
 
     def gather(self, key: str, value: str) -> list[str]:
-        """Everybody's value, in rank order. Waits for all."""
-        self._store.set(f"tandem/{key}/{self.rank}", value)
-        return [self._store.get(f"tandem/{key}/{rank}").decode() for rank in range(self.size)]
+        """Everybody's value, in rank order. Waits for all; raises TransportError for one that no worker has written."""
+        self._store.set(f"tandem/{key}/{self.rank}", f"{self._seal(key, self.rank, value)} {value}")
+        return [self._value(key, rank) for rank in range(self.size)]
 
-    def keys(self) -> ClusterKeys:
-        """The engine's CURVE keys, drawn by rank 0."""
-        if self.rank == 0:
-            self._store.set("tandem/keys", msgspec.json.encode(ClusterKeys.generate()))
-        return msgspec.json.decode(self._store.get("tandem/keys"), type=ClusterKeys)
+    def _value(self, key: str, rank: int) -> str:
+        seal, _, value = self._store.get(f"tandem/{key}/{rank}").decode(errors="replace").partition(" ")
+        if not hmac.compare_digest(seal.encode(), self._seal(key, rank, value).encode()):
+            raise TransportError(f"what vLLM's key-value store has as {key} of rank {rank} was not written by this "
+                                 "engine; keep its port from others, and start again")
+        return value
+
+    def _seal(self, key: str, rank: int, value: str) -> str:
+        return hmac.digest(self.keys.connect_secret.encode(), f"{key} {rank} {value}".encode(), "sha256").hex()
 
 
 def listen_port(address: str, port: int | None) -> int:
-    """`port`, or one that was free a moment ago on `address`."""
-    if port is not None:
-        return port
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def ring_variables(endpoints: Sequence[str], index: int) -> dict[str, str]:
-    """What MLX's ring backend reads from the environment; `endpoints` are host:port in ring order."""
-    with tempfile.NamedTemporaryFile("w", prefix=temporary_prefix("ring"), suffix=".json", delete=False) as file:
-        json.dump([[endpoint] for endpoint in endpoints], file)
-    return {"MLX_HOSTFILE": file.name, "MLX_RANK": str(index)}
+    """`port`, or one that was free a moment ago on `address`, and that the system gives to nobody by itself."""
+    return port if port is not None else free_ports(1, address)[0]

@@ -10,11 +10,12 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-from vllm.v1.outputs import AsyncModelRunnerOutput, LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import AsyncModelRunnerOutput, DraftTokenIds, LogprobsLists, ModelRunnerOutput
 
 from tandem.errors import RankFailure
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.step import StepPlan, StepResult, accepted
+from tandem.speculation.ngram import NgramIndex
 
 
 def model_output(scheduled: Sequence[str], plan: StepPlan, result: StepResult) -> ModelRunnerOutput:
@@ -100,3 +101,36 @@ class StepUnderWay(AsyncModelRunnerOutput):
         profile.results += time.perf_counter() - done
         profile.steps += 1
         return output
+
+
+class Drafter:
+    """Follows plans and what came of them."""
+
+    def __init__(self, *, most: int, shortest: int, longest: int) -> None:
+        """`most` drafts of a sequence in a step; `shortest` and `longest` as `NgramIndex` has them."""
+        self._most, self._shortest, self._longest = most, shortest, longest
+        self._indexes: dict[str, NgramIndex] = {}
+        self._drafts: dict[str, list[int]] = {}
+
+    def follow(self, plan: StepPlan) -> None:
+        """Who leaves and who joins. With penalties a token depends on all before it: none is drafted."""
+        for request_id in plan.removes:
+            self._indexes.pop(request_id, None)
+        for op in plan.inserts:
+            if not op.params.penalised:
+                self._indexes[op.request_id] = index = NgramIndex(self._shortest, self._longest)
+                index.extend(op.tokens)
+
+    def read(self, output: ModelRunnerOutput) -> None:
+        """What a step's sequences were given: draft what may follow."""
+        self._drafts = {}
+        for request_id, tokens in zip(output.req_ids, output.sampled_token_ids, strict=True):
+            index = self._indexes.get(request_id)
+            if index is not None and tokens:
+                index.extend(tokens)
+                self._drafts[request_id] = index.drafts(self._most)
+
+    def take(self) -> DraftTokenIds:
+        """The drafts of the last step's sequences; each is handed out once."""
+        drafts, self._drafts = self._drafts, {}
+        return DraftTokenIds(list(drafts), list(drafts.values()))

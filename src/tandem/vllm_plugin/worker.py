@@ -19,6 +19,8 @@ from vllm.v1.worker.worker_base import CompilationTimes, WorkerBase
 
 from tandem.comm.blas import limit_threads, preload_blas
 from tandem.env import set_variables
+from tandem.launchers.base import World
+from tandem.launchers.worlds import ring_world, written_world
 from tandem.protocol.step import StepPlan
 from tandem.system.awake import keep_awake
 from tandem.system.cuda import prepare_cuda
@@ -26,10 +28,9 @@ from tandem.system.identity import machine_id
 from tandem.system.metal import prepare_metal
 from tandem.transport.channel import TcpChannel
 from tandem.vllm_plugin.adapter import Adapter
-from tandem.vllm_plugin.drafts import Drafter
 from tandem.vllm_plugin.options import read_options
-from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port, ring_variables
-from tandem.vllm_plugin.results import Profile, StepUnderWay
+from tandem.vllm_plugin.rendezvous import Rendezvous, listen_port
+from tandem.vllm_plugin.results import Drafter, Profile, StepUnderWay
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
@@ -66,7 +67,7 @@ class TandemWorker(WorkerBase):
         placed: dict[str, Any] = self.vllm_config.additional_config or {}
         here, address = 1, "127.0.0.1"
         if parallel.world_size > 1:
-            self._rendezvous = Rendezvous(self.distributed_init_method, self.rank, parallel.world_size)
+            self._rendezvous = Rendezvous(self.distributed_init_method, self.rank, parallel.world_size, placed)
             machines = self._rendezvous.gather("machine", machine_id())
             here = machines.count(machines[self.rank])
             if len(set(machines)) > 1:
@@ -98,10 +99,10 @@ class TandemWorker(WorkerBase):
 
         group = None
         if self._layout.tp_size > 1:
-            variables = self._ring()
-            set_variables(variables)
+            world = self._ring()
+            set_variables(world.variables(self._layout.tp_rank))
             group = StageGroup("ring", self._layout.tp_size)
-            os.unlink(variables["MLX_HOSTFILE"])
+            world.remove()
         channel = self._channel() if self._layout.stages > 1 else None
         dtype = self._options.dtype or (str(self.model_config.dtype).removeprefix("torch.") if on_gpu() else None)
         return load(self.model_config.model, self.model_config.revision, self._layout, dtype=dtype,
@@ -122,18 +123,18 @@ class TandemWorker(WorkerBase):
         base = self._options.base_port
         return None if base is None else base + block * self.parallel_config.world_size + self.rank
 
-    def _ring(self) -> dict[str, str]:
+    def _ring(self) -> World:
         assert self._rendezvous is not None
         port = listen_port(self._address, self._port(1))
         endpoints = self._rendezvous.gather("ring", f"{self._address}:{port}")
         layout = self._layout
         mine = endpoints[layout.stage * layout.tp_size:(layout.stage + 1) * layout.tp_size]
         logger.info("MLX ring of stage %d: %s", layout.stage, ", ".join(mine))
-        return ring_variables(mine, layout.tp_rank)
+        return written_world(ring_world([[one] for one in mine]))
 
     def _channel(self) -> TcpChannel:
         assert self._rendezvous is not None
-        channel = TcpChannel(self._rendezvous.keys(), self._address, self._port(0))
+        channel = TcpChannel(self._rendezvous.keys, self._address, self._port(0))
         endpoints = self._rendezvous.gather("channel", channel.endpoint)
         channel.connect([endpoints[rank] for rank in self._layout.downstream])
         logger.info("stages hand on over %s", ", ".join(endpoints))

@@ -513,7 +513,7 @@ def test_a_full_disk_is_told_and_waited_for(keeps, engine, wait_until, monkeypat
 
     server = keeps()
     client = server.openai()
-    monkeypatch.setattr("tandem.server.batches.files.os.replace", replace)
+    monkeypatch.setattr("os.replace", replace)
     refused = form(server, {"purpose": "batch"}, FILE)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "disk_full")
     trouble[0] = False

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -15,8 +16,8 @@ from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.router.router import Router
 from tandem.server.engines import replicas as replicas_module
+from tandem.server.engines.member import Member
 from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.protocol import replica_state
 from tandem.server.engines.replicas import Replicas
 
 
@@ -500,8 +501,10 @@ def test_the_best_state_stands_for_all(engine):
     assert state("failed", "recovering", "starting") == "recovering"
     assert state("draining", "ready") == "ready"
     assert state("odd") == "odd"
-    assert replica_state(1, engine.status, alive=False).state == "unreachable"
-    assert replica_state(1, None, alive=False, state="draining").state == "draining"
+    gone = SimpleNamespace(status=engine.status, alive=False)
+    assert Member(gone).shown(1, 0).state == "unreachable"
+    draining = ReplicaInfo(1, "", "draining", None, 0)
+    assert Member(SimpleNamespace(status=None, alive=False), draining).shown(1, 0).state == "draining"
 
 
 def test_refusals_keep_their_status():

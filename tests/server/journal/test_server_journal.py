@@ -292,7 +292,7 @@ def test_a_repair_that_is_interrupted_begins_anew(tmp_path, monkeypatch, step):
     data[at:at + 8] = b"\xff" * 8
     path.write_bytes(data)
     with monkeypatch.context() as patch:
-        patch.setattr(f"tandem.server.journal.repair.{step}", interrupted)
+        patch.setattr(f"tandem.server.journal.database.{step}", interrupted)
         with pytest.raises(Interrupted):
             Journal(tmp_path / "j")
     again = Journal(tmp_path / "j")

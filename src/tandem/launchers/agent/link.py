@@ -20,7 +20,9 @@ from tandem.printable import printable
 from tandem.processes.interpreter import module_command
 from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
 from tandem.protocol.codec import Decoder
+from tandem.protocol.keys import ClusterKeys
 from tandem.system.privacy import silent_because
+from tandem.transport.security import MemberSocket
 
 MODULE = "tandem.launchers.agent.link"
 PREFIX = "agent:"
@@ -50,37 +52,32 @@ def paired_agent(name: str) -> Peer:
     return peer
 
 
-class HeadSession:
+class HeadSession(MemberSocket):
     """The head's end of one session."""
 
     def __init__(self, identity: Identity, peer: Peer, program: str) -> None:
         """Nothing waits for the agent here."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 500
-        self._socket.maxmsgsize = MAX_FRAME
-        self._socket.curve_serverkey = peer.public.encode()
-        self._socket.curve_publickey = identity.public.encode()
-        self._socket.curve_secretkey = identity.secret.encode()
+        super().__init__(zmq.DEALER, ClusterKeys(peer.public, "", identity.public, identity.secret), MAX_FRAME,
+                         linger_ms=500)
         self._address = peer.address
-        self._socket.connect(f"tcp://{peer.address}")
+        self._connect(f"tcp://{peer.address}")
         self._decode = Decoder[SessionReply](SessionReply).decode
         self._send(OpenSession(program))
 
     def _send(self, message: SessionRequest) -> None:
         with contextlib.suppress(zmq.Again):
-            self._socket.send(msgspec.msgpack.encode(message), zmq.DONTWAIT)
+            self.socket.send(msgspec.msgpack.encode(message), zmq.DONTWAIT)
 
     def run(self) -> tuple[int, str]:
         """Carry standard input and output until the end. Exit code, and why if it is not the program's own."""
         poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self.socket, zmq.POLLIN)
         poller.register(0, zmq.POLLIN)
         heard, beaten, ever = time.monotonic(), 0.0, False
         while True:
             ready = dict(poller.poll(500))
             now = time.monotonic()
-            if self._socket in ready:
+            if self.socket in ready:
                 heard, ever = now, True
                 message = self._receive()
                 if isinstance(message, Ended):
@@ -106,14 +103,9 @@ class HeadSession:
 
     def _receive(self) -> SessionReply | None:
         try:
-            return self._decode(self._socket.recv())
+            return self._decode(self.socket.recv())
         except TransportError:
             return None
-
-    def close(self) -> None:
-        """Send what is queued for up to half a second, and close."""
-        self._socket.close()
-        self._context.term()
 
 
 def main() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +13,7 @@ from msgspec import Struct
 from tandem.env import state_dir
 from tandem.errors import ConfigError, UsageError
 from tandem.protocol.codec import UNREADABLE
+from tandem.system.files import write_private
 
 T = TypeVar("T")
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
@@ -92,7 +92,4 @@ def _read(path: Path, kind: type[T]) -> T | None:
 
 def _write(path: Path, content: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    fresh = path.with_suffix(".new")
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(msgspec.json.encode(content))
-    fresh.replace(path)
+    write_private(path, msgspec.json.encode(content))

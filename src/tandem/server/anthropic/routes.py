@@ -16,7 +16,7 @@ from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.start import prepare_chat, start_chat
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.answer import collect
+from tandem.server.generation.generate import collect
 from tandem.server.generation.model_wait import answered_by, engage
 from tandem.server.openapi import documented
 from tandem.server.sse import encode_json, open_stream
@@ -46,7 +46,7 @@ async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Res
     [answer] = await collect(generation, 1)
     used = usage(generation)
     body = message(generation, model) | {"content": whole_blocks(reply, answer.text), "usage": used}
-    body |= ending(reply, answer.finish_reason, answer.stop, full=used["output_tokens"] < fields.max_tokens)
+    body |= ending(reply, answer.finish_reason or "stop", answer.stop, full=used["output_tokens"] < fields.max_tokens)
     return Response(encode_json(body), headers={"request-id": generation.request_id}, media_type="application/json")
 
 

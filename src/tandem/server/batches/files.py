@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from tandem.errors import ConfigError, RequestError, UnavailableError
 from tandem.server.ids import new_id
+from tandem.system.files import open_private, place_file, write_private
 
 KEEP_S = 30 * 86400.0
 """Seconds for which a file is kept unless it says otherwise, as OpenAI has it."""
@@ -52,49 +53,20 @@ def disk_trouble(error: OSError) -> tuple[str, str]:
     return "disk_error", f"the disk fails ({error.strerror})"
 
 
-def disk_error(error: OSError) -> RequestError:
-    """What a client hears of it."""
-    code, why = disk_trouble(error)
-    return UnavailableError(f"Files cannot be read or written now: {why}. Try again later.", retry_after=30.0,
-                            code=code)
+@contextlib.contextmanager
+def on_disk() -> Iterator[None]:
+    """Around what reads or writes for a client: raises UnavailableError for an OSError."""
+    try:
+        yield
+    except OSError as error:
+        code, why = disk_trouble(error)
+        raise UnavailableError(f"Files cannot be read or written now: {why}. Try again later.", retry_after=30.0,
+                               code=code) from None
 
 
 def write_record(path: Path, record: Struct, *, sync: bool) -> None:
     """Replace a record in one piece. Raises OSError."""
-    temporary = path.with_suffix(".tmp")
-    try:
-        with open_private(temporary, "wb") as out:
-            out.write(msgspec.json.encode(record))
-        _place(temporary, path, sync=sync)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _place(source: Path, target: Path, *, sync: bool) -> None:
-    """Give a file its name. Raises OSError."""
-    if sync:
-        _force(source)
-    os.replace(source, target)
-    if sync:
-        _force(target.parent)
-
-
-def _force(path: Path) -> None:
-    """Have the bytes of a file, or the names in a directory, on the disk. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def open_private(path: Path, mode: str) -> BinaryIO:
-    """Open a file that nobody else may read. Raises OSError."""
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_CLOEXEC, 0o600)
-
-    return open(path, mode, opener=opener)  # type: ignore[return-value]
+    write_private(path, msgspec.json.encode(record), sync=sync)
 
 
 def read_records(directory: Path, pattern: str, kind: type[Record]) -> list[Record]:
@@ -159,10 +131,8 @@ class Files:
         """A place for a file that is coming, until `end`. Raises RequestError."""
         self.check_room(owner)
         path = self.directory / f"{new_id('upload')}.tmp"
-        try:
+        with on_disk():
             out = open_private(path, "xb")
-        except OSError as error:
-            raise disk_error(error) from None
         self._coming[path] = 0
         return path, out
 
@@ -180,7 +150,7 @@ class Files:
     def add(self, file: File, source: Path) -> None:
         """Make `source` the bytes of a file; whoever is interrupted can do it again. Raises OSError."""
         write_record(self.directory / f"{file.id}.json", file, sync=self.sync)
-        _place(source, self.path(file.id), sync=self.sync)
+        place_file(source, self.path(file.id), sync=self.sync)
         self._files[file.id] = file
 
     def drop(self, file_id: str) -> None:

@@ -13,8 +13,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from tandem.server.batches.files import KEEP_S, open_private
+from tandem.server.batches.files import KEEP_S
 from tandem.server.batches.lines import Line, custom_id_of, parse_line, sealed, unsealed
+from tandem.system.files import open_private
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,11 @@ def _digest(*parts: str) -> str:
     return hashlib.blake2b("\n".join(parts).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
+def fault(code: str, message: str, line: int | None = None, param: str | None = None) -> Json:
+    """What is wrong with a batch, as OpenAI's batch object has it."""
+    return {"code": code, "line": line, "param": param, "message": message}
+
+
 def faults(path: Path, endpoint: str, longest: int) -> tuple[int, list[Json]]:
     """How many requests a file has, and what is wrong with it. Raises OSError."""
     seen: set[str] = set()
@@ -104,13 +110,11 @@ def faults(path: Path, endpoint: str, longest: int) -> tuple[int, list[Json]]:
                     raise ValueError(f"custom_id '{line.custom_id[:100]}' is there twice")
                 seen.add(line.custom_id)
             except ValueError as error:
-                found.append({"code": "invalid_request", "line": number, "message": f"line {number}: {error}.",
-                              "param": None})
+                found.append(fault("invalid_request", f"line {number}: {error}.", number))
                 if len(found) == MOST_ERRORS or too_long:
                     break
     if not count:
-        found.append({"code": "empty_file", "line": None, "message": "There are no requests in the file.",
-                      "param": "input_file_id"})
+        found.append(fault("empty_file", "There are no requests in the file.", param="input_file_id"))
     return count, found
 
 

@@ -12,7 +12,7 @@ from starlette.responses import FileResponse, Response
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.batches import upload
-from tandem.server.batches.files import KEEP_S, File, disk_error
+from tandem.server.batches.files import KEEP_S, File, on_disk
 from tandem.server.batches.records import BatchRecord
 from tandem.server.batches.runner import Batches, new_batch_id
 from tandem.server.body import read_body
@@ -21,7 +21,7 @@ from tandem.server.fields.ignored import note_ignored
 from tandem.server.lists import page
 from tandem.server.openai.messages import Strict
 from tandem.server.openapi import documented
-from tandem.server.sse import encode_json
+from tandem.server.sse import json_response
 from tandem.server.validation import parse_bytes
 
 router = APIRouter()
@@ -91,10 +91,6 @@ def _batch(http: Request, batch_id: str) -> BatchRecord:
     return batch
 
 
-def _json(body: Json) -> Response:
-    return Response(encode_json(body), media_type="application/json")
-
-
 @router.post("/v1/files", openapi_extra=_UPLOAD)
 async def create_file(http: Request) -> Response:
     """Take a file for a batch."""
@@ -103,7 +99,7 @@ async def create_file(http: Request) -> Response:
     api.check_open()
     limit = int(api.settings.server.max_file_mb * 2**20)
     file = await upload.take(http, batches.files, get_group(http), limit)
-    return _json(file.shown())
+    return json_response(file.shown())
 
 
 @router.get("/v1/files")
@@ -111,13 +107,13 @@ async def list_files(http: Request) -> Response:
     """Files of this client, the latest first, in pages."""
     purpose = http.query_params.get("purpose")
     files = [file.shown() for file in _batches(http).files.of(_owner(http)) if purpose in (None, file.purpose)]
-    return _json(page(files, http, newest_first=True, most=10_000, usual=10_000))
+    return json_response(page(files, http, newest_first=True, most=10_000, usual=10_000))
 
 
 @router.get("/v1/files/{file_id}")
 async def retrieve_file(http: Request, file_id: str) -> Response:
     """What is known of a file."""
-    return _json(_file(http, file_id).shown())
+    return json_response(_file(http, file_id).shown())
 
 
 @router.get("/v1/files/{file_id}/content", openapi_extra=_BYTES)
@@ -127,10 +123,8 @@ async def file_content(http: Request, file_id: str) -> Response:
     # What a client sent is never shown as a page of this server.
     headers = {"content-disposition": "attachment", "x-content-type-options": "nosniff"}
     path = _batches(http).files.path(file.id)
-    try:
+    with on_disk():
         found = path.stat()
-    except OSError as error:
-        raise disk_error(error) from None
     return FileResponse(path, media_type="application/octet-stream", headers=headers, stat_result=found)
 
 
@@ -138,11 +132,9 @@ async def file_content(http: Request, file_id: str) -> Response:
 async def delete_file(http: Request, file_id: str) -> Response:
     """Keep nothing of a file; a batch that runs over it goes on."""
     file = _file(http, file_id)
-    try:
+    with on_disk():
         _batches(http).files.drop(file.id)
-    except OSError as error:
-        raise disk_error(error) from None
-    return _json({"id": file.id, "object": "file", "deleted": True})
+    return json_response({"id": file.id, "object": "file", "deleted": True})
 
 
 @router.post("/v1/batches", openapi_extra=documented(BatchRequest))
@@ -163,32 +155,28 @@ async def create_batch(http: Request) -> Response:
                   completion_window=fields.completion_window, created_at=now, metadata=fields.metadata,
                   expires_at=now + HOUR_S * int(fields.completion_window[:-1]),
                   keep_s=float(keep.seconds) if keep is not None else KEEP_S)
-    try:
+    with on_disk():
         await batches.create(batch)
-    except OSError as error:
-        raise disk_error(error) from None
-    return _json(batch.shown())
+    return json_response(batch.shown())
 
 
 @router.get("/v1/batches")
 async def list_batches(http: Request) -> Response:
     """Batches of this client, the latest first, in pages."""
     batches = [batch.shown() for batch in _batches(http).of(_owner(http))]
-    return _json(page(batches, http, newest_first=True))
+    return json_response(page(batches, http, newest_first=True))
 
 
 @router.get("/v1/batches/{batch_id}")
 async def retrieve_batch(http: Request, batch_id: str) -> Response:
     """A batch as it is now."""
-    return _json(_batch(http, batch_id).shown())
+    return json_response(_batch(http, batch_id).shown())
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel_batch(http: Request, batch_id: str) -> Response:
     """Stop a batch; answers that are there stay."""
     batch = _batch(http, batch_id)
-    try:
+    with on_disk():
         await _batches(http).cancel(batch)
-    except OSError as error:
-        raise disk_error(error) from None
-    return _json(batch.shown())
+    return json_response(batch.shown())

@@ -24,7 +24,7 @@ from tandem.config.settings import ServerSettings
 from tandem.errors import RequestError, ServerError
 from tandem.server.batches.files import File, Files, disk_trouble, read_records, write_record
 from tandem.server.batches.lines import Line, answer_line, failure_line
-from tandem.server.batches.records import OPEN, BatchRecord, FilesLost, Results, faults
+from tandem.server.batches.records import OPEN, BatchRecord, FilesLost, Results, fault, faults
 from tandem.server.context import Api
 from tandem.server.failures import internal_error
 from tandem.server.ids import new_id
@@ -169,16 +169,15 @@ class Batches:
             await self._through(batch, results, self._run)
         except FilesLost:
             logger.error("files of %s were removed while it ran; it fails", batch.id)
-            batch.trouble, batch.errors = None, [{
-                "code": "files_lost", "line": None, "param": None,
-                "message": "Files of the batch were removed while it ran. Send the file again, for another batch."}]
+            batch.trouble, batch.errors = None, [fault("files_lost", "Files of the batch were removed while it ran. "
+                                                       "Send the file again, for another batch.")]
             with contextlib.suppress(OSError):  # the next process finds out for itself
                 await self._turn(batch, "failed")
             await self._in_thread(results.clear)
         except Exception as error:  # noqa: BLE001 - an edge as in the gate: the client must be told
             internal_error(error, "a batch")
-            batch.errors = [{"code": "internal_error", "line": None, "param": None,
-                             "message": "Internal server error; a restart of the server goes on with the batch."}]
+            batch.errors = [fault("internal_error", "Internal server error; a restart of the server goes on with the "
+                                  "batch.")]
         finally:
             self._tasks.pop(batch.id, None)
             self._cancelled.pop(batch.id, None)
@@ -194,7 +193,7 @@ class Batches:
                 code, why = disk_trouble(error)
                 if batch.trouble is None:
                     logger.error("%s waits: %s; it goes on as soon as that has changed", batch.id, why)
-                batch.trouble = {"code": code, "line": None, "param": None, "message": f"The batch waits: {why}."}
+                batch.trouble = fault(code, f"The batch waits: {why}.")
                 await asyncio.sleep(DISK_POLL_S)
             else:
                 batch.trouble = None
@@ -358,8 +357,7 @@ class _AllRefused(Exception):
         super().__init__()
         error = msgspec.json.decode(reply.body)["error"]
         self.offset, self.pause_s = offset, pause_s
-        self.trouble = {"code": error["code"], "line": None, "param": None,
-                        "message": f"The batch waits: {error['message']}"}
+        self.trouble = fault(error["code"], f"The batch waits: {error['message']}")
 
 
 async def _first(wanted: Any, *workers: asyncio.Future[None]) -> None:

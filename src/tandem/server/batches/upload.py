@@ -11,7 +11,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 
 from tandem.errors import RequestError, TooLargeError
-from tandem.server.batches.files import KEEP_S, File, Files, disk_error
+from tandem.server.batches.files import KEEP_S, File, Files, on_disk
 from tandem.server.failures import ClientGone
 from tandem.server.ids import new_id
 
@@ -144,16 +144,16 @@ async def take(http: Request, files: Files, owner: str, limit: int) -> File:
                 piece, form.pending = form.pending, bytearray()
                 size += len(piece)
                 files.grow(owner, path, size)
-                await loop.run_in_executor(files.thread, out.write, piece)
+                with on_disk():
+                    await loop.run_in_executor(files.thread, out.write, piece)
             if chunk is None:
                 break
         file = _described(form, owner, size)
-        await loop.run_in_executor(files.thread, _finish, files, file, path, out)
+        with on_disk():
+            await loop.run_in_executor(files.thread, _finish, files, file, path, out)
         return file
     except ClientDisconnect:
         raise ClientGone("The client left.") from None
-    except OSError as error:
-        raise disk_error(error) from None
     finally:
         with contextlib.suppress(OSError):  # what a full disk did not take is tried once more
             out.close()

@@ -13,14 +13,13 @@ from fastapi import FastAPI, Request
 
 from tandem.config.keys import ClientLimits
 from tandem.errors import NotFoundError, OverloadedError, RequestError, UnavailableError
-from tandem.server.cache.routes import warm_request
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.cache.warm_file import Body
+from tandem.server.cache.warming import warm
 from tandem.server.context import Api
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import internal_error
-from tandem.server.limits.lease import Lease
-from tandem.server.limits.usage import Usage
+from tandem.server.limits.usage import Lease, Usage
 from tandem.server.validation import parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -100,7 +99,7 @@ class Warmer:
             "tandem.lease": Lease(Usage(ClientLimits()), time.monotonic)}
         try:
             fields, _ = parse_bytes(json.dumps(body).encode(), WarmRequest, "ignore")
-            told = await warm_request(Request(scope, _silence), served, fields, replicas)
+            told = await warm(Request(scope, _silence), served, fields, replicas)
             logger.info("warmed %d tokens, %d of them computed, at %d replica(s), in %.1f s", told["prompt_tokens"],
                         told["computed_tokens"], len(told["replicas"]), told["seconds"])
         except (OverloadedError, UnavailableError):

@@ -11,15 +11,12 @@ from starlette.responses import Response
 from tandem.errors import UnavailableError
 from tandem.protocol.kept import CacheReport
 from tandem.server.body import parse, require_known
-from tandem.server.cache.prompts import warm_prompts
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.cache.warming import warm
-from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import get_api
-from tandem.server.engines.served_model import Served
 from tandem.server.generation.model_wait import engage
 from tandem.server.openapi import documented
-from tandem.server.sse import encode_json
+from tandem.server.sse import json_response
 
 router = APIRouter()
 
@@ -34,7 +31,7 @@ async def kept(http: Request, model: Model = None) -> Response:
     among = [api.find(model)] if model is not None else api.served
     data = [{"model": served.name, "replicas": [_replica(index, one) for index, one in
                                                 (await served.client.cache()).items()]} for served in among]
-    return Response(encode_json({"object": "cache", "data": data}), media_type="application/json")
+    return json_response({"object": "cache", "data": data})
 
 
 @router.delete("/v1/cache")
@@ -51,7 +48,7 @@ async def drop(http: Request, model: Model = None, tier: Annotated[
     body = {"object": "cache.dropped", "model": served.name, "tier": tier, "replicas": [
         {"replica": index, "memory_tokens": one.dropped_tokens, "disk_bytes": one.dropped_bytes}
         for index, one in reports.items()]}
-    return Response(encode_json(body), media_type="application/json")
+    return json_response(body)
 
 
 @router.post("/v1/cache/warm", openapi_extra=documented(WarmRequest))
@@ -59,15 +56,7 @@ async def warm_route(http: Request) -> Response:
     """Compute a prompt at every replica, so that those that begin like it are answered sooner."""
     fields = await parse(http, WarmRequest)
     served = await engage(http, fields.model)
-    return Response(encode_json(await warm_request(http, served, fields)), media_type="application/json")
-
-
-async def warm_request(http: Request, served: Served, fields: WarmRequest,
-                       replicas: list[int] | None = None) -> dict[str, Any]:
-    """What came of it, for a model that is loaded. Raises RequestError."""
-    prompts = await warm_prompts(await RequestTexts.of(http, served), fields)
-    return await warm(http, served, prompts, timeout=fields.timeout, replicas=replicas,
-                      on_disk=fields.caching["on_disk"])
+    return json_response(await warm(http, served, fields))
 
 
 def _refuse(index: int, report: CacheReport) -> None:

@@ -3,40 +3,45 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fastapi import Request
 
 from tandem.errors import RequestError, UnavailableError
 from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.server.cache.schemas import WarmRequest
+from tandem.server.chats.fitting import too_long
+from tandem.server.chats.plan import callable_tools
+from tandem.server.chats.request_texts import RequestTexts
+from tandem.server.chats.variables import template_variables
 from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
 from tandem.server.ids import new_id
+from tandem.server.openai.completions import encode_prompts
+from tandem.server.openai.messages import Message, ToolChoice
 
-
-@dataclass(frozen=True)
-class _Errand:
-    replica: int
-    prompt: list[int]
+_GOES_ON = (" a", "\n1")
+"""Two ways in which a text may go on: what they share with it is certain, whatever follows."""
 
 
 class _Warming(Running):
     """Prompts at some replicas, all at once."""
 
-    def __init__(self, http: Request, served: Served, jobs: list[_Errand], timeout: float | None,
-                 on_disk: bool) -> None:
+    def __init__(self, http: Request, served: Served, jobs: list[tuple[int, list[int]]],
+                 fields: WarmRequest) -> None:
         request_id, params = new_id("warm"), SamplingParams(max_tokens=0)
-        requests = [EngineRequest(request_id=f"{request_id}-{index}", prompt=job.prompt, params=params, warms=True,
-                                  group=get_group(http), on_disk=on_disk) for index, job in enumerate(jobs)]
-        self._where = {request.request_id: job for request, job in zip(requests, jobs, strict=True)}
+        requests = [EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, warms=True,
+                                  group=get_group(http), on_disk=fields.caching["on_disk"])
+                    for index, (_, prompt) in enumerate(jobs)]
+        self._where = {request.request_id: replica for request, (replica, _) in zip(requests, jobs, strict=True)}
         self.cached: dict[str, int] = {}
-        super().__init__(http, served, requests, request_id=request_id, choices=len(requests),
-                         prompt_tokens=sum(len(job.prompt) for job in jobs), stream=False, timeout=timeout,
-                         replicas=[job.replica for job in jobs])
+        super().__init__(http, served, requests, request_id=request_id, stream=False, timeout=fields.timeout,
+                         prompt_tokens=sum(len(prompt) for _, prompt in jobs),
+                         replicas=[replica for replica, _ in jobs])
 
     @property
     def done(self) -> bool:
@@ -52,17 +57,18 @@ class _Warming(Running):
         finally:
             self.close()
         found: dict[int, int] = {}
-        for name, job in self._where.items():
-            found[job.replica] = found.get(job.replica, 0) + self.cached[name]
+        for name, replica in self._where.items():
+            found[replica] = found.get(replica, 0) + self.cached[name]
         return found
 
 
-async def warm(http: Request, served: Served, prompts: list[list[int]], *, timeout: float | None = None,
-               replicas: Iterable[int] | None = None, on_disk: bool = True) -> dict[str, Any]:
+async def warm(http: Request, served: Served, fields: WarmRequest,
+               replicas: Iterable[int] | None = None) -> dict[str, Any]:
     """Have the prompts in the caches of all replicas that are ready, or of these; what came of it, as the API says it.
 
     Where replicas share a disk, the first computes, and the others read. Raises RequestError.
     """
+    prompts = await _prompts(await RequestTexts.of(http, served), fields)
     started = time.monotonic()
     ready = [one.replica for one in served.client.replicas() if one.state == "ready"]
     ready = [one for one in ready if replicas is None or one in replicas]
@@ -79,8 +85,8 @@ async def warm(http: Request, served: Served, prompts: list[list[int]], *, timeo
         if shared:  # ranks look once they have written what waits, and see what others have put there
             for some in (cached, group):
                 await asyncio.gather(*(served.client.cache(replica=one) for one in some))
-        jobs = [_Errand(replica, prompt) for replica in group for prompt in prompts]
-        cached |= await _Warming(http, served, jobs, timeout, on_disk).run()
+        jobs = [(replica, prompt) for replica in group for prompt in prompts]
+        cached |= await _Warming(http, served, jobs, fields).run()
     parts = [await _replica(served, replica, prompts, cached[replica]) for replica in ready]
     total = sum(map(len, prompts))
     return {"object": "cache.warmed", "model": served.name, "prompts": len(prompts), "prompt_tokens": total,
@@ -94,3 +100,40 @@ async def _replica(served: Served, replica: int, prompts: list[list[int]], cache
     known = [one for one in reports if one is not None]
     return {"replica": replica, "cached_tokens": cached, "computed_tokens": sum(map(len, prompts)) - cached,
             "memory_tokens": sum(one.memory_has for one in known), "disk_tokens": sum(one.disk_has for one in known)}
+
+
+async def _prompts(texts: RequestTexts, fields: WarmRequest) -> list[list[int]]:
+    """Token ids of each prompt. Raises RequestError."""
+    if fields.prompt is not None:
+        prompts = await encode_prompts(texts, fields.prompt, "prompt")
+    else:
+        prompts = [await _conversation(texts, fields)]
+    context = texts.status.max_context
+    if (longest := max(map(len, prompts))) > context:
+        raise too_long(context, "prompt" if fields.prompt is not None else "messages", longest)
+    if not all(prompts):
+        raise RequestError("'prompt' holds no tokens; give at least one.", param="prompt", code="invalid_value")
+    return prompts
+
+
+async def _conversation(texts: RequestTexts, fields: WarmRequest) -> list[int]:
+    """One that ends with a user's message is answered next, and is the prompt as it is. Of others, and of one whose
+    last message goes on, that part is the prompt which any way to go on has: templates put the ends of messages, and
+    some the beginning, where the next message decides."""
+    variables = template_variables(texts.http, fields, texts.tokenizer)
+    tools = callable_tools(fields, fields.tool_choice or ToolChoice(mode="auto"))
+    given = [tool.model_dump(exclude_none=True) for tool in fields.tools or ()] if tools is not None else []
+
+    async def render(messages: Sequence[Message]) -> list[int]:
+        return (await texts.render(messages, dict(variables), tools=given)).tokens
+
+    last = fields.messages[-1]
+    if fields.unfinished:
+        variants = [[*fields.messages[:-1], last.model_copy(update={"content": (last.content or "") + more})]
+                    for more in _GOES_ON]
+    elif last.role in ("user", "tool"):
+        return await render(fields.messages)
+    else:
+        variants = [[*fields.messages, Message(role="user", content=more.strip())] for more in _GOES_ON]
+    first, second = [await render(messages) for messages in variants]
+    return first[:len(os.path.commonprefix([first, second]))]

@@ -9,8 +9,7 @@ from tandem.server.chats.plan import ChatPlan, plan_chat
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.answer import engine_requests
-from tandem.server.generation.generate import Generation
+from tandem.server.generation.generate import Generation, engine_requests
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, room, sampling_params
 from tandem.server.openai.schemas import ChatRequest
 

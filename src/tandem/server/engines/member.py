@@ -9,6 +9,7 @@ from tandem.config.settings import Role
 from tandem.errors import UnavailableError
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.server.engines.client import EngineClient
+from tandem.server.engines.protocol import ReplicaState
 
 NOBODY = "The engine is not reachable (it is starting or has gone); try again shortly."
 
@@ -36,18 +37,24 @@ class Member:
         return self.info is not None and self.info.state == "draining"
 
     @property
-    def told_state(self) -> str | None:
-        """The supervisor's word for it, where that says more than the engine's own."""
-        told = None if self.info is None or self.info.state == "running" else self.info.state
-        return told if told == "draining" or not self.client.alive else None
-
-    @property
     def state(self) -> str:
         """As the router is to take it: the engine's own word, `draining` or `silent`."""
         status = self.client.status
         if status is None or not self.client.alive:
             return "silent"
         return "draining" if self.draining else status.state
+
+    def shown(self, replica: int, outstanding_tokens: int) -> ReplicaState:
+        """As /health shows it, from its last status; the supervisor's word counts where that says more than its own."""
+        status, alive = self.client.status, self.client.alive
+        told = None if self.info is None or self.info.state == "running" else self.info.state
+        if status is None or not alive:
+            return ReplicaState(replica, told or "unreachable", self.info.detail if self.info else "",
+                                len(status.ranks) if status else 0, 0, 0, outstanding_tokens, 0, 0,
+                                status.restarts if status else 0, self.role)
+        return ReplicaState(replica, "draining" if self.draining else status.state, status.detail, len(status.ranks),
+                            status.running, status.queued, outstanding_tokens, status.kv_tokens_used,
+                            status.kv_tokens_total, status.restarts, self.role)
 
     def trouble(self) -> UnavailableError | None:
         """Why it takes no requests; None when it does."""

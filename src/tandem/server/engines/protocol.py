@@ -8,7 +8,7 @@ from msgspec import Struct
 
 from tandem.config.settings import Role
 from tandem.errors import RequestError, UnavailableError
-from tandem.protocol.control import EngineStatus, Output
+from tandem.protocol.control import Output
 
 
 class EngineLost(UnavailableError):
@@ -64,15 +64,3 @@ class ReplicaState(Struct, frozen=True):
     restarts: int
     role: Role = "both"
     """What it is for: `prefill` computes long prompts, which go on at one that does not."""
-
-
-def replica_state(replica: int, status: EngineStatus | None, *, alive: bool, state: str | None = None,
-                  outstanding_tokens: int = 0, detail: str = "", role: Role = "both") -> ReplicaState:
-    """One engine as /health shows it, from its last status; `state` wins over the engine's own. `detail` is why it does
-    not answer, if it does not."""
-    if status is None or not alive:
-        return ReplicaState(replica, state or "unreachable", detail, len(status.ranks) if status else 0, 0, 0,
-                            outstanding_tokens, 0, 0, status.restarts if status else 0, role)
-    return ReplicaState(replica, state or status.state, status.detail, len(status.ranks), status.running,
-                        status.queued, outstanding_tokens, status.kv_tokens_used, status.kv_tokens_total,
-                        status.restarts, role)

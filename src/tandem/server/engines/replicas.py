@@ -19,7 +19,7 @@ from tandem.server.engines.client import HEARTBEAT_S, EngineClient
 from tandem.server.engines.dispatcher import Dispatcher
 from tandem.server.engines.member import NOBODY, Member, why_none
 from tandem.server.engines.merged import merged_metrics, merged_status
-from tandem.server.engines.protocol import ReplicaState, replica_state
+from tandem.server.engines.protocol import ReplicaState
 from tandem.server.engines.supervisor import SupervisorLink
 
 logger = logging.getLogger(__name__)
@@ -153,10 +153,7 @@ class Replicas:
 
     def replicas(self) -> list[ReplicaState]:
         """Each engine by itself."""
-        return [replica_state(index, one.client.status, alive=one.client.alive, state=one.told_state,
-                              outstanding_tokens=self._router.outstanding(index),
-                              detail=one.info.detail if one.info else "", role=one.role)
-                for index, one in self._members.items()]
+        return [one.shown(index, self._router.outstanding(index)) for index, one in self._members.items()]
 
     def events(self) -> list[Event]:
         """What happened lately, as the supervisor tells it, or the engines if there is none."""

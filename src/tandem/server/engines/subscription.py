@@ -50,9 +50,6 @@ class Subscription:
             self._error = error
         self._wake()
 
-    def tried(self, *, resting: bool) -> None:
-        """Of no interest to a client."""
-
     def nudge(self) -> None:
         """Let a waiting `get` return an empty list."""
         self._nudged = True

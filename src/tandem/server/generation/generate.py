@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fastapi import Request
 from msgspec.structs import replace
 
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
-from tandem.protocol.request import EngineRequest
+from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
 from tandem.text.stream import TextStream
@@ -21,7 +22,7 @@ from tandem.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Delta:
-    """New text of one choice. `finish_reason` is set on the last one."""
+    """New text of one choice, or all of it. `finish_reason` is set on the last one."""
 
     index: int
     text: str
@@ -36,10 +37,8 @@ class Delta:
 class Choice:
     """One sequence: counts its tokens and turns them into text that is safe to show."""
 
-    def __init__(
-        self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool, shown: frozenset[int],
-        logs_end: bool = False,
-    ) -> None:
+    def __init__(self, index: int, tokenizer: Tokenizer, stop: Sequence[str], *, continues: bool,
+                 shown: frozenset[int], logs_end: bool = False) -> None:
         """`logs_end`: the log probability of the token that ends the text is handed on, although it has no text."""
         self.tokens = 0
         self.finish_reason: str | None = None
@@ -95,21 +94,9 @@ def _seeded(requests: Sequence[EngineRequest], name: str | None) -> list[EngineR
 class Generation(Running):
     """Sequences that produce text."""
 
-    def __init__(
-        self,
-        http: Request,
-        served: Served,
-        requests: Sequence[EngineRequest],
-        tokenizer: Tokenizer,
-        *,
-        request_id: str,
-        prompt_tokens: int,
-        stream: bool,
-        timeout: float | None,
-        continues: bool = False,
-        shown: frozenset[int] = frozenset(),
-        logs_end: bool = False,
-    ) -> None:
+    def __init__(self, http: Request, served: Served, requests: Sequence[EngineRequest], tokenizer: Tokenizer, *,
+                 request_id: str, prompt_tokens: int, stream: bool, timeout: float | None, continues: bool = False,
+                 shown: frozenset[int] = frozenset(), logs_end: bool = False) -> None:
         """Submit `requests`; the position of each is the index of its choice. Raises UnavailableError, OverloadedError.
 
         `continues`: the text goes on from the prompt, rather than being a message of its own.
@@ -117,20 +104,12 @@ class Generation(Running):
         """
         self.params = requests[0].params
         """Those of the first sequence; others differ in their seed, and in what they say of their prompt."""
-        super().__init__(
-            http,
-            served,
-            _seeded(requests, http.scope.get("tandem.seed")),
-            request_id=request_id,
-            prompt_tokens=prompt_tokens,
-            choices=len(requests),
-            stream=stream,
-            timeout=timeout,
-        )
+        super().__init__(http, served, _seeded(requests, http.scope.get("tandem.seed")), request_id=request_id,
+                         prompt_tokens=prompt_tokens, stream=stream, timeout=timeout)
         self.tokenizer = tokenizer
         self._choices = {
-            request.request_id: Choice(
-                index, tokenizer, request.params.stop, continues=continues, shown=shown, logs_end=logs_end)
+            request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown,
+                                       logs_end=logs_end)
             for index, request in enumerate(requests)
         }
         self._left = len(requests)
@@ -194,3 +173,29 @@ class Generation(Running):
             "ttft_seconds": round(first, 6),
             "total_seconds": round(time.monotonic() - self.started_at, 6),
         }
+
+
+async def collect(generation: Generation, choices: int) -> list[Delta]:
+    """Run to the end: all of each choice in one piece. Closes the generation; raises RequestError."""
+    parts: list[list[str]] = [[] for _ in range(choices)]
+    answers = [Delta(index, "", [], "stop") for index in range(choices)]
+    try:
+        while not generation.done:
+            for delta in await generation.next() or ():
+                parts[delta.index].append(delta.text)
+                answers[delta.index].logprobs += delta.logprobs
+                answers[delta.index].finish_reason = delta.finish_reason or "stop"
+                answers[delta.index].stop = delta.stop
+                answers[delta.index].prompt = answers[delta.index].prompt if delta.prompt is None else delta.prompt
+    finally:
+        generation.close()
+    for answer, texts in zip(answers, parts, strict=True):
+        answer.text = "".join(texts)
+    return answers
+
+
+def engine_requests(request_id: str, group: str, work: Sequence[tuple[list[int], SamplingParams]],
+                    caching: Mapping[str, Any]) -> list[EngineRequest]:
+    """One engine request for each (prompt, parameters); `caching` is what all say of the prefix cache."""
+    return [EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, group=group, **caching)
+            for index, (prompt, params) in enumerate(work)]

@@ -17,7 +17,7 @@ from tandem.protocol.request import EngineRequest
 from tandem.server.context import LiveRequest, get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
-from tandem.server.limits.lease import Lease
+from tandem.server.limits.usage import Lease
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +29,13 @@ class Running(ABC):
     RequestError.
     """
 
-    def __init__(
-        self,
-        http: Request,
-        served: Served,
-        requests: Sequence[EngineRequest],
-        *,
-        request_id: str,
-        prompt_tokens: int,
-        choices: int,
-        stream: bool,
-        timeout: float | None,
-        replicas: Sequence[int] | None = None,
-    ) -> None:
-        """Submit `requests`, each to its replica if these are named. Raises UnavailableError, OverloadedError."""
+    def __init__(self, http: Request, served: Served, requests: Sequence[EngineRequest], *, request_id: str,
+                 prompt_tokens: int, stream: bool, timeout: float | None, choices: int = 0,
+                 replicas: Sequence[int] | None = None) -> None:
+        """Submit `requests`, each to its replica if these are named. `choices`: with those that are submitted later.
+
+        Raises UnavailableError, OverloadedError.
+        """
         self.prompt_tokens = prompt_tokens
         self.request_id = request_id
         self.started_at = time.monotonic()
@@ -52,16 +45,9 @@ class Running(ABC):
         self._lease: Lease = http.scope["tandem.lease"]
         self._lease.prompt(prompt_tokens)
         self._open(requests, replicas)
-        self._live = LiveRequest(
-            request_id=request_id,
-            model=served.name,
-            route=http.url.path,
-            group=self._group,
-            stream=stream,
-            prompt_tokens=prompt_tokens,
-            choices=choices,
-            subscription=self.subscription,
-        )
+        self._live = LiveRequest(request_id=request_id, model=served.name, route=http.url.path, group=self._group,
+                                 stream=stream, prompt_tokens=prompt_tokens, choices=choices or len(requests),
+                                 subscription=self.subscription)
         api.live[request_id] = self._live
         self._watcher = start_task(self._watch(http), name="client-watch", on_failure=self._unwatched)
         self._deadline = self._limit(timeout)

@@ -13,8 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from tandem.errors import ConfigError, NotFoundError, RequestError, ServerError, UnavailableError
-from tandem.server.journal.database import NOT_OURS, code_of, pragma, seal
-from tandem.server.journal.repair import open_whole
+from tandem.server.journal.database import NOT_OURS, code_of, open_whole, pragma, seal
 
 MOST_FREE = 16 * 2**20
 """Bytes of free pages from which on, when they outweigh the others, pages are given back to the disk."""

@@ -11,7 +11,7 @@ from tandem.server.context import get_group
 from tandem.server.journal.jobs import Jobs, get_jobs
 from tandem.server.journal.journal import Entry
 from tandem.server.responses.background import ROUTE as RESPONSES
-from tandem.server.sse import encode_json
+from tandem.server.sse import json_response
 
 router = APIRouter()
 
@@ -41,7 +41,7 @@ async def retrieve(http: Request, request_id: str) -> Response:
         "status_code": None if reply is None else reply.status,
         "response": None if reply is None else from_json(reply.body),
     }
-    return Response(encode_json(body), media_type="application/json")
+    return json_response(body)
 
 
 @router.delete("/v1/requests/{request_id:path}")
@@ -49,4 +49,4 @@ async def forget(http: Request, request_id: str) -> Response:
     """Stop a journalled request if it still runs, and drop its answer."""
     jobs, entry = await _find(http, request_id)
     await jobs.forget(entry)
-    return Response(encode_json({"id": entry.id, "object": "request", "deleted": True}), media_type="application/json")
+    return json_response({"id": entry.id, "object": "request", "deleted": True})

@@ -10,8 +10,7 @@ from starlette.types import Scope
 
 from tandem.config.keys import ClientLimits
 from tandem.errors import OverloadedError
-from tandem.server.limits.lease import Lease
-from tandem.server.limits.usage import RATE_LIMIT, Bucket, Usage, duration
+from tandem.server.limits.usage import RATE_LIMIT, Lease, Usage, duration
 
 FORGET_ABOVE = 1024
 """Clients from which on those are forgotten that have used nothing lately."""
@@ -47,12 +46,7 @@ class Quotas:
 
         Raises OverloadedError.
         """
-        now = self._clock()
-        client = self._client(group, now)
-        if not waits:
-            self._check_running(client)
-        _check(now, client.requests, *(() if waits else (client.tokens,)))
-        client.requests.take(1, now)
+        self._count(group, running=not waits, requests=True, tokens=not waits)
 
     def give_back(self, group: str) -> None:
         """Uncount a request that was accepted, and is none."""
@@ -64,20 +58,23 @@ class Quotas:
 
         Raises OverloadedError, naming limit and remedy, when the group has used up what it may.
         """
-        now = self._clock()
-        client = self._client(group, now)
-        self._check_running(client)
-        _check(now, *(() if again else (client.requests,)), client.tokens)
-        client.requests.take(0 if again else 1, now)
+        client = self._count(group, running=True, requests=not again, tokens=True)
         client.running += 1
         return Lease(client, self._clock)
 
-    @staticmethod
-    def _check_running(client: Usage) -> None:
+    def _count(self, group: str, *, running: bool, requests: bool, tokens: bool) -> Usage:
+        """Count a request, unless one of these limits is used up: then it raises OverloadedError."""
+        now = self._clock()
+        client = self._client(group, now)
         limit = client.limits.max_concurrent_requests
-        if limit is not None and client.running >= limit:
+        if running and limit is not None and client.running >= limit:
             raise OverloadedError(f"Rate limit reached: {client.running} requests are running, the limit is {limit} at "
                                   "once (max_concurrent_requests).", retry_after=BUSY_RETRY_S, code=RATE_LIMIT)
+        for bucket, counts in ((client.requests, requests), (client.tokens, tokens)):
+            if counts and bucket.wait(1, now):
+                raise bucket.refusal(1, now)
+        client.requests.take(int(requests), now)
+        return client
 
     def headers(self, group: str) -> list[tuple[bytes, bytes]]:
         """OpenAI's x-ratelimit-* headers for the limits that the group has."""
@@ -98,10 +95,3 @@ class Quotas:
                 self._clients = {name: one for name, one in self._clients.items() if not one.idle(now)}
             self._clients[group] = Usage(self._limits.get(group, self._default))
         return self._clients[group]
-
-
-def _check(now: float, *buckets: Bucket) -> None:
-    """Raises OverloadedError for the first that has nothing left."""
-    for bucket in buckets:
-        if bucket.wait(1, now):
-            raise bucket.refusal(1, now)

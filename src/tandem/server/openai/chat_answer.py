@@ -15,8 +15,7 @@ from tandem.server.chats.start import start_chat
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.answer import Answer, collect
-from tandem.server.generation.generate import Delta, Generation
+from tandem.server.generation.generate import Delta, Generation, collect
 from tandem.server.ids import FINGERPRINT, new_id
 from tandem.server.openai.conversation import Turn
 from tandem.server.openai.logprobs import chat_logprobs, prompt_places
@@ -38,13 +37,14 @@ async def answer_chat(http: Request, fields: ChatRequest, turn: Turn, served: Se
     messages = [reply.message(answer.text) for reply, answer in zip(replies, answers, strict=True)]
     if fields.max_tokens != 0:
         turn.answered(messages[0])
-    finishes = [reply.finish_reason(answer.finish_reason) for reply, answer in zip(replies, answers, strict=True)]
+    finishes = [reply.finish_reason(answer.finish_reason or "stop")
+                for reply, answer in zip(replies, answers, strict=True)]
     choices = list(zip(messages, finishes, strict=True))
     return await off_loop(size > LARGE, lambda: _whole(plan, generation, answers, choices, turn, fields, model))
 
 
 def _whole(
-    plan: ChatPlan, generation: Generation, answers: list[Answer], choices: list[tuple[dict[str, Any], str]],
+    plan: ChatPlan, generation: Generation, answers: list[Delta], choices: list[tuple[dict[str, Any], str]],
     turn: Turn, fields: ChatRequest, model: str
 ) -> Response:
     tokenizer, asked, of_prompt = generation.tokenizer, fields.prompt_logprobs, answers[0].prompt

@@ -19,8 +19,7 @@ from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.answer import Answer, collect, engine_requests
-from tandem.server.generation.generate import Delta, Generation
+from tandem.server.generation.generate import Delta, Generation, collect, engine_requests
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import FINGERPRINT, new_id
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
@@ -124,7 +123,7 @@ class _Writing:
         """`logprobs` of what comes after it."""
         return self._logprobs.format(entries) if self._logprobs is not None else None
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
+    def whole(self, answer: Delta) -> dict[str, Any]:
         """All of the choice, but its index."""
         parts = [self.of_prompt(answer.prompt)] if self.echoes_logprobs and answer.prompt is not None else []
         parts.append(self.of_output(answer.logprobs))

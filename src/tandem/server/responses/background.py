@@ -24,7 +24,7 @@ from tandem.server.responses.answering import Answering
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.shape import Json, empty_response
 from tandem.server.responses.translate import chat_request
-from tandem.server.sse import KEEP_ALIVE, encode_json, named_event
+from tandem.server.sse import KEEP_ALIVE, encode_json, json_response, named_event
 
 ROUTE = "/v1/responses"
 _PREFIX, _JOB_PREFIX = "resp_", "req-"
@@ -70,7 +70,7 @@ async def accept(http: Request, fields: ResponsesRequest, raw: bytes) -> Respons
     stored = Stored(jobs, entry, jobs.job(entry))
     if fields.stream:
         return stored.stream(http, -1)
-    return Response(encode_json(await stored.response(http)), media_type="application/json")
+    return json_response(await stored.response(http))
 
 
 async def work(job: Job, answer: Answering) -> Response:

@@ -14,8 +14,7 @@ from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.start import start_chat
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.answer import collect
-from tandem.server.generation.generate import Delta
+from tandem.server.generation.generate import collect
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.journal.jobs import Job
 from tandem.server.openapi import documented
@@ -23,9 +22,8 @@ from tandem.server.responses import background, conversation
 from tandem.server.responses.answering import Answering, error_event
 from tandem.server.responses.output import OutputItems
 from tandem.server.responses.schemas import ResponsesRequest
-from tandem.server.responses.shape import Json
 from tandem.server.responses.translate import chat_request, in_own_words
-from tandem.server.sse import encode_json, named_event, open_stream
+from tandem.server.sse import json_response, named_event, open_stream
 
 router = APIRouter()
 _STREAMS = {"responses": {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}}
@@ -62,9 +60,9 @@ async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: 
         heartbeat_s = get_api(http).heartbeat_s
         return await open_stream(answer.generation, answer, include_usage=True, heartbeat_s=heartbeat_s)
     [whole] = await collect(answer.generation, 1)
-    answer.take(Delta(0, whole.text, whole.logprobs, whole.finish_reason))
+    answer.take(whole)
     await answer.end()
-    return _json(answer.response())
+    return json_response(answer.response())
 
 
 async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
@@ -86,7 +84,7 @@ async def retrieve(http: Request, response_id: str) -> Response:
     """A kept response as it is now, or with `stream` its events after number `starting_after`."""
     stored = await background.find(http, response_id)
     after = background.wanted_events(http)
-    return _json(await stored.response(http)) if after is None else stored.stream(http, after)
+    return json_response(await stored.response(http)) if after is None else stored.stream(http, after)
 
 
 @router.post("/v1/responses/{response_id}/cancel")
@@ -94,21 +92,19 @@ async def cancel(http: Request, response_id: str) -> Response:
     """Stop a background response; one that is over stays as it is."""
     stored = await background.find(http, response_id)
     await stored.cancel()
-    return _json(await stored.response(http))
+    return json_response(await stored.response(http))
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete(http: Request, response_id: str) -> Response:
     """Stop a background response if it still runs, and keep nothing of it."""
     await (await background.find(http, response_id)).forget()
-    return _json({"id": response_id, "object": "response", "deleted": True})
+    return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 @router.get("/v1/responses/{response_id}/input_items")
 async def input_items(http: Request, response_id: str) -> Response:
     """The items that a kept response was made from, those of the responses before it among them, in pages."""
-    return _json(await conversation.input_items(http, response_id))
+    return json_response(await conversation.input_items(http, response_id))
 
 
-def _json(body: Json) -> Response:
-    return Response(encode_json(body), media_type="application/json")

@@ -1,19 +1,21 @@
-"""Routes that say how the server is: service, health, status, metrics; and cancelling."""
+"""Routes that say how the server is: service, health, status, metrics, and what happened lately; and cancelling."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from tandem.errors import NotFoundError, RequestError
+from tandem.protocol.events import KEPT, Event
+from tandem.server.body import require_known
 from tandem.server.context import Api, LiveRequest, get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.models import model_object
-from tandem.server.sse import encode_json
+from tandem.server.sse import json_response
 from tandem.server.status.page import prefers_page
 from tandem.version import __version__
 
@@ -38,10 +40,6 @@ ENDPOINTS = {
     "plan": "/v1/plan",
     "page": "/ui",
 }
-
-
-def _json(body: dict[str, Any], status: int = 200) -> Response:
-    return Response(encode_json(body), status, media_type="application/json")
 
 
 def _model_name(api: Api) -> str:
@@ -73,14 +71,14 @@ async def service(http: Request) -> Response:
     """What this is and where to go; a browser goes to the page."""
     if prefers_page(http.headers.get("accept", "")):
         return RedirectResponse("/ui", 307)
-    name = "Tandem"
-    return _json({"name": name, "version": __version__, "model": _model_name(get_api(http)), "endpoints": ENDPOINTS})
+    return json_response({"name": "Tandem", "version": __version__, "model": _model_name(get_api(http)),
+                          "endpoints": ENDPOINTS})
 
 
 @router.get("/health/live")
 async def live() -> Response:
     """The api process answers. Needs no key."""
-    return _json({"status": "alive"})
+    return json_response({"status": "alive"})
 
 
 _DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "The same, while no request can be answered."}}
@@ -90,7 +88,7 @@ _DOWN: dict[int | str, dict[str, Any]] = {503: {"description": "The same, while 
 async def ready(http: Request) -> Response:
     """200 when a request sent now would be worked on at once, else 503. Needs no key."""
     api = get_api(http)
-    return _json({"status": "ready"}) if api.ready() else _json({"status": _health(api)}, 503)
+    return json_response({"status": "ready"}) if api.ready() else json_response({"status": _health(api)}, 503)
 
 
 @router.get("/health", responses=_DOWN)
@@ -100,7 +98,7 @@ async def health(http: Request) -> Response:
     state = _health(api)
     code = 200 if state in ("healthy", "recovering") else 503
     if not http.scope.get("tandem.trusted"):
-        return _json({"status": state}, code)
+        return json_response({"status": state}, code)
     status = api.client.status
     reachable = status is not None and api.client.alive
     body = {
@@ -124,7 +122,7 @@ async def health(http: Request) -> Response:
         "ranks": msgspec.to_builtins(status.ranks) if status and reachable else [],
         "replicas": msgspec.to_builtins(api.client.replicas()),
     }
-    return _json(body, code)
+    return json_response(body, code)
 
 
 def _port(http: Request) -> int | None:
@@ -151,7 +149,7 @@ async def model_info(http: Request) -> Response:
              "prefix_cache": status.prefix_cache, "kv_disk": status.kv_disk, "speculation": status.speculation,
              "generation_config": served.settings.model.generation_config}
     more |= {"default_sampling_params": status.defaults.given() | ({"max_tokens": limit} if limit else {})}
-    return _json({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})
+    return json_response({**facts, **more, "kv_tokens_total": status.kv_tokens_total, "models": [facts]})
 
 
 @router.get("/v1/status")
@@ -180,7 +178,7 @@ async def status_route(http: Request) -> Response:
         "replicas": msgspec.to_builtins(api.client.replicas()),
         "requests": [_live(request) for request in mine],
     }
-    return _json(body)
+    return json_response(body)
 
 
 def _model(api: Api, served: Served) -> dict[str, Any]:
@@ -217,7 +215,7 @@ async def cancel(http: Request, request_id: str) -> Response:
     cancelled.status = 409
     request.subscription.close()
     request.subscription.fail(cancelled)
-    return _json({"request_id": request_id, "cancelled": True})
+    return json_response({"request_id": request_id, "cancelled": True})
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
@@ -230,3 +228,36 @@ async def metrics(http: Request) -> Response:
     if text and not text.endswith(b"\n"):
         text += b"\n"
     return Response(text + api.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/v1/events")
+async def events_route(
+    http: Request,
+    after: Annotated[int, Query(ge=0, description="number of the last event that the client has")] = 0,
+    limit: Annotated[int, Query(ge=1, le=KEPT, description="only the latest so many")] = KEPT,
+) -> Response:
+    """Ranks and replicas lost and replaced, models loaded and unloaded, and so on, the oldest first."""
+    require_known(http.query_params, ("after", "limit"))
+    api, group = get_api(http), get_group(http)
+    found = api.client.events()
+    newer = [one for one in found if one.number > after][-limit:]
+    data = [_shown(one, mine=not api.keys or one.group == group) for one in newer]
+    last = found[-1].number if found else 0
+    return json_response({"object": "list", "data": data, "last": last})
+
+
+def _shown(event: Event, *, mine: bool) -> dict[str, Any]:
+    """For a client; the id of a request is for its own."""
+    return {
+        "object": "event",
+        "number": event.number,
+        "time": round(event.at, 3),
+        "kind": event.kind,
+        "level": event.level,
+        "text": event.text,
+        "remedy": event.remedy or None,
+        "replica": event.replica,
+        "rank": event.rank,
+        "model": event.model or None,
+        "request_id": (event.request_id or None) if mine else None,
+    }

@@ -15,7 +15,7 @@ from tandem.planner.types import Goal
 from tandem.server.body import require_known
 from tandem.server.context import get_api, get_group, unless_gone
 from tandem.server.generation.model_wait import find_model
-from tandem.server.sse import encode_json
+from tandem.server.sse import json_response
 from tandem.server.workers.tasks import Compare
 
 router = APIRouter()
@@ -31,7 +31,7 @@ async def choices(http: Request) -> Response:
     chips = [{"name": name, "bandwidth": chip.bandwidth, "apple": chip.apple} for name, chip in CHIPS.items()]
     links = [{"name": name, "bandwidth": link.bandwidth, "latency": link.latency} for name, link in LINKS.items()]
     body = {"chips": chips, "links": links, "goals": list(get_args(Goal)), "max_hosts": MAX_HOSTS}
-    return Response(encode_json(body), media_type="application/json")
+    return json_response(body)
 
 
 @router.get("/v1/plan")

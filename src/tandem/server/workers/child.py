@@ -11,6 +11,7 @@ import gc
 import os
 import resource
 import socket
+import struct
 import sys
 import time
 import traceback
@@ -21,7 +22,6 @@ import msgspec
 from tandem.borders import own_process, start_thread
 from tandem.errors import RequestError, UsageError
 from tandem.processes.child import receive_payload, watch_lifeline
-from tandem.server.workers.frames import receive_frame, send_frame
 from tandem.server.workers.tasks import Broken, Done, Refused, Reply, Task
 
 CPU_S = 20
@@ -34,6 +34,8 @@ NICENESS = 10
 EXIT_MEMORY = 77
 _LOOK_S = 0.1
 _MACOS = sys.platform == "darwin"
+_LENGTH = struct.Struct("<Q")
+"""Of a message, before its bytes."""
 
 
 class Limits:
@@ -91,6 +93,32 @@ def address_space() -> int:
 def resident_bytes() -> int:
     """Memory that this process has now; on macOS the most that it has had."""
     return peak_bytes() if _MACOS else int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
+
+
+def send_frame(connection: socket.socket, body: bytes) -> None:
+    """Send a message. Raises OSError when the other side is gone."""
+    connection.sendall(_LENGTH.pack(len(body)))
+    connection.sendall(body)
+
+
+def receive_frame(connection: socket.socket) -> bytearray | None:
+    """The next message; None when the other side is gone. Raises TimeoutError."""
+    head = _receive(connection, _LENGTH.size)
+    return None if head is None else _receive(connection, _LENGTH.unpack(head)[0])
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray | None:
+    buffer = bytearray(size)
+    view, got = memoryview(buffer), 0
+    while got < size:
+        try:
+            count = connection.recv_into(view[got:])
+        except ConnectionError:
+            return None
+        if not count:
+            return None
+        got += count
+    return buffer
 
 
 def reply_to(task: Task, limits: Limits) -> Reply:

@@ -21,8 +21,7 @@ from tandem.env import child_environment
 from tandem.errors import RequestError, ServerError, SpawnError, UnavailableError
 from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
-from tandem.server.workers.child import CPU_S, EXIT_MEMORY, MEMORY_BYTES
-from tandem.server.workers.frames import receive_frame, send_frame
+from tandem.server.workers.child import CPU_S, EXIT_MEMORY, MEMORY_BYTES, receive_frame, send_frame
 from tandem.server.workers.tasks import FILES_AWAY, Broken, Refused, Reply, Task
 from tandem.server.workers.turns import Turns
 

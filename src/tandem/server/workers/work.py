@@ -5,14 +5,23 @@ from __future__ import annotations
 import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from pydantic import BaseModel
 from pydantic_core import from_json
 
+from tandem.checkpoints.resolve import resolve
 from tandem.errors import RequestError, UsageError
 from tandem.guided.grammar import grammar_of
+from tandem.models.description import describe
+from tandem.planner.as_json import plan_json
+from tandem.planner.commands import Plainly, caveats, commands, serve_flags
+from tandem.planner.experts import read_experts
+from tandem.planner.hardware import with_fences
+from tandem.planner.hosts import read_hosts, read_links
+from tandem.planner.plan import plan
+from tandem.planner.types import Goal, NothingFits, Request
 from tandem.protocol.request import StructuredOutputs
 from tandem.server.anthropic import schemas as anthropic
 from tandem.server.cache.schemas import WarmRequest
@@ -22,7 +31,7 @@ from tandem.server.chats.texts import tokenizer_of
 from tandem.server.openai import schemas as openai
 from tandem.server.responses import schemas as responses
 from tandem.server.validation import parse_bytes
-from tandem.server.workers.tasks import FILES_AWAY, Describe, Encode, Judge, Render, Task
+from tandem.server.workers.tasks import FILES_AWAY, Compare, Describe, Encode, Judge, Render, Task
 
 _SCHEMAS: dict[str, type[BaseModel]] = {
     model.__name__: model
@@ -57,17 +66,36 @@ def answer(task: Task) -> Any:
         return _packed(tokens), end
     if isinstance(task, Describe):
         try:
-            return grammar_of(_form(from_json(task.form)))
+            return grammar_of(msgspec.convert(from_json(task.form), StructuredOutputs))
         except ValueError as error:
             raise RequestError(str(error), code="invalid_value") from error
-    from tandem.server.workers.comparing import compared
-
-    return compared(task)
-
-
-def _form(fields: dict[str, Any]) -> StructuredOutputs:
-    return msgspec.convert(fields, StructuredOutputs)
+    return _compared(task)
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
     return array.array("i", tokens).tobytes()
+
+
+def _compared(task: Compare) -> bytes:
+    """The planner's answer as JSON. Raises UsageError."""
+    files = resolve(task.model, revision=task.revision, weights=False)
+    wanted = Request(context=task.context, streams=task.streams, goal=cast("Goal | None", task.goal))
+    cluster = read_hosts(task.hosts, None)
+    links, notes = read_links(task.link, cluster)
+    description = describe(files)
+    machines, counted = with_fences(cluster.machines, fast=False)  # as `tandem plan` does
+    try:
+        found = plan(description, machines, links, wanted, experts=read_experts(files, description))
+    except NothingFits as refusal:
+        found = refusal.plan
+    told = [*cluster.notes, *notes, *([counted] if counted else [])]
+    asked = Plainly(task.model, task.revision, task.hosts)
+    layout = None if found.chosen is None else found.chosen.layout
+    flags = [] if layout is None else serve_flags(found, asked)
+    return msgspec.json.encode({
+        **plan_json(found, machines),
+        "notes": told if layout is None else [*told, *caveats(layout, machines)],
+        "layers": description.num_layers,
+        "serve": None if layout is None else flags,
+        "commands": [] if layout is None else commands(layout, flags, machines, asked),
+    })

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tandem.errors import LayoutError
-from tandem.launchers.host_worlds import any_world, jaccl_world, nccl_world, ring_world
+from tandem.launchers.worlds import any_world, jaccl_world, nccl_world, ring_world
 
 MESH = [[None, "a", "b"], ["c", None, "d"], ["e", "f", None]]
 NAMES = ["m0", "m1", "m2"]
