@@ -13,26 +13,15 @@ class ApiMetrics:
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self.requests = Counter(
-            "tandem_http_requests",
-            "HTTP requests by route, method and status",
-            ["route", "method", "status"],
-            registry=self._registry,
-        )
+        self.requests = Counter("tandem_http_requests", "HTTP requests by route, method and status",
+                                ["route", "method", "status"], registry=self._registry)
         self.in_flight = Gauge("tandem_http_requests_in_flight", "HTTP requests being served", registry=self._registry)
-        self.seconds = Histogram(
-            "tandem_http_request_seconds",
-            "Seconds from the first byte of a request to the last of its response",
-            ["route"],
-            buckets=LATENCY_BUCKETS,
-            registry=self._registry,
-        )
-        self.first_token = Histogram(
-            "tandem_api_time_to_first_token_seconds",
-            "Seconds from a validated request to its first token, as the api sees it",
-            buckets=LATENCY_BUCKETS,
-            registry=self._registry,
-        )
+        self.seconds = Histogram("tandem_http_request_seconds",
+                                 "Seconds from the first byte of a request to the last of its response", ["route"],
+                                 buckets=LATENCY_BUCKETS, registry=self._registry)
+        self.first_token = Histogram("tandem_api_time_to_first_token_seconds",
+                                     "Seconds from a validated request to its first token, as the api sees it",
+                                     buckets=LATENCY_BUCKETS, registry=self._registry)
         self.disconnects = Counter(
             "tandem_http_disconnects", "Requests whose client left before the end", registry=self._registry
         )
