@@ -38,7 +38,7 @@ _PARTLY_ROTATED = ("phi3", "deepseek2", "qwen3next", "qwen35", "qwen35moe", "glm
 _LLAMA3_CONTEXT = 8192
 
 
-class _Facts:
+class _Metadata:
     """Metadata of the file's architecture, and the shapes of its tensors."""
 
     def __init__(self, metadata: dict[str, Any], shapes: Shapes, factors: dict[str, np.ndarray], source: str) -> None:
@@ -71,7 +71,7 @@ def model_config(
     `factors` are the tensors of rotary factors that there are, by name. Raises `UnsupportedModel` for an architecture
     or rotary scaling that is not supported, `BrokenModel` for metadata that is missing.
     """
-    file = _Facts(metadata, shapes, factors, source)
+    file = _Metadata(metadata, shapes, factors, source)
     arch, experts = file.arch, bool(metadata.get(f"{file.arch}.expert_count", 0))
     if arch not in MODELS or (experts and arch not in _WITH_EXPERTS):
         kind = f"{arch} with experts" if arch in MODELS else arch
@@ -116,7 +116,7 @@ def model_config(
     return config
 
 
-def _qwen3moe(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen3moe(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     dense = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.ffn_gate.weight" in file.shapes]
     return {
         "num_experts": int(file.get("expert_count")), "num_experts_per_tok": int(file.get("expert_used_count")),
@@ -125,7 +125,7 @@ def _qwen3moe(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _qwen35(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _qwen35(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Linear attention, with a layer of full attention now and then."""
     values = int(file.get("ssm.time_step_rank"))
     own = {
@@ -143,7 +143,7 @@ def _qwen35(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _gemma(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """The file does not say what queries are scaled by: a head's width, except in the largest model of each."""
     largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[file.arch]
     scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
@@ -162,7 +162,7 @@ def _gemma(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     return own | {"sliding_window_pattern": pattern, "rope_local_base_freq": float(file.get("rope.freq_base_swa", 1e4))}
 
 
-def _gemma4(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _gemma4(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Layers of two kinds: with a window, and with wider heads, of which a part is rotated."""
     windows = [bool(window) for window in file.get("attention.sliding_window_pattern")]
     count = config["num_hidden_layers"]
@@ -195,12 +195,12 @@ def _gemma4(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _phi3(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _phi3(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     window = file.get("attention.sliding_window", 0)
     return {"sliding_window": int(window)} if window else {}
 
 
-def _gpt_oss(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _gpt_oss(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     count = config["num_hidden_layers"]
     return {
         "num_local_experts": int(file.get("expert_count")),
@@ -211,7 +211,7 @@ def _gpt_oss(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _routed(file: _Facts) -> dict[str, Any]:
+def _routed(file: _Metadata) -> dict[str, Any]:
     """Experts of DeepSeek's kind."""
     return {
         "n_routed_experts": int(file.get("expert_count")), "num_experts_per_tok": int(file.get("expert_used_count")),
@@ -224,7 +224,7 @@ def _routed(file: _Facts) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _deepseek2(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _deepseek2(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """DeepSeek V2, and V3 with its sigmoid gates: latent attention, cut into heads in the file or not."""
     own = _routed(file)
     if file.get("expert_gating_func", 1) == 2:
@@ -245,11 +245,11 @@ def _deepseek2(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _glm4moe(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _glm4moe(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     return _routed(file) | {"use_qk_norm": "blk.0.attn_q_norm.weight" in file.shapes, "rope_scaling": None}
 
 
-def _mistral3(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _mistral3(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     """Mistral Small 3, or Ministral 3, whose queries grow with their positions."""
     if not (growth := file.get("attention.temperature_scale", 0.0)):
         return {}
@@ -264,7 +264,7 @@ def _mistral3(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     return {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3", "rope_parameters": rope}
 
 
-def _lfm2(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _lfm2(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     full = [i for i in range(config["num_hidden_layers"]) if f"blk.{i}.attn_q.weight" in file.shapes]
     return {
         "norm_eps": config["rms_norm_eps"], "full_attn_idxs": full, "conv_L_cache": int(file.get("shortconv.l_cache")),
@@ -274,7 +274,7 @@ def _lfm2(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _granite(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
+def _granite(file: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
     if not file.get("rope.scaling.finetuned", True):
         raise file.unsupported("granite without rotary embedding is not supported")
     return {
@@ -285,7 +285,7 @@ def _granite(file: _Facts, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_OWN: dict[str, Callable[[_Facts, dict[str, Any]], dict[str, Any]]] = {
+_OWN: dict[str, Callable[[_Metadata, dict[str, Any]], dict[str, Any]]] = {
     "deepseek2": _deepseek2, "qwen3moe": _qwen3moe, "gemma2": _gemma, "gemma3": _gemma, "phi3": _phi3,
     "gpt-oss": _gpt_oss, "qwen35": _qwen35, "qwen35moe": _qwen35, "qwen3next": _qwen35, "gemma4": _gemma4,
     "mistral3": _mistral3, "glm4moe": _glm4moe, "lfm2": _lfm2, "granite": _granite,
@@ -300,7 +300,7 @@ def _token_ids(metadata: dict[str, Any]) -> dict[str, Any]:
     return ids
 
 
-def _rope_scaling(file: _Facts, base: float, dim: int) -> dict[str, Any]:
+def _rope_scaling(file: _Metadata, base: float, dim: int) -> dict[str, Any]:
     kind = file.get("rope.scaling.type", "none")
     original = file.get("rope.scaling.original_context_length", 0)
     if "rope_freqs.weight" in file.factors and file.arch != "gemma4":
@@ -324,7 +324,7 @@ def _rope_scaling(file: _Facts, base: float, dim: int) -> dict[str, Any]:
     return {}
 
 
-def _llama3_scaling(file: _Facts, base: float, dim: int) -> dict[str, Any]:
+def _llama3_scaling(file: _Metadata, base: float, dim: int) -> dict[str, Any]:
     """The file has the factors alone; Llama 3's settings are the ones known to make such factors."""
     factors = file.factors["rope_freqs.weight"]
     settings = {"rope_type": "llama3", "factor": (factor := float(np.max(factors))), "low_freq_factor": 1.0}
