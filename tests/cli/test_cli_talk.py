@@ -20,10 +20,10 @@ from cli.terminal import Terminal
 from served import served
 from tandem.cli.main import main
 from tandem.cli.talk import command
+from tandem.cli.talk.command import unechoed
 from tandem.cli.talk.conversation import Conversation, Ended
 from tandem.cli.talk.models import Served
 from tandem.cli.talk.prompt import unquoted
-from tandem.cli.talk.screen import unechoed
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
 from tandem.testing import tiny_model

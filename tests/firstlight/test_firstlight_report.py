@@ -6,8 +6,7 @@ import msgspec
 import pytest
 
 from tandem.firstlight.check import Figures, Outcome
-from tandem.firstlight.redact import redacted
-from tandem.firstlight.report import Report, make_report, page
+from tandem.firstlight.report import Report, make_report, page, redacted
 
 LINUX: Figures = {"system": "Linux 6.1", "gpu": False, "device": "CPU", "cores": 2}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from importlib import import_module
@@ -13,7 +14,7 @@ import pytest
 from tandem.checkpoints.resolve import resolve
 from tandem.errors import UsageError
 from tandem.models.description import describe
-from tandem.models.families.table import module_of
+from tandem.models.families.table import FAMILIES, UNREAD, module_of
 from tandem.models.partition import split_layers
 from tandem.models.shard import plan_shards
 from tandem.testing import tiny_model
@@ -91,3 +92,42 @@ def test_the_entry_is_named(family: str, nested: bool, entries: dict[str, Any], 
     with pytest.raises(UsageError) as found:
         describe(resolve(str(path)))
     assert f"{path}/config.json: {said}" in found.value.message
+
+
+@pytest.mark.parametrize("family", sorted(UNREAD))
+def test_an_entry_that_mlx_lm_does_not_read_has_no_effect(family: str, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, family)
+    config = json.loads((path / "config.json").read_text())
+    described = []
+    for width, count in ((24, 7), (40, 9)):
+        odd = {key: value for key, value in {"head_dim": width, "num_hidden_layers": count}.items()
+               if key in UNREAD[family]}
+        changed = {**config, "text_config": {**config["text_config"], **odd}} if "text_config" in config else {
+            **config, **odd}
+        (path / "config.json").write_text(json.dumps(changed))
+        described.append(describe(resolve(str(path))))
+    assert described[0] == described[1]
+    if "head_dim" in UNREAD[family] and family not in ("plamo2", "longcat_flash", "longcat_flash_ngram"):
+        assert described[0].head_dim == described[0].hidden_size // described[0].num_heads
+
+
+def test_types_whose_module_takes_no_width_of_heads_are_listed() -> None:
+    """But those with latents or states, whose heads are told otherwise."""
+    unlisted = set()
+    for family in FAMILIES.keys() - UNREAD.keys():
+        module = import_module(f"mlx_lm.models.{module_of(family)}")
+        own = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+        fields = {one.name for kind in own if dataclasses.is_dataclass(kind) for one in dataclasses.fields(kind)}
+        if not fields & {"head_dim", "kv_lora_rank", "text_config", "state_size", "d_state"}:
+            unlisted.add(family)
+    assert unlisted == set()
+
+
+@pytest.mark.parametrize(("scaling", "times"), [
+    ({"type": "dynamic", "factor": 2.0}, 2), ({"rope_type": "dynamic", "factor": 1.5}, 1.5),
+    ({"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, 1), ({"type": "dynamic", "factor": float("inf")}, 1),
+    ({"type": "linear", "factor": 2.0}, 1), (None, 1),
+])
+def test_rotary_embeddings_that_change_with_length_reach_further(scaling: Any, times: float, tmp_path: Path) -> None:
+    path = tiny_model(tmp_path, "llama", config={"rope_scaling": scaling, "max_position_embeddings": 512})
+    assert describe(resolve(str(path))).max_context == 512 * times

@@ -16,8 +16,7 @@ from tandem.planner.experts import read_experts
 from tandem.planner.hardware import GIB, METAL_FENCE, Link, Machine, link, machine, with_fences
 from tandem.planner.manual import parse_layout
 from tandem.planner.plan import plan
-from tandem.planner.solve import score
-from tandem.planner.split import INFEASIBLE, share_heads, split
+from tandem.planner.solve import INFEASIBLE, score, share_heads, split
 from tandem.planner.types import Experts, ManualLayout, NothingFits, Request
 from tandem.testing import tiny_model
 

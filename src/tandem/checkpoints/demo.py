@@ -66,9 +66,9 @@ def complete_demo(directory: Path) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     if "architectures" not in config:
-        from tandem.checkpoints.gguf.config import CLASSES  # numpy, which few processes need
+        from tandem.checkpoints.gguf.config import MODELS  # numpy, which few processes need
 
-        if name := CLASSES.get(config.get("model_type")):
+        if name := dict(MODELS.values()).get(config.get("model_type")):
             _replace(path, {"architectures": [name], **config})
 
 

@@ -14,19 +14,7 @@ from typing import get_args
 
 from tandem.borders import own_process
 from tandem.cli.arguments import Parser, add_command, add_settings, drop_output, fail
-from tandem.cli.options import (
-    agent,
-    bench,
-    cache,
-    doctor,
-    firstlight,
-    installed,
-    lifecycle,
-    parity,
-    plan,
-    sampling,
-    vllm_mlx,
-)
+from tandem.cli.options import bench, machines, plan, sampling, servers, vllm_mlx
 from tandem.config.settings import Role
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
@@ -80,22 +68,22 @@ def build_parser() -> Parser:
     add_settings(engine, ENGINE_SECTIONS)
     engine.set_defaults(run=Later("processes:run_engine_command"))
     vllm_mlx.add_parser(commands, SERVE_SECTIONS, Later("serve:run_launcher"))
-    lifecycle.add_parsers(commands, SERVE_SECTIONS, _lifecycle)
+    servers.add_lifecycle(commands, SERVE_SECTIONS, _lifecycle)
     _add_rank(commands)
-    agent.add_parsers(commands, _discovery)
+    machines.add_agent(commands, _discovery)
     _add_generate(commands)
     _add_model(commands)
     _add_replica(commands)
-    cache.add_parser(commands).set_defaults(run=Later("cache.command:run"))
+    servers.add_cache(commands).set_defaults(run=Later("cache.command:run"))
     plan.add_parser(commands).set_defaults(run=Later("plan.command:run"))
-    parity.add_parser(commands).set_defaults(run=Later("parity:run"))
-    doctor.add_parser(commands).set_defaults(run=_doctor)
-    firstlight.add_parser(commands).set_defaults(run=Later("firstlight.command:run"))
+    machines.add_parity(commands).set_defaults(run=Later("parity:run"))
+    machines.add_doctor(commands).set_defaults(run=_doctor)
+    machines.add_firstlight(commands).set_defaults(run=Later("firstlight.command:run"))
     bench.add_parser(commands).set_defaults(run=Later("bench:run"))
     bench.add_top(commands).set_defaults(run=Later("top:run"))
     bench.add_batch(commands).set_defaults(run=Later("batch:run"))
-    installed.add_service(commands, SERVE_SECTIONS, Later("service.command:run"))
-    installed.add_completions(commands, _completions)
+    servers.add_service(commands, SERVE_SECTIONS, Later("service.command:run"))
+    servers.add_completions(commands, _completions)
     version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
     version.set_defaults(run=_version)
     return parser

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
+import socket
+import statistics
+import struct
 import subprocess
 import sys
 import tempfile
@@ -12,6 +16,7 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,10 +25,98 @@ from tandem.borders import start_thread
 from tandem.descriptors import raise_limit
 from tandem.doctor import messages
 from tandem.doctor.facts import gather
-from tandem.doctor.transfer import Listener, transfer
+from tandem.doctor.messages import Transferred
 from tandem.env import child_environment
 from tandem.launchers.worlds import free_ports, written_files
 from tandem.processes.interpreter import module_command
+from tandem.system.privacy import connect_trouble, network_withheld
+
+CONNECT_S = 4.0
+STALL_S = 10.0
+MESSAGE = 64
+"""Bytes of a latency test's message."""
+ROUNDS = 50
+CHUNK = 1 << 18
+COUNT = struct.Struct(">Q")
+
+
+class Listener:
+    """Answers connections that begin with the token: echoes `ROUNDS` messages, then counts bytes until the end."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+        self._socket = socket.create_server(("", 0), backlog=64)
+        self.port: int = self._socket.getsockname()[1]
+        start_thread(self._accept, name="listener")
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            start_thread(partial(self._serve, connection), name="transfer", on_failure=lambda _: None)
+
+    def _serve(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(STALL_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _receive(connection, len(self._token)) != self._token:
+                return
+            connection.sendall(self._token)
+            for _ in range(ROUNDS):
+                connection.sendall(_receive(connection, MESSAGE))
+            count, buffer = 0, bytearray(CHUNK)
+            while got := connection.recv_into(buffer):
+                count += got
+            connection.sendall(COUNT.pack(count))
+
+    def close(self) -> None:
+        """Accept nothing more."""
+        self._socket.close()
+
+
+def transfer(address: str, port: int, token: str, seconds: float) -> Transferred:
+    """Connect to a `Listener` and measure for `seconds`; with 0 only connect. Failures are in `error`."""
+    try:
+        with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
+            return _measure(connection, token.encode(), seconds)
+    except OSError as error:
+        words = connect_trouble(error, address) if network_withheld(error, address) else str(error)
+        return Transferred(words or type(error).__name__)
+
+
+def _measure(connection: socket.socket, token: bytes, seconds: float) -> Transferred:
+    connection.settimeout(STALL_S)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.sendall(token)
+    if _receive(connection, len(token)) != token:
+        return Transferred("something else answers on the test's port")
+    if not seconds:
+        return Transferred()
+    rounds = []
+    for _ in range(ROUNDS):
+        began = time.perf_counter()
+        connection.sendall(bytes(MESSAGE))
+        _receive(connection, MESSAGE)
+        rounds.append(time.perf_counter() - began)
+    began, block = time.perf_counter(), bytes(CHUNK)
+    while time.perf_counter() - began < seconds:
+        connection.sendall(block)
+    connection.shutdown(socket.SHUT_WR)
+    count = COUNT.unpack(_receive(connection, COUNT.size))[0]
+    return Transferred(None, statistics.median(rounds) / 2, count / (time.perf_counter() - began))
+
+
+def _receive(connection: socket.socket, count: int) -> bytes:
+    data = b""
+    while len(data) < count:
+        block = connection.recv(count - len(data))
+        if not block:
+            raise ConnectionError("the connection was closed")
+        data += block
+    return data
+
 
 COLLECTIVE = "tandem.doctor.collective"
 MEASURING = "tandem.bench.comm_rank"

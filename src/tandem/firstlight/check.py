@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from msgspec import Struct
@@ -64,25 +64,25 @@ class Outcome(Finding, frozen=True, kw_only=True):
     """How many times it was begun: a run that is killed in the middle of a check tries that check once more."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Check:
     """One of the checks."""
 
     name: str
     """As `--only` and reports have it."""
-    title: str
-    """What it tries, as reports and tables name it."""
-    proves: str
-    """What is known when it is ok."""
     entry: str
     """As `Task.entry`, within `tandem.firstlight.checks`."""
     deadline_s: float
     """Seconds after which its process is killed: many times what it takes, since a machine may be busy."""
-    public: bool = False
+    title: str
+    """What it tries, as reports and tables name it."""
+    proves: str
+    """What is known when it is ok."""
+    public: bool = field(default=False, kw_only=True)
     """The table of docs/where.md has it; docs/firstlight.md has them all."""
-    hosts: bool = False
+    hosts: bool = field(default=False, kw_only=True)
     """It needs a hosts file."""
-    risky: bool = False
+    risky: bool = field(default=False, kw_only=True)
     """It may end in a GPU that hangs or a machine that restarts: only with `--risky`."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from tandem.models.cuts import uncut
 from tandem.models.families.axes import Axis
 from tandem.models.families.cuts import Width
 from tandem.models.families.sharding import SHARDING
-from tandem.models.families.table import FAMILIES, REFUSED, Family, family_of, module_of
+from tandem.models.families.table import FAMILIES, REFUSED, UNREAD, Family, family_of, module_of
 from tandem.models.kv_types import kept_by_position, kv_groups
 from tandem.models.quantization import loaded_bytes, read_quantization
 
@@ -247,7 +248,9 @@ class _Facts:
 
     def __init__(self, path: Path, family: Family, config: dict[str, Any]) -> None:
         nested = config.get("attn_config")  # dbrx
+        unread = UNREAD.get(str(config.get("model_type")), ())
         entries = {**family.defaults, **(nested if isinstance(nested, dict) else {}), **config}
+        entries = {key: value for key, value in entries.items() if key not in unread}
         self._path, self.config = path, Watched(entries, path)
         layers = self.key(_LAYER_KEYS)
         self.num_layers = self.number(layers)
@@ -323,8 +326,16 @@ class _Facts:
     def max_context(self) -> int:
         for key in _CONTEXT_KEYS:
             if self.config.get(key) is not None:
-                return self.number(key)
+                return int(self.number(key) * self._stretch())
         return _DEFAULT_CONTEXT
+
+    def _stretch(self) -> float:
+        """How many times as far rotary embeddings reach that change with a sequence's length."""
+        scaling = self.config.get("rope_scaling")
+        if not isinstance(scaling, dict) or "dynamic" not in (scaling.get("type"), scaling.get("rope_type")):
+            return 1.0
+        factor = scaling.get("factor")
+        return max(float(factor), 1.0) if isinstance(factor, int | float) and math.isfinite(factor) else 1.0
 
 
 def stored_bare(names: Iterable[str], layers: str) -> bool:

@@ -9,7 +9,7 @@ import pytest
 from tandem.checkpoints.files import ModelFiles
 from tandem.errors import RequestError
 from tandem.server.chats.fitting import check_bytes, encode_fitting
-from tandem.text.longest_token import longest_token
+from tandem.text.fast import longest_token
 from tandem.text.token_bytes import scheme_of
 from tandem.text.tokenizer import load_tokenizer
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.server.tools.json_text import JsonMender, loads
-from tandem.server.tools.typed import typed_value
+from tandem.server.tools.tagged import typed_value
 
 
 @pytest.mark.parametrize(("schema", "text", "value"), [

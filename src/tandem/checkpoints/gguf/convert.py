@@ -1,8 +1,8 @@
 """GGUF files, converted into MLX model directories. No mlx.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What MLX can hold stays packed, other quantisations
-are expanded (`tensors.py`). What llama.cpp stores in another way is put back: the rows of Llama's query and key
-projections, in the order of its own rotary embedding, and Gemma's norms, which are one larger.
+are expanded (`tensors.py`). What llama.cpp stores in another way is put back: the order of rows (`names.py`), Gemma's
+norms, which are one larger, and the decays of linear attention.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 from tandem.checkpoints.gguf.config import model_config
 from tandem.checkpoints.gguf.header import GGUFTensor, model_stem, parts_of, read_parts
-from tandem.checkpoints.gguf.names import mlx_name
+from tandem.checkpoints.gguf.names import PAIRS, grouped, mlx_names
 from tandem.checkpoints.gguf.tensors import (
     GROUP,
     PLAIN,
@@ -40,7 +40,9 @@ from tandem.checkpoints.safetensors import PendingTensor, write_safetensors
 from tandem.env import cache_dir
 from tandem.errors import BrokenModel, ModelError, UnsupportedModel
 
-_FORMAT = 3  # raised when converted directories from before must not be used any more
+_FORMAT = 4  # raised when converted directories from before must not be used any more
+_CONVOLUTIONS = ("conv1d.weight", "conv.conv.weight")
+"""Kernels for each channel, which MLX has with one input each."""
 
 
 def convert_gguf(source: Path, directory: Path, progress: Progress | None = None) -> None:
@@ -77,6 +79,11 @@ def _convert(source: Path, directory: Path, progress: Progress | None) -> None:
     total = sum(stored_bytes(t.kind, t.shape) for t in tensors)
     writer = _Writer(data, str(metadata.get("general.architecture")), config, counter(progress, total))
     pending = [part for tensor in tensors for part in writer.parts(tensor)]
+    if config.get("attention_bias") and writer.architecture in PAIRS and "blk.0.attn_output.bias" not in shapes:
+        # mlx-lm's module has biases for all four projections or none.
+        none = np.zeros(config["hidden_size"], np.float32)
+        pending += [PendingTensor(f"model.layers.{i}.self_attn.o_proj.bias", "F32", none.shape, lambda: none)
+                    for i in range(config["num_hidden_layers"])]
     if writer.packed:
         config["quantization"] = _quantization(writer.packed)
     write_safetensors(directory / "model.safetensors", pending)
@@ -98,53 +105,80 @@ class _Writer:
     ) -> None:
         self._data = data
         """The file that a tensor is in, by its name."""
-        self._architecture = architecture
+        self.architecture = architecture
         self._gemma = architecture.startswith("gemma")
         # Gemma's activations are too large for float16, and the embedding's type is that of the activations.
         self._dtype = "BF16" if self._gemma else "F16"
-        self._heads = config["num_attention_heads"], config["num_key_value_heads"]
+        self._config = config.get("text_config", config)
         self._progressed = progressed
         self.packed: dict[str, int] = {}
         """Type numbers of what stays packed, by module path."""
 
-    def parts(self, tensor: GGUFTensor) -> list[PendingTensor]:
+    def parts(self, tensor: GGUFTensor) -> Iterator[PendingTensor]:
         """What becomes of a tensor of the file."""
-        name = mlx_name(tensor.name, self._architecture)
-        if name is None:
-            return []
-        kind, rows, columns = kinds()[tensor.kind], tensor.shape[:-1], tensor.shape[-1]
+        axis = max(len(tensor.shape) - 2, 0)
+        names = list(mlx_names(tensor.name, self.architecture, tensor.shape[axis], self._config))
+        for name, order in names:
+            shape = tensor.shape
+            if order is not None:
+                shape = (*shape[:axis], len(order), *shape[axis + 1 :])
+            if name.endswith(_CONVOLUTIONS):
+                shape = (*shape, 1)
+            elif name.endswith("shared_expert_gate.weight"):
+                shape = (1, shape[-1])
+            yield from self._part(tensor, name, shape, order, len(names))
+
+    def _part(
+        self, tensor: GGUFTensor, name: str, shape: tuple[int, ...], order: np.ndarray | None, share: int
+    ) -> Iterator[PendingTensor]:
+        kind, rows, columns = kinds()[tensor.kind], shape[:-1], shape[-1]
         wide = self._gemma and name == "model.embed_tokens.weight"
-        parts = _Once(lambda: self._read(tensor, wide))
+
+        def read() -> dict[str, np.ndarray]:
+            parts = self._read(tensor, wide)
+            self._progressed(stored_bytes(tensor.kind, tensor.shape) // share)
+            if order is not None:
+                parts = {key: array.take(order, max(array.ndim - 2, 0)) for key, array in parts.items()}
+            return self._restored(name, parts, shape)
+
+        parts = _Once(read)
         if not kind.bits or wide:
             dtype = PLAIN.get(tensor.kind, self._dtype)
             dtype = "BF16" if wide and dtype == "F16" else dtype
-            return [PendingTensor(name, dtype, tensor.shape, parts.part("weight"))]
+            yield PendingTensor(name, dtype, shape, parts.part("weight"))
+            return
         base = name.removesuffix(".weight")
         self.packed[base] = tensor.kind
         scale = "F16" if kind.mode == "affine" else "U8"
-        pending = [
-            PendingTensor(f"{base}.weight", "U32", (*rows, columns * kind.bits // 32), parts.part("weight")),
-            PendingTensor(f"{base}.scales", scale, (*rows, columns // GROUP), parts.part("scales")),
-        ]
+        yield PendingTensor(f"{base}.weight", "U32", (*rows, columns * kind.bits // 32), parts.part("weight"))
+        yield PendingTensor(f"{base}.scales", scale, (*rows, columns // GROUP), parts.part("scales"))
         if kind.mode == "affine":
-            pending.append(PendingTensor(f"{base}.biases", "F16", (*rows, columns // GROUP), parts.part("biases")))
-        return pending
+            yield PendingTensor(f"{base}.biases", "F16", (*rows, columns // GROUP), parts.part("biases"))
 
     def _read(self, tensor: GGUFTensor, wide: bool) -> dict[str, np.ndarray]:
-        size = stored_bytes(tensor.kind, tensor.shape)
-        data = self._data[tensor.name][tensor.offset : tensor.offset + size]
+        data = self._data[tensor.name][tensor.offset : tensor.offset + stored_bytes(tensor.kind, tensor.shape)]
         if wide:
             weight = expanded(data, tensor.kind, tensor.shape, "BF16")
-            parts = {"weight": bfloat16(weight) if weight.dtype == np.float16 else weight}
-        else:
-            parts = converted(data, tensor.kind, tensor.shape, self._dtype)
-        self._progressed(size)
-        if self._gemma and tensor.name.endswith("norm.weight"):
+            return {"weight": bfloat16(weight) if weight.dtype == np.float16 else weight}
+        return converted(data, tensor.kind, tensor.shape, self._dtype)
+
+    def _restored(self, name: str, parts: dict[str, np.ndarray], shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """Values and columns as mlx-lm has them."""
+        if name.endswith("linear_attn.A_log"):
+            return {"weight": np.log(-parts["weight"])}
+        if name.endswith((*_CONVOLUTIONS, "shared_expert_gate.weight")) and len(parts) == 1:
+            return {"weight": parts["weight"].reshape(shape)}
+        if name.endswith("linear_attn.out_proj.weight") and self.architecture.startswith("qwen35"):
+            heads = np.split(grouped(shape[-1], self._config), self._config["linear_num_value_heads"])
+            places = [int(head[0]) // len(head) for head in heads]
+            return {key: array.reshape(len(array), len(heads), -1)[:, places].reshape(array.shape)
+                    for key, array in parts.items()}
+        if self.architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
             weight = parts["weight"]
             if weight.dtype == np.uint16:
                 return {"weight": bfloat16((weight.astype(np.uint32) << 16).view(np.float32) - 1)}
             return {"weight": weight - 1}
-        return _unpermute(tensor.name, parts, self._heads, self._architecture)
+        return parts
 
 
 class _Once:
@@ -170,21 +204,6 @@ def _quantization(packed: dict[str, int]) -> dict[str, Any]:
     usual = settings_of(common)
     exceptions = {path: settings_of(number) for path, number in packed.items()}
     return {"mode": "affine", **usual, **{path: own for path, own in exceptions.items() if own != usual}}
-
-
-def _unpermute(
-    name: str, parts: dict[str, np.ndarray], heads: tuple[int, int], architecture: str
-) -> dict[str, np.ndarray]:
-    """Undo llama.cpp's order of query and key rows (architecture llama alone): pairs back into halves."""
-    if architecture != "llama" or not name.endswith(("attn_q.weight", "attn_k.weight", "attn_q.bias", "attn_k.bias")):
-        return parts
-    count = heads[0] if "attn_q" in name else heads[1]
-
-    def restore(array: np.ndarray) -> np.ndarray:
-        half = array.shape[0] // count // 2
-        return array.reshape(count, half, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
-
-    return {key: restore(array) for key, array in parts.items()}
 
 
 def convert_cached(source: Path, progress: Progress | None = None) -> Path:

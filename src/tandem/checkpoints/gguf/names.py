@@ -1,83 +1,147 @@
-"""Names of GGUF tensors as mlx-lm's models have them. No mlx."""
+"""Tensors of GGUF files as mlx-lm's models have them: their names, and the order of their rows. No mlx."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 _GLOBAL = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_ATTENTION = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_MLP = {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
-_GEMMA = {
-    **_ATTENTION,
-    **_MLP,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_IN_LAYER: dict[str, dict[str, str]] = {
-    "qwen3moe": {
-        **_ATTENTION,
-        **_MLP,
-        "ffn_gate_inp": "mlp.gate",
-        **{f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")},
-    },
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "token_embd_norm": "model.embedding_norm", "per_layer_token_embd": "model.embed_tokens_per_layer",
+    "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
+_PARTS = ("gate", "up", "down")
+_IN_LAYER = {
+    "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj",
+    **{f"attn_{part}": f"self_attn.{part}_proj" for part in ("q", "k", "v", "qkv")},
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm", "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa", "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj", "attn_k_b": "self_attn.embed_q", "attn_v_b": "self_attn.unembed_out",
+    "ffn_norm": "post_attention_layernorm", "post_attention_norm": "post_attention_layernorm",
+    "ffn_gate_inp": "mlp.gate",
+    **{f"ffn_{part}": f"mlp.{part}_proj" for part in _PARTS},
+    **{f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in _PARTS},
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in _PARTS},
+}  # fmt: skip
+_GEMMA = {"ffn_norm": "pre_feedforward_layernorm", "post_ffw_norm": "post_feedforward_layernorm"}
+_DELTA = {
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z", "ssm_alpha": "linear_attn.in_proj_a",
+    "ssm_beta": "linear_attn.in_proj_b", "ssm_conv1d": "linear_attn.conv1d", "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj", "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    **{f"ffn_{part}_shexp": f"mlp.shared_expert.{part}_proj" for part in _PARTS},
+}  # fmt: skip
+_OWN = {
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
-    "phi3": {
-        **_ATTENTION,
-        "attn_qkv": "self_attn.qkv_proj",
-        "ffn_up": "mlp.gate_up_proj",
-        "ffn_down": "mlp.down_proj",
+    "gemma4": {
+        **_GEMMA, "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection",
+        "post_norm": "post_per_layer_input_norm", "ffn_gate_inp": "router.proj",
+        "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+        **{f"post_ffw_norm_{i}": f"post_feedforward_layernorm_{i}" for i in (1, 2)},
+        **{f"ffn_{part}_exps": f"experts.switch_glu.{part}_proj" for part in _PARTS},
     },
-    "gpt-oss": {
-        **_ATTENTION,
-        "post_attention_norm": "post_attention_layernorm",
-        "ffn_gate_inp": "mlp.router",
-        **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gpt-oss": {"ffn_gate_inp": "mlp.router", **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in _PARTS}},
+    "lfm2": {
+        "attn_norm": "operator_norm", "ffn_norm": "ffn_norm", "output_norm": "model.embedding_norm",
+        "attn_output": "self_attn.out_proj",
+        "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm",
+        "ffn_gate": "feed_forward.w1", "ffn_down": "feed_forward.w2", "ffn_up": "feed_forward.w3",
+        **{f"shortconv.{part}": f"conv.{part}" for part in ("conv", "in_proj", "out_proj")},
     },
-}
-_IN_LAYER["deepseek2"] = {
-    **_ATTENTION,
-    **_MLP,
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_a_norm": "self_attn.q_a_layernorm",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
-    "attn_kv_b": "self_attn.kv_b_proj",
-    "attn_k_b": "self_attn.embed_q",
-    "attn_v_b": "self_attn.unembed_out",
-    "ffn_gate_inp": "mlp.gate",
-    "exp_probs_b": "mlp.gate.e_score_correction",
-    **{f"ffn_{part}_exps": f"mlp.switch_mlp.{part}_proj" for part in ("gate", "up", "down")},
-    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
-}
-_LAYER = re.compile(r"^blk\.(\d+)\.(\w+)\.(weight|bias)$")
+    **dict.fromkeys(("qwen3next", "qwen35", "qwen35moe"), _DELTA),
+}  # fmt: skip
+_BARE = {
+    "attn_sinks.weight": "self_attn.sinks", "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias", "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+}  # fmt: skip
+"""Parameters that are no module's weight or bias."""
+_FUSED = {
+    "ffn_gate_up_exps.weight": ("ffn_gate_exps", "ffn_up_exps"), "ssm_ba.weight": ("ssm_beta", "ssm_alpha"),
+    "ssm_in.weight": ("attn_qkv", "attn_gate"),
+}  # fmt: skip
+"""Tensors that hold the rows of two."""
+_LAYER = re.compile(r"blk\.(\d+)\.(.+)", re.DOTALL)
 _IN_CONFIG = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+PAIRS = ("llama", "mistral3", "smollm3", "granite")
+"""Architectures whose rows of queries and keys llama.cpp stores in the order of its own rotary embedding."""
 
 
-def mlx_name(name: str, architecture: str) -> str | None:
-    """MLX's name of a tensor; None for rotary factors, which become part of the config."""
+def mlx_names(
+    name: str, architecture: str, rows: int, config: dict[str, Any]
+) -> Iterator[tuple[str, np.ndarray | None]]:
+    """MLX's names of what is in a tensor of `rows` rows, each with its rows in MLX's order (None: all, as they are).
+
+    There are none of rotary factors, which become part of the config, nor of layers that mlx-lm leaves out.
+    """
     if name in _IN_CONFIG:
+        return
+    own = _OWN.get(architecture, {})
+    root = "language_model." if own is _DELTA else ""
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        base, _, last = name.rpartition(".")
+        known = own.get(base) or _GLOBAL.get(base)
+        yield f"{root}{known}.{last}" if known else name, None  # what is unknown is refused when it is loaded
+        return
+    layer, inner = int(match[1]), match[2]
+    if layer >= config["num_hidden_layers"]:
+        return  # for multi-token prediction
+    if inner.startswith(("attn_k", "attn_v")) and layer >= _first_shared(config):
+        return
+    if inner in _FUSED:
+        names = [f"{one}.weight" for one in _FUSED[inner]]
+        orders: tuple[np.ndarray | None, ...] = _apart(inner, rows, config)
+    else:
+        names, orders = [inner], (_order(inner, architecture, rows, config),)
+    for one, order in zip(names, orders, strict=True):
+        base, _, last = one.rpartition(".")
+        known = own.get(base) or _IN_LAYER.get(base)
+        found = _BARE.get(one) or (f"{known}.{last}" if known else one)
+        yield f"{root}model.layers.{layer}.{found}", order
+
+
+def _first_shared(config: dict[str, Any]) -> int:
+    """The first layer that takes keys and values from an earlier one."""
+    return int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers", 0))
+
+
+def _order(inner: str, architecture: str, rows: int, config: dict[str, Any]) -> np.ndarray | None:
+    base = inner.rpartition(".")[0] or inner
+    if architecture in PAIRS and base in ("attn_q", "attn_k"):
+        heads = config["num_attention_heads" if base == "attn_q" else "num_key_value_heads"]
+        return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).ravel()
+    if not architecture.startswith("qwen35"):
         return None
-    if match := _LAYER.match(name):
-        layer = f"model.layers.{match[1]}"
-        if match[2] == "attn_sinks":
-            return f"{layer}.self_attn.sinks"
-        if inner := _IN_LAYER.get(architecture, {**_ATTENTION, **_MLP}).get(match[2]):
-            return f"{layer}.{inner}{'_' if inner.endswith('e_score_correction') else '.'}{match[3]}"
-    base, _, last = name.rpartition(".")
-    return f"{_GLOBAL[base]}.{last}" if base in _GLOBAL else name  # what is unknown is refused when it is loaded
+    if base in ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt"):
+        return grouped(rows, config)
+    if base in ("attn_qkv", "ssm_conv1d"):
+        before = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
+        return np.concatenate([np.arange(before), before + grouped(rows - before, config)])
+    return None
+
+
+def grouped(size: int, config: dict[str, Any]) -> np.ndarray:
+    """Where each of `size` rows or columns of values stands in a file: MLX has heads of one key one after the other,
+    and llama.cpp the first heads of all keys before the second ones."""
+    keys = config["linear_num_key_heads"]
+    return np.arange(size).reshape(config["linear_num_value_heads"] // keys, keys, -1).swapaxes(0, 1).ravel()
+
+
+def _apart(inner: str, rows: int, config: dict[str, Any]) -> tuple[np.ndarray, ...]:
+    """Rows of the two tensors that one holds: halves, or both in turn for each key's head."""
+    if inner == "ffn_gate_up_exps.weight":
+        return tuple(np.split(np.arange(rows), 2))
+    keys, width = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    of_keys = np.arange(rows).reshape(keys, -1)
+    if inner == "ssm_ba.weight":
+        return tuple(half.ravel() for half in np.split(of_keys, 2, axis=1))
+    values = (of_keys.shape[1] - 2 * width) // 2
+    q, k, v, z = np.split(of_keys, [width, 2 * width, 2 * width + values], axis=1)
+    return np.concatenate([q.ravel(), k.ravel(), v.ravel()]), z.ravel()

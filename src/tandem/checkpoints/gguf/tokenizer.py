@@ -20,7 +20,17 @@ _O200K = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PATTERNS = {"llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % "", "gpt-4o": _O200K}
+_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2")
+_TEKKEN = ("tekken", "pixtral")
+_PATTERNS = {
+    **dict.fromkeys((*_LLAMA3, "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _WORDS % "{1,3}"),
+    **dict.fromkeys(_TEKKEN, _O200K.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)?", "").replace("{1,3}", "")),
+    "qwen2": _WORDS % "",
+    "qwen35": (_WORDS % "").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]"),
+    "gpt-4o": _O200K,
+}
+"""How llama.cpp's names of pre-tokenisers split text into words."""
+_DIGITS = ("smollm", "refact", "starcoder")
 _PLAIN = ("gpt-2", "default")
 _MAX_TOKEN = 1024  # characters; deriving merges takes time that grows with the square of a token's length
 
@@ -33,11 +43,11 @@ def write_tokenizer(metadata: dict[str, Any], directory: Path, source: str) -> N
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "gpt2":
         tokenizer = _byte_level(metadata, tokens, source)
-    elif kind == "llama":
+    elif kind in ("llama", "gemma4"):
         tokenizer = _sentencepiece(metadata, tokens)
     else:
         raise UnsupportedModel(
-            f"{source}: tokenizer model {kind!r} is not supported (gpt2 and llama are)", param="model"
+            f"{source}: tokenizer model {kind!r} is not supported (gpt2, llama and gemma4 are)", param="model"
         )
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))
     control = [t for t, k in zip(tokens, types, strict=True) if k in (_CONTROL, _UNKNOWN)]
@@ -54,23 +64,23 @@ def _byte_level(metadata: dict[str, Any], tokens: list[str], source: str) -> Tok
     pre = metadata.get("tokenizer.ggml.pre", "default")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     steps: list[Any]
-    if pre == "smollm":
+    if pre in _DIGITS:
         steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     elif pre in _PATTERNS:
         steps = [pre_tokenizers.Split(Regex(_PATTERNS[pre]), "isolated"), bytes_only]
     elif pre in _PLAIN:
         steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     else:
-        known = ", ".join(("smollm", *_PATTERNS, *_PLAIN))
+        known = ", ".join((*_DIGITS, *_PATTERNS, *_PLAIN))
         raise UnsupportedModel(
             f"{source}: pre-tokeniser {pre!r} is not supported; supported are {known}", param="model"
         )
     merges = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in (*_LLAMA3, *_TEKKEN)))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
-    if pre == "qwen2":
+    if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
@@ -81,19 +91,12 @@ def _pair(merge: str) -> tuple[str, str]:
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
-    """SentencePiece BPE: the order of merges follows from the scores (as transformers' converter derives it)."""
+    """SentencePiece BPE: where merges are not given, their order follows from the scores (as transformers' converter
+    derives it)."""
     vocab = {token: i for i, token in enumerate(tokens)}
-    scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
-    merges = []
-    for token, score in zip(tokens, scores, strict=True):
-        if len(token) > _MAX_TOKEN:
-            raise ValueError(f"a token of {len(token)} characters")
-        local = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
-        local.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
-        merges += [(score, pair) for pair in local]
-    merges.sort(key=lambda entry: entry[0], reverse=True)
+    pairs = [_pair(merge) for merge in metadata.get("tokenizer.ggml.merges", [])] or _merges(metadata, tokens, vocab)
     unknown = tokens[metadata.get("tokenizer.ggml.unknown_token_id", 0)]
-    model = models.BPE(vocab=vocab, merges=[p for _, p in merges], byte_fallback=True, fuse_unk=True, unk_token=unknown)
+    model = models.BPE(vocab=vocab, merges=pairs, byte_fallback=True, fuse_unk=True, unk_token=unknown)
     tokenizer = Tokenizer(model)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     space = normalizers.Replace(" ", "▁")
@@ -103,8 +106,22 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
+def _merges(metadata: dict[str, Any], tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
+    scores = metadata.get("tokenizer.ggml.scores") or [-float(i) for i in range(len(tokens))]
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        if len(token) > _MAX_TOKEN:
+            raise ValueError(f"a token of {len(token)} characters")
+        local = [(token[:i], token[i:]) for i in range(1, len(token)) if token[:i] in vocab and token[i:] in vocab]
+        local.sort(key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        merges += [(score, pair) for pair in local]
+    merges.sort(key=lambda entry: entry[0], reverse=True)
+    return [pair for _, pair in merges]
+
+
 def _adds_bos(metadata: dict[str, Any]) -> bool:
-    default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    default = (metadata.get("tokenizer.ggml.model") in ("llama", "gemma4")
+               or metadata.get("tokenizer.ggml.pre") in (*_LLAMA3, *_TEKKEN))
     return bool(metadata.get("tokenizer.ggml.add_bos_token", default)) and "tokenizer.ggml.bos_token_id" in metadata
 
 

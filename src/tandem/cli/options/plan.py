@@ -68,12 +68,8 @@ def _add_machines(parser: argparse.ArgumentParser) -> None:
         help="measured speeds of hosts and links, which `tandem bench comm --write-profile` writes, in place of "
         "assumed ones; without --hosts and --hostfile its hosts are planned for.",
     )
-    group.add_argument(
-        "--fast-sync",
-        choices=("auto", "on", "off"),
-        default="off",
-        help="as for `tandem serve`: the fences of Macs that share layers [off]",
-    )
+    group.add_argument("--fast-sync", choices=("auto", "on", "off"), default="off",
+                       help="as for `tandem serve`: the fences of Macs that share layers [off]")
 
 
 def _add_wanted(parser: argparse.ArgumentParser) -> None:
@@ -92,13 +88,8 @@ def _add_wanted(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dequantize", choices=("auto", "yes", "no"), default="auto", help=same + "[auto]")
     group.add_argument("--kv-dtype", choices=("auto", "8bit", "4bit"), default="auto", help=same + "[auto]")
     group.add_argument("--prefill-chunk", type=int, metavar="N", help=same)
-    group.add_argument(
-        "--memory-fraction",
-        type=float,
-        default=0.85,
-        metavar="X",
-        help="share of each machine's memory to plan with [0.85]",
-    )
+    group.add_argument("--memory-fraction", type=float, default=0.85, metavar="X",
+                       help="share of each machine's memory to plan with [0.85]")
     group.add_argument(
         "--layout",
         action="append",

@@ -4,20 +4,194 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import plistlib
 import re
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from xml.parsers.expat import ExpatError
 
 from tandem.checkpoints.resolve import expect
 from tandem.cli.processes import prepared
 from tandem.cli.serve import checked
-from tandem.cli.service.managers import Manager, manager
-from tandem.cli.service.units import Service
+from tandem.cli.service.units import Service, launchd_agent, launchd_label, systemd_unit
 from tandem.config.options import options
-from tandem.env import EXTRA_VARIABLES, SECRET_VARIABLES, state_dir, variable, variables
+from tandem.env import EXTRA_VARIABLES, SECRET_VARIABLES, child_environment, state_dir, variable, variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
 from tandem.supervision.record import Background
+from tandem.system.tools import find_tool
+
+_TOOL_S = 60.0
+_END_S, _POLL_S = 30.0, 0.5
+"""Seconds that launchd may take beyond a service's own time to end, and between two looks at it."""
+NOBODY = ("Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use "
+          "`tandem up`")
+_PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
+
+
+class Manager(ABC):
+    """Holds services by name."""
+
+    tool: str
+    """The program that it is told with."""
+    hint = ""
+    """What a person should know about services here."""
+
+    @abstractmethod
+    def file(self, name: str) -> Path:
+        """Where the service is described."""
+
+    @abstractmethod
+    def install(self, service: Service) -> None:
+        """Describe and start it, in place of an earlier one of its name. Raises UsageError."""
+
+    @abstractmethod
+    def uninstall(self, name: str) -> None:
+        """Stop it, and take its description away. Raises UsageError."""
+
+    @abstractmethod
+    def pid(self, name: str) -> int | None:
+        """Process of the service; None when it does not run."""
+
+    @contextmanager
+    def _or_nothing(self, name: str) -> Iterator[None]:
+        """What cannot be started is taken away again, else the next login would start it."""
+        try:
+            yield
+        except UsageError as error:
+            with suppress(UsageError):
+                self.uninstall(name)
+            self.file(name).unlink(missing_ok=True)
+            raise UsageError(f"{error.message}; {name} is not installed. {NOBODY}") from error
+
+
+def manager() -> Manager:
+    """That of this system. Raises UsageError where there is none."""
+    chosen: Manager = Launchd() if sys.platform == "darwin" else Systemd()
+    if find_tool(chosen.tool) is None:
+        raise UsageError(f"{chosen.tool} is not on this machine, so there is nobody to keep a service running; "
+                         "`tandem up` starts a server in the background")
+    return chosen
+
+
+def _ran(*words: str, timeout_s: float | None = _TOOL_S) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run([find_tool(words[0]) or words[0], *words[1:]], capture_output=True, text=True,
+                              timeout=timeout_s, env=child_environment(), stdin=subprocess.DEVNULL, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UsageError(f"{' '.join(words)}: {error}") from error
+
+
+def _must(*words: str, timeout_s: float | None = _TOOL_S) -> None:
+    done = _ran(*words, timeout_s=timeout_s)
+    if done.returncode:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        raise UsageError(f"{' '.join(words)}: {said[-1] if said else f'exit code {done.returncode}'}")
+
+
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    path.chmod(0o600)
+
+
+class Launchd(Manager):
+    """Agents of the user, in the session of whoever is logged in at the screen, else in the background one."""
+
+    tool = "launchctl"
+    hint = ("launchd agents need the permission for the local network (System Settings, Privacy & Security), if ranks "
+            "run on other machines too")
+
+    def file(self, name: str) -> Path:
+        """As in the base class."""
+        return Path.home() / "Library" / "LaunchAgents" / f"{launchd_label(name)}.plist"
+
+    def install(self, service: Service) -> None:
+        """As in the base class."""
+        if self.file(service.name).exists():
+            self.uninstall(service.name)
+        _write(self.file(service.name), launchd_agent(service))
+        done = _ran(self.tool, "bootstrap", f"gui/{os.getuid()}", str(self.file(service.name)))
+        if done.returncode:  # over ssh there may be nobody at the screen
+            with self._or_nothing(service.name):
+                _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
+
+    def uninstall(self, name: str) -> None:
+        """As in the base class."""
+        for place in self._places(name):
+            _ran(self.tool, "bootout", place)
+        end = time.monotonic() + self._stop_s(name) + _END_S
+        while any(_ran(self.tool, "print", place).returncode == 0 for place in self._places(name)):
+            if time.monotonic() > end:  # it comes to an end by itself, but until then none of its name can start
+                raise UsageError(f"{name} has not ended yet; give the command again in a minute")
+            time.sleep(_POLL_S)
+        self.file(name).unlink(missing_ok=True)
+
+    def pid(self, name: str) -> int | None:
+        """As in the base class."""
+        for place in self._places(name):
+            done = _ran(self.tool, "print", place)
+            if done.returncode == 0 and (match := _PID.search(done.stdout)):
+                return int(match[1])
+        return None
+
+    def _places(self, name: str) -> list[str]:
+        return [f"{domain}/{os.getuid()}/{launchd_label(name)}" for domain in ("gui", "user")]
+
+    def _stop_s(self, name: str) -> float:
+        """Seconds after which launchd kills the service that is installed."""
+        try:
+            return float(plistlib.loads(self.file(name).read_bytes())["ExitTimeOut"])
+        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # somebody has changed it
+            return _TOOL_S
+
+
+class Systemd(Manager):
+    """Units of the user."""
+
+    tool = "systemctl"
+    hint = "it ends when you log out, unless `loginctl enable-linger` was run once"
+
+    def file(self, name: str) -> Path:
+        """As in the base class."""
+        base = variable("XDG_CONFIG_HOME")
+        return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"tandem-{name}.service"
+
+    def install(self, service: Service) -> None:
+        """As in the base class."""
+        unit = self.file(service.name)
+        try:  # before an earlier one is overwritten
+            _must(self.tool, "--user", "daemon-reload")
+        except UsageError as error:
+            raise UsageError(f"{error.message}; {NOBODY}") from error
+        _write(unit, systemd_unit(service).encode())
+        with self._or_nothing(service.name):
+            for words in (("daemon-reload",), ("enable", unit.name)):
+                _must(self.tool, "--user", *words)
+            _must(self.tool, "--user", "restart", unit.name, timeout_s=None)  # an earlier one has its time to drain
+
+    def uninstall(self, name: str) -> None:
+        """As in the base class."""
+        unit = self.file(name)
+        try:
+            _must(self.tool, "--user", "disable", "--now", unit.name, timeout_s=None)
+        except UsageError as error:
+            raise UsageError(f"{error.message}; {name} is still installed, and may run. {NOBODY}") from error
+        unit.unlink(missing_ok=True)
+        _ran(self.tool, "--user", "daemon-reload")
+
+    def pid(self, name: str) -> int | None:
+        """As in the base class."""
+        done = _ran(self.tool, "--user", "show", "--property=MainPID", "--value", self.file(name).name)
+        text = done.stdout.strip()
+        return int(text) if text.isdecimal() and int(text) else None
+
 
 _KEPT = ("PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
 """Variables that a service gets from whoever installs it, beside Tandem's own."""

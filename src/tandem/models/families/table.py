@@ -200,6 +200,22 @@ ALIASES = {
 mlx is not."""
 
 
+UNREAD: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        (
+            "qwen2", "apertus", "granite", "granitemoe", "starcoder2", "granitemoehybrid", "phi3", "internlm3", "mimo",
+            "mixtral", "minicpm", "nemotron-nas", "deepseek", "phimoe", "qwen2_moe", "stablelm", "phi", "Klear",
+            "cohere", "lfm2", "lfm2_moe", "lfm2-vl", "bailing_moe", "gpt_neox", "internlm2", "recurrent_gemma",
+            "baichuan_m1", "jamba", "dbrx", "gptj", "hunyuan", "gpt2", "gpt_bigcode", "lille-130m", "nanochat",
+            "phixtral", "phi-msft", "plamo", "plamo2", "qwen", "qwen2_vl", "qwen2_5_vl",
+        ),
+        ("head_dim",),
+    ),
+    **dict.fromkeys(("longcat_flash", "longcat_flash_ngram"), ("num_hidden_layers", "head_dim")),
+}
+"""Entries of config.json that mlx-lm's module of a type does not read, though others do: heads are as wide as the
+hidden size over their number, and layers as many as `num_layers`."""
+
 _UNLISTED = Family(tied="file", one_by_one="its type is unlisted, so that nothing is known of its batches")
 
 

@@ -1,0 +1,123 @@
+"""The options of `tandem agent`, `hosts`, `doctor`, `firstlight` and `parity`; without the packages that they need."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from tandem.cli.arguments import Parser, add_command, add_settings, filled
+
+
+def add_agent(commands: Any, run: Any) -> None:
+    """Add both commands; `run` takes the parsed arguments, whose `command` says which it is."""
+    agent = add_command(commands, "agent", "Wait on this machine for heads that it is paired with, to run ranks for "
+                        "them.")
+    agent.add_argument("--name", help="by which others know this machine; by default its host name.")
+    agent.add_argument("--host", default="0.0.0.0", metavar="IP", help="address to listen on [all]")
+    agent.add_argument("--port", type=int, default=29640, metavar="N", help="and the next one, for pairing [29640]")
+    agent.add_argument("--pair", action="store_true", help="show a code for one more head.")
+    agent.add_argument("--forget", metavar="HEAD", help="trust a head no longer, and exit.")
+    agent.add_argument("--no-announce", action="store_true", help="do not answer `tandem hosts find`.")
+    hosts = add_command(commands, "hosts", "Find machines, pair with them, write the hosts file, and "
+                        "install Tandem on them.")
+    actions = hosts.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    find = add_command(actions, "find", "List machines on the local network that run `tandem agent`.")
+    find.add_argument("--json", action="store_true", help="print them as JSON.")
+    pair = add_command(actions, "pair", "Have an agent trust this machine, with the code that it shows.")
+    pair.add_argument("agent", metavar="NAME|IP[:PORT]", help="as `tandem hosts find` lists it, or its address.")
+    pair.add_argument("--code", help="the six digits; by default they are asked for.")
+    forget = add_command(actions, "forget", "Use an agent no longer.")
+    forget.add_argument("agent", metavar="NAME")
+    write = add_command(actions, "write", "Write a hosts file for machines, with addresses that they can all use.")
+    write.add_argument("file", metavar="FILE", help="the hosts file; - prints it.")
+    write.add_argument("hosts", nargs="*", metavar="HOST", help="127.0.0.1, ssh destinations, or agent:NAME, in the "
+                       "ranks' order; by default all agents that this machine is paired with.")
+    write.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"), help="to put into the file.")
+    write.add_argument("--cable", action="append", default=[], metavar="A:IF=B:IF", help="a cable between two "
+                       "hosts' interfaces, to be given a subnet that clashes with nothing; repeatable.")
+    write.add_argument("--over", choices=("thunderbolt", "ethernet"), help="Macs: let mlx.distributed_config find out "
+                       "what is cabled, over ssh.")
+    sync = add_command(actions, "sync", "Install this machine's Tandem, with the same versions of mlx and mlx-lm, on "
+                       "the machines of a hosts file, over ssh, with pip or uv.")
+    sync.add_argument("--hostfile", required=True, metavar="FILE", help="the hosts file; 127.0.0.1 in it is left "
+                      "alone.")
+    sync.add_argument("--remote-python", metavar="FILE", help="their interpreter; by default the one that ranks would "
+                      "run with, else a new environment below ~/.local/share/tandem.")
+    for parser in (find, pair):
+        parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds to listen for agents [3]")
+    for parser in (agent, hosts):
+        parser.set_defaults(run=run)
+
+
+def add_doctor(commands: Any) -> Parser:
+    """Add the command to the parser's subcommands; the caller sets `run`."""
+    parser = add_command(commands, "doctor",
+                         "Look at the machines of a cluster, side by side, and say what is wrong and how to mend it.")
+    parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file; without it this "
+                        "machine is looked at.")
+    parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="the nodes of a Ray cluster: that of "
+                        "its head's ADDRESS, by default RAY_ADDRESS, else the one that this machine is a node of.")
+    parser.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"),
+                        help="of the all_sum test; by default the hosts file's, else ring.")
+    parser.add_argument("--remote-python", metavar="PATH", help="Python interpreter on the other machines, as for "
+                        "`tandem serve`.")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="of the HTTP server, here [8000]")
+    parser.add_argument("--ports", metavar="A-B", help="ports that must be free on every machine, such as 32323-32330.")
+    parser.add_argument("--full-hash", action="store_true", help="read all of every weight file instead of samples.")
+    parser.add_argument("--verbose", "-v", action="store_true", help="also say of each check that does not apply why.")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON.")
+    parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # what ssh runs on another machine
+    group = parser.add_argument_group("the model")
+    group.add_argument("--model", metavar="MODEL", help="directory, GGUF file, hub id or demo: is it there, is it the "
+                       "same, does it fit?")
+    group.add_argument("--weights-from", choices=("local", "head"), default="local",
+                       help="head: other machines need no copy [local]")
+    group.add_argument("--layout", metavar="TEXT", help='as for `tandem plan`, such as "pp=2 layers=20,16"; by default '
+                       "a stage for each machine.")
+    group.add_argument("--context", type=int, metavar="N", help="tokens of each stream, prompt and output [8192]")
+    group.add_argument("--streams", type=int, default=1, metavar="N", help="requests answered at once [1]")
+    return parser
+
+
+def add_firstlight(commands: Any) -> Parser:
+    """Add the command to the parser's subcommands; the caller sets `run`."""
+    parser = add_command(commands, "firstlight",
+                         "Try on this machine all that may go another way on another one, and write a report of one "
+                         "page.")
+    parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those "
+                        "machines together.")
+    parser.add_argument("--model", metavar="MODEL", default="demo", help="directory, GGUF file, hub id, or demo; "
+                        "where the demo model is not here, a tiny random one is made [demo]")
+    parser.add_argument("--minutes", type=float, default=5.0, metavar="X", help="begin no check after so many; what is "
+                        "left is made when the command is given again [5]")
+    parser.add_argument("--only", metavar="CHECK,...", help="these checks alone; --list names them.")
+    parser.add_argument("--risky", action="store_true", help="also what may lock a GPU up until the machine is "
+                        "restarted: full memory, and MLX's fast fences.")
+    parser.add_argument("--fresh", action="store_true", help="begin anew, though a run was interrupted or has ended.")
+    parser.add_argument("--output", "-o", metavar="FILE", default="firstlight.md", help="the report; beside it stands "
+                        "the same as JSON [firstlight.md]")
+    parser.add_argument("--list", action="store_true", help="only say which checks there are, and what they prove.")
+    return parser
+
+
+def add_parity(commands: Any) -> Parser:
+    """Add the command to the parser's subcommands; the caller sets `run`."""
+    parser = add_command(commands, "parity",
+                         "Compare a layout's logits and greedy tokens with those of a single process.")
+    add_settings(parser, ("model", "parallel"))
+    group = parser.add_argument_group("comparison")
+    group.add_argument("--tiny", metavar="TYPE|DIR", help="instead of a model, try an architecture: a tiny random "
+                       "model of a type, or of a directory's config.json cut down, in up to three stages against "
+                       "mlx-lm's own forward pass; with --tensor-parallel-size then in that layout. No weights are "
+                       "read.")
+    group.add_argument("--reference", metavar="FILE", help="logits of the single process: read if the file is there, "
+                       "else computed and written. By default they are computed and kept in Tandem's cache; under "
+                       "mlx.launch they are read from there.")
+    group.add_argument("--prompts", metavar="FILE", help="one prompt a line: text, or token ids as a JSON list. By "
+                       "default a short prompt and one of more than two chunks, of pseudo-random tokens.")
+    group.add_argument("--tokens", type=int, default=8, metavar="N", help="greedy tokens after each prompt [8]")
+    group.add_argument("--prefill-chunk", type=int, default=32, metavar="N", help="prompt tokens in one step [32]")
+    group.add_argument("--tolerance", type=float, metavar="X", help="largest difference of a logit, as a share of the "
+                       "largest logit; by default 0 for pipelines and, where ranks share layers, 1e-4 in float32, "
+                       "2e-2 in float16, 5e-2 in bfloat16.")
+    return parser
