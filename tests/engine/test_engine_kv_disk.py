@@ -154,7 +154,7 @@ def test_a_disk_that_says_nothing_keeps_nobody_waiting(serve, expected, tmp_path
         answers(llm, expected)
         wait(lambda: len(files(tmp_path)) == 2)
     monkeypatch.setattr("tandem.engine.engine.FETCH_S", 0.3)
-    monkeypatch.setattr("tandem.runner.kv_disk.KVDisk.fetch", lambda self, order: None)
+    monkeypatch.setattr("tandem.runner.kv_disk.KVDisk.take_order", lambda self, order: None)
     with serve("one") as llm:
         assert answers(llm, expected) == 0
 
