@@ -182,3 +182,13 @@ def test_what_the_kv_cache_may_take_is_no_trouble(fraction: float, share: float,
     for rank, used in enumerate((share / 2, share / 2, 0.4)):
         guard.watch(ranks, Stepped(RankStep(rank, 1, 0.0, 0), used_bytes=round(used * 96 * GIB)), scheduler)
     assert scheduler.pressed is pressed
+
+
+def test_what_a_request_leaves_is_waited_for_before_another_has_to_leave() -> None:
+    left: list[int] = []
+    scheduler = SimpleNamespace(pressed=False, next_step=5, limits=SimpleNamespace(lanes=2),
+                                relieve=lambda: left.append(step) or True)
+    guard, ranks = MemoryGuard(0.85), [ready(0, "a")]
+    for step in range(4, 8):
+        guard.watch(ranks, Stepped(RankStep(0, step, 0.0, 0), used_bytes=96 * GIB), scheduler)
+    assert left == [4, 7], "two lanes' steps were under way"

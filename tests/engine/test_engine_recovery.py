@@ -20,7 +20,7 @@ from tandem.engine.service import EngineService
 from tandem.errors import BrokenModel, LayoutError, OutOfMemory, RankFailure, TandemError, UsageError
 from tandem.executors.base import Executor, Progress
 from tandem.executors.faults import rank_failure
-from tandem.protocol.control import EngineMessage, Output, Ready, Refused, Stepped
+from tandem.protocol.control import EngineMessage, LoadProgress, Output, Ready, Refused, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep, StepPlan, StepResult
@@ -395,6 +395,20 @@ def test_an_engine_that_is_told_to_end_does_not_wait_for_what_is_away(model: Pat
         service.stop()
         thread.join(240)
     assert codes == [0] and not thread.is_alive()
+
+
+def test_how_far_ranks_have_loaded_is_in_the_status_until_they_serve(model: Path, tmp_path: Path) -> None:
+    service = EngineService(Settings(model=ModelSettings(model=str(model)), process=ProcessSettings(
+        engine_socket=str(tmp_path / "engine.sock"))))
+    try:
+        service._loading(0, 2, 8, "load")
+        assert service._gateway.status.loading == [LoadProgress(0, 2, 8, "load")]
+        service._serving = True
+        service._publish()
+        assert service._gateway.status.loading == []
+    finally:
+        service._engine.close()
+        service._gateway.close()
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

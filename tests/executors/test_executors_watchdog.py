@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from tandem.errors import RankFailure
-from tandem.executors.pace import LEARNT, Pace, Workload
+from tandem.executors.pace import CONTEXT, LEARNT, PASS, Pace, Workload
 from tandem.executors.watchdog import AGAIN_S, FLOOR_S, Watchdog
 from tandem.protocol.control import Pong, Stepped
 from tandem.protocol.request import SamplingParams
@@ -252,7 +252,7 @@ def test_work_counts_tokens_passes_and_context() -> None:
     first = load.count(StepPlan(0, 0, inserts=[insert], prefill=[PrefillOp("a", 0, 100, True)]))
     assert 100 < first < 130
     one = load.count(StepPlan(1, 0, decode=["a"]))
-    assert 1 < one < first
+    assert one == pytest.approx(1 + PASS + 1 + 101 / CONTEXT) and one < first
     far = load.count(StepPlan(2, 0, prefill=[PrefillOp("b", 8192, 100, False)]))
     assert far > 2 * first
     assert load.count(StepPlan(3, 0, removes=["a"])) == 1

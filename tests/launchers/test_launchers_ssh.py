@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,20 @@ def test_more_slots_than_hosts_are_refused() -> None:
             one.bring([1], first=True)
     finally:
         one.close()
+
+
+def test_a_release_kills_what_does_not_end_when_its_input_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.launchers.ssh.END_S", 0.1)
+    monkeypatch.setattr("tandem.launchers.ssh.module_command", lambda module, **_: ["sleep", "600"])
+    one = launcher(HostEntry(ssh="127.0.0.1"))
+    one.bring([0], first=True)
+    process = one._connections[0]._process
+    try:
+        one.close()
+        assert process.poll() == -signal.SIGKILL
+    finally:
+        process.kill()
+        process.stdout.close()  # type: ignore[union-attr]
 
 
 def test_devices_of_the_chosen_hosts_alone() -> None:

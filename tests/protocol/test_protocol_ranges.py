@@ -42,6 +42,11 @@ def test_http_and_engine_agree_on_every_parameter(name):
         assert (engine, http) == (value in RANGES[name], value in RANGES[name] or (name == "top_k" and value == -1))
 
 
+def test_the_value_that_turns_a_parameter_off_stands_in_its_range() -> None:
+    assert str(RANGES["top_k"]).endswith(" (0 turns it off)")
+    assert str(RANGES["top_p"]) == "above 0 and at most 1"
+
+
 def test_integers_beyond_floats_and_what_is_no_number_are_told_apart() -> None:
     assert 10**400 in RANGES["max_tokens"] and 10**400 not in RANGES["top_k"] and -10**400 not in RANGES["max_tokens"]
     assert not any(value in allowed for value in (math.nan, math.inf, -math.inf) for allowed in RANGES.values())

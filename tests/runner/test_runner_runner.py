@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -52,6 +54,35 @@ def test_steps_feed_on_the_token_that_the_rank_holds(runner: Runner, stage: Stag
         feed = [int(mx.argmax(logits[0, -1]))]
         expected += feed
     assert tokens == expected
+
+
+def test_a_part_of_a_prompt_is_computed_with_its_step(runner: Runner) -> None:
+    """Otherwise all of a long prompt would be computed, and held in memory, with its last part."""
+    mx.synchronize()
+    before = mx.get_active_memory()
+    pending = runner.execute(first(prefill=[PrefillOp("a", 0, 2, False)]))
+    mx.synchronize()
+    assert pending.kv_bytes and mx.get_active_memory() - before >= pending.kv_bytes
+
+
+class Unsent:
+    """A link to a stage that has sent no token yet."""
+
+    def send(self, array: mx.array, step_id: int) -> None:
+        pass
+
+    def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
+        raise AssertionError(f"step {step_id} is waited for")
+
+
+def test_a_first_stage_waits_for_no_token_that_may_be_on_its_way(tmp_path: Path) -> None:
+    files = resolve(str(tiny_model(tmp_path)))
+    part = load_stage(files, describe(files), range(1))
+    runner = Runner(part, lanes=2, vocab_size=part.vocab_size, eos_token_ids=(2,), link=Unsent(), samples=False)
+    runner.execute(step(0, 0, {"a": 0}, **insert("a")))
+    runner.execute(step(1, 1, {"b": 0}, **insert("b")))
+    runner.execute(step(2, 0, {"a": 4, "c": 0}, pause=True, **insert("c")))
+    runner.execute(step(3, 1, {"b": 4, "d": 0}, pause=True, **insert("d")))
 
 
 def test_a_removed_sequence_leaves_no_bytes(runner: Runner) -> None:

@@ -14,7 +14,7 @@ from tandem.protocol.control import Refused
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
-from tandem.scheduler.disk import AGAIN, SLOWER
+from tandem.scheduler.disk import AGAIN, OLD, SLOWER, Pace
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
@@ -156,6 +156,14 @@ def test_a_link_that_is_slow_is_noticed_with_the_first_that_comes_over_it() -> N
     assert other.disk.orders == [Fetch(other.disk.fetching or "", names(LONG), SLOWER * 2 * PIECE / 1000)]
 
 
+def test_a_pace_follows_what_is_measured_slowly() -> None:
+    pace = Pace()
+    for tokens in (1000, 500):
+        pace.measure(tokens, 1.0)
+    pace.measure(0, 1.0)
+    assert (pace.tokens_s, pace.seen) == (pytest.approx(1000 * OLD + 500 * (1 - OLD)), 1500)
+
+
 def test_ranks_without_a_disk_and_prompts_for_which_it_does_not_pay() -> None:
     scheduler = make()
     begin(scheduler, names(LONG), None)
@@ -190,6 +198,25 @@ def test_what_is_in_memory_is_not_fetched_and_what_is_kept_is_written_once() -> 
     scheduler.prefixes.shrink(10_000)
     scheduler.submit(request("c", LONG), seed=1)
     assert len(scheduler.disk.orders) == 1
+
+
+def test_from_memory_only_a_warmed_prompt_that_may_be_on_disk_is_written() -> None:
+    scheduler = make()
+    begin(scheduler, [], [])
+
+    def written(name: str, **given: bool) -> bool:
+        params = SamplingParams(max_tokens=0 if given.get("warms") else 1)
+        scheduler.submit(EngineRequest(request_id=name, prompt=LONG, params=params, **given), seed=1)
+        stores = 0
+        while (plan := scheduler.next_plan()) is not None:
+            stores += len(plan.stores)
+            scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled())))
+        return stores > 0
+
+    assert not written("private", on_disk=False)
+    assert not written("read from memory")
+    assert not written("warmed, private", warms=True, on_disk=False)
+    assert written("warmed", warms=True)
 
 
 def test_a_full_prefix_cache_of_what_is_on_its_way_takes_no_more() -> None:

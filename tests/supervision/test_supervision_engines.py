@@ -385,6 +385,17 @@ def test_what_an_engine_finds_amiss_once_it_has_served_is_waited_for(children, m
     engines.close()
 
 
+@pytest.mark.parametrize(("code", "waits"), [(-9, False), (2, True)], ids=["crashed", "found something amiss"])
+def test_who_has_crashed_once_is_started_again_at_once(children, monkeypatch, code, waits):
+    monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 100.0)
+    engines = EngineSet(settings())
+    engines.start()
+    engines._replicas[0].serves()
+    children[-1].code = code
+    assert engines.look() is None
+    assert (engines._replicas[0].restart_at > time.monotonic()) == waits
+
+
 def test_an_added_replica_that_cannot_start_is_not_kept(children, monkeypatch):
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
     engines = EngineSet(settings())

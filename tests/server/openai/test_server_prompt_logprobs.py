@@ -70,6 +70,7 @@ def test_an_answer_has_room_for_so_many(server, engine, monkeypatch, param, rout
     assert refused.status_code == 400 and not engine.submitted
     error = refused.json()["error"]
     assert error["param"] == param and "log probabilities; an answer may hold 197" in error["message"]
+    assert ("in each of" in error["message"]) == (fields.get("n", 1) > 1)
     assert server.http.post(route, json={**fields, param: 1}).status_code == 200
 
 
