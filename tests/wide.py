@@ -71,7 +71,7 @@ OF_FAMILY = {
     "lfm2_moe": {"block_dim": 96},
     "step3p5": {"num_attention_groups": 3},
     **dict.fromkeys(("gpt2", "gptj"), {"n_embd": 96, "n_head": 6, "num_key_value_heads": 6}),
-    "gpt_bigcode": {"n_embd": 192, "head_dim": 32, "n_head": 6, "n_inner": 192},
+    "gpt_bigcode": {"n_embd": 192, "hidden_size": 192, "n_head": 6, "n_inner": 192},
     "lille-130m": {"n_embd": 96, "n_head": 6, "n_kv_heads": 3},
     **dict.fromkeys(("phixtral", "phi-msft"), {"model_dim": 96, "num_heads": 6, "num_key_value_heads": 6}),
     "qwen": {"kv_channels": 16, "num_key_value_heads": 6, "intermediate_size": 384},

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from clients.page import blocks
 from served import PATIENCE_S, address, end
-from tandem.config.loading import MAPPED, NOT_MAPPED
+from tandem.config.legacy import MAPPED, NOT_MAPPED
 from tandem.launchers.worlds import free_ports
 from tandem.testing import tiny_model
 

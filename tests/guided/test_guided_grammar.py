@@ -131,13 +131,21 @@ def test_what_crashes_the_compiler_or_takes_too_long_is_too_complex(
 
 @pytest.mark.parametrize("form", [
     StructuredOutputs(regex="a{1000000}"),
-    StructuredOutputs(regex="a{100000}"),
     StructuredOutputs(grammar='start: /x{30}/ "-" A\nA: /a{1000000}/'),
     StructuredOutputs(grammar='start: x\nx: x x x | "a" |'),
 ], ids=str)
 def test_a_grammar_whose_steps_would_hold_up_everybody_is_refused(check: GrammarCheck, form: StructuredOutputs) -> None:
     with pytest.raises(ValueError, match="steps take too long|too complex"):
         check.accept(form)
+
+
+def test_a_grammar_whose_masks_take_longer_than_one_may_is_refused(
+        tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    form, lower = StructuredOutputs(regex="a{50000}"), tmp_path / "probe.py"
+    lower.write_text(Path(probe.__file__).read_text().replace("MASK_SECONDS = 0.05", "MASK_SECONDS = 0.0005"))
+    monkeypatch.setattr("tandem.guided.probe.__file__", str(lower))
+    with pytest.raises(ValueError, match="steps take too long"):
+        GrammarCheck(tokenizer).accept(form)
 
 
 def test_a_large_ordinary_grammar_is_taken(check: GrammarCheck) -> None:
