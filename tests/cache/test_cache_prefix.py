@@ -38,6 +38,18 @@ def test_lookup_finds_the_longest_kept_prefix(seed: int) -> None:
         assert set(kept) == set(index._snapshots)
 
 
+@pytest.mark.parametrize("trimmable", [True, False])
+def test_a_prompt_that_gave_no_numbers_leaves_nothing_that_begins_as_it_does(trimmable: bool) -> None:
+    index = PrefixIndex(10_000, trimmable=trimmable)
+    shared, other = [1] * BLOCK * 2, [7] * BLOCK * 2
+    for tokens in (shared, [*shared, *[2] * BLOCK], [*shared, *[3] * BLOCK], other):
+        assert index.save(tokens)
+    index.discard(block_hashes([*shared, *[3] * BLOCK]))
+    assert index.lookup([*other, 5]) is not None
+    assert index.lookup([*shared, *[3] * BLOCK, 5]) is None and index.lookup([*shared, 5]) is None
+    index.check()
+
+
 def test_what_cannot_be_cut_is_found_at_its_exact_length_only() -> None:
     index = PrefixIndex(10_000, trimmable=False)
     tokens = list(range(BLOCK * 3))

@@ -102,6 +102,12 @@ def test_a_vocabulary_that_cannot_be_loaded_costs_one_request(tokenizer: Tokeniz
     assert mask.all()
 
 
+def test_an_end_that_the_model_has_no_token_for_is_passed_over(tokenizer: Tokenizer) -> None:
+    guides = Guides(Vocabulary(lambda: tokenizer, 520, (EOS, 5000)))
+    guides.add("a", StructuredOutputs(choice=("0",)), [])
+    assert guides.masks(["a"]).given_up == {}
+
+
 @pytest.mark.parametrize("produced", [[], [100, 101, 102]])
 def test_tokens_that_do_not_fit_are_given_up(guides: Guides, produced: list[int]) -> None:
     guides.add("a", StructuredOutputs(choice=("0",)), [*produced, 5])

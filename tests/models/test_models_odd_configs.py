@@ -123,11 +123,8 @@ def test_types_whose_module_takes_no_width_of_heads_are_listed() -> None:
     assert unlisted == set()
 
 
-@pytest.mark.parametrize(("scaling", "times"), [
-    ({"type": "dynamic", "factor": 2.0}, 2), ({"rope_type": "dynamic", "factor": 1.5}, 1.5),
-    ({"type": "dynamic", "alpha": 1000.0, "factor": 1.0}, 1), ({"type": "dynamic", "factor": float("inf")}, 1),
-    ({"type": "linear", "factor": 2.0}, 1), (None, 1),
-])
-def test_rotary_embeddings_that_change_with_length_reach_further(scaling: Any, times: float, tmp_path: Path) -> None:
-    path = tiny_model(tmp_path, "llama", config={"rope_scaling": scaling, "max_position_embeddings": 512})
-    assert describe(resolve(str(path))).max_context == 512 * times
+def test_rotary_embeddings_that_change_with_length_are_used_as_far_as_they_do_not(tmp_path: Path) -> None:
+    """Further on mlx-lm takes another base at each call: tokens would depend on where a prompt is cut into chunks."""
+    scaling = {"type": "dynamic", "factor": 2.0}
+    path = tiny_model(tmp_path, "internlm2", config={"rope_scaling": scaling, "max_position_embeddings": 512})
+    assert describe(resolve(str(path))).max_context == 512

@@ -233,9 +233,9 @@ class PrefixIndex:
         self._evicted.append(key)
 
     def discard(self, hashes: Sequence[bytes]) -> None:
-        """Evict whatever shares most with a prompt of these blocks."""
-        deepest = next((digest for digest in reversed(hashes) if digest in self._by_hash), b"")
-        for key in list(self._by_hash.get(deepest, ())):
+        """Evict every prefix that begins as a prompt of these blocks does: which of their blocks is at fault nobody
+        knows."""
+        for key in dict.fromkeys(key for digest in hashes for key in self._by_hash.get(digest, ())):
             self._evict(key)
 
     def shrink(self, positions: int) -> None:

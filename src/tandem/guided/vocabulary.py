@@ -23,10 +23,11 @@ class Vocabulary:
     """Compiles grammars in a thread of its own. The tokenizer is loaded for the first one."""
 
     def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos: Sequence[int]) -> None:
-        """`vocab_size` is the width of the logits, `eos` the ids that may follow where a grammar can end."""
+        """`vocab_size` is the width of the logits, `eos` the ids that may follow where a grammar can end;
+        those beyond the logits, which config.json may name, are left out."""
         self._load = load
         self.vocab_size = vocab_size
-        self.eos = tuple(eos)
+        self.eos = tuple(token for token in eos if token < vocab_size)
         self._tokenizer: LLTokenizer | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._thread: ThreadPoolExecutor | None = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -326,16 +325,8 @@ class _Facts:
     def max_context(self) -> int:
         for key in _CONTEXT_KEYS:
             if self.config.get(key) is not None:
-                return int(self.number(key) * self._stretch())
+                return self.number(key)
         return _DEFAULT_CONTEXT
-
-    def _stretch(self) -> float:
-        """How many times as far rotary embeddings reach that change with a sequence's length."""
-        scaling = self.config.get("rope_scaling")
-        if not isinstance(scaling, dict) or "dynamic" not in (scaling.get("type"), scaling.get("rope_type")):
-            return 1.0
-        factor = scaling.get("factor")
-        return max(float(factor), 1.0) if isinstance(factor, int | float) and math.isfinite(factor) else 1.0
 
 
 def stored_bare(names: Iterable[str], layers: str) -> bool:

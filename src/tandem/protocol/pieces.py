@@ -60,7 +60,7 @@ class Surveyed(Struct, frozen=True, tag=True):
     lent: list[bytes] = []
     """Those of them for which it needs what others lend."""
     nbytes: int = 0
-    """Of the files of this model, adapter and type; or of those that this rank has deleted. 0 where it was asked for
+    """Of the files of this model, adapter and type; or of those that this rank has deleted. 0 where it looked for
     some pieces alone, as is the next."""
     total_bytes: int = 0
     """Of all files in the directory."""

@@ -143,8 +143,9 @@ class _Span:
 
     @cached_property
     def _arrays(self) -> list[Layer]:
-        own, self._own = self._own, []
-        return [(np.asarray(keys), np.asarray(values)) for keys, values in own]
+        arrays = [(np.asarray(keys), np.asarray(values)) for keys, values in self._own]
+        self._own = []
+        return arrays
 
     def piece(self, number: int) -> list[Layer]:
         """Waits until it is computed. For one thread."""
@@ -153,7 +154,7 @@ class _Span:
 
 
 class KVDisk:
-    """`store` and `take` are for the thread that owns MLX, `fetch` for any."""
+    """`store` and `take` are for the thread that owns MLX, `take_order` for any."""
 
     def __init__(self, rank: int, files: PieceFiles, layers: Layers, report: Report,
                  lending: Lending | None = None) -> None:
@@ -253,7 +254,7 @@ class KVDisk:
                 self._failed(job, error)
 
     def _failed(self, job: Any, error: Exception) -> None:
-        """Answer a job that raised what nobody foresaw, so that nobody waits for it."""
+        """Answer a job that raised what nobody foresaw, so that whoever asked does not wait for it."""
         seldom.error("KV on disk: %s: %s; what it was about is computed", type(error).__name__, error)
         if isinstance(job, Fetch):
             self._arrived[job.key] = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import secrets
 import shutil
 import stat
@@ -20,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ MOST_IDENTITY = 64
 ABOUT = "model"
 """A file in each space: what its model is called, for people."""
 _PREFIX = struct.Struct("<8sI")
+_PIECE = re.compile(rf"[0-9a-f]{{32}}\.\d+-\d+\.\d+-\d+\{SUFFIX}$")
 MOST_HEADER = 1 << 20
 """Bytes before the arrays of a file."""
 STALE_S = 3600.0
@@ -130,7 +133,7 @@ def _is_ours(path: Path) -> bool:
     """True for what Tandem keeps in such a directory, where all but the mark may be left of one that was deleted while
     ranks wrote."""
     if path.is_dir() and not path.is_symlink():
-        return all(name in (ABOUT, PARTS) or name.endswith((SUFFIX, ".tmp")) for name in os.listdir(path))
+        return all(name in (ABOUT, PARTS) or _PIECE.match(name) or name.endswith(".tmp") for name in os.listdir(path))
     return path.name in (MARK, IDENTITY) or path.name.endswith(".tmp")
 
 
@@ -367,9 +370,9 @@ class PieceFiles:
         space's files, or of those that were deleted, and of all that is left. Where some pieces are `wanted`, nothing
         else is deleted or looked at, here or at those who lend, nor counted. Raises OSError."""
         dropped = 0
-        stems = None if wanted is None else {name.hex() for name in wanted}
-        for _, size, space, file in self._all() if drop else ():
-            if space == self._space and (stems is None or file.partition(".")[0] in stems):
+        if drop:
+            every = ((size, file) for _, size, space, file in self._all() if space == self._space)
+            for size, file in every if wanted is None else self._those(wanted):
                 with suppress(OSError):  # another rank deletes them too
                     (self._path / file).unlink()
                     dropped += size
@@ -377,6 +380,7 @@ class PieceFiles:
         for name in list(self._lent) if wanted is None else wanted:
             self._lent.pop(name, None)
         if self._lenders is not None and not drop:  # others drop what they have at the same time
+            stems = None if wanted is None else {name.hex() for name in wanted}
             self._lenders.look(stems)
             for file, size in self._lenders.files(stems):
                 if size <= self._most:
@@ -385,14 +389,20 @@ class PieceFiles:
 
     def _look_for(self, wanted: Sequence[bytes]) -> tuple[int, int]:
         """Look which parts of these pieces are there, and at no other file."""
-        there = labels(self._path)
         for name in wanted:
             self._parts.pop(name, None)
-            for file in (f"{name.hex()}.{label}{SUFFIX}" for label in there):
-                with suppress(OSError):
-                    if stat.S_ISREG(os.stat(self._path / file, follow_symlinks=False).st_mode):
-                        _note(self._parts, file)
+        for _, file in self._those(wanted):
+            _note(self._parts, file)
         return 0, 0
+
+    def _those(self, wanted: Sequence[bytes]) -> Iterator[tuple[int, str]]:
+        """Bytes and name of each file of these pieces, with no look at others."""
+        for name, label in product(wanted, labels(self._path)):
+            file = f"{name.hex()}.{label}{SUFFIX}"
+            with suppress(OSError):
+                status = os.stat(self._path / file, follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode):
+                    yield status.st_size, file
 
     def take_gone(self) -> list[bytes]:
         """Pieces of which something was deleted, since the last call."""
