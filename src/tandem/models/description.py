@@ -185,7 +185,7 @@ def describe(files: ModelFiles) -> ModelDescription:
             token_elements=sum(cache.position for cache in caches) / len(caches),
             state_elements=sum(cache.state for cache in caches) / len(caches),
             float32_elements=sum(cache.float32 for cache in caches) / len(caches),
-            no_drafts=_no_drafts(family, caches),
+            no_drafts=_no_drafts(family, caches, known.get("rope_scaling")),
             replicated_cache=any(cache.replicated for cache in caches),
             whole_elements=sum(cache.whole for cache in caches) / len(caches),
             index_heads=index_heads(known),
@@ -208,7 +208,9 @@ def describe(files: ModelFiles) -> ModelDescription:
         )
 
 
-def _no_drafts(family: Family, caches: Sequence[LayerCache]) -> str:
+def _no_drafts(family: Family, caches: Sequence[LayerCache], scaling: object) -> str:
+    if isinstance(scaling, dict) and "dynamic" in (scaling.get("type"), scaling.get("rope_type")):
+        return "its rotary embedding changes with a sequence's length (dynamic rope scaling)"
     if not all(cache.can_be_cut for cache in caches):
         return "the model's recurrent states cannot take back drafts"
     if any(cache.listed for cache in caches):
