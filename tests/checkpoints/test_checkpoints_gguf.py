@@ -149,7 +149,7 @@ def test_plain_file_gives_the_same_model(family, arch, layers, config, metadata,
     ours, theirs = load_tokenizer(files), load_tokenizer(resolve(str(model)))
     text = "the hen 12<|im_end|> über\n"
     assert ours.encode(text) == theirs.encode(text)
-    assert ours.eos_token_ids == theirs.eos_token_ids == (2,)
+    assert ours.eos_token_ids == theirs.eos_token_ids == describe(files).eos_token_ids == (2,)
     messages = [{"role": "user", "content": "hello"}]
     assert ours.render_chat(messages) == theirs.render_chat(messages)
 

@@ -64,12 +64,14 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(path: Path) -> tuple[int, ...]:
-    """End-of-sequence ids of config.json and generation_config.json together, in ascending order."""
+    """End-of-sequence ids of config.json, or of its text model, and of generation_config.json together, ascending."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if not (path / name).exists():
             continue
-        value = read_json(path / name).get("eos_token_id")
+        config = read_json(path / name)
+        nested = config.get("text_config")
+        value = config.get("eos_token_id", nested.get("eos_token_id") if isinstance(nested, dict) else None)
         values = value if isinstance(value, list) else [value]
         found.update(v for v in values if isinstance(v, int) and not isinstance(v, bool) and 0 <= v < LARGEST_NUMBER)
     return tuple(sorted(found))

@@ -1,8 +1,8 @@
 """The partition planner: which machines hold which part of a model, before anything is loaded. Pure.
 
-`plan` enumerates arrangements of the machines (`planner_layouts`), places layers and kv heads in each at least cost
-(`planner_solve`, `planner_split`), predicts memory and time (`planner_cost`), ranks what fits for a goal, and says why
-(`planner_words`) or what would fit (`planner_remedies`). Predictions are estimates, good for comparing layouts.
+`plan` enumerates arrangements of the machines (`layouts`), places layers and kv heads in each at least cost
+(`solve`), predicts memory and time (`cost`), ranks what fits for a goal, and says why
+(`words`) or what would fit. Predictions are estimates, good for comparing layouts.
 """
 
 from __future__ import annotations

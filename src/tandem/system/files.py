@@ -82,7 +82,11 @@ def place_file(source: Path, target: Path, *, sync: bool) -> None:
         _force(source)
     os.replace(source, target)
     if sync:
-        _force(target.parent)
+        try:
+            _force(target.parent)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that keep names without being asked
+                raise
 
 
 def _force(path: Path) -> None:

@@ -95,18 +95,16 @@ class Guard:
 
     def _admit(self, number: int) -> None:
         """Count a connection. One too many of its address is shut; one too many of all costs the address with the most
-        its oldest. One that has ended by now counts until its end is reported, which comes next."""
+        its oldest. One that has ended by now counts for nobody; its end is reported next."""
         address = self._peer(number)
         if self._spare is None:
             self._peer(number, shut=True)
             return
         self._strangers[number] = (address or "", time.monotonic())
-        if address is None:
-            return
-        counts = Counter(one for one, _ in self._strangers.values())
-        if counts[address] > max(self._most // 4, 1):
+        counts = Counter(one for one, _ in self._strangers.values() if one)
+        if address and counts[address] > max(self._most // 4, 1):
             self._shut(number)
-        elif len(self._strangers) > self._most:
+        elif sum(counts.values()) > self._most:
             [(fullest, _)] = counts.most_common(1)
             self._shut(next(one for one, (whose, _) in self._strangers.items() if whose == fullest))
 

@@ -55,8 +55,7 @@ class MemberSocket:
         """
         self._authenticator = Authenticator(self._context, self._keys)
         self._keys.secure_bind(self.socket)
-        what = f"{host}:{port} cannot be listened on" if port else f"no free port on {host}"
-        with translated(what, lambda: MemberSocket.close(self)):
+        with translated(f"{host}:{port or '*'} cannot be listened on", lambda: MemberSocket.close(self)):
             self.socket.bind(f"tcp://{host}:{port or '*'}")
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.endpoint = f"tcp://{host}:{self.port}"
