@@ -60,7 +60,7 @@ BOMBS = {
     "join": "{{ ('b' * 10000000).join(('a' * 10000)|list) }}",
     "join filter": "{{ ('a' * 10000)|list|join('b' * 10000000) }}",
     "join of attributes": "{{ ([namespace(b='a' * 10000000)] * 9999)|map(attribute='b')|join }}",
-    "sum": "{{ ([[1] * 1000] * 1000)|sum(start=[]) }}",
+    "sum": "{{ ([[1] * 2000] * 2000)|sum(start=[]) }}",
     "doubling": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "doubling by ~": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     "doubling by blocks": "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set b %}{{ ns.x }}{{ ns.x }}{% endset %}"

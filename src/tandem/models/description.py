@@ -209,7 +209,8 @@ def describe(files: ModelFiles) -> ModelDescription:
 
 
 def _no_drafts(family: Family, caches: Sequence[LayerCache], scaling: object) -> str:
-    if isinstance(scaling, dict) and "dynamic" in (scaling.get("type"), scaling.get("rope_type")):
+    known = scaling if isinstance(scaling, dict) and "alpha" not in scaling else {}  # Hunyuan has one base
+    if "dynamic" in (known.get("type"), known.get("rope_type")):
         return "its rotary embedding changes with a sequence's length (dynamic rope scaling)"
     if not all(cache.can_be_cut for cache in caches):
         return "the model's recurrent states cannot take back drafts"

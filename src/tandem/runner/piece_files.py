@@ -31,6 +31,7 @@ import numpy as np
 from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
+from tandem.runner.kv_part import Part
 from tandem.system.files import NotRegular, read_regular
 from tandem.transport.lenders import PARTS, SUFFIX, Lenders, labels
 
@@ -82,31 +83,6 @@ class Unusable(Exception):
     """A file is not there any more, not whole, or not what its name says."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Which layers and heads a file has, or a rank needs."""
-
-    layers: range
-    heads: range
-
-    @property
-    def label(self) -> str:
-        """In a file's name."""
-        return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
-
-    @staticmethod
-    @lru_cache(1024)
-    def read(label: str) -> Part:
-        """The part with this label. Raises ValueError."""
-        layers, _, heads = label.partition(".")
-        return Part(_range(layers), _range(heads))
-
-
-def _range(text: str) -> range:
-    start, _, stop = text.partition("-")
-    return range(int(start), int(stop))
-
-
 def open_directory(directory: Path, space: str) -> None:
     """Make it, or see that it is ours. Raises UsageError."""
     try:
@@ -130,8 +106,7 @@ def _make_space(directory: Path, space: str) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """True for what Tandem keeps in such a directory, where all but the mark may be left of one that was deleted while
-    ranks wrote."""
+    """True for what may be left of a directory that was deleted while ranks wrote."""
     if path.is_dir() and not path.is_symlink():
         return all(name in (ABOUT, PARTS) or _PIECE.match(name) or name.endswith(".tmp") for name in os.listdir(path))
     return path.name in (MARK, IDENTITY) or path.name.endswith(".tmp")
@@ -371,8 +346,7 @@ class PieceFiles:
         else is deleted or looked at, here or at those who lend, nor counted. Raises OSError."""
         dropped = 0
         if drop:
-            every = ((size, file) for _, size, space, file in self._all() if space == self._space)
-            for size, file in every if wanted is None else self._those(wanted):
+            for size, file in self._those(wanted):
                 with suppress(OSError):  # another rank deletes them too
                     (self._path / file).unlink()
                     dropped += size
@@ -395,8 +369,11 @@ class PieceFiles:
             _note(self._parts, file)
         return 0, 0
 
-    def _those(self, wanted: Sequence[bytes]) -> Iterator[tuple[int, str]]:
-        """Bytes and name of each file of these pieces, with no look at others."""
+    def _those(self, wanted: Sequence[bytes] | None) -> Iterator[tuple[int, str]]:
+        """Bytes and name of each file of these pieces, with no look at others; None: of all in this space."""
+        if wanted is None:
+            yield from ((size, file) for _, size, space, file in self._all() if space == self._space)
+            return
         for name, label in product(wanted, labels(self._path)):
             file = f"{name.hex()}.{label}{SUFFIX}"
             with suppress(OSError):
