@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Masks(NamedTuple):
-    """Of the rows of one step that follow a grammar."""
+    """Token masks of the rows of one step that follow a grammar."""
 
     rows: list[int]
     bits: npt.NDArray[np.uint32]

@@ -34,9 +34,9 @@ class Space:
     """Pieces of one model, adapter and type, made by one version."""
 
     name: str
-    """Of its directory."""
+    """Name of the directory."""
     model: str
-    """What the model was called; empty where nobody has noted it."""
+    """Name of the model; empty where it was not noted."""
     tokens: int = 0
     """Positions in its pieces, whether or not all parts of them are there."""
     files: int = 0
@@ -46,12 +46,12 @@ class Space:
 
     @property
     def type(self) -> str:
-        """What it was computed in."""
+        """Type that the KV was computed in."""
         return self.name.rpartition("-")[2]
 
 
 def look(directory: Path) -> list[Space]:
-    """What is there, the most recently used first. Raises UsageError."""
+    """List the spaces of `directory`, the most recently used first. Raises UsageError."""
     found = []
     for place in _spaces(directory):
         space, names = Space(place.name, _model(place)), set()

@@ -41,7 +41,7 @@ class Manager(ABC):
     tool: str
     """The program that it is told with."""
     hint = ""
-    """What a person should know about services here."""
+    """Advice on services of this system."""
 
     @abstractmethod
     def file(self, name: str) -> Path:
@@ -61,7 +61,7 @@ class Manager(ABC):
 
     @contextmanager
     def _or_nothing(self, name: str) -> Iterator[None]:
-        """What cannot be started is taken away again, else the next login would start it."""
+        """Uninstall the service `name` if the block fails: the next login would start it."""
         try:
             yield
         except UsageError as error:
@@ -72,7 +72,7 @@ class Manager(ABC):
 
 
 def manager() -> Manager:
-    """That of this system. Raises UsageError where there is none."""
+    """Return this system's service manager. Raises UsageError where there is none."""
     chosen: Manager = Launchd() if sys.platform == "darwin" else Systemd()
     if find_tool(chosen.tool) is None:
         raise UsageError(f"{chosen.tool} is not on this machine, so there is nobody to keep a service running; "
@@ -109,11 +109,11 @@ class Launchd(Manager):
             "run on other machines too")
 
     def file(self, name: str) -> Path:
-        """As in the base class."""
+        """Implement the base class."""
         return Path.home() / "Library" / "LaunchAgents" / f"{launchd_label(name)}.plist"
 
     def install(self, service: Service) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         if self.file(service.name).exists():
             self.uninstall(service.name)
         _write(self.file(service.name), launchd_agent(service))
@@ -123,7 +123,7 @@ class Launchd(Manager):
                 _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
 
     def uninstall(self, name: str) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         for place in self._places(name):
             _ran(self.tool, "bootout", place)
         end = time.monotonic() + self._stop_s(name) + _END_S
@@ -134,7 +134,7 @@ class Launchd(Manager):
         self.file(name).unlink(missing_ok=True)
 
     def pid(self, name: str) -> int | None:
-        """As in the base class."""
+        """Implement the base class."""
         for place in self._places(name):
             done = _ran(self.tool, "print", place)
             if done.returncode == 0 and (match := _PID.search(done.stdout)):
@@ -159,12 +159,12 @@ class Systemd(Manager):
     hint = "it ends when you log out, unless `loginctl enable-linger` was run once"
 
     def file(self, name: str) -> Path:
-        """As in the base class."""
+        """Implement the base class."""
         base = variable("XDG_CONFIG_HOME")
         return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"tandem-{name}.service"
 
     def install(self, service: Service) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         unit = self.file(service.name)
         try:  # before an earlier one is overwritten
             _must(self.tool, "--user", "daemon-reload")
@@ -177,7 +177,7 @@ class Systemd(Manager):
             _must(self.tool, "--user", "restart", unit.name, timeout_s=None)  # an earlier one has its time to drain
 
     def uninstall(self, name: str) -> None:
-        """As in the base class."""
+        """Implement the base class."""
         unit = self.file(name)
         try:
             _must(self.tool, "--user", "disable", "--now", unit.name, timeout_s=None)
@@ -187,7 +187,7 @@ class Systemd(Manager):
         _ran(self.tool, "--user", "daemon-reload")
 
     def pid(self, name: str) -> int | None:
-        """As in the base class."""
+        """Implement the base class."""
         done = _ran(self.tool, "--user", "show", "--property=MainPID", "--value", self.file(name).name)
         text = done.stdout.strip()
         return int(text) if text.isdecimal() and int(text) else None

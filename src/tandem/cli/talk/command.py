@@ -34,13 +34,13 @@ FRAMES = 12
 
 
 class AnswerView:
-    """What is finished (blocks between blank lines) is printed for good; the block that grows is drawn again and again.
+    """Print finished blocks (between blank lines) for good, and redraw the block that grows.
 
     So an answer may be longer than the screen, and its beginning can be scrolled to.
     """
 
     def __init__(self, console: Console) -> None:
-        """Nothing is shown."""
+        """Draw to `console`, nothing yet."""
         self._console = console
         self._block, self._fenced, self._reasoning = "", False, False
         self._live: Live | None = None
@@ -90,7 +90,7 @@ class AnswerView:
 
 @contextmanager
 def unechoed() -> Iterator[None]:
-    """What is typed meanwhile does not show; Ctrl-C goes on to work."""
+    """Hide what is typed within the block; Ctrl-C still works."""
     with ExitStack() as stack:
         with suppress(termios.error, ValueError, OSError):  # no terminal
             stream = sys.stdin.fileno()
