@@ -75,6 +75,16 @@ def test_vectors_equal_mlx_lms_and_leave_generation_alone(llm: LLM, model: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_texts_that_share_a_pass(llm: LLM, model: Path, pooling: Any) -> None:
+    rng = random.Random(2)
+    texts = [[rng.randrange(3, 500) for _ in range(rng.choice((3, 4, 5, 12, 13)))] for _ in range(24)]
+    asked = [embedding(f"v{i}", text, pooling) for i, text in enumerate(texts)]
+    vectors = {message.request_id: unit(message) for message in submitted(llm, asked)}
+    assert [vectors[f"v{i}"] for i in range(len(texts))] == near(reference(model, pooling, texts))
+
+
+@pytest.mark.slow
 def test_a_ranks_death_is_not_seen(llm: LLM, model: Path) -> None:
     if len(llm.engine.executor.pids) != 2:
         pytest.skip("for layouts of two processes")

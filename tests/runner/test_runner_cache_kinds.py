@@ -58,6 +58,18 @@ def prefilled(stage: StageModel, prompt: list[int], chunk: int) -> Alone:
     return alone
 
 
+def test_prompts_padded_behind_in_one_pass_are_those_alone(stage: StageModel) -> None:
+    if stage.one_by_one:
+        pytest.skip("its rows are computed apart")
+    rng = random.Random(4)
+    prompts = [[rng.randrange(300) for _ in range(length)] for length in (40, 44, 37, 41)]
+    padded = mx.array([prompt + [0] * (44 - len(prompt)) for prompt in prompts])
+    together = stage.forward(padded, stage.make_caches())
+    for row, prompt in enumerate(prompts):
+        alone = stage.forward(mx.array([prompt]), stage.make_caches())
+        assert np.array(together[row, :len(prompt)]) == pytest.approx(np.array(alone[0]), abs=2e-4)
+
+
 def test_rows_of_mixed_lengths_join_leave_and_move(stage: StageModel) -> None:
     rng = random.Random(3)
     lanes = [make_store(stage.make_caches, 0, stage.one_by_one) for _ in range(2)]

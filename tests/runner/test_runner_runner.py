@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -63,6 +64,29 @@ def test_a_part_of_a_prompt_is_computed_with_its_step(runner: Runner) -> None:
     pending = runner.execute(first(prefill=[PrefillOp("a", 0, 2, False)]))
     mx.synchronize()
     assert pending.kv_bytes and mx.get_active_memory() - before >= pending.kv_bytes
+
+
+@pytest.mark.parametrize("pooling", ["last", "mean"])
+def test_texts_of_like_length_are_embedded_in_one_pass(pooling: Any, stage: StageModel,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = {"a": 5, "b": 12, "c": 4, "d": 5, "e": 24, "f": 5}
+    texts = {name: [ord(name) + i for i in range(length)] for name, length in lengths.items()}
+    seen, forward = [], stage.forward
+    monkeypatch.setattr(stage, "forward", lambda x, caches: (seen.append(x.shape), forward(x, caches))[1])
+
+    def vectors(names: str) -> dict[str, bytes]:
+        runner = Runner(stage, lanes=1, vocab_size=stage.vocab_size, eos_token_ids=(2,))
+        params, fingerprint = SamplingParams(max_tokens=0), batch_fingerprint([(one, 0) for one in names])
+        plan = StepPlan(0, 0, inserts=[InsertOp(one, texts[one], lengths[one], params) for one in names],
+                        prefill=[PrefillOp(one, 0, lengths[one], True, pooling, False) for one in names],
+                        sampling_seeds=dict.fromkeys(names, 1), fingerprint=fingerprint)
+        return runner.execute(plan).finish().vectors
+
+    together = vectors("abcdef")
+    assert seen == [(4, 5), (1, 12), (1, 24)]
+    for name, vector in together.items():
+        assert np.frombuffer(vector, "<f4") == pytest.approx(np.frombuffer(vectors(name)[name], "<f4"), rel=1e-4)
+    assert together.keys() == texts.keys()
 
 
 class Unsent:

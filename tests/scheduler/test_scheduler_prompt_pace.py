@@ -35,6 +35,10 @@ class Device:
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
         self.scheduler.submit(EngineRequest(request_id=name, prompt=[3] * tokens, params=params), 1)
 
+    def embed(self, name: str, tokens: int) -> None:
+        self.scheduler.submit(EngineRequest(request_id=name, prompt=[3] * tokens, params=SamplingParams(max_tokens=0),
+                                            pooling="last"), 1)
+
     def step(self) -> StepPlan:
         """The next plan, computed."""
         while (plan := self.scheduler.next_plan()) is not None:
@@ -43,7 +47,8 @@ class Device:
         tokens = sum(op.count for op in plan.prefill)
         seconds = (DECODE_S if plan.decode or tokens else 0.0) + tokens * self._token_s(self.now)
         self.now += seconds
-        self.scheduler.update(StepResult(plan.step_id, plan.lane, [3] * len(plan.sampled())), self.now, seconds)
+        self.scheduler.update(StepResult(plan.step_id, plan.lane, [3] * len(plan.sampled()),
+                                         vectors=dict.fromkeys(plan.ended(), b"1234")), self.now, seconds)
         self.done.append((plan, seconds))
         return plan
 
@@ -148,6 +153,24 @@ def test_prompts_of_another_lane_do_not_count_as_steps_of_decoding() -> None:
     device.until(ends("long"))
     assert device.scheduler.prompts.limit_s == pytest.approx(limit, rel=0.1)
     assert set(device.chunks()[20:-1]) == {64}
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_embeddings_take_no_more_time_than_the_streams_beside_them(lanes: int) -> None:
+    """Sixteen texts always wait; a stream keeps half of its speed, and the texts are embedded all the same."""
+    device = Device(Scheduler(limits(lanes=lanes)), lambda now: 0.0005)
+    for lane in range(lanes):
+        device.submit(f"s{lane}", 40)
+    device.until(lambda plan: device.now > 100 * DECODE_S)
+    began, first, sent = device.now, len(device.done), 0
+    while len(device.done) < first + 400:
+        while device.scheduler.running + len(device.scheduler.waiting) < 16 + lanes:
+            device.embed(f"e{sent}", 100)
+            sent += 1
+        device.step()
+    tokens = sum(len(plan.decode) for plan, _ in device.done[first:])
+    assert tokens * DECODE_S / (device.now - began) > 0.45
+    assert sent > 100
 
 
 def test_nothing_is_known_without_a_clock() -> None:

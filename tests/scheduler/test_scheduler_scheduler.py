@@ -342,13 +342,13 @@ def test_a_pooled_prompt_takes_no_token_and_is_gone_after_its_last_chunk() -> No
     assert isinstance(message, Refused) and message.code == "not_finite"
 
 
-def test_only_a_mean_cannot_begin_with_a_kept_prefix() -> None:
+def test_texts_to_embed_begin_with_kept_prefixes_unless_a_mean_needs_all_and_leave_none() -> None:
     scheduler = Scheduler(limits(prefill_chunk=64, prefix_tokens=1000))
-    for name, pooling, expected in (("a", "last", 64), ("b", "mean", 64), ("c", "last", 32)):
-        scheduler.submit(pooled(name, 64, pooling), seed=1)
+    for name, pooling, expected in (("a", "last", 64), ("b", None, 64), ("c", "mean", 64), ("d", "last", 32)):
+        scheduler.submit(pooled(name, 64, pooling) if pooling else request(name, 64, max_tokens=1), seed=1)
         plan = scheduler.next_plan()
         assert plan and sum(op.count for op in plan.prefill) == expected
-        scheduler.update(StepResult(plan.step_id, 0, vectors={name: b"1234"}))
+        scheduler.update(StepResult(plan.step_id, 0, [5] * len(plan.sampled()), vectors={name: b"1234"}))
 
 
 def test_a_pooled_request_asks_for_no_tokens() -> None:

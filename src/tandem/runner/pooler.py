@@ -2,10 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import numpy as np
 
 from tandem.protocol.step import PrefillOp
+
+PADDING = 1.25
+"""Positions of a pass, over those of the prompts in it: beyond that prompts are not computed together."""
+
+
+def passes(prefill: Sequence[PrefillOp], *, together: bool) -> list[list[PrefillOp]]:
+    """Divide a step's chunks into forward passes. `together`: the model computes rows of unequal length at once.
+
+    Whole prompts that yield a vector and nothing else share a pass when their lengths are alike; every other chunk has
+    its own. The same on all ranks, because it follows from the plan alone.
+    """
+    divided: list[list[PrefillOp]] = []
+    shared = [op for op in prefill if together and _only_pooled(op)]
+    for op in sorted(shared, key=lambda op: (op.pooling or "", op.count)):
+        row = divided[-1] if divided else []
+        positions = sum(one.count for one in row) + op.count
+        if row and row[0].pooling == op.pooling and (len(row) + 1) * op.count <= PADDING * positions:
+            row.append(op)
+        else:
+            divided.append([op])
+    return [[op] for op in prefill if op not in shared] + divided
+
+
+def _only_pooled(op: PrefillOp) -> bool:
+    return op.pooling is not None and op.start == 0 and op.last and op.prompt_logprobs is None
 
 
 class Pooler:

@@ -23,7 +23,7 @@ from tandem.runner.kv_arena import Attention
 from tandem.runner.kv_disk import KVDisk
 from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
-from tandem.runner.pooler import Pooler, vector_bytes
+from tandem.runner.pooler import Pooler, passes, vector_bytes
 from tandem.runner.prefix_store import PrefixStore
 from tandem.runner.prompt_scorer import Scores, score
 from tandem.runner.sampler import Allowed, Sampled, Sampler
@@ -144,7 +144,10 @@ class Runner:
         if plan.decode:
             self._decode(plan, lane, pending)
         saves = {op.request_id: op for op in plan.saves}
-        for op in plan.prefill:
+        for op, *others in passes(plan.prefill, together=not self.stage.one_by_one):
+            if others:
+                self._embed(lane, [op, *others], pending)
+                continue
             self._prefill(plan, lane, op, pending)
             if op.request_id in saves and op.start + op.count >= saves[op.request_id].length:
                 lane.save(saves.pop(op.request_id))
@@ -236,6 +239,17 @@ class Runner:
             self._sample(pending, hidden[:, -1:], [op.request_id])
         # A chunk that samples nothing is computed for its KV alone.
         mx.async_eval([cache.state for cache in caches])
+
+    def _embed(self, lane: LaneBatch, ops: list[PrefillOp], pending: PendingStep) -> None:
+        """Compute whole prompts that are only pooled in one pass. Those that are shorter are padded behind, which
+        nothing before it sees; what the caches take up is not kept."""
+        chunks, width = [lane.chunk(op)[0] for op in ops], max(op.count for op in ops)
+        tokens = None
+        if self.stage.is_first:
+            tokens = mx.array([chunk + [0] * (width - len(chunk)) for chunk in chunks], dtype=mx.int32)
+        hidden = self._forward(pending, (len(ops), width), tokens, self.stage.make_caches())
+        for row, op in enumerate(ops):
+            self._pool(pending, hidden[row:row + 1, :op.count], op)
 
     def _sample(self, pending: PendingStep, hidden: mx.array, ids: list[str]) -> None:
         """Choose a token for each of `ids` from hidden states [ids, 1, H]; all ranks of the last stage take part.

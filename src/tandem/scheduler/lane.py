@@ -93,9 +93,10 @@ class Lane:
                    if not (s.samples and (s.decoding or s.request_id in joins))}
         return sum(prompts.values()) + sum(op.count for op in prefill if op.request_id in prompts)
 
-    def prefill(self, budget: int) -> list[PrefillOp]:
-        """Spend up to `budget` positions on prompts: the shortest rest first, but nobody is passed over for long."""
-        waiting = [s for s in self.members.values() if not s.decoding]
+    def prefill(self, budget: int, *, embeds: bool = True) -> list[PrefillOp]:
+        """Spend up to `budget` positions on prompts, without texts to embed unless `embeds`: the shortest rest first,
+        but nobody is passed over for long."""
+        waiting = [s for s in self.members.values() if not s.decoding and (embeds or s.request.pooling is None)]
         # Sorting is stable, so those whose patience is at an end come in the order of their arrival.
         waiting.sort(key=lambda s: s.target - s.computed if s.skipped < PATIENCE else 0)
         chunks = []

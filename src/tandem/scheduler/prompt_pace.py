@@ -6,7 +6,7 @@ that ranks see few shapes; plans carry it, and so it is the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from tandem.protocol.step import StepPlan
 from tandem.scheduler.sequence import Sequence
@@ -36,18 +36,25 @@ class PromptPace:
         """Tokens and seconds of the largest prompt that was computed while nobody decoded."""
         self._prompted: dict[int, float] = {}
         """When the last result of a step with prompts came, by lane."""
+        self._ahead_s = 0.0
+        """Time that embeddings have had beside streams, less that of decoding since."""
 
     def chunk(self, most: int, beside: Iterable[Sequence]) -> int:
         """Tokens of prompts in the next step, `beside` these sequences; `most` as long as nothing is known or none of
         them decodes."""
         limit_s, token_s = self.limit_s, self.token_s
-        if limit_s is None or token_s is None or not any(one.decoding for one in beside):
+        if limit_s is None or token_s is None or not _streams(beside):
             return most
         while token_s * self._halved(most) > limit_s * SLACK and self._halved(most) > LEAST:
             self._halvings += 1
         while self._halvings and token_s * (most >> (self._halvings - 1)) <= limit_s:
             self._halvings -= 1
         return self._halved(most)
+
+    def embeds(self, beside: Iterable[Sequence]) -> bool:
+        """Whether the next step may have texts to embed: beside streams they get no more time than decoding does, so
+        that streams run at half of their speed at least."""
+        return self._ahead_s <= 0.0 or not _streams(beside)
 
     @property
     def token_s(self) -> float | None:
@@ -65,10 +72,15 @@ class PromptPace:
         return self._limit_s or None
 
     def took(self, plan: StepPlan, now: float | None, seconds: float | None, busy_s: float,
-             under_way: Iterable[StepPlan]) -> None:
+             under_way: Collection[StepPlan]) -> None:
         """The plan's result came `now`, `seconds` after the one before it in its lane, None where that says nothing;
         ranks were busy with it for `busy_s`. `under_way`: other plans."""
         tokens = sum(op.count for op in plan.prefill)
+        if plan.decode and seconds is not None and self._decode_s is not None:
+            lanes = 1 + sum(bool(one.decode) and one.lane != plan.lane for one in under_way)
+            embedded = any(op.pooling is not None for op in plan.prefill)
+            spent = lanes * (seconds - self._decode_s) if embedded else -self._decode_s
+            self._ahead_s = max(self._ahead_s + spent, 0.0)
         if plan.decode and now is not None and seconds is not None:
             if tokens >= LEAST:
                 self._token_s = _learnt(self._token_s, max(seconds - (self._decode_s or 0.0), 0.0) / tokens)
@@ -86,6 +98,10 @@ class PromptPace:
 
     def _halved(self, most: int) -> int:
         return max(most >> self._halvings, min(LEAST, most))
+
+
+def _streams(sequences: Iterable[Sequence]) -> bool:
+    return any(one.decoding and one.samples for one in sequences)
 
 
 def _learnt(old: float | None, now: float) -> float:

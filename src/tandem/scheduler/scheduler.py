@@ -101,7 +101,9 @@ class Scheduler:
     @property
     def _queue(self) -> deque[Sequence]:
         """Those that wait for nothing but their turn."""
-        return deque(one for one in self.waiting if not one.awaits) if self.disk.fetching else self.waiting
+        embeds = self.prompts.embeds(self._members())
+        return self.waiting if embeds and not self.disk.fetching else deque(
+            one for one in self.waiting if not one.awaits and (embeds or one.request.pooling is None))
 
     def _members(self) -> Iterator[Sequence]:
         return (sequence for lane in self.lanes for sequence in lane.members.values())
@@ -172,7 +174,8 @@ class Scheduler:
         spec = self._speculate(lane, decode)
         inserts, restores = self._admit(lane)
         fingerprint = batch_fingerprint((s.request_id, s.computed) for s in lane.members.values())
-        prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self._members()))
+        prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self._members()),
+                               embeds=self.prompts.embeds(self._members()))
         removes = [request_id for one in self.lanes for request_id in one.removes]
         if not (removes or decode or prefill or self.prefixes.leaving):
             return None
@@ -243,7 +246,8 @@ class Scheduler:
             inserts.append(sequence.enter(lane.index, hit.length if hit else 0))
             self._limit_prefixes()
             self.shares.charge(sequence.request, sequence.target - sequence.computed)
-            sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if self.prefixes.enabled else 0
+            keeps = self.prefixes.enabled and sequence.request.pooling is None  # texts are embedded once
+            sequence.save_point = self.prefixes.save_point(len(sequence.tokens)) if keeps else 0
         return inserts, restores
 
     def _first(self) -> Sequence:
