@@ -99,3 +99,42 @@ def test_a_planted_fault_does_not_hang_on_the_lines_above(tmp_path: Path, monkey
     path.unlink()
     path.with_name("b.py").write_text("import os\n\n\n" + code)
     assert {fault.rank for fault in plant.faults(1, 3)} == before
+
+
+def test_lines_count_that_hold_code() -> None:
+    text = '''"""A module."""
+
+import os  # a comment
+
+
+def one(a: int) -> str:
+    """Return it.
+
+    More.
+    """
+    # a comment
+    text = """two
+    lines"""
+    return (text
+            + os.sep)
+'''
+    assert script("size").code_lines(text) == 6
+
+
+def test_a_package_that_is_larger_than_it_may_be_fails_and_figures_only_fall(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    size, project = script("size"), tmp_path / "pyproject.toml"
+    (tmp_path / "src" / "server").mkdir(parents=True)
+    (tmp_path / "src" / "server" / "app.py").write_text("a = 1\nb = 2\n")
+    monkeypatch.setattr(size, "SOURCE", tmp_path / "src")
+    monkeypatch.setattr(size, "PROJECT", project)
+    monkeypatch.setattr(sys, "argv", ["size"])
+    for figures, code, told in (("server = 2", 0, ""), ("server = 1", 1, "server has 2 lines"),
+                                ("old = 9\nserver = 2", 1, "no package old"), ("cli = 1", 1, "server has 2 lines")):
+        project.write_text(f"[tool.tandem.size]\n{figures}\n")
+        assert size.main() == code
+        assert told in capsys.readouterr().err
+    project.write_text("[tool.tandem.size]\nserver = 5  # for the page\n")
+    monkeypatch.setattr(sys, "argv", ["size", "--update"])
+    assert size.main() == 0
+    assert project.read_text() == "[tool.tandem.size]\nserver = 2  # for the page\n"
