@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.control import GrammarReady, Ready, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import StepPlan
 
-Report = Stepped | Fetched | Written | Surveyed
+Report = Stepped | GrammarReady | Fetched | Written | Surveyed
 """What ranks tell while they serve."""
 Progress = Callable[[int, int, int, str], None]
 """Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""

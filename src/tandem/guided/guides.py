@@ -45,8 +45,10 @@ class Guides:
         return request_id in self._building or request_id in self._matchers
 
     def add(self, request_id: str, form: StructuredOutputs, produced: Sequence[int]) -> None:
-        """Begin a sequence that has produced these tokens; its grammar is compiled meanwhile."""
-        self._building[request_id] = self._vocabulary.matcher(form, produced)
+        """Begin a sequence that has produced these tokens; its grammar is compiled meanwhile, and `Vocabulary.ready`
+        told."""
+        building = self._building[request_id] = self._vocabulary.matcher(form, produced)
+        building.add_done_callback(lambda _: self._vocabulary.ready(request_id))
 
     def remove(self, request_id: str) -> None:
         """Forget a sequence, if it is one of these."""

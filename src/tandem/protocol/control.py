@@ -369,6 +369,13 @@ class Stepped(Struct, frozen=True, tag=True):
     """What MLX's arrays take there after the step, without buffers that it keeps for reuse."""
 
 
+class GrammarReady(Struct, frozen=True, tag=True):
+    """The grammar of a sequence is compiled on the rank that samples, or cannot be: no step waits for it."""
+
+    rank: int
+    request_id: str
+
+
 class Failure(Struct, frozen=True, tag=True):
     """The rank cannot go on. Crosses the bus as data, never as a pickled exception."""
 
@@ -390,4 +397,4 @@ class Pong(Struct, frozen=True, tag=True):
     """It waits for what another stage sends."""
 
 
-RankMessage = Hello | LoadProgress | Ready | Stepped | Fetched | Written | Surveyed | Failure | Pong
+RankMessage = (Hello | LoadProgress | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Failure | Pong)

@@ -94,20 +94,20 @@ class Lane:
         return sum(prompts.values()) + sum(op.count for op in prefill if op.request_id in prompts)
 
     def prefill(self, budget: int) -> list[PrefillOp]:
-        """Spend up to `budget` positions on prompts: the shortest rest first, but nobody is passed over for long."""
+        """Spend up to `budget` positions on prompts: the shortest rest first, but nobody is passed over for long. The
+        last chunk of one whose grammar is being compiled waits."""
         waiting = [s for s in self.members.values() if not s.decoding]
         # Sorting is stable, so those whose patience is at an end come in the order of their arrival.
         waiting.sort(key=lambda s: s.target - s.computed if s.skipped < PATIENCE else 0)
         chunks = []
         for sequence in waiting:
-            count = min(budget, sequence.target - sequence.computed)
-            if count <= 0:
+            end = sequence.save_point if sequence.computed < sequence.save_point else sequence.target
+            count = min(budget, end - sequence.computed)
+            last = sequence.computed + count == sequence.target
+            if count <= 0 or (last and sequence.awaits_grammar):
                 sequence.skipped += 1
                 continue
-            if sequence.computed < sequence.save_point:
-                count = min(count, sequence.save_point - sequence.computed)
             budget -= count
-            last = sequence.computed + count == sequence.target
             request = sequence.request
             chunks.append(PrefillOp(
                 sequence.request_id, sequence.computed, count, last, request.pooling, sequence.samples,
