@@ -10,9 +10,9 @@ import pytest
 from tandem.errors import RankFailure
 from tandem.executors.pace import CONTEXT, LEARNT, PASS, Pace, Workload
 from tandem.executors.watchdog import AGAIN_S, FLOOR_S, Watchdog
-from tandem.protocol.control import GrammarReady, Pong, Stepped
+from tandem.protocol.control import Pong, Stepped
 from tandem.protocol.request import SamplingParams, StructuredOutputs
-from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SpecDecodePlan, SpecDecodeRow, StepPlan
+from tandem.protocol.step import GrammarReady, InsertOp, PrefillOp, RankStep, SpecDecodePlan, SpecDecodeRow, StepPlan
 
 TICK = 0.1
 

@@ -23,22 +23,12 @@ from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report, do_nothing
-from tandem.protocol.control import (
-    EngineMessage,
-    EngineStatus,
-    GrammarReady,
-    HandedOver,
-    Neighbours,
-    Output,
-    Refused,
-    Stepped,
-    Trial,
-)
+from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Neighbours, Output, Refused, Stepped, Trial
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.pieces import Surveyed
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.step import NO_GRAMMAR
+from tandem.protocol.step import NO_GRAMMAR, GrammarReady
 from tandem.protocol.suspicion import REST_S
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence

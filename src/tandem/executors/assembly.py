@@ -30,9 +30,10 @@ from tandem.models.adapter_files import read_adapter
 from tandem.models.description import ModelDescription, describe
 from tandem.models.footprint import kv_bytes_per_token, slice_bytes, token_bytes
 from tandem.models.shard import Shard, plan_shards
-from tandem.protocol.control import GrammarReady, Ready
+from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import PIECE
+from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
 from tandem.runner.kv_disk import KVDisk, Layers, dtype_name, kind_of, takes_part
 from tandem.runner.kv_part import Part

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from tandem.protocol.control import GrammarReady, Ready, Stepped
+from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
-from tandem.protocol.step import StepPlan
+from tandem.protocol.step import GrammarReady, StepPlan
 
 Report = Stepped | GrammarReady | Fetched | Written | Surveyed
 """What ranks tell while they serve."""

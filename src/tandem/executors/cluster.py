@@ -27,7 +27,6 @@ from tandem.protocol.control import (
     Begin,
     Connect,
     Failure,
-    GrammarReady,
     Hello,
     LoadProgress,
     Ping,
@@ -43,7 +42,7 @@ from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.pieces import Borrow, Fetch, Survey
-from tandem.protocol.step import StepPlan
+from tandem.protocol.step import GrammarReady, StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus
 

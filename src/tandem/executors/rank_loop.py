@@ -17,9 +17,9 @@ from msgspec import Struct
 
 from tandem.borders import start_thread
 from tandem.executors.lent_threads import LentThread
-from tandem.protocol.control import GrammarReady, Ready, Stepped
+from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
-from tandem.protocol.step import RankStep, StepPlan
+from tandem.protocol.step import GrammarReady, RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 
 

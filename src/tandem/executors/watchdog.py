@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 
 from tandem.errors import RankFailure
 from tandem.executors.pace import Pace, Workload
-from tandem.protocol.control import GrammarReady, Pong, Stepped
-from tandem.protocol.step import StepPlan
+from tandem.protocol.control import Pong, Stepped
+from tandem.protocol.step import GrammarReady, StepPlan
 
 log = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
-from tandem.protocol.step import RankStep, StepPlan, StepResult
+from tandem.protocol.step import GrammarReady, RankStep, StepPlan, StepResult
 
 # --- api -> engine ---------------------------------------------------------------------------------------------
 
@@ -369,13 +369,6 @@ class Stepped(Struct, frozen=True, tag=True):
     """What MLX's arrays take there after the step, without buffers that it keeps for reuse."""
 
 
-class GrammarReady(Struct, frozen=True, tag=True):
-    """The grammar of a sequence is compiled on the rank that samples, or cannot be: no step waits for it."""
-
-    rank: int
-    request_id: str
-
-
 class Failure(Struct, frozen=True, tag=True):
     """The rank cannot go on. Crosses the bus as data, never as a pickled exception."""
 
@@ -397,4 +390,4 @@ class Pong(Struct, frozen=True, tag=True):
     """It waits for what another stage sends."""
 
 
-RankMessage = (Hello | LoadProgress | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Failure | Pong)
+RankMessage = Hello | LoadProgress | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Failure | Pong
