@@ -11,8 +11,8 @@ from tandem.errors import RankFailure
 from tandem.executors.pace import CONTEXT, LEARNT, PASS, Pace, Workload
 from tandem.executors.watchdog import AGAIN_S, FLOOR_S, Watchdog
 from tandem.protocol.control import Pong, Stepped
-from tandem.protocol.request import SamplingParams
-from tandem.protocol.step import InsertOp, PrefillOp, RankStep, SpecDecodePlan, SpecDecodeRow, StepPlan
+from tandem.protocol.request import SamplingParams, StructuredOutputs
+from tandem.protocol.step import GrammarReady, InsertOp, PrefillOp, RankStep, SpecDecodePlan, SpecDecodeRow, StepPlan
 
 TICK = 0.1
 
@@ -127,6 +127,19 @@ def test_a_rank_that_was_slow_to_answer_gets_more_time_but_is_not_said_to_answer
     assert seconds < FLOOR_S
     assert (failure.cause, failure.rank) == ("silent", 1)
     assert "rank 1 does not answer either" in failure.message
+
+
+def test_ranks_that_compile_a_grammar_work(gang: Gang) -> None:
+    form = SamplingParams(structured_outputs=StructuredOutputs(json_object=True))
+    gang.dog.planned(StepPlan(0, 0, inserts=[InsertOp("a", [1], 1, form), InsertOp("b", [1], 1, form),
+                                             InsertOp("c", [1], 1, SamplingParams())]), gang.now)
+    gang.report(0, 0, 1)
+    assert gang.dog.works(1)
+    gang.dog.compiled(GrammarReady(1, "a"))
+    assert gang.dog.works(1)
+    gang.dog.planned(StepPlan(1, 0, removes=["b"]), gang.now)
+    gang.report(1, 0, 1)
+    assert not gang.dog.works(1)
 
 
 def test_a_collective_that_is_stuck(gang: Gang) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import gc
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -19,10 +20,12 @@ import msgspec
 import pytest
 
 from llm.conftest import BROKEN, ENDLESS, LAYOUTS, eventually_idle, greedy, live
-from submitted import submitted
+from submitted import ask, submitted
 from tandem import LLM, SamplingParams
+from tandem.engine.thread import Event
 from tandem.errors import RequestError, ServerError, UnavailableError
 from tandem.processes.interpreter import code_command
+from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 
 PROMPTS = [[5, 9, 70, 3, 42], [7] * 40, [11, 12, 13], [300, 4, 8, 15, 16, 23]]
@@ -297,3 +300,26 @@ def test_an_id_that_is_in_use_is_refused_and_its_owner_goes_on(llm: LLM) -> None
         next(submitted(llm, others))
     assert sum(len(output.tokens) for output in started) == 399
     assert live(llm) == 0
+
+
+def test_an_id_that_waits_for_room_is_refused_and_its_owner_goes_on(tiny: str) -> None:
+    with LLM(tiny, max_queue=1, max_batch_size=1, kv_tokens=100_000) as llm:
+        engine = llm._session.engine
+
+        def submit(name: str, params: SamplingParams) -> queue.SimpleQueue[Event]:
+            events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+            engine.submit([EngineRequest(request_id=name, prompt=[5, 6], params=params)], events.put).result()
+            return events
+
+        submit("running", ENDLESS)
+        submit("queued", greedy(9))
+        first, second = submit("same", greedy(9)), submit("same", greedy(9))
+        assert ask(llm, lambda engine: "same" not in engine.scheduler.sequences), "it is held"
+        engine.abort(["running"])
+        refused = second.get(timeout=240)
+        assert isinstance(refused, RequestError) and "'same' is in use" in refused.message
+        tokens = 0
+        while tokens < 9:
+            event = first.get(timeout=240)
+            assert isinstance(event, Output)
+            tokens += len(event.tokens)

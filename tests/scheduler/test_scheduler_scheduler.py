@@ -14,7 +14,7 @@ from tandem.cache.prefix import block_hashes
 from tandem.errors import OverloadedError, RequestError
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.pieces import Survey
-from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.lane import PATIENCE
 from tandem.scheduler.limits import Limits
@@ -69,8 +69,9 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
     sent = 0
     for _ in range(20_000):
         if sent < 60 and rng.random() < 0.3:
-            name = f"r{sent}"
-            scheduler.submit(request(name, rng.randint(1, 100), max_tokens=rng.randint(1, 60)) if rng.random() < 0.7
+            name, form = f"r{sent}", rng.choice([None, None, StructuredOutputs(json_object=True)])
+            params = {"max_tokens": rng.randint(1, 60), "structured_outputs": form}
+            scheduler.submit(request(name, rng.randint(1, 100), **params) if rng.random() < 0.7
                              else pooled(name, rng.randint(1, 190), rng.choice(["last", "mean"])), seed=1)
             live.add(name)
             sent += 1
@@ -81,9 +82,12 @@ def test_random_histories_answer_every_request_and_keep_the_invariants(seed: int
         if rng.random() < 0.01:
             live -= {message.request_id for message in scheduler.restart() if isinstance(message, Refused)}
             plans.clear()
+        if (compiled := scheduler.compiling) is not None and rng.random() < 0.1:
+            compiled.awaits_grammar = False
         plan = scheduler.next_plan()
         if plan:
             plans.append(plan)
+            assert not any(scheduler.sequences[one].awaits_grammar for one in plan.sampled())
         elif plans:
             plan = plans.popleft()
             tokens = [rng.choice([EOS] + [5] * 30) for _ in plan.sampled()]
@@ -238,7 +242,7 @@ def test_a_request_under_which_gangs_keep_dying_is_refused() -> None:
     outcomes = []
     for _ in range(4):
         if (resting := scheduler.resting) is not None:
-            scheduler.rested(resting)
+            resting.rested = True
         assert scheduler.next_plan()
         outcomes.append(scheduler.restart())
     assert outcomes[:3] == [[]] * 3

@@ -196,6 +196,8 @@ def run(ranks: FakeRanks, requests: list[EngineRequest], **changes: object) -> S
     while not scheduler.idle:
         while (plan := scheduler.next_plan()) is not None:
             plans.append(plan)
+        if (compiled := scheduler.compiling) is not None:
+            compiled.awaits_grammar = False
         for message in scheduler.update(ranks.execute(plans.popleft()), ranks.now):
             assert isinstance(message, Output)
             got.setdefault(message.request_id, []).extend(message.tokens)

@@ -42,7 +42,7 @@ class Gang:
                 plans.append(plan)
             if not plans and (resting := self.scheduler.resting) is not None:
                 self.rests += 1
-                self.scheduler.rested(resting)
+                resting.rested = True
                 continue
             if not plans:
                 assert self.scheduler.idle
@@ -133,7 +133,7 @@ def test_new_requests_wait_while_a_suspect_runs_alone() -> None:
 def dies(scheduler: Scheduler, steps: int, *, blame: bool = True) -> list[str]:
     """The gang does so many steps and dies in the next one; returns who is refused."""
     if (resting := scheduler.resting) is not None:
-        scheduler.rested(resting)
+        resting.rested = True
     plans: deque[StepPlan] = deque()
     for _ in range(steps + 1):
         while (plan := scheduler.next_plan()) is not None:

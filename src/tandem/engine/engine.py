@@ -28,6 +28,7 @@ from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.pieces import Surveyed
 from tandem.protocol.request import EngineRequest
+from tandem.protocol.step import NO_GRAMMAR, GrammarReady
 from tandem.protocol.suspicion import REST_S
 from tandem.scheduler.scheduler import Scheduler
 from tandem.scheduler.sequence import Sequence
@@ -40,6 +41,8 @@ FETCH_S = 20.0
 """Seconds without a prefix from disk, after which nobody waits for one any more."""
 WRITE_S = 10.0
 """Seconds in which disks write nothing of a request that leaves, after which those that leave do not wait for them."""
+GRAMMAR_S = 60.0
+"""Seconds that ranks may take to compile a grammar."""
 
 
 class _Standstill:
@@ -77,8 +80,8 @@ class Engine:
         """What nobody has taken yet."""
         self._resting: tuple[Sequence, float] | None = None
         """For whom nothing runs, and until when."""
-        self._fetching, self._writing = _Standstill(), _Standstill()
-        """Of what is read from disks, and of what is written there of those that leave."""
+        self._fetching, self._writing, self._compiling = _Standstill(), _Standstill(), _Standstill()
+        """Of what is read from disks, of what is written there of those that leave, and of grammars."""
 
     @property
     def executor(self) -> Executor:
@@ -192,11 +195,12 @@ class Engine:
                 self._recover(self._scheduler, None)
             self.gang.widen(self._scheduler)
             self._send_plans()
-            waits = self._scheduler.under_way or self._scheduler.disk.fetching
+            waits = self._scheduler.under_way or self._scheduler.disk.fetching or self._scheduler.compiling
             for report in self.executor.collect(timeout_s if waits else 0.0):
                 self._take(report)
             # At once, so that the ranks have their next step before anybody looks at this one's outcome.
             self._send_plans()
+            self._await_grammars(time.monotonic())
             self._desk.look(self._scheduler)
         except EngineStuck:
             self.gang.state = "failed"
@@ -206,7 +210,7 @@ class Engine:
         return self.take_messages()
 
     def _recover(self, scheduler: Scheduler, failure: RankFailure | None) -> None:
-        self._resting = None
+        self._resting, self._compiling = None, _Standstill()
         self._desk.give_up()
         self._quorum.forget()
         self.gang.recover(scheduler, failure, self._out)
@@ -260,6 +264,14 @@ class Engine:
                         "what the others have is computed again where they go", WRITE_S)
             departures.lose_patience()
 
+    def _await_grammars(self, now: float) -> None:
+        """End a request whose grammar takes too long to compile."""
+        sequence = self.scheduler.compiling
+        if self._compiling.seconds(sequence, now) > GRAMMAR_S and sequence is not None:
+            log.error("a grammar is not compiled in %.0f s; request %s ends with an error", GRAMMAR_S,
+                      sequence.request_id)
+            self._out.append(self.scheduler.fail(sequence, NO_GRAMMAR))
+
     def _rest(self, now: float) -> None:
         """Nothing runs for a while before a suspect does, to see whether ranks die without it."""
         resting = self.scheduler.resting
@@ -270,13 +282,17 @@ class Engine:
                             "alone when they did", REST_S, resting.request_id)
                 self._tell_trial(resting, resting=True)
         elif now >= self._resting[1]:
-            self.scheduler.rested(resting)
+            resting.rested = True
 
     def _tell_trial(self, sequence: Sequence, *, resting: bool) -> None:
         if sequence.suspicion.suspect and sequence.request.suspicion is not None:
             self._out.append(Trial(sequence.request_id, resting))
 
     def _take(self, report: Report) -> None:
+        if isinstance(report, GrammarReady):
+            if (sequence := self.scheduler.sequences.get(report.request_id)) is not None:
+                sequence.awaits_grammar = False
+            return
         if not isinstance(report, Stepped):
             self.scheduler.disk.take(report, self.scheduler.prefixes)
             self.metrics.disk(self.scheduler.disk.counts)

@@ -13,6 +13,7 @@ from pathlib import Path
 from tandem.checkpoints.files import ModelFiles
 from tandem.comm.group import StageGroup
 from tandem.errors import OutOfMemory, UsageError
+from tandem.executors.base import Report
 from tandem.guided.vocabulary import Vocabulary
 from tandem.loading.memory import (
     cache_bytes,
@@ -32,8 +33,9 @@ from tandem.models.shard import Shard, plan_shards
 from tandem.protocol.control import Ready
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import PIECE
+from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
-from tandem.runner.kv_disk import KVDisk, Layers, Report, dtype_name, kind_of, takes_part
+from tandem.runner.kv_disk import KVDisk, Layers, dtype_name, kind_of, takes_part
 from tandem.runner.kv_part import Part
 from tandem.runner.links import StageLink
 from tandem.runner.piece_files import KEPT, MOST_HEADER, PieceFiles, note_model
@@ -114,15 +116,16 @@ def load_drafter(spec: StageSpec) -> Drafter | None:
 
 
 def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, group: StageGroup | None = None,
-                 files: ModelFiles | None = None, report: Report | None = None,
+                 files: ModelFiles | None = None, report: Callable[[Report], None] | None = None,
                  lending: Lending | None = None) -> tuple[Runner, Ready]:
     """A runner over `stage`, and what the engine must know of it. For sequences with a grammar it needs the tokenizer,
-    from `files`; to keep prefixes on disk, `report`, which tells what was read and written, and `lending` where there
-    are other disks."""
+    from `files`, and `report`, which tells what is compiled; to keep prefixes on disk, `report`, which tells what was
+    read and written, and `lending` where there are other disks."""
     vocabulary = None
-    if spec.samples and files is not None:
+    if spec.samples and files is not None and report is not None:
         load = partial(load_tokenizer, files, trust_remote_code=spec.trust_remote_code)
-        vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids)
+        vocabulary = Vocabulary(load, spec.vocab_size, spec.eos_token_ids,
+                                lambda request_id: report(GrammarReady(spec.rank, request_id)))
     disk, trouble = _open_disk(spec, stage, files, report, lending) if report and files else (None, "")
     runner = Runner(stage, lanes=spec.lanes, vocab_size=spec.vocab_size, eos_token_ids=spec.eos_token_ids, link=link,
                     group=group, samples=spec.samples, vocabulary=vocabulary, drafts=spec.drafts,
@@ -130,7 +133,7 @@ def build_runner(spec: StageSpec, stage: StageModel, link: StageLink | None, gro
     return runner, _ready(spec, runner, trouble)
 
 
-def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Report,
+def _open_disk(spec: StageSpec, stage: StageModel, files: ModelFiles, report: Callable[[Report], None],
                lending: Lending | None) -> tuple[KVDisk | None, str]:
     """None where nothing is to be kept, or the model's caches cannot be; or with what is wrong with the disk."""
     caches = stage.make_caches()

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
-from tandem.protocol.step import StepPlan
+from tandem.protocol.step import GrammarReady, StepPlan
 
-Report = Stepped | Fetched | Written | Surveyed
+Report = Stepped | GrammarReady | Fetched | Written | Surveyed
 """What ranks tell while they serve."""
 Progress = Callable[[int, int, int, str], None]
 """Called with (rank, bytes of weights done, bytes in all, phase); phases are those of `LoadProgress`."""

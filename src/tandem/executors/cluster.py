@@ -41,8 +41,8 @@ from tandem.protocol.control import (
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.layout import StageSpec
 from tandem.protocol.payloads import WorkerPayload
-from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
-from tandem.protocol.step import StepPlan
+from tandem.protocol.pieces import Borrow, Fetch, Survey
+from tandem.protocol.step import GrammarReady, StepPlan
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus
 
@@ -274,11 +274,12 @@ class ClusterExecutor(Executor):
         reports: list[Report] = []
         message = self._receive(min(timeout_s, POLL_S))
         while message is not None:
-            if isinstance(message, Fetched | Written | Surveyed):
+            if isinstance(message, Report):
                 reports.append(message)
-            elif isinstance(message, Stepped):
-                reports.append(message)
+            if isinstance(message, Stepped):
                 self._watchdog.reported(message, time.monotonic())
+            if isinstance(message, GrammarReady):
+                self._watchdog.compiled(message)
             message = self._receive(0.0)
         if not reports:
             self._look()

@@ -21,7 +21,7 @@ from tandem.executors.weights import obtain_files
 from tandem.loading.memory import choose_device, memory_use
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.layout import StageSpec
-from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
+from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.protocol.step import StepPlan
 from tandem.runner.runner import Runner
 
@@ -85,8 +85,7 @@ class InlineExecutor(Executor):
 
     def collect(self, timeout_s: float) -> list[Report]:
         """Steps that are done; waits up to `timeout_s` seconds for one. Raises EngineStuck."""
-        kinds = Stepped | Fetched | Written | Surveyed
-        reports = [event for event in self._wait(timeout_s) if isinstance(event, kinds)]
+        reports = [event for event in self._wait(timeout_s) if isinstance(event, Report)]
         for report in reports:
             if isinstance(report, Stepped):
                 self._watchdog.reported(report, time.monotonic())

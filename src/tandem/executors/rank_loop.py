@@ -19,7 +19,7 @@ from tandem.borders import start_thread
 from tandem.executors.lent_threads import LentThread
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
-from tandem.protocol.step import RankStep, StepPlan
+from tandem.protocol.step import GrammarReady, RankStep, StepPlan
 from tandem.runner.runner import PendingStep, Runner
 
 
@@ -31,7 +31,7 @@ class Loaded(Struct, frozen=True):
     total: int
 
 
-Event = Loaded | Ready | Stepped | Fetched | Written | Surveyed | Exception
+Event = Loaded | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Exception
 
 
 class Mailbox:
@@ -45,7 +45,8 @@ class Mailbox:
     def put(self, event: Event) -> None:
         """From any thread."""
         self._events.put(event)
-        self._bell.send(b"!")
+        with suppress(OSError):  # closed: a grammar was still being compiled
+            self._bell.send(b"!")
 
     def take(self, timeout_s: float = 0.0) -> list[Event]:
         """Everything that is there; wait up to `timeout_s` seconds for the first event. For the reader's thread."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from tandem.errors import RankFailure
 from tandem.executors.pace import Pace, Workload
 from tandem.protocol.control import Pong, Stepped
-from tandem.protocol.step import StepPlan
+from tandem.protocol.step import GrammarReady, StepPlan
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +121,8 @@ class Watchdog:
         """Of messages on slowness."""
         self._workload = Workload()
         self._steps: deque[_Step] = deque()
+        self._compiling: set[str] = set()
+        """Requests whose grammars are being compiled."""
         self._progress_at = self._done_at = self._awake_at = self._pinged_at = 0.0
         self._number = 0
 
@@ -129,6 +131,7 @@ class Watchdog:
         self._ranks = [_Rank(tempo=rank.tempo) for rank in self._ranks]
         self._workload = Workload()
         self._steps.clear()
+        self._compiling.clear()
         self._loaded = False
         self._progress_at = self._awake_at = now
         self._pinged_at = now - IDLE_PING_S
@@ -152,14 +155,16 @@ class Watchdog:
         return bool(self._steps)
 
     def works(self, rank: int) -> bool:
-        """The rank has a step under way."""
-        return any(rank in step.missing for step in self._steps)
+        """The rank has a step under way, or a grammar is being compiled."""
+        return bool(self._compiling) or any(rank in step.missing for step in self._steps)
 
     # --- events ---
 
     def planned(self, plan: StepPlan, now: float) -> None:
         """A plan was sent to all ranks."""
         self._wake(now)
+        self._compiling.difference_update(plan.removes)
+        self._compiling.update(op.request_id for op in plan.inserts if op.params.structured_outputs is not None)
         if not self._steps:
             self._progress_at = self._done_at = now
         self._steps.append(_Step(plan.step_id, self._workload.count(plan), set(range(len(self._ranks)))))
@@ -179,6 +184,10 @@ class Watchdog:
         while self._steps and not self._steps[0].missing:
             self._tempo.pace.note(max(now - self._done_at, 0.0), self._steps.popleft().work)
             self._done_at = now
+
+    def compiled(self, report: GrammarReady) -> None:
+        """A rank has compiled a grammar."""
+        self._compiling.discard(report.request_id)
 
     def answered(self, pong: Pong, now: float) -> None:
         """A rank has answered a ping."""

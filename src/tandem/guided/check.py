@@ -98,14 +98,10 @@ class GrammarCheck:
         """`form` as a grammar that is known to be good. Raises ValueError, saying why, when there is none, and
         UnavailableError when it could not be tried.
         """
-        grammar = self.grammar_of(form)
+        self.require_bytes()
+        grammar = grammar_of(form)
         self.check(grammar)
         return StructuredOutputs(grammar=grammar)
-
-    def grammar_of(self, form: StructuredOutputs) -> str:
-        """`form` as a grammar, not yet tried. Raises ValueError, saying why, when there is none."""
-        self.require_bytes()
-        return grammar_of(form)
 
     def require_bytes(self) -> None:
         """Raise ValueError when no grammar can be followed with this tokenizer."""

@@ -45,8 +45,10 @@ class Guides:
         return request_id in self._building or request_id in self._matchers
 
     def add(self, request_id: str, form: StructuredOutputs, produced: Sequence[int]) -> None:
-        """Begin a sequence that has produced these tokens; its grammar is compiled meanwhile."""
-        self._building[request_id] = self._vocabulary.matcher(form, produced)
+        """Begin a sequence that has produced these tokens; its grammar is compiled meanwhile, and `Vocabulary.ready`
+        told."""
+        building = self._building[request_id] = self._vocabulary.matcher(form, produced)
+        building.add_done_callback(lambda _: self._vocabulary.ready(request_id))
 
     def remove(self, request_id: str) -> None:
         """Forget a sequence, if it is one of these."""
@@ -75,21 +77,20 @@ class Guides:
                 self._matchers[request_id] = _built(self._building.pop(request_id))
                 if self._matchers[request_id] is None:
                     given_up[row] = NO_GRAMMAR
-        rows = [row for row, request_id in enumerate(ids) if self._matchers.get(request_id) is not None]
-        live = [(matcher, i) for i, row in enumerate(rows) if (matcher := self._matchers[ids[row]]) is not None]
+        live = [(row, matcher) for row, one in enumerate(ids) if (matcher := self._matchers.get(one)) is not None]
         bits = allocate_token_bitmask(len(live), self._vocabulary.vocab_size)
-        if working := [(matcher, i) for matcher, i in live if not matcher.is_stopped()]:
+        if working := [(matcher, i) for i, (_, matcher) in enumerate(live) if not matcher.is_stopped()]:
             fill_next_token_bitmask_par(self._vocabulary.executor, working, bits)
-        for matcher, i in live:
+        for i, (row, matcher) in enumerate(live):
             if matcher.is_error():
                 log.warning("gave up a grammar: %s; its request ends with an error",
                             matcher.get_error().partition("\n")[0][:200])
-                self._matchers[ids[rows[i]]] = None
-                given_up[rows[i]] = NO_CONTINUATION
+                self._matchers[ids[row]] = None
+                given_up[row] = NO_CONTINUATION
             elif matcher.is_stopped():
                 bits[i] = self._ends
-        kept = [i for i, row in enumerate(rows) if row not in given_up]
-        return Masks([rows[i] for i in kept], bits[kept].view(np.uint32), given_up)
+        kept = [i for i, (row, _) in enumerate(live) if row not in given_up]
+        return Masks([live[i][0] for i in kept], bits[kept].view(np.uint32), given_up)
 
 
 def _built(future: Future[LLMatcher]) -> LLMatcher | None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property, lru_cache
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
@@ -17,57 +17,59 @@ from tandem.text.tokenizer import Tokenizer
 KEPT = 16
 """Compiled grammars that are kept for requests to come. One that a client makes costly on purpose takes up to 50 MB."""
 THREADS = 4
+"""Threads that compute the masks of a batch."""
+COMPILING = 2
+"""Grammars that are compiled at once, so that a costly one does not hold up the others."""
 
 
 class Vocabulary:
-    """Compiles grammars in a thread of its own. The tokenizer is loaded for the first one."""
+    """Compiles grammars in threads of its own. The tokenizer is loaded for the first one."""
 
-    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos: Sequence[int]) -> None:
+    def __init__(self, load: Callable[[], Tokenizer], vocab_size: int, eos: Sequence[int],
+                 ready: Callable[[str], object] = lambda _: None) -> None:
         """`vocab_size` is the width of the logits, `eos` the ids that may follow where a grammar can end;
-        those beyond the logits, which config.json may name, are left out."""
+        those beyond the logits, which config.json may name, are left out. `ready` is called with a request's id, in any
+        thread, when its matcher is built or cannot be."""
         self._load = load
         self.vocab_size = vocab_size
         self.eos = tuple(token for token in eos if token < vocab_size)
+        self.ready = ready
+        """Tell that a request need not wait for its matcher."""
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._thread: ThreadPoolExecutor | None = None
-        self._executor: LLExecutor | None = None
+        self._loading = threading.Lock()
+        self._compiled = lru_cache(KEPT)(self._compile)
+        self._threads = ThreadPoolExecutor(COMPILING, "grammars")
 
-    @property
+    @cached_property
     def executor(self) -> LLExecutor:
         """Threads that compute the masks of a batch."""
-        if self._executor is None:
-            self._executor = LLExecutor(num_threads=THREADS)
-        return self._executor
+        return LLExecutor(num_threads=THREADS)
 
     def matcher(self, form: StructuredOutputs, produced: Sequence[int]) -> Future[LLMatcher]:
         """A matcher of `form` that has taken in the tokens `produced`; in an error state if that is impossible."""
-        if self._thread is None:
-            before = threading.stack_size(4 * STACK_BYTES)  # more than the grammar was tried with
-            self._thread = ThreadPoolExecutor(1, "grammars")
-            self._thread.submit(lambda: None).result()  # starts the thread
+        before = threading.stack_size(4 * STACK_BYTES)  # more than the grammar was tried with
+        try:
+            return self._threads.submit(self._matcher, form, list(produced))
+        finally:
             threading.stack_size(before)
-        return self._thread.submit(self._compile, form, list(produced))
 
-    def _compile(self, form: StructuredOutputs, produced: list[int]) -> LLMatcher:
-        grammar = grammar_of(form)
-        if grammar not in self._compiled:
-            self._compiled[grammar] = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits())
-            while len(self._compiled) > KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
+    def _matcher(self, form: StructuredOutputs, produced: list[int]) -> LLMatcher:
         # Copies share what the lexer has learnt so far.
-        matcher = self._compiled[grammar].deep_copy()
+        matcher = self._compiled(grammar_of(form)).deep_copy()
         if produced:
             matcher.consume_tokens(produced)
         return matcher
 
+    def _compile(self, grammar: str) -> LLMatcher:
+        return LLMatcher(self._vocabulary(), grammar, log_level=0, limits=limits())
+
     def _vocabulary(self) -> LLTokenizer:
-        if self._tokenizer is None:
-            entries = Entries(self._load(), self.vocab_size, self.eos)
-            self._tokenizer = LLTokenizer(TokenizerWrapper(entries), eos_token=list(self.eos))
-            entries.fallback = self._tokenizer.greedy_tokenize
-        return self._tokenizer
+        with self._loading:
+            if self._tokenizer is None:
+                entries = Entries(self._load(), self.vocab_size, self.eos)
+                self._tokenizer = LLTokenizer(TokenizerWrapper(entries), eos_token=list(self.eos))
+                entries.fallback = self._tokenizer.greedy_tokenize
+            return self._tokenizer
 
 
 class Entries:

@@ -21,7 +21,7 @@ from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults
-from tandem.protocol.step import RankStep, StepPlan, StepResult
+from tandem.protocol.step import GrammarReady, RankStep, StepPlan, StepResult
 
 # --- api -> engine ---------------------------------------------------------------------------------------------
 
@@ -390,4 +390,4 @@ class Pong(Struct, frozen=True, tag=True):
     """It waits for what another stage sends."""
 
 
-RankMessage = Hello | LoadProgress | Ready | Stepped | Fetched | Written | Surveyed | Failure | Pong
+RankMessage = Hello | LoadProgress | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Failure | Pong

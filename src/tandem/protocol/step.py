@@ -237,6 +237,13 @@ class RankStep(Struct, frozen=True, array_like=True):
     None unless the plan asked. Ranks of one stage, and both ends of a hand-off, must agree on every bit."""
 
 
+class GrammarReady(Struct, frozen=True, tag=True):
+    """The grammar of a sequence is compiled on the rank that samples, or cannot be: no step waits for it."""
+
+    rank: int
+    request_id: str
+
+
 def batch_fingerprint(lengths: Iterable[tuple[str, int]]) -> str:
     """16 hex digits over the ordered (request id, tokens in its KV cache) of one lane's batch."""
     text = "".join(f"{request_id}:{length};" for request_id, length in lengths)

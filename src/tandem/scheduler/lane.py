@@ -95,20 +95,19 @@ class Lane:
 
     def prefill(self, budget: int, *, embeds: bool = True) -> list[PrefillOp]:
         """Spend up to `budget` positions on prompts, without texts to embed unless `embeds`: the shortest rest first,
-        but nobody is passed over for long."""
+        but nobody is passed over for long. The last chunk of one whose grammar is being compiled waits."""
         waiting = [s for s in self.members.values() if not s.decoding and (embeds or s.request.pooling is None)]
         # Sorting is stable, so those whose patience is at an end come in the order of their arrival.
         waiting.sort(key=lambda s: s.target - s.computed if s.skipped < PATIENCE else 0)
         chunks = []
         for sequence in waiting:
-            count = min(budget, sequence.target - sequence.computed)
-            if count <= 0:
+            end = sequence.save_point if sequence.computed < sequence.save_point else sequence.target
+            count = min(budget, end - sequence.computed)
+            last = sequence.computed + count == sequence.target
+            if count <= 0 or (last and sequence.awaits_grammar):
                 sequence.skipped += 1
                 continue
-            if sequence.computed < sequence.save_point:
-                count = min(count, sequence.save_point - sequence.computed)
             budget -= count
-            last = sequence.computed + count == sequence.target
             request = sequence.request
             chunks.append(PrefillOp(
                 sequence.request_id, sequence.computed, count, last, request.pooling, sequence.samples,

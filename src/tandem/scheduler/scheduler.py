@@ -130,8 +130,13 @@ class Scheduler:
         return sum(lane.positions(drafts=self.speculation.most) for lane in self.lanes)
 
     @property
+    def compiling(self) -> Sequence | None:
+        """The first of those whose grammars are being compiled."""
+        return next((one for one in self._members() if one.awaits_grammar), None)
+
+    @property
     def resting(self) -> Sequence | None:
-        """Who waits to run alone, until the ranks have stood idle for a while and `rested` is called."""
+        """Who waits to run alone, until the ranks have stood idle for a while and `rested` is set."""
         if not self._queue or self.running or self._under_way:
             return None
         first = self._first()
@@ -144,10 +149,6 @@ class Scheduler:
             return None
         first = self._first()
         return first if first.may_be_tried and not (first.expected or first.announced) else None
-
-    def rested(self, sequence: Sequence) -> None:
-        """The ranks have stood idle for it, and live."""
-        sequence.rested = True
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is under way."""
@@ -177,7 +178,7 @@ class Scheduler:
         prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self._members()),
                                embeds=self.prompts.embeds(self._members()))
         removes = [request_id for one in self.lanes for request_id in one.removes]
-        if not (removes or decode or prefill or self.prefixes.leaving):
+        if not (removes or inserts or decode or prefill or self.prefixes.leaving):
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
         stores = self.disk.stores(self._lasting(lane, saves, prefill), self.prefixes)
@@ -369,10 +370,10 @@ class Scheduler:
     def _take(self, sequence: Sequence, tokens: list[int], result: StepResult) -> EngineMessage:
         """Tokens that were produced, until one of them ends the sequence."""
         if tokens[0] < 0:
-            return self._fail(sequence, tokens[0])
+            return self.fail(sequence, tokens[0])
         first, prompt_logprobs = not sequence.produced, sequence.take_logprobs()
         if prompt_logprobs is not None and not prompt_logprobs.finite:
-            return self._fail(sequence, NOT_FINITE)
+            return self.fail(sequence, NOT_FINITE)
         reason, taken = None, 0
         while reason is None and taken < len(tokens):
             sequence.tokens.append(tokens[taken])
@@ -408,13 +409,13 @@ class Scheduler:
             return None
         found = sequence.take_logprobs()
         if not (sequence.request.warms or (found.finite if found is not None else vector)):
-            return self._fail(sequence, NOT_FINITE)
+            return self.fail(sequence, NOT_FINITE)
         self._finish(sequence)
         return Output(request_id, finish_reason="stop" if sequence.request.pooling else "length",
                       cached_tokens=sequence.cached, disk_tokens=sequence.from_disk, vector=vector,
                       prompt_logprobs=found)
 
-    def _fail(self, sequence: Sequence, why: int) -> Refused:
+    def fail(self, sequence: Sequence, why: int) -> Refused:
         """End a sequence that got `why` in place of a token. A prefix that gave no numbers must serve nobody else: what
         a device's passing fault left in it would fail every request that shares it."""
         if why == NOT_FINITE:
@@ -444,7 +445,7 @@ class Scheduler:
         alone (protocol/suspicion.py).
         Returns refusals for those that are not tried again.
         """
-        if died and not self._under_way:
+        if died and not (self._under_way or self.compiling):
             for sequence in self.sequences.values():
                 sequence.suspicion.clear()
         elif died and blame:
@@ -475,7 +476,7 @@ class Scheduler:
         """Note whom the gang that has died was working on."""
         names = {name for plan in self._under_way.values()
                  for name in (*plan.decode, *(op.request_id for op in plan.prefill))}
-        working = [sequence for name in names if (sequence := self.sequences.get(name)) and not sequence.finished]
+        working = [s for name, s in self.sequences.items() if s.awaits_grammar or (name in names and not s.finished)]
         alone = [sequence for sequence in working if sequence.suspicion.suspect]
         for sequence in alone or working:
             sequence.deaths += 1

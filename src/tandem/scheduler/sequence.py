@@ -44,6 +44,8 @@ class Sequence:
     """Positions beyond what was in memory that were read from disk for it."""
     awaits: bool = False
     """Its prefix is being read from disk; it joins nobody before."""
+    awaits_grammar: bool = False
+    """Its grammar is being compiled: the last chunk of its prompt waits for that."""
     looked: bool = False
     """Ranks have looked on their disks for what another engine wrote of it, or do."""
     deaths: int = 0
@@ -132,6 +134,7 @@ class Sequence:
         self.lane, self.computed, self.target, self.skipped = lane, cached, len(self.tokens), 0
         self.cached = cached
         self.told = len(self.tokens)
+        self.awaits_grammar = self.samples and self.request.params.structured_outputs is not None
         return InsertOp(self.request_id, list(self.tokens), self.prompt_len, self.request.params)
 
     @property
@@ -191,7 +194,7 @@ class Sequence:
 
     def leave(self) -> None:
         """Give up its place; its KV is gone with it."""
-        self.lane, self.computed = None, 0
+        self.lane, self.computed, self.awaits_grammar = None, 0, False
 
 
 def no_token(request_id: str, why: int) -> Refused:
