@@ -84,7 +84,7 @@ class Parser(argparse.ArgumentParser):
         texts, usage = {action: action.help for action in self._actions}, self.usage
         self.usage = "%(prog)s [options] [MODEL]"
         for action, text in texts.items():
-            action.help = argparse.SUPPRESS if action in self.seldom else _first_sentence(text)
+            action.help = argparse.SUPPRESS if action in self.seldom else first_sentence(text)
         try:
             return f"{super().format_help()}\n{len(self.seldom)} more options: {self.prog} --help-all\n"
         finally:
@@ -100,7 +100,7 @@ class Parser(argparse.ArgumentParser):
         groups = {title: list(names) for title, names in self.groups.items()}
         groups[list(groups)[-1]] += [name for name in texts if not any(name in one for one in groups.values())]
         for title, names in groups.items():
-            lines = [f"  {name:13}{_first_sentence(texts[name])}" for name in names]
+            lines = [f"  {name:13}{first_sentence(texts[name])}" for name in names]
             parts.append("\n".join([f"{title}:", *lines]))
         return "\n\n".join([*parts, self.epilog or ""]) + "\n"
 
@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
-def _first_sentence(text: str | None) -> str | None:
+def first_sentence(text: str | None) -> str | None:
     """Without what comes after it, but with the default in brackets."""
     if text is None or text == argparse.SUPPRESS:
         return text
