@@ -6,16 +6,18 @@ import argparse
 import difflib
 import logging
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.config.dotenv_file import read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
-from tandem.config.options import ALIASES, Option, field_docs, options, section_class
+from tandem.config.options import ALIASES, Option, field_docs, nearest, options, section_class
 from tandem.env import set_variables, variable, variables
 from tandem.errors import UsageError
 from tandem.printable import printable
@@ -47,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         """Options that only `--help-all` shows."""
         self.translate: Callable[[Sequence[str]], list[str]] | None = None
         """What makes words of this command of those of another system's."""
-        self.groups: Mapping[str, Sequence[str]] = {}
+        self.groups: Mapping[str, Collection[str]] = {}
         """Names of commands, by the headings that they are listed under."""
 
     def error(self, message: str) -> NoReturn:
@@ -70,8 +72,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            near = difflib.get_close_matches(str(value), list(action.choices), 1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = nearest(str(value), action.choices)
             raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{meant}")
         super()._check_value(action, value)
 
@@ -97,9 +98,7 @@ class Parser(argparse.ArgumentParser):
         (commands,) = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
         texts = {one.dest: one.help for one in commands._choices_actions}
         parts = [self.format_usage().rstrip(), self.description or ""]
-        groups = {title: list(names) for title, names in self.groups.items()}
-        groups[list(groups)[-1]] += [name for name in texts if not any(name in one for one in groups.values())]
-        for title, names in groups.items():
+        for title, names in self.groups.items():
             lines = [f"  {name:13}{first_sentence(texts[name])}" for name in names]
             parts.append("\n".join([f"{title}:", *lines]))
         return "\n\n".join([*parts, self.epilog or ""]) + "\n"
@@ -155,6 +154,33 @@ def add_command(commands: Any, name: str, text: str, *, hidden: bool = False) ->
     return parser
 
 
+def add_actions(parser: Parser, texts: Mapping[str, str]) -> dict[str, Parser]:
+    """The parsers of a command's actions, with what each does; `action` will be the one that is chosen."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    return {name: add_command(actions, name, text) for name, text in texts.items()}
+
+
+@dataclass(frozen=True)
+class Later:
+    """A command that is imported when it runs, so that `tandem --help` need not wait for any."""
+
+    place: str
+    """Its module below `tandem.cli`, and its function in it."""
+
+    def __call__(self, arguments: argparse.Namespace) -> int:
+        """Run it. Raises UsageError where it needs a package that is not in the default install."""
+        try:
+            run: Callable[[argparse.Namespace], int] = pkgutil.resolve_name(f"tandem.cli.{self.place}")
+        except ModuleNotFoundError as error:
+            if error.name not in ("zeroconf", "spake2"):
+                raise
+            raise UsageError(f"`tandem {arguments.command}` needs the package {error.name}: pip install "
+                             "'mlx-tandem[agent]', or '.[agent]' in a checkout") from None
+        return run(arguments)
+
+
+SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
+"""Settings of `tandem serve`, and of others that start a server."""
 OFTEN = frozenset({
     "served_name", "max_context", "generation_config", "adapter_path", "pipeline_parallel_size",
     "tensor_parallel_size", "data_parallel_size", "layer_split", "hostfile", "max_batch_size", "kv_tokens",

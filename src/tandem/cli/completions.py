@@ -29,6 +29,14 @@ complete -o default -F _tandem tandem
 """
 
 
+def run(arguments: argparse.Namespace) -> int:
+    """Print the script for a shell."""
+    from tandem.cli.main import build_parser
+
+    print(script(arguments.shell, build_parser()), end="")
+    return 0
+
+
 def script(shell: str, parser: Parser) -> str:
     """Return the script for `bash`, `zsh` or `fish`. The parser is of no use to anything else afterwards."""
     _prepare(parser, shell)

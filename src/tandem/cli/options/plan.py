@@ -1,20 +1,16 @@
-"""The options of `tandem plan`; light, so that the other commands do not wait for the planner's imports."""
+"""The options of `tandem plan`."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from tandem.cli.arguments import Parser, add_command, filled
+from tandem.cli.arguments import Parser, filled
 from tandem.planner.hardware import CHIPS, LINKS
 from tandem.planner.types import GOALS
 
-SUMMARY = "Compare the ways to spread a model over machines, before anything is loaded."
 
-
-def add_parser(commands: Any) -> Parser:
-    """Add the command to the parser's subcommands; the caller sets `run`."""
-    parser = add_command(commands, "plan", SUMMARY)
+def add_plan(parser: Parser) -> None:
+    """Add the options."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -32,7 +28,6 @@ def add_parser(commands: Any) -> Parser:
     shown = parser.add_argument_group("output")
     shown.add_argument("--all", action="store_true", help="show all layouts that were compared, not just the best.")
     shown.add_argument("--json", action="store_true", help="print the plan as JSON.")
-    return parser
 
 
 def _add_machines(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Options of `tandem generate` and `tandem chat`: one for each plain field of `SamplingParams`."""
+"""The options of `tandem generate` and `tandem chat`, among them one for each plain field of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from tandem.cli.arguments import Parser
+from tandem.cli.arguments import Parser, add_settings
+from tandem.cli.options.bench import add_server
 from tandem.config.options import field_docs
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
@@ -22,8 +23,28 @@ LEFT_OUT = ("logprobs", "prompt_logprobs")
 """A terminal shows text."""
 
 
-def add_sampling(parser: Parser, defaults: Mapping[str, Any] = DEFAULTS) -> None:
-    """Add the options."""
+def add_generate(parser: Parser) -> None:
+    """Add the options of `tandem generate`."""
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--prompt", "-p", help="the text to complete; by default standard input.")
+    _add_both(parser, group, DEFAULTS)
+
+
+def add_chat(parser: Parser) -> None:
+    """Add the options of `tandem chat`."""
+    group = parser.add_argument_group("conversation")
+    group.add_argument("--system", help="a system message to begin with.")
+    _add_both(parser, group, CHAT_DEFAULTS)
+
+
+def _add_both(parser: Parser, group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
+    group.add_argument("--local", action="store_true", help="load the model here, also if a server has it.")
+    _add_sampling(parser, defaults)
+    add_server(parser)
+    add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
+
+
+def _add_sampling(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group = parser.add_argument_group("sampling")
     hints, docs = get_type_hints(SamplingParams), field_docs(SamplingParams)
     for name, standard in _fields().items():
