@@ -48,7 +48,6 @@ class Replica:
             return self.info.state
         return "unreachable" if self.status is None else self.status.state
 
-
     @property
     def detail(self) -> str:
         """What it is about, or waits for; empty while it serves."""
@@ -104,8 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:
         arguments.port = local_port(checked_url(arguments.url))
     if arguments.port is not None:
-        looks = [Look(f"port {arguments.port}", True, address=f"127.0.0.1:{arguments.port}")]
-        _fill(looks[0], arguments.port, arguments.interval)
+        looks = [look_at_port(arguments.port, arguments.interval)]
     else:
         named = arguments.server or arguments.name
         names = [named] if named else [name for name in known_names() if Background(name).runs()]
@@ -132,6 +130,13 @@ def look_at(place: Background, interval: float) -> Look:
             _fill(look, record.port, interval)
         except UsageError:
             look.replicas = []  # it has only just begun, or is about to end
+    return look
+
+
+def look_at_port(port: int, interval: float = 0.0) -> Look:
+    """The server on a port of this machine, however it was started. Raises UsageError."""
+    look = Look(f"port {port}", True, address=f"127.0.0.1:{port}")
+    _fill(look, port, interval)
     return look
 
 
