@@ -19,7 +19,7 @@ from tandem.config.dotenv_file import read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
 from tandem.config.options import ALIASES, Option, field_docs, nearest, options, section_class
 from tandem.env import set_variables, variable, variables
-from tandem.errors import UsageError
+from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.printable import printable
 
 log = logging.getLogger("tandem.cli")
@@ -260,6 +260,34 @@ def fail(message: str) -> int:
     with suppress(OSError):  # the exit code says it too
         print(f"tandem: {printable(message)}", file=sys.stderr)
     return 2
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run, and say what went wrong in one line. Returns 2 for a mistake of the user's, 3 for a failure of the engine,
+    130 for Ctrl-C. Raises BrokenPipeError."""
+    try:
+        return run()
+    except (UsageError, RequestError) as error:
+        return fail(error.message)
+    except RankFailure as error:
+        logging.getLogger("tandem").debug("%s", error.details)
+        fail(error.message)
+        return 3
+    except TandemError as error:
+        fail(error.message)
+        return 1
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        logging.getLogger("tandem").debug("%s", error, exc_info=True)
+        return fail(str(error))
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # pathlib's, of ~ and ~NAME
+            raise
+        return fail("a path begins with the home directory of a user whom the system does not know: write it out, or "
+                    "set HOME")
+    except KeyboardInterrupt:
+        return 130
 
 
 def say(text: str) -> None:

@@ -8,13 +8,13 @@ import os
 import sys
 import time
 from contextlib import suppress
+from functools import partial
 
 from tandem.borders import own_process, start_thread
-from tandem.cli.arguments import fail
+from tandem.cli.arguments import exit_code
 from tandem.cli.serve import serve
 from tandem.config.loading import from_json, to_json
 from tandem.config.settings import Settings
-from tandem.errors import RankFailure, UsageError
 from tandem.log import set_up
 from tandem.processes.child import receive_payload
 from tandem.supervision.record import Background, Record
@@ -54,15 +54,7 @@ def main() -> int:
                            digest(settings), file and os.path.abspath(file)))
 
     try:
-        return serve(settings, write_down)
-    except UsageError as error:
-        return fail(error.message)
-    except RankFailure as error:
-        fail(error.message)
-        return 3
-    except OSError as error:
-        log.debug("%s", error, exc_info=True)
-        return fail(str(error))
+        return exit_code(partial(serve, settings, write_down))
     finally:
         place.forget()
 

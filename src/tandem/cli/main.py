@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import select
 import sys
@@ -12,13 +11,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from tandem.borders import own_process
-from tandem.cli.arguments import SERVE_SECTIONS, Later, Parser, add_command, add_settings, drop_output, fail
+from tandem.cli.arguments import SERVE_SECTIONS, Later, Parser, add_command, add_settings, drop_output, exit_code, fail
 from tandem.cli.options import bench, machines, plan, sampling, servers, vllm_mlx
 from tandem.descriptors import raise_limit
-from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
 
-EXIT_FAILED = 3
 EXIT_UNREAD = 141
 """128 and the number of SIGPIPE."""
 EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
@@ -192,30 +189,7 @@ def _command(argv: Sequence[str] | None) -> int:
         return 2
     arguments.words = list(sys.argv[1:] if argv is None else argv)
     raise_limit()
-    run: Callable[[argparse.Namespace], int] = arguments.run
-    try:
-        return run(arguments)
-    except (UsageError, RequestError) as error:
-        return fail(error.message)
-    except RankFailure as error:
-        logging.getLogger("tandem").debug("%s", error.details)
-        fail(error.message)
-        return EXIT_FAILED
-    except TandemError as error:
-        fail(error.message)
-        return 1
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        logging.getLogger("tandem").debug("%s", error, exc_info=True)
-        return fail(str(error))
-    except RuntimeError as error:
-        if "home directory" not in str(error):  # pathlib's, of ~ and ~NAME
-            raise
-        return fail("a path begins with the home directory of a user whom the system does not know: write it out, or "
-                    "set HOME")
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(partial(arguments.run, arguments))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.7}
 CHAT_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "max_tokens": 2048}
 OFTEN = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """What `--help` shows; the others are in `--help-all`."""
-_KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
+KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
 LEFT_OUT = ("logprobs", "prompt_logprobs")
 """A terminal shows text."""
 
@@ -52,8 +52,8 @@ def _add_sampling(parser: Parser, defaults: Mapping[str, Any]) -> None:
         if name in RANGES:
             own = "the model's own, else " if name in SamplingDefaults.__struct_fields__ else ""
             text = f"{text.rstrip('.')}. [{own}{defaults.get(name, standard)}]"
-        if hints[name] in _KINDS:
-            action = group.add_argument(flag, type=_KINDS[hints[name]],
+        if hints[name] in KINDS:
+            action = group.add_argument(flag, type=KINDS[hints[name]],
                                         metavar="X" if hints[name] is float else "N", help=text)
         elif hints[name] is bool:
             action = group.add_argument(flag, action="store_true", default=None, help=text)
@@ -75,7 +75,7 @@ def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _fields() -> dict[str, Any]:
     """Names of the fields that have an option, and what they are if nobody says anything."""
-    plain = (*_KINDS, bool, tuple[str, ...])
+    plain = (*KINDS, bool, tuple[str, ...])
     hints, standard = get_type_hints(SamplingParams), SamplingParams()
     return {name: getattr(standard, name) for name in SamplingParams.__struct_fields__
             if hints[name] in plain and name not in LEFT_OUT}
