@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,20 +137,14 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Wide enough to read, and without `(default: None)`."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help
+_HELP = partial(argparse.HelpFormatter, max_help_position=34, width=110)
+"""Wide enough to read."""
 
 
 def add_command(commands: Any, name: str, text: str, *, hidden: bool = False) -> Parser:
     """A subcommand's parser; a hidden one is another name for one that is listed."""
     listed = {} if hidden else {"help": text}
-    parser: Parser = commands.add_parser(name, description=text, formatter_class=_HelpFormatter, allow_abbrev=False,
+    parser: Parser = commands.add_parser(name, description=text, formatter_class=_HELP, allow_abbrev=False,
                                          **listed)
     return parser
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from tandem.borders import own_process
 from tandem.cli.arguments import SERVE_SECTIONS, Later, Parser, add_command, add_settings, drop_output, exit_code, fail
-from tandem.cli.options import bench, machines, plan, sampling, servers, vllm_mlx
+from tandem.cli.options import bench, machines, sampling, servers, vllm_mlx
 from tandem.descriptors import raise_limit
 from tandem.version import __version__
 
@@ -81,7 +81,7 @@ COMMANDS = {
     },
     "several machines": {
         "plan": Command("Compare the ways to spread a model over machines, before anything is loaded.",
-                        plan.add_plan, Later("plan.command:run")),
+                        machines.add_plan, Later("plan.command:run")),
         "hosts": Command("Find machines, pair with them, write the hosts file, and install Tandem on them.",
                          machines.add_hosts, Later("hosts.command:run")),
         "agent": Command("Wait on this machine for heads that it is paired with, to run ranks for them.",

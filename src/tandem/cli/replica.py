@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from rich.table import Table
-
 from tandem.cli.address import local_port, server_url
-from tandem.cli.screen import screen
+from tandem.cli.screen import plain_table, screen
 from tandem.cli.status import Replica, look_at_port
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import AddReplica, DrainReplica, ReplicaChanged
@@ -29,9 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(replicas: list[Replica]) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("replica", "role", "state", "pid", "running", "waiting", "ranks", "restarts"):
-        table.add_column(heading, justify="left" if heading in ("role", "state") else "right")
+    table = plain_table("replica", "role", "state", "pid", "running", "waiting", "ranks", "restarts",
+                        left=("role", "state"))
     for one in replicas:
         info, status = one.info, one.status
         counts = ("-",) * 3 if status is None else (status.running, status.queued, len(status.ranks))
