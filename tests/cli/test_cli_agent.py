@@ -131,9 +131,9 @@ def test_a_model_is_served_over_agents_alone(paired, tmp_path):
         said = machines.run("h0", ["python", "-m", "tandem", "status", "--json", "--interval", "0"]).stdout
         assert [rank["host"] for rank in json.loads(said)[0]["replicas"][0]["ranks"]] == ["h1", "h2"]
         assert machines.run("h0", ["python", "-c", ASK]).stdout.strip() == "8"
-        [head] = [pid for pid, line in machines.processes("h0", "tandem.cli.background").items()]
+        [head] = [pid for pid, line in machines.processes("h0", "tandem.cli.processes server").items()]
     finally:
-        if not machines.processes("h0", "tandem.cli.background"):
+        if not machines.processes("h0", "tandem.cli.processes server"):
             print(machines.run("h0", ["python", "-m", "tandem", "logs"], check=False).stdout)
     os.kill(head, signal.SIGKILL)
     deadline = time.monotonic() + 240

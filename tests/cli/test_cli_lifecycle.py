@@ -23,7 +23,7 @@ from tandem.cli.address import api_key, server_url
 from tandem.cli.main import build_parser, main
 from tandem.cli.serve import _completed
 from tandem.cli.startup import farewell
-from tandem.cli.status import look_at
+from tandem.cli.status import look_at, look_at_port
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import ReplicaInfo, ReplicaList
@@ -255,6 +255,26 @@ def test_a_server_is_ready_when_it_has_said_so_not_when_its_engines_are(monkeypa
     for announced, state in ((False, "starting"), (True, "ready")):
         monkeypatch.setattr("tandem.cli.status.ask", lambda *_, said=announced: ReplicaList([engine], announced=said))
         assert look_at(place, 0.0).state == state
+
+
+def test_tokens_a_second_are_counted_between_the_times_that_two_statuses_tell_of(monkeypatch):
+    """An engine publishes its status now and then: what it says may be older than the answer."""
+    def status(tokens, age):
+        return SimpleNamespace(state="ready", detail="", degraded="", model="m", generated_tokens=tokens, age_s=age)
+
+    now = [100.0]
+    monkeypatch.setattr("tandem.cli.status.time", SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda seconds: now.__setitem__(0, now[0] + seconds)))
+    engine = ReplicaInfo(0, "ipc://x", "running", 2, 0)
+    monkeypatch.setattr("tandem.cli.status.ask", lambda *_: ReplicaList([engine]))
+    for answers, rate in (([status(10, 0.4), status(110, 0.0)], 100 / 1.4),
+                          ([status(10, 0.0), status(110, 0.5)], 200.0),
+                          ([status(10, 0.0), status(10, 1.0)], 0.0),
+                          ([status(10, 0.0), None], None)):
+        probe = SimpleNamespace(ask=lambda seconds, left=answers: left.pop(0), close=lambda: None)
+        monkeypatch.setattr("tandem.cli.status.StatusProbe", lambda endpoint, probe=probe: probe)
+        [replica] = look_at_port(1, 1.0).replicas
+        assert replica.tokens_per_s == (rate if rate is None else pytest.approx(rate))
 
 
 def test_sockets_of_engines_that_were_killed_with_their_supervisor_are_removed(monkeypatch):

@@ -12,7 +12,8 @@ import sys
 import pytest
 
 from tandem.cli import address
-from tandem.cli.main import Later, build_parser, main
+from tandem.cli.arguments import Later
+from tandem.cli.main import build_parser, main
 from tandem.config.options import options
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record

@@ -231,7 +231,7 @@ def test_an_engine_that_serves_between_its_deaths_is_never_given_up(children, mo
 
 
 def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatch):
-    monkeypatch.setattr("tandem.supervision.vigil.STOPPED_S", 0.05)
+    monkeypatch.setattr("tandem.supervision.children.STOPPED_S", 0.05)
     engines = EngineSet(settings())
     engines.start()
     children[0].stopped = True

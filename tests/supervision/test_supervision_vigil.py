@@ -9,8 +9,8 @@ import pytest
 
 from tandem.env import child_environment
 from tandem.processes.child import ChildProcess
-from tandem.supervision import vigil
-from tandem.supervision.vigil import Vigil
+from tandem.supervision import children
+from tandem.supervision.children import Vigil
 
 
 class Child:
@@ -21,7 +21,7 @@ class Child:
 def clock(monkeypatch):
     """Seconds that pass when they are told to."""
     now = [100.0]
-    monkeypatch.setattr(vigil.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(children.time, "monotonic", lambda: now[0])
 
     def advance(seconds, watch=None):
         for _ in range(round(seconds * 10)):

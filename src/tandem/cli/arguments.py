@@ -6,18 +6,21 @@ import argparse
 import difflib
 import logging
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from tandem.config.dotenv_file import read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
-from tandem.config.options import ALIASES, Option, field_docs, options, section_class
+from tandem.config.options import ALIASES, Option, field_docs, nearest, options, section_class
 from tandem.env import set_variables, variable, variables
-from tandem.errors import UsageError
+from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.printable import printable
 
 log = logging.getLogger("tandem.cli")
@@ -47,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         """Options that only `--help-all` shows."""
         self.translate: Callable[[Sequence[str]], list[str]] | None = None
         """What makes words of this command of those of another system's."""
-        self.groups: Mapping[str, Sequence[str]] = {}
+        self.groups: Mapping[str, Collection[str]] = {}
         """Names of commands, by the headings that they are listed under."""
 
     def error(self, message: str) -> NoReturn:
@@ -70,8 +73,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
-            near = difflib.get_close_matches(str(value), list(action.choices), 1)
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = nearest(str(value), action.choices)
             raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{meant}")
         super()._check_value(action, value)
 
@@ -84,7 +86,7 @@ class Parser(argparse.ArgumentParser):
         texts, usage = {action: action.help for action in self._actions}, self.usage
         self.usage = "%(prog)s [options] [MODEL]"
         for action, text in texts.items():
-            action.help = argparse.SUPPRESS if action in self.seldom else _first_sentence(text)
+            action.help = argparse.SUPPRESS if action in self.seldom else first_sentence(text)
         try:
             return f"{super().format_help()}\n{len(self.seldom)} more options: {self.prog} --help-all\n"
         finally:
@@ -97,10 +99,8 @@ class Parser(argparse.ArgumentParser):
         (commands,) = [one for one in self._actions if isinstance(one, argparse._SubParsersAction)]
         texts = {one.dest: one.help for one in commands._choices_actions}
         parts = [self.format_usage().rstrip(), self.description or ""]
-        groups = {title: list(names) for title, names in self.groups.items()}
-        groups[list(groups)[-1]] += [name for name in texts if not any(name in one for one in groups.values())]
-        for title, names in groups.items():
-            lines = [f"  {name:13}{_first_sentence(texts[name])}" for name in names]
+        for title, names in self.groups.items():
+            lines = [f"  {name:13}{first_sentence(texts[name])}" for name in names]
             parts.append("\n".join([f"{title}:", *lines]))
         return "\n\n".join([*parts, self.epilog or ""]) + "\n"
 
@@ -109,7 +109,7 @@ class Parser(argparse.ArgumentParser):
         return super().format_help()
 
 
-def _first_sentence(text: str | None) -> str | None:
+def first_sentence(text: str | None) -> str | None:
     """Without what comes after it, but with the default in brackets."""
     if text is None or text == argparse.SUPPRESS:
         return text
@@ -137,24 +137,45 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Wide enough to read, and without `(default: None)`."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help
+_HELP = partial(argparse.HelpFormatter, max_help_position=34, width=110)
+"""Wide enough to read."""
 
 
 def add_command(commands: Any, name: str, text: str, *, hidden: bool = False) -> Parser:
     """A subcommand's parser; a hidden one is another name for one that is listed."""
     listed = {} if hidden else {"help": text}
-    parser: Parser = commands.add_parser(name, description=text, formatter_class=_HelpFormatter, allow_abbrev=False,
+    parser: Parser = commands.add_parser(name, description=text, formatter_class=_HELP, allow_abbrev=False,
                                          **listed)
     return parser
 
 
+def add_actions(parser: Parser, texts: Mapping[str, str]) -> dict[str, Parser]:
+    """The parsers of a command's actions, with what each does; `action` will be the one that is chosen."""
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
+    return {name: add_command(actions, name, text) for name, text in texts.items()}
+
+
+@dataclass(frozen=True)
+class Later:
+    """A command that is imported when it runs, so that `tandem --help` need not wait for any."""
+
+    place: str
+    """Its module below `tandem.cli`, and its function in it."""
+
+    def __call__(self, arguments: argparse.Namespace) -> int:
+        """Run it. Raises UsageError where it needs a package that is not in the default install."""
+        try:
+            run: Callable[[argparse.Namespace], int] = pkgutil.resolve_name(f"tandem.cli.{self.place}")
+        except ModuleNotFoundError as error:
+            if error.name not in ("zeroconf", "spake2"):
+                raise
+            raise UsageError(f"`tandem {arguments.command}` needs the package {error.name}: pip install "
+                             "'mlx-tandem[agent]', or '.[agent]' in a checkout") from None
+        return run(arguments)
+
+
+SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
+"""Settings of `tandem serve`, and of others that start a server."""
 OFTEN = frozenset({
     "served_name", "max_context", "generation_config", "adapter_path", "pipeline_parallel_size",
     "tensor_parallel_size", "data_parallel_size", "layer_split", "hostfile", "max_batch_size", "kv_tokens",
@@ -234,6 +255,34 @@ def fail(message: str) -> int:
     with suppress(OSError):  # the exit code says it too
         print(f"tandem: {printable(message)}", file=sys.stderr)
     return 2
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run, and say what went wrong in one line. Returns 2 for a mistake of the user's, 3 for a failure of the engine,
+    130 for Ctrl-C. Raises BrokenPipeError."""
+    try:
+        return run()
+    except (UsageError, RequestError) as error:
+        return fail(error.message)
+    except RankFailure as error:
+        logging.getLogger("tandem").debug("%s", error.details)
+        fail(error.message)
+        return 3
+    except TandemError as error:
+        fail(error.message)
+        return 1
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        logging.getLogger("tandem").debug("%s", error, exc_info=True)
+        return fail(str(error))
+    except RuntimeError as error:
+        if "home directory" not in str(error):  # pathlib's, of ~ and ~NAME
+            raise
+        return fail("a path begins with the home directory of a user whom the system does not know: write it out, or "
+                    "set HOME")
+    except KeyboardInterrupt:
+        return 130
 
 
 def say(text: str) -> None:

@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import msgspec
 
-from tandem.cli.background import MODULE, digest
 from tandem.cli.processes import prepared
 from tandem.cli.serve import GRACE_S, checked
 from tandem.cli.startup import farewell, progress_lines
@@ -23,7 +22,8 @@ from tandem.config.settings import Settings
 from tandem.env import variables
 from tandem.errors import UsageError
 from tandem.processes.interpreter import module_command
-from tandem.supervision.record import DEFAULT_NAME, Background, known_names
+from tandem.supervision.children import MODULE
+from tandem.supervision.record import DEFAULT_NAME, Background, digest, known_names
 
 POLL_S = 0.2
 TAIL = 20
@@ -97,7 +97,7 @@ def _start(place: Background, settings: Settings, *, wait: bool) -> int:
     place.forget()
     with place.fresh_log() as log:
         # It runs in a session of its own, so that neither ctrl-C nor the terminal's end reaches it.
-        process = subprocess.Popen(module_command(MODULE, place.name, str(lock)), stdin=subprocess.PIPE,
+        process = subprocess.Popen(module_command(MODULE, "server", place.name, str(lock)), stdin=subprocess.PIPE,
                                    stdout=log, stderr=log, pass_fds=[lock], start_new_session=True,
                                    env={**variables(), "PYTHONUNBUFFERED": "1"}, cwd=os.getcwd())
     os.close(lock)

@@ -3,222 +3,47 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
-import pkgutil
 import select
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import get_args
+from functools import partial
 
 from tandem.borders import own_process
-from tandem.cli.arguments import Parser, add_command, add_settings, drop_output, fail
-from tandem.cli.options import bench, machines, plan, sampling, servers, vllm_mlx
-from tandem.config.settings import Role
+from tandem.cli.arguments import SERVE_SECTIONS, Later, Parser, add_command, add_settings, drop_output, exit_code, fail
+from tandem.cli.options import bench, machines, sampling, servers, vllm_mlx
 from tandem.descriptors import raise_limit
-from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.version import __version__
 
-SERVE_SECTIONS = ("model", "parallel", "scheduler", "speculation", "server", "process", "models")
-ENGINE_SECTIONS = SERVE_SECTIONS[:-1]
-EXIT_FAILED = 3
 EXIT_UNREAD = 141
 """128 and the number of SIGPIPE."""
 EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
 To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 `tandem COMMAND --help` tells more of a command."""
-GROUPS = {
-    "a model": ("serve", "chat", "generate", "model"),
-    "a server in the background": ("up", "status", "logs", "restart", "down", "service"),
-    "several machines": ("plan", "hosts", "agent", "rank", "doctor", "firstlight", "parity"),
-    "a running server": ("top", "replica", "cache", "batch", "bench"),
-    "parts of a server, and of this command": ("api", "engine", "completions", "version"),
-}
-Run = Callable[[argparse.Namespace], int]
 
 
 @dataclass(frozen=True)
-class Later:
-    """A command that is imported when it runs."""
+class Command:
+    """One of `tandem`'s commands."""
 
-    place: str
-    """Its module below `tandem.cli`, and its function in it."""
-
-    def __call__(self, arguments: argparse.Namespace) -> int:
-        """Run it."""
-        run: Run = pkgutil.resolve_name(f"tandem.cli.{self.place}")
-        return run(arguments)
+    text: str
+    """What it does; `tandem --help` shows the first sentence."""
+    add: Callable[[Parser], None]
+    """Adds its options."""
+    run: Callable[[argparse.Namespace], int]
 
 
-def build_parser() -> Parser:
-    """The parser of all commands; each sets `run`, a function that is imported when it is called."""
-    parser = Parser(prog="tandem", description="Serve one large language model over several machines.")
-    parser.add_argument("--version", action="version", version=f"tandem {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
-    parser.epilog, parser.groups = EPILOG, GROUPS
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    serve = add_command(commands, "serve", "Load a model and serve it over HTTP.")
-    add_settings(serve, SERVE_SECTIONS)
-    serve.set_defaults(run=Later("serve:run"))
-    api = add_command(commands, "api", "Serve HTTP for an engine that runs by itself; it can be restarted at any time.")
-    add_settings(api, ("model", "server", "process"))
-    api.set_defaults(run=Later("processes:run_api_command"))
-    engine = add_command(commands, "engine", "Load a model and wait for `tandem api` on a Unix socket.")
-    add_settings(engine, ENGINE_SECTIONS)
-    engine.set_defaults(run=Later("processes:run_engine_command"))
-    vllm_mlx.add_parser(commands, SERVE_SECTIONS, Later("serve:run_launcher"))
-    servers.add_lifecycle(commands, SERVE_SECTIONS, _lifecycle)
-    _add_rank(commands)
-    machines.add_agent(commands, _discovery)
-    _add_generate(commands)
-    _add_model(commands)
-    _add_replica(commands)
-    servers.add_cache(commands).set_defaults(run=Later("cache.command:run"))
-    plan.add_parser(commands).set_defaults(run=Later("plan.command:run"))
-    machines.add_parity(commands).set_defaults(run=Later("parity:run"))
-    machines.add_doctor(commands).set_defaults(run=_doctor)
-    machines.add_firstlight(commands).set_defaults(run=Later("firstlight.command:run"))
-    bench.add_parser(commands).set_defaults(run=Later("bench:run"))
-    bench.add_top(commands).set_defaults(run=Later("top:run"))
-    bench.add_batch(commands).set_defaults(run=Later("batch:run"))
-    servers.add_service(commands, SERVE_SECTIONS, Later("service.command:run"))
-    servers.add_completions(commands, _completions)
-    version = add_command(commands, "version", "Print the versions of Tandem and of what it stands on.")
-    version.set_defaults(run=_version)
-    return parser
-
-
-def _add_rank(commands: argparse._SubParsersAction[Parser]) -> None:
-    rank = add_command(commands, "rank", "Run a rank on this machine for a `tandem serve --launcher manual` elsewhere; "
-                       "also under mlx.launch. Order does not matter: it waits for the head, and the head for it.")
-    rank.add_argument("--join", metavar="HOST[:PORT]", help="the head's machine, and its --join-port [29650]")
-    rank.add_argument("--token-file", metavar="FILE", help="a copy of the head's token file, mode 600.")
-    rank.add_argument("--rank", type=int, metavar="N", help="which rank; by default MLX_RANK, else as they join.")
-    rank.add_argument("--address", metavar="IP", help="address of this machine for other ranks; by default that from "
-                      "which it reaches the head.")
-    rank.add_argument("--join-timeout", type=float, default=300.0, metavar="X",
-                      help="seconds to keep trying to reach the head, at first and when it was lost [300]")
-    rank.add_argument("--log-level", choices=("DEBUG", "INFO", "WARNING", "ERROR"), default="INFO",
-                      help="least severe messages to log [INFO]")
-    rank.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
-    rank.set_defaults(run=Later("rank:run"))
-
-
-def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
-    chat = "Talk in this terminal to a running server, or to a model loaded here."
-    for name, text in (("generate", "Complete a prompt in this terminal, by a running server or a model loaded here."),
-                       ("chat", chat), ("run", chat)):
-        parser = add_command(commands, name, text, hidden=name == "run")
-        group = parser.add_argument_group("conversation" if name != "generate" else "prompt")
-        if name == "generate":
-            group.add_argument("--prompt", "-p", help="the text to complete; by default standard input.")
-        else:
-            group.add_argument("--system", help="a system message to begin with.")
-        group.add_argument("--local", action="store_true", help="load the model here, also if a server has it.")
-        sampling.add_sampling(parser, sampling.DEFAULTS if name == "generate" else sampling.CHAT_DEFAULTS)
-        bench.add_server(parser)
-        add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
-        parser.set_defaults(run=Later(f"talk.command:run_{'generate' if name == 'generate' else 'chat'}"))
-
-
-MODEL_ACTIONS = {
-    "get": "Download a model: `demo`, or a hub id (org/name).",
-    "list": "List the models on this machine: names, sizes, dates; and what is kept for the next start.",
-    "show": "Say what a model is: type, layers, context, size, defaults of sampling.",
-    "rm": "Remove a model from this machine's caches.",
-    "path": "Print the directory of a model that is on this machine.",
-    "prune": "Remove what is kept for the next start of models that were not used for long: slices from other "
-             "machines, headers, converted GGUF files.",
-    "ps": "List the models of a running server, and which are loaded.",
-    "load": "Load a model of a running server that has several.",
-    "unload": "Unload one, when it has finished what it has; the next request loads it again.",
-}
-SHORT = {"pull": "get", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
-"""Commands that are actions of `tandem model`, as Ollama's users know them."""
-
-
-def _add_model(commands: argparse._SubParsersAction[Parser]) -> None:
-    model = add_command(commands, "model", "Fetch models, see and remove those on this machine; load and unload those "
-                        "of a server.")
-    actions = model.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
-    for name, text in MODEL_ACTIONS.items():
-        _add_model_action(add_command(actions, name, text), name)
-    for name, action in SHORT.items():
-        parser = add_command(commands, name, MODEL_ACTIONS[action], hidden=True)
-        _add_model_action(parser, action)
-        parser.set_defaults(run=Later("model:run"), action=action)
-    model.set_defaults(run=Later("model:run"))
-
-
-def _add_model_action(parser: Parser, name: str) -> None:
-    if name in ("ps", "load", "unload"):
-        bench.add_server(parser)
-    if name not in ("list", "ps", "prune"):
-        parser.add_argument("name", metavar="MODEL")
-    if name == "get":
-        parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
-    if name == "prune":
-        parser.add_argument("--unused-days", type=float, default=30.0, metavar="DAYS",
-                            help="how long nobody has needed it (default 30; 0: all).")
-        parser.add_argument("--dry-run", action="store_true", help="only say what would go.")
-
-
-def _add_replica(commands: argparse._SubParsersAction[Parser]) -> None:
-    replica = add_command(commands, "replica", "See, add and drain the replicas of a running `tandem serve`.")
-    actions = replica.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
-    for name, text in (("list", "List the replicas: state, process, requests, ranks."),
-                       ("add", "Start one more replica with the server's settings; it joins when it is ready."),
-                       ("drain", "Send a replica nothing new, and end it when it has nothing left to do.")):
-        parser = add_command(actions, name, text)
-        if name == "add":
-            parser.add_argument("--role", choices=get_args(Role), default="both", help="what it is for: long prompts "
-                                "(prefill), answers (decode), or both [both]")
-        if name == "drain":
-            parser.add_argument("replica", type=int, metavar="N", help="number that `tandem replica list` shows.")
-        bench.add_server(parser)
-    replica.set_defaults(run=Later("replica:run"))
-
-
-def _lifecycle(arguments: argparse.Namespace) -> int:
-    from tandem.cli import lifecycle, status
-
-    runs = {"up": lifecycle.run_up, "down": lifecycle.run_down, "restart": lifecycle.run_restart,
-            "logs": lifecycle.run_logs, "status": status.run}
-    return runs[arguments.command](arguments)
-
-
-def _discovery(arguments: argparse.Namespace) -> int:
-    if arguments.command == "hosts" and arguments.action == "sync":
-        from tandem.cli.hosts import sync
-
-        return sync.run(arguments)
-    try:
-        from tandem.cli import agent
-        from tandem.cli.hosts import command as hosts
-    except ModuleNotFoundError as error:
-        if error.name not in ("zeroconf", "spake2"):
-            raise
-        return fail(f"`tandem {arguments.command}` needs the package {error.name}: pip install 'mlx-tandem[agent]', "
-                    "or '.[agent]' in a checkout")
-    return agent.run(arguments) if arguments.command == "agent" else hosts.run(arguments)
-
-
-def _completions(arguments: argparse.Namespace) -> int:
-    from tandem.cli.completions import script
-
-    print(script(arguments.shell, build_parser()), end="")
-    return 0
+def _with(*sections: str) -> Callable[[Parser], None]:
+    return partial(add_settings, sections=sections)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    if arguments.probe:
+    if arguments.probe:  # on another machine, which need not have what the report needs
         from tandem.doctor.probe import main as probe
 
         return probe()
-    from tandem.cli.doctor import run
-
-    return run(arguments)
+    return Later("doctor:run")(arguments)
 
 
 def _version(arguments: argparse.Namespace) -> int:
@@ -228,6 +53,95 @@ def _version(arguments: argparse.Namespace) -> int:
     for name in ("mlx", "mlx-lm", "pyzmq", "fastapi"):
         print(f"{name} {version(name)}")
     return 0
+
+
+CHAT = Command("Talk in this terminal to a running server, or to a model loaded here.",
+               sampling.add_chat, Later("talk.command:run_chat"))
+COMMANDS = {
+    "a model": {
+        "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
+        "chat": CHAT,
+        "generate": Command("Complete a prompt in this terminal, by a running server or a model loaded here.",
+                            sampling.add_generate, Later("talk.command:run_generate")),
+        "model": Command("Fetch models, see and remove those on this machine; load and unload those of a server.",
+                         servers.add_model, Later("model:run")),
+    },
+    "a server in the background": {
+        "up": Command("Start a server in the background, and wait until it is ready.", servers.add_up,
+                      Later("lifecycle:run_up")),
+        "status": Command("Show running servers: ranks, hosts, memory, tokens/s, restarts.", servers.add_status,
+                          Later("status:run")),
+        "logs": Command("Print the log of a server that `tandem up` started.", servers.add_logs,
+                        Later("lifecycle:run_logs")),
+        "restart": Command("End a server that `tandem up` started, and start it with the same settings.",
+                           servers.add_restart, Later("lifecycle:run_restart")),
+        "down": Command("End a server that `tandem up` started.", servers.add_down, Later("lifecycle:run_down")),
+        "service": Command("Have the system keep a server running: by launchd on macOS, by systemd on Linux.",
+                           servers.add_service, Later("service.command:run")),
+    },
+    "several machines": {
+        "plan": Command("Compare the ways to spread a model over machines, before anything is loaded.",
+                        machines.add_plan, Later("plan.command:run")),
+        "hosts": Command("Find machines, pair with them, write the hosts file, and install Tandem on them.",
+                         machines.add_hosts, Later("hosts.command:run")),
+        "agent": Command("Wait on this machine for heads that it is paired with, to run ranks for them.",
+                         machines.add_agent, Later("agent:run")),
+        "rank": Command("Run a rank on this machine for a `tandem serve --launcher manual` elsewhere; also under "
+                        "mlx.launch. Order does not matter: it waits for the head, and the head for it.",
+                        machines.add_rank, Later("rank:run")),
+        "doctor": Command("Look at the machines of a cluster, side by side, and say what is wrong and how to mend it.",
+                          machines.add_doctor, _doctor),
+        "firstlight": Command("Try on this machine all that may go another way on another one, and write a report of "
+                              "one page.", machines.add_firstlight, Later("firstlight.command:run")),
+        "parity": Command("Compare a layout's logits and greedy tokens with those of a single process.",
+                          machines.add_parity, Later("parity:run")),
+    },
+    "a running server": {
+        "top": Command("Watch a running server: replicas, ranks, memory, tokens/s, first token, queue, restarts.",
+                       bench.add_top, Later("top:run")),
+        "replica": Command("See, add and drain the replicas of a running `tandem serve`.", servers.add_replica,
+                           Later("replica:run")),
+        "cache": Command("See, warm and drop the prefixes that a running server keeps, in memory and on disk.",
+                         servers.add_cache, Later("cache.command:run")),
+        "batch": Command("Send a file of requests, in OpenAI's batch format, to a running server.", bench.add_batch,
+                         Later("batch:run")),
+        "bench": Command("Measure a server, or what joins the ranks of this machine.", bench.add_bench,
+                         Later("bench:run")),
+    },
+    "parts of a server, and of this command": {
+        "api": Command("Serve HTTP for an engine that runs by itself; it can be restarted at any time.",
+                       _with("model", "server", "process"), Later("processes:run_api_command")),
+        "engine": Command("Load a model and wait for `tandem api` on a Unix socket.", _with(*SERVE_SECTIONS[:-1]),
+                          Later("processes:run_engine_command")),
+        "completions": Command("Print a script that completes this command's words in a shell.",
+                               servers.add_completions, Later("completions:run")),
+        "version": Command("Print the versions of Tandem and of what it stands on.", lambda parser: None, _version),
+    },
+}
+"""By the headings of `tandem --help`."""
+OTHER_NAMES = {
+    "run": CHAT,
+    **{name: Command(servers.MODEL_ACTIONS[action], partial(servers.add_model_action, name=action), Later("model:run"))
+       for name, action in servers.SHORT.items()},
+    "distributed_launcher": Command("As `python -m vllm_mlx.distributed_launcher`: tensor parallelism over the hosts "
+                                    "of a hostfile.", vllm_mlx.add_launcher, Later("serve:run_launcher")),
+}
+"""Commands that help does not list."""
+
+
+def build_parser() -> Parser:
+    """The parser of all commands; each sets `run`, a function that is imported when it is called."""
+    parser = Parser(prog="tandem", description="Serve one large language model over several machines.", epilog=EPILOG,
+                    formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"tandem {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
+    parser.groups = COMMANDS
+    for named in (*COMMANDS.values(), OTHER_NAMES):
+        for name, command in named.items():
+            own = add_command(commands, name, command.text, hidden=named is OTHER_NAMES)
+            command.add(own)
+            own.set_defaults(run=command.run)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -275,30 +189,7 @@ def _command(argv: Sequence[str] | None) -> int:
         return 2
     arguments.words = list(sys.argv[1:] if argv is None else argv)
     raise_limit()
-    run: Run = arguments.run
-    try:
-        return run(arguments)
-    except (UsageError, RequestError) as error:
-        return fail(error.message)
-    except RankFailure as error:
-        logging.getLogger("tandem").debug("%s", error.details)
-        fail(error.message)
-        return EXIT_FAILED
-    except TandemError as error:
-        fail(error.message)
-        return 1
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        logging.getLogger("tandem").debug("%s", error, exc_info=True)
-        return fail(str(error))
-    except RuntimeError as error:
-        if "home directory" not in str(error):  # pathlib's, of ~ and ~NAME
-            raise
-        return fail("a path begins with the home directory of a user whom the system does not know: write it out, or "
-                    "set HOME")
-    except KeyboardInterrupt:
-        return 130
+    return exit_code(partial(arguments.run, arguments))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""`tandem engine` and `tandem api`, by hand or as children of `tandem serve`.
+"""`tandem engine` and `tandem api`, by hand or as children of `tandem serve`; and the server that `tandem up` starts.
 
-As children (`python -m tandem.cli.processes engine`) they get their settings as a line of JSON on standard input, so
-that keys never show in process lists, and end when it closes.
+Processes that are started here (`python -m tandem.cli.processes engine`) get their settings as a line of JSON on
+standard input, so that keys never show in process lists. Children end when it closes.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import logging
 import os
 import signal
 import sys
+import time
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
-from tandem.borders import own_process
-from tandem.cli.arguments import fail, load_settings
+from tandem.borders import own_process, start_thread
+from tandem.cli.arguments import exit_code, fail, load_settings
 from tandem.config.keys import ClientLimits
 from tandem.config.loading import from_json
 from tandem.config.settings import ModelsSettings, Settings
@@ -30,8 +33,12 @@ from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import ApiPayload, EnginePayload
 from tandem.supervision.children import LAST_WORDS
 from tandem.supervision.control import control_path
+from tandem.supervision.record import Background, Record, digest
 
 log = logging.getLogger("tandem.cli")
+
+LOOK_S = 10.0
+"""Seconds between two looks at the size of the log of a server in the background."""
 
 
 def prepared(arguments: argparse.Namespace, *, quiet: bool = False) -> Settings:
@@ -131,11 +138,43 @@ def _api_child(settings: Settings, keys: dict[str, ClientLimits], fd: int, *, se
     return 0
 
 
+def _server(settings: Settings, name: str) -> int:
+    """The server that `tandem up` starts; its lock stays open, and is nobody else's, until this process ends."""
+    from tandem.cli.serve import serve
+
+    place = Background(name)
+
+    def keep_log_short() -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with suppress(OSError):  # a full disk: the log stays as it is, and the next look tries again
+                if place.trim_log():
+                    log.info("the log began anew; what was before is in %s.1", place.log)
+
+    start_thread(keep_log_short, name="log", on_failure=lambda _: None)
+
+    def write_down(bound: Settings) -> None:
+        file = bound.server.api_key_file or ""
+        place.write(Record(os.getpid(), bound.server.host, bound.server.port,
+                           ", ".join(one.name for one in bound.named) or bound.model.model, time.time(),
+                           bound.process.drain_timeout, "http" if bound.server.tls_cert is None else "https",
+                           digest(settings), file and os.path.abspath(file)))
+
+    try:
+        return exit_code(partial(serve, settings, write_down))
+    finally:
+        place.forget()
+
+
 def main() -> int:
-    """Entry point of a child."""
+    """Entry point of processes that are started here: KIND, and what is for that kind."""
     own_process()
     raise_limit()
     kind, content, lending = sys.argv[1], receive_payload(), None
+    if kind == "server":
+        settings = from_json(content)
+        set_up(settings.process.log_level)
+        return _server(settings, sys.argv[2])
     if kind == "engine":
         payload = msgspec.json.decode(content, type=EnginePayload)
         content, lending = bytes(payload.settings), payload.lending

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 
 from tandem.printable import printable
 
@@ -24,3 +25,11 @@ class _Screen(Console):
 def screen(width: int = 160, **options: Any) -> Console:
     """Return a console for standard output, `width` columns wide where that is no terminal."""
     return _Screen(width=None if sys.stdout.isatty() else width, **options)
+
+
+def plain_table(*headings: str, left: Collection[str]) -> Table:
+    """Return a table without lines, its columns flush right but for those of `left`."""
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading in left else "right")
+    return table

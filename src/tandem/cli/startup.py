@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from tandem.config.settings import ServerSettings
 
@@ -13,15 +13,12 @@ PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and
 """Phases of `LoadProgress`, as a person reads them."""
 
 
-class Starting(Protocol):
-    """Shows how far engines are."""
-
-    def __call__(self, engines: Mapping[int, Any]) -> None:
-        """`engines`: the status of each engine by its number, None where there is none yet."""
+Show = Callable[[Mapping[int, Any]], None]
+"""Shows how far engines are, given the status of each by its number; None where there is none yet."""
 
 
 @contextmanager
-def progress_lines() -> Iterator[Starting]:
+def progress_lines() -> Iterator[Show]:
     """Live lines on standard error if that is a terminal; they are gone when the block ends. Elsewhere nothing."""
     if not sys.stderr.isatty():
         yield lambda engines: None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -26,7 +25,6 @@ SLOW = 3.0
 """Times slower than usual from which that is shown."""
 PROBE_S = 3.0
 """Seconds that an engine gets to say how it is: on a busy machine more than one."""
-_TOKENS = re.compile(r"^tandem_generation_tokens_total (\S+)$", re.MULTILINE)
 _MIB = 2**20
 _SHOWN_EVENTS = 8
 _WIDTH = 140
@@ -39,6 +37,7 @@ class Replica:
 
     info: ReplicaInfo
     status: EngineStatus | None
+    asked_at: float
     tokens_per_s: float | None = None
 
     @property
@@ -47,7 +46,6 @@ class Replica:
         if self.info.state != "running":
             return self.info.state
         return "unreachable" if self.status is None else self.status.state
-
 
     @property
     def detail(self) -> str:
@@ -104,8 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.url is not None:
         arguments.port = local_port(checked_url(arguments.url))
     if arguments.port is not None:
-        looks = [Look(f"port {arguments.port}", True, address=f"127.0.0.1:{arguments.port}")]
-        _fill(looks[0], arguments.port, arguments.interval)
+        looks = [look_at_port(arguments.port, arguments.interval)]
     else:
         named = arguments.server or arguments.name
         names = [named] if named else [name for name in known_names() if Background(name).runs()]
@@ -135,19 +132,23 @@ def look_at(place: Background, interval: float) -> Look:
     return look
 
 
+def look_at_port(port: int, interval: float = 0.0) -> Look:
+    """The server on a port of this machine, however it was started. Raises UsageError."""
+    look = Look(f"port {port}", True, address=f"127.0.0.1:{port}")
+    _fill(look, port, interval)
+    return look
+
+
 def _fill(look: Look, port: int, interval: float) -> None:
     reply = ask(control_path(port), ListReplicas())
     assert isinstance(reply, ReplicaList)
     look.models, look.announced, look.events = reply.models, reply.announced, reply.events
     probes = {info.replica: StatusProbe(info.endpoint) for info in reply.replicas if info.pid is not None}
     try:
-        statuses = {number: probe.ask(PROBE_S) for number, probe in probes.items()}
-        look.replicas = [Replica(info, statuses.get(info.replica)) for info in reply.replicas]
+        look.replicas = [Replica(info, probes[info.replica].ask(PROBE_S) if info.replica in probes else None,
+                                 time.monotonic()) for info in reply.replicas]
         if interval:
-            answering = {number: probe for number, probe in probes.items() if statuses[number] is not None}
-            rates = _rates(answering, interval)
-            for one in look.replicas:
-                one.tokens_per_s = rates.get(one.info.replica)
+            _count(look.replicas, probes, interval)
     finally:
         for probe in probes.values():
             probe.close()
@@ -155,22 +156,14 @@ def _fill(look: Look, port: int, interval: float) -> None:
         look.model = next((one.status.model for one in look.replicas if one.status is not None), look.model)
 
 
-def _rates(probes: dict[int, StatusProbe], interval: float) -> dict[int, float]:
-    """Tokens a second of each engine, from two looks at its counter."""
-    before = {number: (_counted(probe), time.monotonic()) for number, probe in probes.items()}
+def _count(replicas: list[Replica], probes: dict[int, StatusProbe], interval: float) -> None:
+    """Ask once more after `interval` seconds, for the tokens a second of each engine that answers both times."""
     time.sleep(interval)
-    found = {}
-    for number, probe in probes.items():
-        count, then = before[number]
-        after = _counted(probe)
-        if count is not None and after is not None:
-            found[number] = (after - count) / (time.monotonic() - then)
-    return found
-
-
-def _counted(probe: StatusProbe) -> float | None:
-    match = _TOKENS.search(probe.metrics(PROBE_S) or "")
-    return float(match[1]) if match else None
+    for one in replicas:
+        if one.status is not None and (now := probes[one.info.replica].ask(PROBE_S)) is not None:
+            seconds = (time.monotonic() - now.age_s) - (one.asked_at - one.status.age_s)
+            tokens = now.generated_tokens - one.status.generated_tokens
+            one.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
 
 
 def _as_json(look: Look) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import zmq
 
 from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
-from tandem.protocol.control import EngineMessage, EngineStatus, MetricsText, Neighbours, QueryMetrics, QueryStatus
+from tandem.protocol.control import EngineMessage, EngineStatus, Neighbours, QueryStatus
 
 AGAIN_S = 1.0
 """Seconds after which an unanswered question is asked again: the engine may have been replaced meanwhile."""
@@ -55,19 +55,6 @@ class StatusProbe:
             with contextlib.suppress(zmq.Again):
                 self._socket.send(msgspec.msgpack.encode(news), zmq.NOBLOCK)
                 self._told = news
-
-    def metrics(self, timeout_s: float) -> str | None:
-        """The engine's metrics as Prometheus text, or None if they are not here within `timeout_s` seconds."""
-        deadline = time.monotonic() + timeout_s
-        with contextlib.suppress(zmq.Again):
-            self._socket.send(msgspec.msgpack.encode(QueryMetrics(1)), zmq.NOBLOCK)
-        while (left := deadline - time.monotonic()) > 0:
-            if self._socket.poll(int(left * 1000) + 1):
-                with contextlib.suppress(TransportError):
-                    message = self._decoder.decode(self._socket.recv())
-                    if isinstance(message, MetricsText):
-                        return message.text.decode(errors="replace")
-        return None
 
     def _question(self) -> None:
         now = time.monotonic()

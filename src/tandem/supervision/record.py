@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -14,6 +15,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from tandem.config.loading import to_json
+from tandem.config.settings import Settings
 from tandem.env import state_dir
 from tandem.errors import UsageError
 from tandem.protocol.codec import UNREADABLE
@@ -42,6 +45,11 @@ class Record(Struct, frozen=True):
     """Digest of its settings, to tell whether others are the same."""
     api_key_file: str = ""
     """Absolute path of its file with API keys; empty for none."""
+
+
+def digest(settings: Settings) -> str:
+    """Return what tells whether a server has the same settings."""
+    return hashlib.blake2b(to_json(settings), digest_size=16).hexdigest()
 
 
 class Background:

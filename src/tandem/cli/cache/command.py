@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from rich.table import Table
-
 from tandem.bench.client import get_json
 from tandem.cli.address import api_key, server_url
-from tandem.cli.screen import screen
+from tandem.cli.screen import plain_table, screen
 from tandem.errors import UsageError
 from tandem.protocol.pieces import PIECE
 from tandem.runner.piece_files import ABOUT, MARK
@@ -130,23 +128,12 @@ def _ask(arguments: argparse.Namespace, method: str = "GET", **query: str) -> An
     return get_json(url := server_url(arguments), path, api_key(arguments, url), timeout_s=90.0, method=method)
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading in ("model", "type", "last used") else "right")
-    return table
-
-
-def _print(table: Table) -> None:
-    screen(markup=False).print(table)
-
-
 def _size(nbytes: float) -> str:
     return f"{nbytes / 1e9:.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.1f} MB"
 
 
 def _list(answer: Any) -> None:
-    table = _table("model", "replica", "tokens", "on disk", "hits")
+    table = plain_table("model", "replica", "tokens", "on disk", "hits", left=("model",))
     more = 0
     for model in answer["data"]:
         for one in model["replicas"]:
@@ -155,7 +142,7 @@ def _list(answer: Any) -> None:
                               str(prefix["hits"]))
             more += one["memory"]["prefixes"] - len(one["prefixes"])
     if table.row_count:
-        _print(table)
+        screen(markup=False).print(table)
     else:
         print("no prefix is in memory; `tandem cache info` says what is on disk")
     if more:
@@ -234,12 +221,13 @@ def _of_directory(arguments: argparse.Namespace) -> int:
         return _clear(directory, arguments)
     spaces = look(directory)
     if arguments.action == "list":
-        table = _table("model", "type", "tokens", "files", "size", "last used")
+        table = plain_table("model", "type", "tokens", "files", "size", "last used",
+                            left=("model", "type", "last used"))
         for one in spaces:
             table.add_row(one.model or "?", one.type, str(one.tokens), str(one.files), _size(one.nbytes),
                           time.strftime("%Y-%m-%d %H:%M", time.localtime(one.used)))
         if table.row_count:
-            _print(table)
+            screen(markup=False).print(table)
         else:
             print("nothing is kept there")
         return 0

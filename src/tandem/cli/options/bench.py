@@ -1,48 +1,43 @@
-"""The options of `tandem bench` and `tandem top`; light, so that the other commands do not wait for their imports."""
+"""The options of `tandem bench`, `top` and `batch`, and those that name a server."""
 
 from __future__ import annotations
 
 import argparse
 import math
-from typing import Any
 
-from tandem.cli.arguments import Parser, add_command, filled
+from tandem.cli.arguments import Parser, add_actions, filled
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-SUMMARY = "Measure a server, or what joins the ranks of this machine."
-TOP = "Watch a running server: replicas, ranks, memory, tokens/s, first token, queue, restarts."
 
 
-def add_parser(commands: Any) -> Parser:
-    """Add `bench` with its three actions; each sets `action`. The caller sets `run`."""
-    bench = add_command(commands, "bench", SUMMARY)
-    actions = bench.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
-    _add_serve(add_command(actions, "serve", "Load an OpenAI-compatible server and measure its answers; or two."))
-    _add_latency(add_command(actions, "latency", "Latency of one stream at a time."))
-    _add_comm(add_command(actions, "comm", "Collectives and hand-offs between ranks on this machine."))
-    return bench
+def add_bench(parser: Parser) -> None:
+    """Add the three actions."""
+    actions = add_actions(parser, {
+        "serve": "Load an OpenAI-compatible server and measure its answers; or two.",
+        "latency": "Latency of one stream at a time.",
+        "comm": "Collectives and hand-offs between ranks on this machine."})
+    _add_serve(actions["serve"])
+    _add_latency(actions["latency"])
+    _add_comm(actions["comm"])
 
 
-def add_top(commands: Any) -> Parser:
-    """Add `top`; the caller sets `run`."""
-    top = add_command(commands, "top", TOP)
-    add_server(top)
-    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks [1]")
-    top.add_argument("--once", action="store_true", help="print one picture, of one interval, and end, as "
-                     "where the output goes to a file or a pipe.")
-    return top
+def add_top(parser: Parser) -> None:
+    """Add the options of `tandem top`."""
+    add_server(parser)
+    parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two looks [1]")
+    parser.add_argument("--once", action="store_true", help="print one picture, of one interval, and end, as "
+                        "where the output goes to a file or a pipe.")
 
 
-def add_batch(commands: Any) -> Parser:
-    """Add `batch`; the caller sets `run`."""
-    batch = add_command(commands, "batch", "Send a file of requests, in OpenAI's batch format, to a running server.")
-    batch.add_argument("input", metavar="IN", help="a request on each line: custom_id, url and body, as JSON.")
-    batch.add_argument("output", metavar="OUT", help="answers as they come; what is answered there is not asked again.")
-    add_server(batch)
-    batch.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests at once [32]")
-    batch.add_argument("--retries", type=int, default=5, metavar="N", help="more tries for each request [5]")
-    batch.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one answer [3600]")
-    return batch
+def add_batch(parser: Parser) -> None:
+    """Add the options of `tandem batch`."""
+    parser.add_argument("input", metavar="IN", help="a request on each line: custom_id, url and body, as JSON.")
+    parser.add_argument("output", metavar="OUT", help="answers as they come; what is answered there is not asked "
+                        "again.")
+    add_server(parser)
+    parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests at once [32]")
+    parser.add_argument("--retries", type=int, default=5, metavar="N", help="more tries for each request [5]")
+    parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one answer [3600]")
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:

@@ -1,34 +1,38 @@
-"""The options of `tandem agent`, `hosts`, `doctor`, `firstlight` and `parity`; without the packages that they need."""
+"""The options of `tandem agent`, `hosts`, `rank`, `doctor`, `firstlight`, `parity` and `plan`."""
 
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from tandem.cli.arguments import Parser, add_command, add_settings, filled
+from tandem.cli.arguments import Later, Parser, add_actions, add_settings, filled
+from tandem.planner.hardware import CHIPS, LINKS
+from tandem.planner.types import GOALS
 
 
-def add_agent(commands: Any, run: Any) -> None:
-    """Add both commands; `run` takes the parsed arguments, whose `command` says which it is."""
-    agent = add_command(commands, "agent", "Wait on this machine for heads that it is paired with, to run ranks for "
-                        "them.")
+def add_agent(agent: Parser) -> None:
+    """Add the options of `tandem agent`."""
     agent.add_argument("--name", help="by which others know this machine; by default its host name.")
     agent.add_argument("--host", default="0.0.0.0", metavar="IP", help="address to listen on [all]")
     agent.add_argument("--port", type=int, default=29640, metavar="N", help="and the next one, for pairing [29640]")
     agent.add_argument("--pair", action="store_true", help="show a code for one more head.")
     agent.add_argument("--forget", metavar="HEAD", help="trust a head no longer, and exit.")
     agent.add_argument("--no-announce", action="store_true", help="do not answer `tandem hosts find`.")
-    hosts = add_command(commands, "hosts", "Find machines, pair with them, write the hosts file, and "
-                        "install Tandem on them.")
-    actions = hosts.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
-    find = add_command(actions, "find", "List machines on the local network that run `tandem agent`.")
+
+
+def add_hosts(parser: Parser) -> None:
+    """Add the actions of `tandem hosts`."""
+    actions = add_actions(parser, {
+        "find": "List machines on the local network that run `tandem agent`.",
+        "pair": "Have an agent trust this machine, with the code that it shows.",
+        "forget": "Use an agent no longer.",
+        "write": "Write a hosts file for machines, with addresses that they can all use.",
+        "sync": "Install this machine's Tandem, with the same versions of mlx and mlx-lm, on the machines of a hosts "
+                "file, over ssh, with pip or uv."})
+    find, pair, forget, write, sync = actions.values()
     find.add_argument("--json", action="store_true", help="print them as JSON.")
-    pair = add_command(actions, "pair", "Have an agent trust this machine, with the code that it shows.")
     pair.add_argument("agent", metavar="NAME|IP[:PORT]", help="as `tandem hosts find` lists it, or its address.")
     pair.add_argument("--code", help="the six digits; by default they are asked for.")
-    forget = add_command(actions, "forget", "Use an agent no longer.")
     forget.add_argument("agent", metavar="NAME")
-    write = add_command(actions, "write", "Write a hosts file for machines, with addresses that they can all use.")
     write.add_argument("file", metavar="FILE", help="the hosts file; - prints it.")
     write.add_argument("hosts", nargs="*", metavar="HOST", help="127.0.0.1, ssh destinations, or agent:NAME, in the "
                        "ranks' order; by default all agents that this machine is paired with.")
@@ -37,22 +41,17 @@ def add_agent(commands: Any, run: Any) -> None:
                        "hosts' interfaces, to be given a subnet that clashes with nothing; repeatable.")
     write.add_argument("--over", choices=("thunderbolt", "ethernet"), help="Macs: let mlx.distributed_config find out "
                        "what is cabled, over ssh.")
-    sync = add_command(actions, "sync", "Install this machine's Tandem, with the same versions of mlx and mlx-lm, on "
-                       "the machines of a hosts file, over ssh, with pip or uv.")
+    sync.set_defaults(run=Later("hosts.sync:run"))
     sync.add_argument("--hostfile", required=True, metavar="FILE", help="the hosts file; 127.0.0.1 in it is left "
                       "alone.")
     sync.add_argument("--remote-python", metavar="FILE", help="their interpreter; by default the one that ranks would "
                       "run with, else a new environment below ~/.local/share/tandem.")
-    for parser in (find, pair):
-        parser.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds to listen for agents [3]")
-    for parser in (agent, hosts):
-        parser.set_defaults(run=run)
+    for action in (find, pair):
+        action.add_argument("--timeout", type=float, default=3.0, metavar="S", help="seconds to listen for agents [3]")
 
 
-def add_doctor(commands: Any) -> Parser:
-    """Add the command to the parser's subcommands; the caller sets `run`."""
-    parser = add_command(commands, "doctor",
-                         "Look at the machines of a cluster, side by side, and say what is wrong and how to mend it.")
+def add_doctor(parser: Parser) -> None:
+    """Add the options of `tandem doctor`."""
     parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file; without it this "
                         "machine is looked at.")
     parser.add_argument("--ray", nargs="?", const="auto", metavar="ADDRESS", help="the nodes of a Ray cluster: that of "
@@ -76,14 +75,10 @@ def add_doctor(commands: Any) -> Parser:
                        "a stage for each machine.")
     group.add_argument("--context", type=int, metavar="N", help="tokens of each stream, prompt and output [8192]")
     group.add_argument("--streams", type=int, default=1, metavar="N", help="requests answered at once [1]")
-    return parser
 
 
-def add_firstlight(commands: Any) -> Parser:
-    """Add the command to the parser's subcommands; the caller sets `run`."""
-    parser = add_command(commands, "firstlight",
-                         "Try on this machine all that may go another way on another one, and write a report of one "
-                         "page.")
+def add_firstlight(parser: Parser) -> None:
+    """Add the options of `tandem firstlight`."""
     parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those "
                         "machines together.")
     parser.add_argument("--model", metavar="MODEL", default="demo", help="directory, GGUF file, hub id, or demo; "
@@ -97,13 +92,10 @@ def add_firstlight(commands: Any) -> Parser:
     parser.add_argument("--output", "-o", metavar="FILE", default="firstlight.md", help="the report; beside it stands "
                         "the same as JSON [firstlight.md]")
     parser.add_argument("--list", action="store_true", help="only say which checks there are, and what they prove.")
-    return parser
 
 
-def add_parity(commands: Any) -> Parser:
-    """Add the command to the parser's subcommands; the caller sets `run`."""
-    parser = add_command(commands, "parity",
-                         "Compare a layout's logits and greedy tokens with those of a single process.")
+def add_parity(parser: Parser) -> None:
+    """Add the options of `tandem parity`."""
     add_settings(parser, ("model", "parallel"))
     group = parser.add_argument_group("comparison")
     group.add_argument("--tiny", metavar="TYPE|DIR", help="instead of a model, try an architecture: a tiny random "
@@ -120,4 +112,102 @@ def add_parity(commands: Any) -> Parser:
     group.add_argument("--tolerance", type=float, metavar="X", help="largest difference of a logit, as a share of the "
                        "largest logit; by default 0 for pipelines and, where ranks share layers, 1e-4 in float32, "
                        "2e-2 in float16, 5e-2 in bfloat16.")
-    return parser
+
+
+def add_rank(rank: Parser) -> None:
+    """Add the options of `tandem rank`."""
+    rank.add_argument("--join", metavar="HOST[:PORT]", help="the head's machine, and its --join-port [29650]")
+    rank.add_argument("--token-file", metavar="FILE", help="a copy of the head's token file, mode 600.")
+    rank.add_argument("--rank", type=int, metavar="N", help="which rank; by default MLX_RANK, else as they join.")
+    rank.add_argument("--address", metavar="IP", help="address of this machine for other ranks; by default that from "
+                      "which it reaches the head.")
+    rank.add_argument("--join-timeout", type=float, default=300.0, metavar="X",
+                      help="seconds to keep trying to reach the head, at first and when it was lost [300]")
+    rank.add_argument("--log-level", choices=("DEBUG", "INFO", "WARNING", "ERROR"), default="INFO",
+                      help="least severe messages to log [INFO]")
+    rank.add_argument("--stdin", action="store_true", help=argparse.SUPPRESS)
+
+
+def add_plan(parser: Parser) -> None:
+    """Add the options of `tandem plan`."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="directory, GGUF file, hub id, or demo. Well-known hub ids are planned for without their files "
+        "(docs/planning.md lists them).",
+    )
+    parser.add_argument(
+        "--quant",
+        metavar="BITS",
+        help="how weights of such a model would be stored: native, bf16, 2bit to 8bit, mxfp4, nvfp4, mxfp8 [native].",
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
+    _add_planned_machines(parser)
+    _add_wanted(parser)
+    shown = parser.add_argument_group("output")
+    shown.add_argument("--all", action="store_true", help="show all layouts that were compared, not just the best.")
+    shown.add_argument("--json", action="store_true", help="print the plan as JSON.")
+
+
+def _add_planned_machines(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("machines")
+    group.add_argument(
+        "--hosts",
+        nargs="+",
+        action="extend",
+        metavar="NAME=MEMORY[:CHIP]",
+        help="such as a=64GB b=128GB:m4-max; memory is what is installed. Chips: " + ", ".join(CHIPS) + ". More, each "
+        "after a colon: gpu=112GB (memory for MLX), bandwidth=500 (GB/s) and tflops=14, taken as measured when both "
+        "are given; fence=17 (us that a collective waits for a Mac's GPU; else as --fast-sync says). By default this "
+        "machine.",
+    )
+    group.add_argument(
+        "--hostfile",
+        metavar="FILE",
+        type=filled,
+        help='MLX\'s JSON hosts file; each host may have "memory", "chip", "gpu", "bandwidth", "tflops" and "fence".',
+    )
+    group.add_argument(
+        "--link",
+        action="append",
+        metavar="[A,B=]NAME",
+        help="what joins the machines, or two of them: " + ", ".join(LINKS) + ". More, each after a colon: latency=30 "
+        "(us), bandwidth=7.5 (GB/s).",
+    )
+    group.add_argument(
+        "--profile",
+        "--hardware-profile",
+        metavar="FILE",
+        type=filled,
+        help="measured speeds of hosts and links, which `tandem bench comm --write-profile` writes, in place of "
+        "assumed ones; without --hosts and --hostfile its hosts are planned for.",
+    )
+    group.add_argument("--fast-sync", choices=("auto", "on", "off"), default="off",
+                       help="as for `tandem serve`: the fences of Macs that share layers [off]")
+
+
+def _add_wanted(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what it must carry")
+    group.add_argument("--context", type=int, metavar="N", help="tokens of each stream, prompt and output [8192]")
+    group.add_argument("--streams", type=int, default=1, metavar="N", help="requests answered at once [1]")
+    group.add_argument(
+        "--goal",
+        choices=GOALS,
+        help="latency of one stream, throughput of all, or capacity for KV tokens; by default latency for one stream, "
+        "else throughput.",
+    )
+    same = "as for `tandem serve` "
+    types = ("auto", "float32", "bfloat16", "float16")
+    group.add_argument("--dtype", choices=types, default="auto", help=same + "[auto]")
+    group.add_argument("--dequantize", choices=("auto", "yes", "no"), default="auto", help=same + "[auto]")
+    group.add_argument("--kv-dtype", choices=("auto", "8bit", "4bit"), default="auto", help=same + "[auto]")
+    group.add_argument("--prefill-chunk", type=int, metavar="N", help=same)
+    group.add_argument("--memory-fraction", type=float, default=0.85, metavar="X",
+                       help="share of each machine's memory to plan with [0.85]")
+    group.add_argument(
+        "--layout",
+        action="append",
+        metavar="TEXT",
+        help='check this layout instead of searching: "single", "tp=2", "pp=2 layers=20,16", "tp=2,1" (a stage of two '
+        'machines and one of one), "dp=2 tp=2", "tp=2 split=2,1", "pp=2 machines=b,a"; repeatable.',
+    )

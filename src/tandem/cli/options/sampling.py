@@ -1,4 +1,4 @@
-"""Options of `tandem generate` and `tandem chat`: one for each plain field of `SamplingParams`."""
+"""The options of `tandem generate` and `tandem chat`, among them one for each plain field of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from tandem.cli.arguments import Parser
+from tandem.cli.arguments import Parser, add_settings
+from tandem.cli.options.bench import add_server
 from tandem.config.options import field_docs
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
@@ -17,13 +18,33 @@ DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.7}
 CHAT_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "max_tokens": 2048}
 OFTEN = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """What `--help` shows; the others are in `--help-all`."""
-_KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
+KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
 LEFT_OUT = ("logprobs", "prompt_logprobs")
 """A terminal shows text."""
 
 
-def add_sampling(parser: Parser, defaults: Mapping[str, Any] = DEFAULTS) -> None:
-    """Add the options."""
+def add_generate(parser: Parser) -> None:
+    """Add the options of `tandem generate`."""
+    group = parser.add_argument_group("prompt")
+    group.add_argument("--prompt", "-p", help="the text to complete; by default standard input.")
+    _add_both(parser, group, DEFAULTS)
+
+
+def add_chat(parser: Parser) -> None:
+    """Add the options of `tandem chat`."""
+    group = parser.add_argument_group("conversation")
+    group.add_argument("--system", help="a system message to begin with.")
+    _add_both(parser, group, CHAT_DEFAULTS)
+
+
+def _add_both(parser: Parser, group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
+    group.add_argument("--local", action="store_true", help="load the model here, also if a server has it.")
+    _add_sampling(parser, defaults)
+    add_server(parser)
+    add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
+
+
+def _add_sampling(parser: Parser, defaults: Mapping[str, Any]) -> None:
     group = parser.add_argument_group("sampling")
     hints, docs = get_type_hints(SamplingParams), field_docs(SamplingParams)
     for name, standard in _fields().items():
@@ -31,8 +52,8 @@ def add_sampling(parser: Parser, defaults: Mapping[str, Any] = DEFAULTS) -> None
         if name in RANGES:
             own = "the model's own, else " if name in SamplingDefaults.__struct_fields__ else ""
             text = f"{text.rstrip('.')}. [{own}{defaults.get(name, standard)}]"
-        if hints[name] in _KINDS:
-            action = group.add_argument(flag, type=_KINDS[hints[name]],
+        if hints[name] in KINDS:
+            action = group.add_argument(flag, type=KINDS[hints[name]],
                                         metavar="X" if hints[name] is float else "N", help=text)
         elif hints[name] is bool:
             action = group.add_argument(flag, action="store_true", default=None, help=text)
@@ -54,7 +75,7 @@ def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def _fields() -> dict[str, Any]:
     """Names of the fields that have an option, and what they are if nobody says anything."""
-    plain = (*_KINDS, bool, tuple[str, ...])
+    plain = (*KINDS, bool, tuple[str, ...])
     hints, standard = get_type_hints(SamplingParams), SamplingParams()
     return {name: getattr(standard, name) for name in SamplingParams.__struct_fields__
             if hints[name] in plain and name not in LEFT_OUT}

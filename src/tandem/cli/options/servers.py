@@ -1,101 +1,151 @@
-"""The options of commands for servers in the background, for a service, for kept prefixes, and for shells."""
+"""The options of commands for models, for servers in the background and their replicas, for a service, for kept
+prefixes, and for shells."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
-from typing import Any
+from typing import get_args
 
-from tandem.cli.arguments import Parser, add_command, add_settings
+from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_settings
 from tandem.cli.options.bench import add_server
+from tandem.config.settings import Role
 
-ACTIONS = {
-    "list": "List the prefixes in memory, and how much of each is on disk; or what is in a directory.",
-    "info": "Say how much is kept, where, and how often it served.",
-    "warm": "Compute a prompt before users come, at every replica: a system prompt, a repository's context, a chat.",
-    "drop": "Let go of what is kept, in memory and on disk.",
+MODEL_ACTIONS = {
+    "get": "Download a model: `demo`, or a hub id (org/name).",
+    "list": "List the models on this machine: names, sizes, dates; and what is kept for the next start.",
+    "show": "Say what a model is: type, layers, context, size, defaults of sampling.",
+    "rm": "Remove a model from this machine's caches.",
+    "path": "Print the directory of a model that is on this machine.",
+    "prune": "Remove what is kept for the next start of models that were not used for long: slices from other "
+             "machines, headers, converted GGUF files.",
+    "ps": "List the models of a running server, and which are loaded.",
+    "load": "Load a model of a running server that has several.",
+    "unload": "Unload one, when it has finished what it has; the next request loads it again.",
 }
+SHORT = {"pull": "get", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
+"""Commands that are actions of `tandem model`, as Ollama's users know them."""
 
 
-def add_cache(commands: Any) -> Parser:
-    """Add `cache` with its actions; each sets `action`. The caller sets `run`."""
-    cache = add_command(commands, "cache",
-                        "See, warm and drop the prefixes that a running server keeps, in memory and on disk.")
-    actions = cache.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
-    for name, text in ACTIONS.items():
-        parser = add_command(actions, name, text)
-        if name == "warm":
-            parser.add_argument("file", metavar="FILE", help="a text; or .json with a chat request or its messages; or "
-                                ".jsonl with one of these, or a message, on each line; - is a text from standard "
-                                "input.")
-            parser.add_argument("--role", choices=("system", "user", "none"), default="system", help="what a text is: "
-                                "the system message, the beginning of the first user's message, or, with none, of "
-                                "prompts to /v1/completions [system]")
-        if name == "drop":
-            parser.add_argument("--tier", choices=("memory", "all"), default="all", help="memory: what is on disk "
-                                "stays there, and is read again [all]")
-            parser.add_argument("--unused-days", type=float, metavar="DAYS", help="with --kv-disk: only what nobody "
-                                "has used for so long.")
-        if name != "warm":
+def add_model(model: Parser) -> None:
+    """Add the actions of `tandem model`."""
+    for name, parser in add_actions(model, MODEL_ACTIONS).items():
+        add_model_action(parser, name)
+
+
+def add_model_action(parser: Parser, name: str) -> None:
+    """Add the options of one of them."""
+    if name in ("ps", "load", "unload"):
+        add_server(parser)
+    if name not in ("list", "ps", "prune"):
+        parser.add_argument("name", metavar="MODEL")
+    if name == "get":
+        parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
+    if name == "prune":
+        parser.add_argument("--unused-days", type=float, default=30.0, metavar="DAYS",
+                            help="how long nobody has needed it (default 30; 0: all).")
+        parser.add_argument("--dry-run", action="store_true", help="only say what would go.")
+    parser.set_defaults(action=name)
+
+
+def add_replica(replica: Parser) -> None:
+    """Add the actions of `tandem replica`."""
+    actions = add_actions(replica, {
+        "list": "List the replicas: state, process, requests, ranks.",
+        "add": "Start one more replica with the server's settings; it joins when it is ready.",
+        "drain": "Send a replica nothing new, and end it when it has nothing left to do."})
+    actions["add"].add_argument("--role", choices=get_args(Role), default="both", help="what it is for: long prompts "
+                                "(prefill), answers (decode), or both [both]")
+    actions["drain"].add_argument("replica", type=int, metavar="N", help="number that `tandem replica list` shows.")
+    for parser in actions.values():
+        add_server(parser)
+
+
+def add_cache(cache: Parser) -> None:
+    """Add the actions of `tandem cache`."""
+    actions = add_actions(cache, {
+        "list": "List the prefixes in memory, and how much of each is on disk; or what is in a directory.",
+        "info": "Say how much is kept, where, and how often it served.",
+        "warm": "Compute a prompt before users come, at every replica: a system prompt, a repository's context, a "
+                "chat.",
+        "drop": "Let go of what is kept, in memory and on disk."})
+    warm, drop = actions["warm"], actions["drop"]
+    warm.add_argument("file", metavar="FILE", help="a text; or .json with a chat request or its messages; or .jsonl "
+                      "with one of these, or a message, on each line; - is a text from standard input.")
+    warm.add_argument("--role", choices=("system", "user", "none"), default="system", help="what a text is: the system "
+                      "message, the beginning of the first user's message, or, with none, of prompts to "
+                      "/v1/completions [system]")
+    drop.add_argument("--tier", choices=("memory", "all"), default="all", help="memory: what is on disk stays there, "
+                      "and is read again [all]")
+    drop.add_argument("--unused-days", type=float, metavar="DAYS", help="with --kv-disk: only what nobody has used for "
+                      "so long.")
+    for parser in actions.values():
+        if parser is not warm:
             parser.add_argument("--kv-disk", metavar="DIR", help="this directory, of all servers that use it, in place "
                                 "of a server.")
         parser.add_argument("--model", metavar="NAME", help="of a server with several: this one.")
         add_server(parser)
-    return cache
 
 
-SHELLS = ("bash", "zsh", "fish")
+def add_completions(parser: Parser) -> None:
+    """Add the argument of `tandem completions`."""
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help='bash and zsh: eval "$(tandem completions '
+                        'bash)" in ~/.bashrc or ~/.zshrc; fish: tandem completions fish | source.')
 
 
-def add_completions(commands: Any, run: Any) -> None:
-    """Add `completions`."""
-    completions = add_command(commands, "completions", "Print a script that completes this command's words in a shell.")
-    completions.add_argument("shell", choices=SHELLS, help='bash and zsh: eval "$(tandem completions bash)" in '
-                             "~/.bashrc or ~/.zshrc; fish: tandem completions fish | source.")
-    completions.set_defaults(run=run)
-
-
-def add_service(commands: Any, sections: Sequence[str], run: Any) -> None:
-    """Add `service`; `run` takes the parsed arguments, whose `action` says what to do."""
-    service = add_command(commands, "service", "Have the system keep a server running: by launchd on macOS, by systemd "
-                          "on Linux.")
-    actions = service.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
-    install = add_command(actions, "install", "Install it with the options of `tandem serve`, and start it.")
-    add_settings(install, sections)
-    uninstall = add_command(actions, "uninstall", "Stop it, and take it away.")
-    status = add_command(actions, "status", "Say whether it is installed and runs; exit code 0 if it does.")
-    for parser in (install, uninstall, status):
+def add_service(service: Parser) -> None:
+    """Add the actions of `tandem service`."""
+    actions = add_actions(service, {
+        "install": "Install it with the options of `tandem serve`, and start it.",
+        "uninstall": "Stop it, and take it away.",
+        "status": "Say whether it is installed and runs; exit code 0 if it does."})
+    add_settings(actions["install"], SERVE_SECTIONS)
+    for parser in actions.values():
         parser.add_argument("--name", default="default", help="of the service, where there are several [default]")
-    service.set_defaults(run=run)
 
 
-def add_lifecycle(commands: Any, sections: Sequence[str], run: Any) -> None:
-    """Add the four commands; `run` takes the parsed arguments, whose `command` says which it is."""
-    up = add_command(commands, "up", "Start a server in the background, and wait until it is ready.")
-    add_settings(up, sections)
+def add_up(up: Parser) -> None:
+    """Add the options of `tandem up`."""
+    add_settings(up, SERVE_SECTIONS)
     up.add_argument("--no-wait", action="store_true", help="do not wait.")
-    down = add_command(commands, "down", "End a server that `tandem up` started.")
+    up.add_argument("--name", help=_NAME)
+
+
+def add_down(down: Parser) -> None:
+    """Add the options of `tandem down`."""
     down.add_argument("--now", action="store_true", help="drop requests that are under way.")
-    restart = add_command(commands, "restart", "End a server that `tandem up` started, and start it with the same "
-                          "settings.")
+    _add_name(down)
+
+
+def add_restart(restart: Parser) -> None:
+    """Add the options of `tandem restart`."""
     restart.add_argument("--now", action="store_true", help="drop requests that are under way.")
     restart.add_argument("--no-wait", action="store_true", help="do not wait until it is ready.")
-    status = add_command(commands, "status", "Show running servers: ranks, hosts, memory, tokens/s, restarts.")
+    _add_name(restart)
+
+
+def add_status(status: Parser) -> None:
+    """Add the options of `tandem status`."""
     status.add_argument("--url", metavar="URL", help="the server of this machine with this address, however started.")
     status.add_argument("--port", type=int, metavar="N", help="the server on this port, however started.")
     status.add_argument("--interval", type=_seconds, default=1.0, metavar="S",
                         help="seconds over which tokens are counted; 0 leaves them out [1]")
     status.add_argument("--json", action="store_true", help="print what is known as JSON.")
-    logs = add_command(commands, "logs", "Print the log of a server that `tandem up` started.")
+    _add_name(status, "only this server.")
+
+
+def add_logs(logs: Parser) -> None:
+    """Add the options of `tandem logs`."""
     logs.add_argument("-f", "--follow", action="store_true", help="go on printing until the server ends.")
     logs.add_argument("-n", "--lines", type=_count, default=50, metavar="N", help="lines to begin with [50]")
-    for parser in (up, down, restart, logs):
-        parser.add_argument("--name", help="of the server, where there are several [default]")
-    status.add_argument("--name", help="only this server.")
-    for parser in (down, restart, logs, status):
-        parser.add_argument("server", nargs="?", metavar="NAME", help="of the server, as with --name.")
-    for parser in (up, down, restart, status, logs):
-        parser.set_defaults(run=run)
+    _add_name(logs)
+
+
+_NAME = "of the server, where there are several [default]"
+
+
+def _add_name(parser: Parser, text: str = _NAME) -> None:
+    parser.add_argument("--name", help=text)
+    parser.add_argument("server", nargs="?", metavar="NAME", help="of the server, as with --name.")
 
 
 def _count(text: str) -> int:

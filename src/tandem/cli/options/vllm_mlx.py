@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from tandem.cli.arguments import Parser, add_command, add_settings
+from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_settings
 from tandem.errors import UsageError
 
 COMMAND = "distributed_launcher"
@@ -48,13 +46,10 @@ def translate(words: Sequence[str]) -> list[str]:
     return found
 
 
-def add_parser(commands: Any, sections: Sequence[str], run: Callable[[argparse.Namespace], int]) -> None:
-    """Add the command; `run` takes the arguments of `tandem serve`."""
-    parser: Parser = add_command(commands, COMMAND, "As `python -m vllm_mlx.distributed_launcher`: tensor parallelism "
-                                 "over the hosts of a hostfile.", hidden=True)
+def add_launcher(parser: Parser) -> None:
+    """Add the options of `tandem serve`, which `translate` makes of the launcher's."""
     parser.translate = translate
-    add_settings(parser, sections)
-    parser.set_defaults(run=run)
+    add_settings(parser, SERVE_SECTIONS)
 
 
 def by_hand(model: str) -> UsageError:

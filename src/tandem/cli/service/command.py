@@ -10,7 +10,6 @@ import re
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -35,51 +34,6 @@ NOBODY = ("Where nobody is logged in, as in a container or behind su and sudo, n
 _PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
 
 
-class Manager(ABC):
-    """Holds services by name."""
-
-    tool: str
-    """The program that it is told with."""
-    hint = ""
-    """Advice on services of this system."""
-
-    @abstractmethod
-    def file(self, name: str) -> Path:
-        """Where the service is described."""
-
-    @abstractmethod
-    def install(self, service: Service) -> None:
-        """Describe and start it, in place of an earlier one of its name. Raises UsageError."""
-
-    @abstractmethod
-    def uninstall(self, name: str) -> None:
-        """Stop it, and take its description away. Raises UsageError."""
-
-    @abstractmethod
-    def pid(self, name: str) -> int | None:
-        """Process of the service; None when it does not run."""
-
-    @contextmanager
-    def _or_nothing(self, name: str) -> Iterator[None]:
-        """Uninstall the service `name` if the block fails: the next login would start it."""
-        try:
-            yield
-        except UsageError as error:
-            with suppress(UsageError):
-                self.uninstall(name)
-            self.file(name).unlink(missing_ok=True)
-            raise UsageError(f"{error.message}; {name} is not installed. {NOBODY}") from error
-
-
-def manager() -> Manager:
-    """Return this system's service manager. Raises UsageError where there is none."""
-    chosen: Manager = Launchd() if sys.platform == "darwin" else Systemd()
-    if find_tool(chosen.tool) is None:
-        raise UsageError(f"{chosen.tool} is not on this machine, so there is nobody to keep a service running; "
-                         "`tandem up` starts a server in the background")
-    return chosen
-
-
 def _ran(*words: str, timeout_s: float | None = _TOOL_S) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run([find_tool(words[0]) or words[0], *words[1:]], capture_output=True, text=True,
@@ -101,7 +55,7 @@ def _write(path: Path, content: bytes) -> None:
     path.chmod(0o600)
 
 
-class Launchd(Manager):
+class Launchd:
     """Agents of the user, in the session of whoever is logged in at the screen, else in the background one."""
 
     tool = "launchctl"
@@ -109,21 +63,21 @@ class Launchd(Manager):
             "run on other machines too")
 
     def file(self, name: str) -> Path:
-        """Implement the base class."""
+        """Return where the service is described."""
         return Path.home() / "Library" / "LaunchAgents" / f"{launchd_label(name)}.plist"
 
     def install(self, service: Service) -> None:
-        """Implement the base class."""
+        """Describe and start it. Raises UsageError."""
         if self.file(service.name).exists():
             self.uninstall(service.name)
         _write(self.file(service.name), launchd_agent(service))
         done = _ran(self.tool, "bootstrap", f"gui/{os.getuid()}", str(self.file(service.name)))
         if done.returncode:  # over ssh there may be nobody at the screen
-            with self._or_nothing(service.name):
+            with _or_nothing(self, service.name):
                 _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
 
     def uninstall(self, name: str) -> None:
-        """Implement the base class."""
+        """Stop it, and take its description away. Raises UsageError."""
         for place in self._places(name):
             _ran(self.tool, "bootout", place)
         end = time.monotonic() + self._stop_s(name) + _END_S
@@ -134,7 +88,7 @@ class Launchd(Manager):
         self.file(name).unlink(missing_ok=True)
 
     def pid(self, name: str) -> int | None:
-        """Implement the base class."""
+        """Return the process of the service; None when it does not run."""
         for place in self._places(name):
             done = _ran(self.tool, "print", place)
             if done.returncode == 0 and (match := _PID.search(done.stdout)):
@@ -152,32 +106,32 @@ class Launchd(Manager):
             return _TOOL_S
 
 
-class Systemd(Manager):
+class Systemd:
     """Units of the user."""
 
     tool = "systemctl"
     hint = "it ends when you log out, unless `loginctl enable-linger` was run once"
 
     def file(self, name: str) -> Path:
-        """Implement the base class."""
+        """Return where the service is described."""
         base = variable("XDG_CONFIG_HOME")
         return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"tandem-{name}.service"
 
     def install(self, service: Service) -> None:
-        """Implement the base class."""
+        """Describe and start it. Raises UsageError."""
         unit = self.file(service.name)
         try:  # before an earlier one is overwritten
             _must(self.tool, "--user", "daemon-reload")
         except UsageError as error:
             raise UsageError(f"{error.message}; {NOBODY}") from error
         _write(unit, systemd_unit(service).encode())
-        with self._or_nothing(service.name):
+        with _or_nothing(self, service.name):
             for words in (("daemon-reload",), ("enable", unit.name)):
                 _must(self.tool, "--user", *words)
             _must(self.tool, "--user", "restart", unit.name, timeout_s=None)  # an earlier one has its time to drain
 
     def uninstall(self, name: str) -> None:
-        """Implement the base class."""
+        """Stop it, and take its description away. Raises UsageError."""
         unit = self.file(name)
         try:
             _must(self.tool, "--user", "disable", "--now", unit.name, timeout_s=None)
@@ -187,10 +141,36 @@ class Systemd(Manager):
         _ran(self.tool, "--user", "daemon-reload")
 
     def pid(self, name: str) -> int | None:
-        """Implement the base class."""
+        """Return the process of the service; None when it does not run."""
         done = _ran(self.tool, "--user", "show", "--property=MainPID", "--value", self.file(name).name)
         text = done.stdout.strip()
         return int(text) if text.isdecimal() and int(text) else None
+
+
+Manager = Launchd | Systemd
+"""Holds services by name: describes one in a file, starts it in place of an earlier one, stops it, and tells its
+process."""
+
+
+def manager() -> Manager:
+    """Return this system's service manager. Raises UsageError where there is none."""
+    chosen = Launchd() if sys.platform == "darwin" else Systemd()
+    if find_tool(chosen.tool) is None:
+        raise UsageError(f"{chosen.tool} is not on this machine, so there is nobody to keep a service running; "
+                         "`tandem up` starts a server in the background")
+    return chosen
+
+
+@contextmanager
+def _or_nothing(holder: Manager, name: str) -> Iterator[None]:
+    """Uninstall the service `name` if the block fails: the next login would start it."""
+    try:
+        yield
+    except UsageError as error:
+        with suppress(UsageError):
+            holder.uninstall(name)
+        holder.file(name).unlink(missing_ok=True)
+        raise UsageError(f"{error.message}; {name} is not installed. {NOBODY}") from error
 
 
 _KEPT = ("PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
@@ -237,8 +217,7 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
                          ) from None
     print(f"{name} is installed ({holder.file(name)}) and starting; its log is {log}")
     print(f"`tandem service status` shows whether it runs, `tandem status --port {settings.server.port}` how it is")
-    if holder.hint:
-        print(holder.hint)
+    print(holder.hint)
     if variable("HF_TOKEN"):
         print("HF_TOKEN does not go along: `hf auth login` keeps it where the service finds it, if the model needs it")
     return 0

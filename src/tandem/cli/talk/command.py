@@ -20,9 +20,8 @@ from tandem.cli.arguments import fail, load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
 from tandem.cli.screen import screen
 from tandem.cli.talk.conversation import KEYS, Conversation, Ended
-from tandem.cli.talk.interrupts import Interrupts
 from tandem.cli.talk.models import Loaded, Model, Served, Speed
-from tandem.cli.talk.prompt import make_prompt
+from tandem.cli.talk.prompt import Interrupts, make_prompt
 from tandem.config.loading import LoadedSettings
 from tandem.config.options import by_name
 from tandem.errors import RequestError, UsageError

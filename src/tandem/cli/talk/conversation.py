@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import difflib
 import json
 import mimetypes
 from collections.abc import Callable
@@ -11,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from tandem.cli.options.sampling import LEFT_OUT
+from tandem.cli.options.sampling import KINDS, LEFT_OUT
 from tandem.cli.talk.models import Message, Model, Served
+from tandem.config.options import nearest
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingParams
@@ -31,7 +31,6 @@ COMMANDS = {
 }
 KEYS = 'Enter sends; Alt-Enter, or """ around several lines, makes a new line; Ctrl-C stops an answer.'
 _ALSO = {"/bye": "/exit", "/quit": "/exit", "/?": "/help"}
-_KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
 MOST_IMAGE = 20 * 2**20
 MOST_SAVED = 256 * 2**20
 """Of a conversation with its pictures."""
@@ -73,9 +72,7 @@ class Conversation:
         name, rest = _ALSO.get(name, name), rest.strip()
         known = {one.split()[0]: one for one in COMMANDS}
         if name not in known:
-            near = difflib.get_close_matches(name, [*known, *_ALSO], 1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise UsageError(f"there is no command {name}{meant} (/help lists all)")
+            raise UsageError(f"there is no command {name}{nearest(name, [*known, *_ALSO])} (/help lists all)")
         if not rest and known[name].split()[-1] == "FILE":
             raise UsageError(f"{name} needs a file: {known[name]}")
         done: str = getattr(self, f"_{name[1:]}")(rest)
@@ -130,20 +127,19 @@ class Conversation:
 
     def _set(self, text: str) -> str:
         hints = get_type_hints(SamplingParams)
-        names = [name for name in SamplingParams.__struct_fields__ if hints[name] in _KINDS and name not in LEFT_OUT]
+        names = [name for name in SamplingParams.__struct_fields__ if hints[name] in KINDS and name not in LEFT_OUT]
         if not text:
             shown = "\n".join(f"  {name} {value}" for name, value in self.params.items())
             return shown or f"nothing is set; there is {', '.join(names)}"
         name, _, value = text.replace("=", " ", 1).partition(" ")
         if name not in names:
-            near = difflib.get_close_matches(name, names, 1)
-            meant = f"did you mean {near[0]}?" if near else f"there is {', '.join(names)}"
-            raise UsageError(f"there is no parameter {name}; {meant}")
+            meant = nearest(name, names) or f"; there is {', '.join(names)}"
+            raise UsageError(f"there is no parameter {name}{meant}")
         if value.strip() in ("", "default"):
             self.params.pop(name, None)
             return f"{name} is as the model has it"
         try:
-            number = _KINDS[hints[name]](value.strip())
+            number = KINDS[hints[name]](value.strip())
         except ValueError:
             raise UsageError(f"{name} {value.strip()}: is not a number") from None
         if name in RANGES and number not in RANGES[name]:

@@ -1,4 +1,4 @@
-"""Whom a terminal talks to: a model that is loaded here, or one of a running server."""
+"""What answers in a terminal: a model that is loaded here, or one of a running server."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.error
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from tandem.bench.client import error_message, open_url
@@ -51,27 +51,11 @@ class Speed:
         return f"{self.tokens} tokens{rate}{', cut at the limit' if self.finish == 'length' else ''}"
 
 
-class Model(Protocol):
-    """Answers."""
-
-    name: str
-    where: str
-    """In a few words: `loaded here`, or an address."""
-    can_chat: bool
-    can_see: bool
-    """Whether messages may hold images, as far as one can tell beforehand."""
-
-    def answer(self, messages: Sequence[Message], params: Mapping[str, Any], speed: Speed) -> Pieces:
-        """The answer to a conversation, as it comes. Raises UsageError and RequestError."""
-
-    def complete(self, prompt: str, params: Mapping[str, Any], speed: Speed) -> Pieces:
-        """A prompt's completion, as it comes. Raises UsageError and RequestError."""
-
-
 class Loaded:
     """A model in this process and its ranks."""
 
     where, can_see = "loaded here", False
+    """Where it is, in a few words; and whether messages may hold images, as far as one can tell beforehand."""
 
     def __init__(self, llm: LLM, name: str, defaults: Mapping[str, Any]) -> None:
         """`defaults` are those of a terminal, for what neither the model nor the user says."""
@@ -80,11 +64,11 @@ class Loaded:
         self.can_chat = llm.tokenizer.has_chat_template
 
     def answer(self, messages: Sequence[Message], params: Mapping[str, Any], speed: Speed) -> Pieces:
-        """As `Model.answer`."""
+        """The answer to a conversation, as it comes. Raises UsageError and RequestError."""
         return self._pieces(list(messages), params, speed)
 
     def complete(self, prompt: str, params: Mapping[str, Any], speed: Speed) -> Pieces:
-        """As `Model.complete`."""
+        """A prompt's completion, as it comes. Raises UsageError and RequestError."""
         return self._pieces(prompt, params, speed)
 
     def _pieces(self, prompt: Any, params: Mapping[str, Any], speed: Speed) -> Pieces:
@@ -130,7 +114,7 @@ class Served:
                              param="url") from None
 
     def answer(self, messages: Sequence[Message], params: Mapping[str, Any], speed: Speed) -> Pieces:
-        """As `Model.answer`."""
+        """The answer to a conversation, as it comes. Raises UsageError and RequestError."""
         for choice in self._stream("/v1/chat/completions", {"messages": list(messages)}, params, speed):
             delta = choice.get("delta") or {}
             if thought := delta.get("reasoning_content"):
@@ -139,7 +123,7 @@ class Served:
                 yield Piece(text)
 
     def complete(self, prompt: str, params: Mapping[str, Any], speed: Speed) -> Pieces:
-        """As `Model.complete`."""
+        """A prompt's completion, as it comes. Raises UsageError and RequestError."""
         for choice in self._stream("/v1/completions", {"prompt": prompt}, params, speed):
             if text := choice.get("text"):
                 yield Piece(text)
@@ -182,3 +166,7 @@ class Served:
         except (urllib.error.URLError, OSError) as error:
             reason = getattr(error, "reason", error)
             raise UsageError(f"{self._url} cannot be reached: {reason}", param="url") from None
+
+
+Model = Loaded | Served
+"""Whom a terminal talks to."""

@@ -1,26 +1,76 @@
-"""Where the user types: with history and several lines on a terminal, plain lines elsewhere."""
+"""Where the user types: with history and several lines on a terminal, plain lines elsewhere; and Ctrl-C meanwhile."""
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
 
 from tandem.cli.talk.conversation import COMMANDS
-from tandem.cli.talk.interrupts import Interrupts
 from tandem.env import state_dir
 
 QUOTES = '"""'
+T = TypeVar("T")
 
 
-class Prompt(Protocol):
-    """Asks for what the user says next."""
+class Interrupts:
+    """What SIGINT does. Python raises KeyboardInterrupt between any two instructions, also while asyncio sets up a
+    loop, a terminal is taken, or after the last line of a `try`: here `heard` alone raises it."""
 
-    def __call__(self) -> str:
-        """It. Raises EOFError, and KeyboardInterrupt."""
+    def __init__(self) -> None:
+        """Nothing is changed yet."""
+        self._raises = self._pressed = False
+        self.told: Callable[[], object] = lambda: None
+        """Called, in a signal handler, when one is kept."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Meanwhile `heard` and `taken` alone say where Ctrl-C counts. For the main thread."""
+        before = signal.signal(signal.SIGINT, self._press)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _press(self, _number: int, _frame: FrameType | None) -> None:
+        if self._raises:
+            self._raises = False
+            raise KeyboardInterrupt
+        self._pressed = True
+        self.told()
+
+    def taken(self) -> bool:
+        """Was one kept? It is not any more."""
+        pressed, self._pressed = self._pressed, False
+        return pressed
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """In the block, and for one kept before: raises KeyboardInterrupt."""
+        try:
+            self._raises = True
+            if self.taken():
+                raise KeyboardInterrupt
+            yield
+        finally:
+            self._raises = False
+
+    def each(self, things: Iterator[T]) -> Iterator[T]:
+        """All of `things`. KeyboardInterrupt may come while one is waited for, not while it is used."""
+        while True:
+            with self.heard():
+                try:
+                    thing = next(things)
+                except StopIteration:
+                    return
+            yield thing
 
 
-def make_prompt(interrupts: Interrupts) -> Prompt:
-    """One that fits to standard input."""
+def make_prompt(interrupts: Interrupts) -> Callable[[], str]:
+    """What asks for what the user says next, as fits to standard input. It raises EOFError, and KeyboardInterrupt."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _plain
     from prompt_toolkit import PromptSession
