@@ -11,7 +11,8 @@ from tandem.protocol.step import KVShape, PrefillOp, StepPlan
 from tandem.scheduler.sequence import Sequence
 
 PATIENCE = 4
-"""Steps that a prompt lets shorter ones go first."""
+"""Steps in a row in which the shortest prompts go first, and those for which others may go before a prompt: then the
+oldest of those does."""
 SLACK = 3
 """A lane that has more rows than the emptiest, by one for so many rows of all lanes, takes none: stages take turns, and
 lanes that differ much let some of them wait."""
@@ -34,6 +35,8 @@ class Lane:
     """Plans sent whose results are not back."""
     _ahead: set[int] = field(default_factory=set)
     """Numbers of those of them that were sent before the result of the one before was back."""
+    _shortest_first: int = 0
+    """Steps since a prompt went first because others had gone before it."""
     last_step: int = -1
     names_tokens: bool = False
     """The ranks do not hold the last tokens of its sequences: the next plan names them, so it waits for results."""
@@ -97,8 +100,9 @@ class Lane:
         """Spend up to `budget` positions on prompts, without texts to embed unless `embeds`: the shortest rest first,
         but nobody is passed over for long. The last chunk of one whose grammar is being compiled waits."""
         waiting = [s for s in self.members.values() if not s.decoding and (embeds or s.request.pooling is None)]
-        # Sorting is stable, so those whose patience is at an end come in the order of their arrival.
-        waiting.sort(key=lambda s: s.target - s.computed if s.skipped < PATIENCE else 0)
+        overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE), None)
+        self._shortest_first = 0 if overdue else self._shortest_first + 1
+        waiting.sort(key=lambda s: 0 if s is overdue else s.target - s.computed)
         chunks = []
         for sequence in waiting:
             end = sequence.save_point if sequence.computed < sequence.save_point else sequence.target

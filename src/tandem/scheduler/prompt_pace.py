@@ -6,6 +6,7 @@ that ranks see few shapes; plans carry it, and so it is the same on all ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 from tandem.protocol.step import StepPlan
@@ -17,6 +18,8 @@ LEAST = 32
 """Tokens below which a chunk is not halved: a pass reads all weights however few it has."""
 SLACK = 1.25
 """How many times the time it may take before it is halved; it is doubled where that keeps to the time itself."""
+MOST_AHEAD = 20.0
+"""Steps of decoding for which embeddings pause at most, however long one of their steps took."""
 LEARN = 0.2
 """Weight of the latest step in what steps cost."""
 ODD = 4.0
@@ -36,6 +39,8 @@ class PromptPace:
         """Tokens and seconds of the largest prompt that was computed while nobody decoded."""
         self._prompted: dict[int, float] = {}
         """When the last result of a step with prompts came, by lane."""
+        self._embedded_at = -math.inf
+        """When the last result of a step with texts to embed came."""
         self._ahead_s = 0.0
         """Time that embeddings have had beside streams, less that of decoding since."""
 
@@ -76,11 +81,14 @@ class PromptPace:
         """The plan's result came `now`, `seconds` after the one before it in its lane, None where that says nothing;
         ranks were busy with it for `busy_s`. `under_way`: other plans."""
         tokens = sum(op.count for op in plan.prefill)
-        if plan.decode and seconds is not None and self._decode_s is not None:
-            lanes = 1 + sum(bool(one.decode) and one.lane != plan.lane for one in under_way)
-            embedded = any(op.pooling is not None for op in plan.prefill)
-            spent = lanes * (seconds - self._decode_s) if embedded else -self._decode_s
-            self._ahead_s = max(self._ahead_s + spent, 0.0)
+        embeds = any(op.pooling is not None for op in plan.prefill)
+        if plan.decode and now is not None and seconds is not None and self._decode_s is not None:
+            beside = embeds or self._embedded_at >= now - seconds or any(
+                op.pooling is not None for one in under_way for op in one.prefill)
+            ahead_s = self._ahead_s + (seconds - self._decode_s if beside else -self._decode_s)
+            self._ahead_s = min(max(ahead_s, 0.0), MOST_AHEAD * self._decode_s)
+        if embeds and now is not None:
+            self._embedded_at = now
         if plan.decode and now is not None and seconds is not None:
             if tokens >= LEAST:
                 self._token_s = _learnt(self._token_s, max(seconds - (self._decode_s or 0.0), 0.0) / tokens)
