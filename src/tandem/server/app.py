@@ -36,6 +36,7 @@ from tandem.server.openai import chat, completions, embeddings, models, tokens
 from tandem.server.openapi import TandemApp
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
+from tandem.server.waiting import end_tasks
 from tandem.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -103,9 +104,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         api.draining = True
-        for task in preload:
-            task.cancel()
-        await asyncio.gather(*preload, return_exceptions=True)
+        await end_tasks(*preload)
         api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
         if jobs is not None and batches is not None:
             await batches.close()

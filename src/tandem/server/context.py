@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -26,6 +25,7 @@ from tandem.server.failures import ClientGone
 from tandem.server.limits.quotas import Quotas
 from tandem.server.limits.usage import Lease
 from tandem.server.status.metrics import ApiMetrics
+from tandem.server.waiting import Stopped, unless
 from tandem.server.workers.pool import AT_ONCE, Workers
 from tandem.server.workers.turns import Turns
 
@@ -146,16 +146,10 @@ class Api:
 
 async def unless_gone(http: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
     """What is waited for, but no longer than the client does. Raises ClientGone, and what `waiting` raises."""
-    task, gone = asyncio.create_task(waiting), asyncio.create_task(_gone(http))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("The client left.")
-        return task.result()
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        return await unless(_gone(http), waiting)
+    except Stopped:
+        raise ClientGone("The client left.") from None
 
 
 async def _gone(http: Request) -> None:

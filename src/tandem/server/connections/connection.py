@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from tandem.errors import RequestError
 from tandem.server.connections.slices import MOST_LINES, Slices, slice_end
-from tandem.server.failures import error_response
+from tandem.server.failures import error_response, refused
 
 HEAD_S = 20.0
 """Seconds in which the header of a request must arrive, from its first byte, or from the beginning of a connection."""
@@ -38,17 +38,13 @@ _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>(?:[/?][^#]*)?)", 
 
 def too_slow() -> RequestError:
     """What a client is told whose header does not come."""
-    error = RequestError(f"The request's header did not arrive within {HEAD_S:g}s.", code="request_timeout")
-    error.status = 408
-    return error
+    return refused(408, f"The request's header did not arrive within {HEAD_S:g}s.", code="request_timeout")
 
 
 def too_many_lines() -> RequestError:
     """What a client is told whose header takes long to read."""
-    error = RequestError(f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
-                         code="invalid_http")
-    error.status = 431
-    return error
+    return refused(431, f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
+                   code="invalid_http")
 
 
 class _Requests(h11.Connection):
@@ -195,9 +191,8 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP: say so as all errors are said. Called by uvicorn while it handles h11's error."""
         reason = sys.exception()
-        error = RequestError(f"{msg.rstrip('.')}: {reason}" if reason is not None else msg, code="invalid_http")
-        error.status = getattr(reason, "error_status_hint", 400)
-        self._refuse(error)
+        self._refuse(refused(getattr(reason, "error_status_hint", 400),
+                             f"{msg.rstrip('.')}: {reason}" if reason is not None else msg, code="invalid_http"))
 
     def _refuse(self, error: RequestError) -> None:
         """Answer in place of the application, if nothing of its answer is out yet, and close."""

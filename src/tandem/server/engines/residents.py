@@ -26,7 +26,8 @@ from tandem.server.engines.merged import merged_metrics, merged_status
 from tandem.server.engines.protocol import ReplicaState
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.supervisor import SupervisorLink
-from tandem.server.failures import internal_error
+from tandem.server.failures import internal_error, refused
+from tandem.server.waiting import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,7 @@ class Residents:
     async def close(self) -> None:
         """Leave all engines. All subscriptions, and whoever waits, fail."""
         await self._link.close()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         for place in self._places.values():
             if place.reading is not None:
                 place.reading.cancel()
@@ -247,10 +246,8 @@ class Residents:
         """Have a model finish what it has, and wait until it is gone. Raises RequestError when it must stay."""
         place = self._places[served.name]
         if place.seat.keep:
-            error = RequestError(f"Model '{served.name}' is kept (--keep) and never unloaded.", param="model",
-                                 code="model_kept")
-            error.status = 409
-            raise error
+            raise refused(409, f"Model '{served.name}' is kept (--keep) and never unloaded.", param="model",
+                          code="model_kept")
         place.pressed = place.seat.state in ("in", "loading")
         while place.pressed or place.seat.state == "leaving":
             self._changed.set()

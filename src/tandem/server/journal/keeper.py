@@ -17,6 +17,7 @@ from tandem.errors import RequestError
 from tandem.server.body import read_body
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import Api, get_group
+from tandem.server.failures import refused
 from tandem.server.journal.jobs import Jobs, StoredReply, request_digest
 from tandem.server.sse import encode_json
 
@@ -58,10 +59,8 @@ class Keeper:
         entry, fresh = await self._jobs.start_job(group, route, body, key=key, background=background)
         job = self._jobs.job(entry)
         if not fresh and entry.digest != request_digest(route, body):
-            reused = RequestError(f"The Idempotency-Key '{key}' belongs to another request; use a new one for each "
-                                  "request.", param="Idempotency-Key", code="idempotency_key_reused")
-            reused.status = 422
-            raise reused
+            raise refused(422, f"The Idempotency-Key '{key}' belongs to another request; use a new one for each "
+                          "request.", param="Idempotency-Key", code="idempotency_key_reused")
         more = {"x-request-id": entry.id} | ({} if fresh else {"idempotent-replayed": "true"})
         if background:
             receipt = {"id": entry.id, "object": "request", "status": "completed" if job is None else "in_progress"}

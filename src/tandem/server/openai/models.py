@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.errors import RequestError
 from tandem.server.context import Api, get_api, unless_gone
 from tandem.server.engines.served_model import Served
+from tandem.server.failures import refused
 from tandem.server.generation.model_wait import engage
 from tandem.server.sse import encode_json
 
@@ -96,8 +96,6 @@ async def unload(http: Request, model_id: str) -> Response:
     api = get_api(http)
     served = api.find(model_id)
     if api.residents is None:
-        error = RequestError("This server has one model, which stays loaded.", param="model", code="model_kept")
-        error.status = 409
-        raise error
+        raise refused(409, "This server has one model, which stays loaded.", param="model", code="model_kept")
     await unless_gone(http, api.residents.unload(served))
     return _answer(api, served)

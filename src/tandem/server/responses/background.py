@@ -18,7 +18,8 @@ from starlette.responses import Response, StreamingResponse
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.body import translated
 from tandem.server.context import get_api, get_group
-from tandem.server.journal.jobs import CANCELLED, Job, Jobs, StoredReply, get_jobs
+from tandem.server.failures import CANCELLED
+from tandem.server.journal.jobs import Job, Jobs, StoredReply, get_jobs
 from tandem.server.journal.journal import Entry
 from tandem.server.responses.answering import Answering
 from tandem.server.responses.schemas import ResponsesRequest

@@ -9,11 +9,12 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
-from tandem.errors import NotFoundError, RequestError
+from tandem.errors import NotFoundError
 from tandem.protocol.events import KEPT, Event
 from tandem.server.body import require_known
 from tandem.server.context import Api, LiveRequest, get_api, get_group
 from tandem.server.engines.served_model import Served
+from tandem.server.failures import cancelled
 from tandem.server.openai.models import model_object
 from tandem.server.sse import json_response
 from tandem.server.status.page import prefers_page
@@ -211,10 +212,8 @@ async def cancel(http: Request, request_id: str) -> Response:
         raise NotFoundError(
             f"No request '{request_id[:100]}' is running.", param="request_id", code="request_not_found"
         )
-    cancelled = RequestError("The request was cancelled.", code="request_cancelled")
-    cancelled.status = 409
     request.subscription.close()
-    request.subscription.fail(cancelled)
+    request.subscription.fail(cancelled())
     return json_response({"request_id": request_id, "cancelled": True})
 
 

@@ -21,6 +21,7 @@ from tandem.env import child_environment
 from tandem.errors import RequestError, ServerError, SpawnError, UnavailableError
 from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
+from tandem.server.failures import refused
 from tandem.server.workers.child import CPU_S, EXIT_MEMORY, MEMORY_BYTES, receive_frame, send_frame
 from tandem.server.workers.tasks import FILES_AWAY, Broken, Refused, Reply, Task
 from tandem.server.workers.turns import Turns
@@ -137,9 +138,7 @@ class Workers:
             raise UnavailableError("The tokenizer cannot be loaded; try again later.", retry_after=30.0,
                                    code=FILES_AWAY)
         if isinstance(reply, Refused):
-            error = RequestError(reply.message, param=reply.param, code=reply.code)
-            error.status = reply.status
-            raise error
+            raise refused(reply.status, reply.message, param=reply.param, code=reply.code)
         if isinstance(reply, Broken):
             logger.error("unexpected %s in a worker process; its request ends with status 500, all else goes on; "
                          "please report it\n%s", reply.name, reply.frames)
