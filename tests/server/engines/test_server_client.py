@@ -84,7 +84,7 @@ def test_outputs_that_arrive_together_are_taken_together(engine):
     async def run():
         async with connected(engine) as client:
             subscription = await sent(client, "a", "b")
-            while subscription._open:  # until the last of both is here
+            while sum(one.finish_reason is not None for one in subscription._items) < 2:  # the last of both is here
                 await asyncio.sleep(0.01)
             outputs = await subscription.get()
             assert len(outputs) == 2 * (len(engine.reply) + 1)

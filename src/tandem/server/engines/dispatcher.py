@@ -136,24 +136,17 @@ class Dispatcher:
         return member is not None and member.client.alive
 
     def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> Subscription:
-        """Start requests that belong together, each at its replica if these are named. The caller must `release` what
-        it got. Raises UnavailableError."""
-        request_ids = [request.request_id for request in requests]
-        subscription = Subscription(request_ids, self.abort)
+        """Start requests that belong together, each at its replica if these are named. The caller must close what it
+        got. Raises UnavailableError."""
+        subscription = Subscription([request.request_id for request in requests], self.abort)
         self.refresh()
         for request, only in zip(requests, replicas or repeat(None), strict=False):
             flight = Flight(request, subscription, self, only)
             self._flights[flight.request_id] = flight
             if not self._send(flight):
-                self.release(subscription, request_ids)
+                subscription.close()
                 raise why_none(self._members.values()) or UnavailableError(NOBODY)
         return subscription
-
-    def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
-        """Abort what still runs of a subscription and forget it."""
-        subscription.close()
-        for request_id in request_ids:
-            self.abort(request_id)
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
         """Stop a request wherever it is; its subscription hears no more of it. Unknown ones are ignored.

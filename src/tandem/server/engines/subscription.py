@@ -3,18 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
 
 from tandem.errors import RequestError
 from tandem.protocol.control import Output
-
-
-class Abort(Protocol):
-    """What stops a request."""
-
-    def __call__(self, request_id: str, *, answered: bool = False) -> None:
-        """`answered`: its client has all that it wants."""
 
 
 class Subscription:
@@ -24,8 +16,9 @@ class Subscription:
     is all that it costs and outputs that arrived together are taken together.
     """
 
-    def __init__(self, request_ids: Iterable[str], abort: Abort) -> None:
-        self._open = set(request_ids)
+    def __init__(self, request_ids: Iterable[str], abort: Callable[[str], object]) -> None:
+        """`abort` stops one of the requests, unless it is over."""
+        self._request_ids = tuple(request_ids)
         self._abort = abort
         self._items: list[Output] = []
         self._error: RequestError | None = None
@@ -40,8 +33,6 @@ class Subscription:
     def push(self, output: Output) -> None:
         """Take one output; called by the client's reader."""
         self._items.append(output)
-        if output.finish_reason is not None:
-            self._open.discard(output.request_id)
         self._wake()
 
     def fail(self, error: RequestError) -> None:
@@ -55,16 +46,10 @@ class Subscription:
         self._nudged = True
         self._wake()
 
-    def stop(self, request_id: str, *, answered: bool = False) -> None:
-        """Abort one request whose further output nobody needs; `answered` if that is so because it is complete."""
-        if request_id in self._open:
-            self._open.discard(request_id)
-            self._abort(request_id, answered=answered)
-
     def close(self) -> None:
         """Abort whatever is still running. Safe to call again."""
-        for request_id in list(self._open):
-            self.stop(request_id)
+        for request_id in self._request_ids:
+            self._abort(request_id)
 
     async def get(self) -> list[Output]:
         """All outputs since the last call, at least one; empty only after a `nudge`.

@@ -141,18 +141,18 @@ class Generation(Running):
                     self._api.metrics.first_token.observe(now - self.started_at)
             before = choice.tokens
             delta = choice.take(output)
-            self._live.completion_tokens += choice.tokens - before
+            self.completion_tokens += choice.tokens - before
             self._lease.spend(choice.tokens - before)
             if choice.finish_reason is not None:
                 self._left -= 1
-                self.subscription.stop(output.request_id, answered=True)
+                self._served.client.requests.abort(output.request_id, answered=True)
             if delta is not None:
                 deltas.append(delta)
         return deltas
 
     def usage(self) -> dict[str, object]:
         """OpenAI's `usage` object; where some of the prompt was read from disk, it says how much."""
-        output = self._live.completion_tokens
+        output = self.completion_tokens
         tiers = {"disk_cached_tokens": min(self._from_disk, self.prompt_tokens)} if self._from_disk else {}
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -165,7 +165,7 @@ class Generation(Running):
         """Speeds as this request saw them: waiting in the queue counts as prompt time."""
         first = self._first_at - self.started_at if self._first_at else 0.0
         decode_s = self._last_at - self._first_at
-        later = self._live.completion_tokens - len(self._ids)
+        later = self.completion_tokens - self.choices
         return {
             "prompt_eval_tokens_per_second": round(self.prompt_tokens / first, 3) if first > 0 else 0.0,
             "eval_tokens_per_second": round(later / decode_s, 3) if decode_s > 0 and later > 0 else 0.0,

@@ -12,9 +12,9 @@ from fastapi import Request
 from msgspec.structs import replace
 
 from tandem.borders import start_task
-from tandem.errors import ServerError, TimeoutExceeded
+from tandem.errors import RequestError, ServerError, TimeoutExceeded
 from tandem.protocol.request import EngineRequest
-from tandem.server.context import LiveRequest, get_api, get_group
+from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
 from tandem.server.limits.usage import Lease
@@ -36,19 +36,17 @@ class Running(ABC):
 
         Raises UnavailableError, OverloadedError.
         """
-        self.prompt_tokens = prompt_tokens
-        self.request_id = request_id
-        self.started_at = time.monotonic()
+        self.request_id, self.model, self.route, self.stream = request_id, served.name, http.url.path, stream
+        self.prompt_tokens, self.completion_tokens = prompt_tokens, 0
+        self.choices = choices or len(requests)
+        self.created, self.started_at = time.time(), time.monotonic()
+        self.group = get_group(http)
         api = self._api = get_api(http)
         self._served = served
-        self._group = get_group(http)
         self._lease: Lease = http.scope["tandem.lease"]
         self._lease.prompt(prompt_tokens)
         self._open(requests, replicas)
-        self._live = LiveRequest(request_id=request_id, model=served.name, route=http.url.path, group=self._group,
-                                 stream=stream, prompt_tokens=prompt_tokens, choices=choices or len(requests),
-                                 subscription=self.subscription)
-        api.live[request_id] = self._live
+        api.live[request_id] = self
         self._watcher = start_task(self._watch(http), name="client-watch", on_failure=self._unwatched)
         self._deadline = self._limit(timeout)
 
@@ -58,7 +56,6 @@ class Running(ABC):
         """True when everything has been answered."""
 
     def _open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> None:
-        self._ids = [request.request_id for request in requests]
         weighted = [replace(request, weight=self._lease.weight) for request in requests]
         self.subscription = self._served.client.requests.open(weighted, replicas)
 
@@ -66,9 +63,13 @@ class Running(ABC):
         """Submit more, once those before are answered. Raises RequestError, also what has ended it meanwhile."""
         if self.subscription.error is not None:
             raise self.subscription.error
-        self._served.client.requests.release(self.subscription, self._ids)
+        self.subscription.close()
         self._open(requests)
-        self._live.subscription = self.subscription
+
+    def end(self, error: RequestError) -> None:
+        """Stop what still runs; whoever waits for it gets the error."""
+        self.subscription.close()
+        self.subscription.fail(error)
 
     def close(self) -> None:
         """Stop what still runs and forget the request. Safe to call again."""
@@ -78,11 +79,11 @@ class Running(ABC):
         self._watcher.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
-        self._served.client.requests.release(self.subscription, self._ids)
+        self.subscription.close()
         if self._api.settings.server.log_requests:
             how = "finished" if self.done else "ended early"
             seconds = time.monotonic() - self.started_at
-            counts = (self.prompt_tokens, self._live.completion_tokens)
+            counts = (self.prompt_tokens, self.completion_tokens)
             logger.info("%s %s: %d prompt and %d output tokens, %.2f s", self.request_id, how, *counts, seconds)
 
     def _unwatched(self, error: BaseException) -> None:
@@ -96,8 +97,7 @@ class Running(ABC):
         if self.done:  # the server's own end of the connection
             return
         self._api.metrics.disconnects.inc()
-        self.subscription.close()
-        self.subscription.fail(ClientGone("The client left."))
+        self.end(ClientGone("The client left."))
 
     def _limit(self, timeout: float | None) -> asyncio.TimerHandle | None:
         limits = [limit for limit in (timeout, self._api.settings.server.request_timeout) if limit is not None]
@@ -107,8 +107,4 @@ class Running(ABC):
         message = f"Request timeout after {seconds:g}s. Server may be overloaded."
         error = TimeoutExceeded(message, code="request_timeout")
 
-        def expire() -> None:
-            self.subscription.close()
-            self.subscription.fail(error)
-
-        return asyncio.get_running_loop().call_later(seconds, expire)
+        return asyncio.get_running_loop().call_later(seconds, self.end, error)
