@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import time
 import uuid
+from typing import Any
 
 from tandem.version import __version__
 
 FINGERPRINT = f"tandem-{__version__}"
+
+
+def head(kind: str, request_id: str, model: str) -> dict[str, Any]:
+    """What OpenAI's answers and chunks of the kind `object` begin with."""
+    return {"id": request_id, "object": kind, "created": int(time.time()), "model": model,
+            "system_fingerprint": FINGERPRINT}
 
 
 def new_id(prefix: str) -> str:

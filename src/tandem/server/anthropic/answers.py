@@ -5,18 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from pydantic_core import from_json
+from starlette.responses import Response
 
 from tandem.errors import RequestError
 from tandem.server.chats.answer_message import Reply
 from tandem.server.failures import anthropic_envelope
 from tandem.server.generation.generate import Delta, Generation
-from tandem.server.sse import ChunkWriter, named_event
+from tandem.server.sse import AnswerWriter, json_response, named_event
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning, merged
 
 Json = dict[str, Any]
 
 
-def message(generation: Generation, model: str) -> Json:
+def _message(generation: Generation, model: str) -> Json:
     """The outside of an answer, before there is any."""
     return {
         "id": generation.request_id,
@@ -27,11 +28,11 @@ def message(generation: Generation, model: str) -> Json:
         "stop_reason": None,
         "stop_sequence": None,
         "stop_details": None,
-        "usage": usage(generation),
+        "usage": _usage(generation),
     }
 
 
-def usage(generation: Generation) -> Json:
+def _usage(generation: Generation) -> Json:
     """Tokens so far. What came from kept prefixes is counted apart, as Anthropic does."""
     counted: Any = generation.usage()
     cached = counted["prompt_tokens_details"]["cached_tokens"]
@@ -43,16 +44,7 @@ def usage(generation: Generation) -> Json:
     }
 
 
-def ending(reply: Reply, reason: str, stop: str | None, *, full: bool) -> Json:
-    """Why the answer ended; `full`: short of its limit, so that one ended by length has filled the context."""
-    if reason == "length":
-        return {"stop_reason": "model_context_window_exceeded" if full else "max_tokens", "stop_sequence": None}
-    if stop is not None:
-        return {"stop_reason": "stop_sequence", "stop_sequence": stop}
-    return {"stop_reason": "tool_use" if reply.called else "end_turn", "stop_sequence": None}
-
-
-def whole_blocks(reply: Reply, text: str) -> list[Json]:
+def _whole_blocks(reply: Reply, text: str) -> list[Json]:
     """The blocks of a whole answer."""
     blocks: list[Json] = []
     for event in merged(reply.read(text, last=True)):
@@ -96,8 +88,8 @@ def failed_message(error: RequestError) -> bytes:
     return named_event(anthropic_envelope(error))
 
 
-class MessageWriter(ChunkWriter):
-    """Events of a streamed answer, in Anthropic's order: the message opens, its blocks one by one, it closes."""
+class MessageWriter(AnswerWriter):
+    """An answer whole, or as events in Anthropic's order: the message opens, its blocks one by one, it closes."""
 
     def __init__(self, generation: Generation, model: str, reply: Reply, max_tokens: int) -> None:
         self._generation = generation
@@ -108,19 +100,35 @@ class MessageWriter(ChunkWriter):
         self._open: type[Event] | None = None
         self._ending: Json = {}
 
+    async def whole(self, answers: list[Delta]) -> Response:
+        """The message."""
+        body = _message(self._generation, self._model) | {"content": _whole_blocks(self._reply, answers[0].text)}
+        response = json_response(body | self._ending_of(answers[0]))
+        response.headers["request-id"] = self._generation.request_id
+        return response
+
+    def _ending_of(self, last: Delta) -> Json:
+        """Why the answer ended. One ended by length that is short of its own limit has filled the context."""
+        reason, sequence = "tool_use" if self._reply.called else "end_turn", None
+        if last.finish_reason == "length":
+            short = _usage(self._generation)["output_tokens"] < self._max_tokens
+            reason = "model_context_window_exceeded" if short else "max_tokens"
+        elif last.stop is not None:
+            reason, sequence = "stop_sequence", last.stop
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
     def head(self) -> bytes:
         """The message opens."""
-        start = message(self._generation, self._model)
+        start = _message(self._generation, self._model)
         return named_event({"type": "message_start", "message": start}) + named_event({"type": "ping"})
 
     def delta(self, delta: Delta, extras: Json | None) -> bytes:
         """What the text adds."""
         ended = delta.finish_reason is not None
         written = b"".join(map(self._event, merged(self._reply.read(delta.text, last=ended))))
-        if delta.finish_reason is not None:
+        if ended:
             written += self._close()
-            full = _usage(self._generation)["output_tokens"] < self._max_tokens
-            self._ending = ending(self._reply, delta.finish_reason, delta.stop, full=full)
+            self._ending = self._ending_of(delta)
         return written
 
     def usage(self, usage: Json, extras: Json) -> bytes:
@@ -154,6 +162,3 @@ class MessageWriter(ChunkWriter):
             return b""
         self._open = None
         return named_event({"type": "content_block_stop", "index": self._index})
-
-
-_usage = usage

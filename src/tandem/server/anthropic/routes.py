@@ -8,18 +8,16 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from tandem.errors import RequestError
-from tandem.server.anthropic.answers import MessageWriter, ending, failed_message, message, usage, whole_blocks
+from tandem.server.anthropic.answers import MessageWriter, failed_message
 from tandem.server.anthropic.schemas import CountRequest, MessagesRequest
 from tandem.server.anthropic.translate import chat_request, in_own_words
 from tandem.server.body import parse, translated
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.start import prepare_chat, start_chat
-from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import collect
 from tandem.server.generation.model_wait import answered_by, engage
 from tandem.server.openapi import documented
-from tandem.server.sse import encode_json, open_stream
+from tandem.server.sse import answered, json_response
 
 router = APIRouter()
 
@@ -33,21 +31,13 @@ async def messages(http: Request) -> Response:
 
 
 async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Response:
-    api = get_api(http)
     try:
         chat = await translated(http, lambda: chat_request(fields))
         plan, generation, model = await start_chat(http, served, chat, f"msg_{uuid.uuid4().hex}", clip=True)
     except RequestError as error:
         raise in_own_words(error) from None
-    reply = Reply(plan)
-    if fields.stream:
-        writer = MessageWriter(generation, model, reply, fields.max_tokens)
-        return await open_stream(generation, writer, include_usage=True, heartbeat_s=api.heartbeat_s)
-    [answer] = await collect(generation, 1)
-    used = usage(generation)
-    body = message(generation, model) | {"content": whole_blocks(reply, answer.text), "usage": used}
-    body |= ending(reply, answer.finish_reason or "stop", answer.stop, full=used["output_tokens"] < fields.max_tokens)
-    return Response(encode_json(body), headers={"request-id": generation.request_id}, media_type="application/json")
+    return await answered(generation, MessageWriter(generation, model, Reply(plan), fields.max_tokens),
+                          stream=fields.stream)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=documented(CountRequest))
@@ -59,4 +49,4 @@ async def count_tokens(http: Request) -> Response:
         plan, _ = await prepare_chat(http, served, await translated(http, lambda: chat_request(fields)))
     except RequestError as error:
         raise in_own_words(error) from None
-    return Response(encode_json({"input_tokens": len(plan.prompt)}), media_type="application/json")
+    return json_response({"input_tokens": len(plan.prompt)})

@@ -138,7 +138,7 @@ class Generation(Running):
                 self._last_at = now
                 if not self._first_at:
                     self._first_at = now
-                    self._api.metrics.first_token.observe(now - self.started_at)
+                    self.api.metrics.first_token.observe(now - self.started_at)
             before = choice.tokens
             delta = choice.take(output)
             self.completion_tokens += choice.tokens - before
@@ -175,10 +175,10 @@ class Generation(Running):
         }
 
 
-async def collect(generation: Generation, choices: int) -> list[Delta]:
+async def collect(generation: Generation) -> list[Delta]:
     """Run to the end: all of each choice in one piece. Closes the generation; raises RequestError."""
-    parts: list[list[str]] = [[] for _ in range(choices)]
-    answers = [Delta(index, "", [], "stop") for index in range(choices)]
+    parts: list[list[str]] = [[] for _ in range(generation.choices)]
+    answers = [Delta(index, "", [], "stop") for index in range(generation.choices)]
     try:
         while not generation.done:
             for delta in await generation.next() or ():

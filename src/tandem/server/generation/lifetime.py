@@ -41,7 +41,7 @@ class Running(ABC):
         self.choices = choices or len(requests)
         self.created, self.started_at = time.time(), time.monotonic()
         self.group = get_group(http)
-        api = self._api = get_api(http)
+        api = self.api = get_api(http)
         self._served = served
         self._lease: Lease = http.scope["tandem.lease"]
         self._lease.prompt(prompt_tokens)
@@ -73,14 +73,14 @@ class Running(ABC):
 
     def close(self) -> None:
         """Stop what still runs and forget the request. Safe to call again."""
-        if self._api.live.pop(self.request_id, None) is None:
+        if self.api.live.pop(self.request_id, None) is None:
             return
         self._lease.end()
         self._watcher.cancel()
         if self._deadline is not None:
             self._deadline.cancel()
         self.subscription.close()
-        if self._api.settings.server.log_requests:
+        if self.api.settings.server.log_requests:
             how = "finished" if self.done else "ended early"
             seconds = time.monotonic() - self.started_at
             counts = (self.prompt_tokens, self.completion_tokens)
@@ -96,11 +96,11 @@ class Running(ABC):
             pass
         if self.done:  # the server's own end of the connection
             return
-        self._api.metrics.disconnects.inc()
+        self.api.metrics.disconnects.inc()
         self.end(ClientGone("The client left."))
 
     def _limit(self, timeout: float | None) -> asyncio.TimerHandle | None:
-        limits = [limit for limit in (timeout, self._api.settings.server.request_timeout) if limit is not None]
+        limits = [limit for limit in (timeout, self.api.settings.server.request_timeout) if limit is not None]
         if not limits:
             return None
         seconds = min(limits)

@@ -6,13 +6,15 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from starlette.responses import Response
+
 from tandem.errors import RequestError
 from tandem.server.failures import envelope
 from tandem.server.generation.generate import Delta, Generation
 from tandem.server.responses.output import OutputItems
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.shape import Json, empty_response
-from tandem.server.sse import ChunkWriter, named_event
+from tandem.server.sse import AnswerWriter, json_response, named_event
 
 
 def error_event(error: RequestError) -> Json:
@@ -21,7 +23,7 @@ def error_event(error: RequestError) -> Json:
     return {"type": "error", **{name: fields[name] for name in ("code", "message", "param")}}
 
 
-class Answering(ChunkWriter):
+class Answering(AnswerWriter):
     """Turns what a generation yields into the events of one response."""
 
     def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: OutputItems,
@@ -40,6 +42,12 @@ class Answering(ChunkWriter):
         self._sent = 0
         self.stored = False
         """It is written down, or about to be."""
+
+    async def whole(self, answers: list[Delta]) -> Response:
+        """The response object."""
+        self.take(answers[0])
+        await self.end()
+        return json_response(self.response())
 
     def head(self) -> bytes:
         """The response opens."""

@@ -14,7 +14,6 @@ from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.start import start_chat
 from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import collect
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.journal.jobs import Job
 from tandem.server.openapi import documented
@@ -23,7 +22,7 @@ from tandem.server.responses.answering import Answering, error_event
 from tandem.server.responses.output import OutputItems
 from tandem.server.responses.schemas import ResponsesRequest
 from tandem.server.responses.translate import chat_request, in_own_words
-from tandem.server.sse import json_response, named_event, open_stream
+from tandem.server.sse import answered, json_response, named_event
 
 router = APIRouter()
 _STREAMS = {"responses": {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}}
@@ -56,13 +55,7 @@ async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: 
         answer.keep = lambda: conversation.keep(http, kept, answer)
     if job is not None:
         return await background.work(job, answer)
-    if fields.stream:
-        heartbeat_s = get_api(http).heartbeat_s
-        return await open_stream(answer.generation, answer, include_usage=True, heartbeat_s=heartbeat_s)
-    [whole] = await collect(answer.generation, 1)
-    answer.take(whole)
-    await answer.end()
-    return json_response(answer.response())
+    return await answered(answer.generation, answer, stream=fields.stream)
 
 
 async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
