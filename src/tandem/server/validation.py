@@ -6,7 +6,8 @@ costs no more than one of one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -44,10 +45,8 @@ def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> 
     if len(raw) > LARGE_BODY:
         _count(data)
     kept, left_out, names = without_strangers(data, model, unknown)
-    try:
+    with in_words(names):
         return _checked(kept, model, unknown, left_out), left_out
-    except RequestError as error:
-        raise renamed(error, names) from None
 
 
 def _count(data: Any) -> None:
@@ -90,13 +89,17 @@ def _checked(data: dict[str, Any], model: type[Model], unknown: Unknown, left_ou
         raise explain(error.errors(include_url=False, include_input=False)[0], model) from None
 
 
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error, with a field at fault called as its client calls it."""
-    name = names.get(error.param or "")
-    if name is not None:
-        error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
-        error.param = name
-    return error
+@contextlib.contextmanager
+def in_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Have a RequestError that is raised inside call the field at fault as its client does."""
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.param or "")
+        if name is not None:
+            error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
+            error.param = name
+        raise error from None
 
 
 def _path(detail: ErrorDetails) -> str:

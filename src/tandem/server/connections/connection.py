@@ -10,6 +10,7 @@ import asyncio
 import math
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,6 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from tandem.errors import RequestError
-from tandem.server.connections.slices import MOST_LINES, Slices, slice_end
 from tandem.server.failures import error_response, refused
 
 HEAD_S = 20.0
@@ -32,6 +32,8 @@ MOST_AHEAD = 4096
 """Bytes of further requests that are taken from a client while one is worked on."""
 MOST_HEADER = 64 * 1024
 """Bytes of a request's header, its first line included."""
+MOST_LINES = 256
+"""Lines that are read at once: some milliseconds. A header may not have more."""
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>(?:[/?][^#]*)?)", re.IGNORECASE)
 """A request target in absolute form."""
 
@@ -45,6 +47,47 @@ def too_many_lines() -> RequestError:
     """What a client is told whose header takes long to read."""
     return refused(431, f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
                    code="invalid_http")
+
+
+def slice_end(data: bytes) -> int:
+    """How many of the bytes are to be read at once.
+
+    A body in chunks of a byte each costs its reader a thousand times what it costs its sender; what comes at once of it
+    would hold up every other connection for seconds.
+    """
+    if data.count(b"\n") <= MOST_LINES:
+        return len(data)
+    end = 0
+    for _ in range(MOST_LINES):
+        end = data.index(b"\n", end) + 1
+    return end
+
+
+class Slices:
+    """Connections that have more to read, by turns: one slice, of one connection, between all else that the loop does.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], bool]] = deque()
+
+    def add(self, read: Callable[[], bool]) -> None:
+        """Have `read` called, between other things, until it returns False."""
+        self._waiting.append(read)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        read = self._waiting[0]
+        try:
+            more = read()
+        finally:
+            self._waiting.popleft()
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._turn)
+        if more:
+            self.add(read)
 
 
 class _Requests(h11.Connection):

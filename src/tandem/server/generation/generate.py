@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Request
 from msgspec.structs import replace
@@ -14,8 +13,10 @@ from msgspec.structs import replace
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
+from tandem.server.openai.schemas import SamplingFields
 from tandem.text.stream import TextStream
 from tandem.text.tokenizer import Tokenizer
 
@@ -94,18 +95,23 @@ def _seeded(requests: Sequence[EngineRequest], name: str | None) -> list[EngineR
 class Generation(Running):
     """Sequences that produce text."""
 
-    def __init__(self, http: Request, served: Served, requests: Sequence[EngineRequest], tokenizer: Tokenizer, *,
-                 request_id: str, prompt_tokens: int, stream: bool, timeout: float | None, continues: bool = False,
-                 shown: frozenset[int] = frozenset(), logs_end: bool = False) -> None:
-        """Submit `requests`; the position of each is the index of its choice. Raises UnavailableError, OverloadedError.
+    def __init__(self, http: Request, served: Served, fields: SamplingFields,
+                 work: Sequence[tuple[list[int], SamplingParams]], tokenizer: Tokenizer, *, request_id: str,
+                 prompt_tokens: int, continues: bool = False, shown: frozenset[int] = frozenset(),
+                 logs_end: bool = False) -> None:
+        """Submit a sequence for each prompt and its parameters in `work`; the position of each is the index of its
+        choice. Raises UnavailableError, OverloadedError.
 
         `continues`: the text goes on from the prompt, rather than being a message of its own.
         `shown`: special tokens that are part of the text. `logs_end`: as for `Choice`.
         """
-        self.params = requests[0].params
-        """Those of the first sequence; others differ in their seed, and in what they say of their prompt."""
+        self.params = work[0][1]
+        """Sampling parameters of choice 0; other choices differ in seed and prompt logprobs."""
+        requests = [EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params,
+                                  group=get_group(http), **fields.caching)
+                    for index, (prompt, params) in enumerate(work)]
         super().__init__(http, served, _seeded(requests, http.scope.get("tandem.seed")), request_id=request_id,
-                         prompt_tokens=prompt_tokens, stream=stream, timeout=timeout)
+                         prompt_tokens=prompt_tokens, stream=bool(fields.stream), timeout=fields.timeout)
         self.tokenizer = tokenizer
         self._choices = {
             request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown,
@@ -192,10 +198,3 @@ async def collect(generation: Generation) -> list[Delta]:
     for answer, texts in zip(answers, parts, strict=True):
         answer.text = "".join(texts)
     return answers
-
-
-def engine_requests(request_id: str, group: str, work: Sequence[tuple[list[int], SamplingParams]],
-                    caching: Mapping[str, Any]) -> list[EngineRequest]:
-    """One engine request for each (prompt, parameters); `caching` is what all say of the prefix cache."""
-    return [EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, group=group, **caching)
-            for index, (prompt, params) in enumerate(work)]

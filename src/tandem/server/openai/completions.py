@@ -16,9 +16,8 @@ from tandem.server.chats.fitting import too_long
 from tandem.server.chats.forms import form_of
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import Delta, Generation, engine_requests
+from tandem.server.generation.generate import Delta, Generation
 from tandem.server.generation.model_wait import answered_by
 from tandem.server.ids import head, new_id
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
@@ -55,24 +54,11 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
         if param != "logprobs" or fields.echo:
             check_prompt_logprobs(param, count, sum(map(len, prompts)), n)
     form = await form_of(texts, fields)
-    request_id = new_id("cmpl")
     work = _work(fields, prompts, served, status, n, form)
-    requests = engine_requests(request_id, get_group(http), work, fields.caching)
     echoes = await _echoes(texts, fields, n)
-    generation = Generation(
-        http,
-        served,
-        requests,
-        tokenizer,
-        request_id=request_id,
-        prompt_tokens=sum(map(len, prompts)),
-        stream=bool(fields.stream),
-        timeout=fields.timeout,
-        continues=True,
-        logs_end=_echoes_logprobs(fields),
-    )
-    choices = [
-        _Writing(fields, echo, request.prompt, tokenizer) for echo, request in zip(echoes, requests, strict=True)]
+    generation = Generation(http, served, fields, work, tokenizer, request_id=new_id("cmpl"),
+                            prompt_tokens=sum(map(len, prompts)), continues=True, logs_end=_echoes_logprobs(fields))
+    choices = [_Writing(fields, echo, prompt, tokenizer) for echo, (prompt, _) in zip(echoes, work, strict=True)]
     writer = CompletionWriter(fields, generation, status.model, choices)
     return await answered(generation, writer, stream=fields.stream, include_usage=fields.include_usage)
 

@@ -21,9 +21,8 @@ from tandem.server.context import get_api, get_group
 from tandem.server.failures import CANCELLED
 from tandem.server.journal.jobs import Job, Jobs, StoredReply, get_jobs
 from tandem.server.journal.journal import Entry
-from tandem.server.responses.answering import Answering
+from tandem.server.responses.answering import Answering, Json, empty_response
 from tandem.server.responses.schemas import ResponsesRequest
-from tandem.server.responses.shape import Json, empty_response
 from tandem.server.responses.translate import chat_request
 from tandem.server.sse import KEEP_ALIVE, encode_json, json_response, named_event
 

@@ -8,7 +8,6 @@ import uuid
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.errors import RequestError
 from tandem.server.body import read_body, translated, understood
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.start import start_chat
@@ -18,11 +17,11 @@ from tandem.server.generation.model_wait import answered_by
 from tandem.server.journal.jobs import Job
 from tandem.server.openapi import documented
 from tandem.server.responses import background, conversation
-from tandem.server.responses.answering import Answering, error_event
-from tandem.server.responses.output import OutputItems
+from tandem.server.responses.answering import Answering, OutputItems, error_event
 from tandem.server.responses.schemas import ResponsesRequest
-from tandem.server.responses.translate import chat_request, in_own_words
+from tandem.server.responses.translate import NAMES, chat_request
 from tandem.server.sse import answered, json_response, named_event
+from tandem.server.validation import in_words
 
 router = APIRouter()
 _STREAMS = {"responses": {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}}
@@ -63,11 +62,9 @@ async def _start(http: Request, served: Served, fields: ResponsesRequest, job: J
     ids = background.Ids(job.entry.id) if job is not None else None
     response_id = background.response_id(job.entry) if job is not None else f"resp_{uuid.uuid4().hex}"
     created = time.time() if job is None else job.entry.created
-    try:
+    with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
         plan, generation, model = await start_chat(http, served, chat, response_id)
-    except RequestError as error:
-        raise in_own_words(error) from None
     output = OutputItems(Reply(plan, ids), fields.tools or (), ids)
     return Answering(fields, generation, model, output, int(created))
 
