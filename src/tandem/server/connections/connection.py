@@ -38,17 +38,6 @@ _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>(?:[/?][^#]*)?)", 
 """A request target in absolute form."""
 
 
-def too_slow() -> RequestError:
-    """What a client is told whose header does not come."""
-    return refused(408, f"The request's header did not arrive within {HEAD_S:g}s.", code="request_timeout")
-
-
-def too_many_lines() -> RequestError:
-    """What a client is told whose header takes long to read."""
-    return refused(431, f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
-                   code="invalid_http")
-
-
 def slice_end(data: bytes) -> int:
     """How many of the bytes are to be read at once.
 
@@ -199,7 +188,8 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.DONE and len(unread) < MOST_AHEAD:
             self.flow.resume_reading()  # of requests that wait for their turn: else nobody hears that the client leaves
         elif self.conn.their_state is h11.IDLE and unread.count(b"\n") >= MOST_LINES:
-            self._refuse(too_many_lines())
+            self._refuse(refused(431, f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
+                                 code="invalid_http"))
         if self.conn.their_state is h11.IDLE:
             self._due = min(self._due, self.loop.time() + HEAD_S)
         elif self.conn.their_state is h11.SEND_BODY and self.idle:
@@ -227,7 +217,8 @@ class Connection(H11Protocol):
         if now <= self._due or self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(too_slow())
+            self._refuse(refused(408, f"The request's header did not arrive within {HEAD_S:g}s.",
+                                 code="request_timeout"))
         else:
             self.transport.close()
 
@@ -245,14 +236,11 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error_response(error)
             headers = [*response.raw_headers, (b"connection", b"close")]
-            for event in (h11.Response(status_code=error.status, headers=headers, reason=_phrase(error.status)),
+            for event in (h11.Response(status_code=error.status, headers=headers,
+                                       reason=STATUS_PHRASES.get(error.status, b"")),
                           h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-
-def _phrase(status: int) -> bytes:
-    return STATUS_PHRASES.get(status, b"")
 
 
 def refusing(error: RequestError) -> Any:

@@ -171,9 +171,10 @@ class Dispatcher:
             flight.replica = None
             request = flight.depart()
             others = () if flight.only is None else self._members.keys() - {flight.only}
-            index = self._router.place(request.request_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
-                                       avoid=flight.refused_by.union(others), key=flight.cache_key,
-                                       on_disk=flight.on_disk, may_leave=flight.may_leave, written=flight.written)
+            index = self._router.place(request.request_id, flight.tokens, request.params.max_tokens,
+                                       done=len(flight.produced), avoid=flight.refused_by.union(others),
+                                       key=flight.cache_key, on_disk=request.on_disk, may_leave=flight.may_leave,
+                                       written=flight.written)
             if index is None:
                 return False
             flight.replica = index
@@ -240,7 +241,7 @@ class Dispatcher:
 
     def _note_refused(self, flight: Flight, error: RequestError) -> None:
         event = self.history.note("request_refused", f"a request is not tried again: {error.message}", level="error",
-                                  request_id=flight.request_id, group=flight.group,
+                                  request_id=flight.request_id, group=flight.request.group,
                                   remedy="Send it shorter or changed; if it fails alike, report it with the log.")
         if self.tell is not None:
             self.tell(NoteEvent(event))

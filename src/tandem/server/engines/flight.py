@@ -35,7 +35,7 @@ class Flight:
         params = request.params
         if params.seed is None and not params.greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        self._request = msgspec.structs.replace(request, params=params)
+        self.request = msgspec.structs.replace(request, params=params)
         self._carrier = carrier
         self._sendings = 0
         self._heard = False
@@ -71,17 +71,12 @@ class Flight:
     @property
     def request_id(self) -> str:
         """The id that the api knows."""
-        return self._request.request_id
-
-    @property
-    def group(self) -> str:
-        """Whose it is."""
-        return self._request.group
+        return self.request.request_id
 
     @property
     def cache_key(self) -> str:
         """Its key, which is its client's own; empty for none."""
-        return f"{self.group}:{self._request.cache_key}" if self._request.cache_key else ""
+        return f"{self.request.group}:{self.request.cache_key}" if self.request.cache_key else ""
 
     @property
     def wire_id(self) -> str:
@@ -91,30 +86,20 @@ class Flight:
     @property
     def tokens(self) -> list[int]:
         """All that a replica has to compute before the next token: prompt, and output so far."""
-        return [*self._request.prompt, *self.produced]
-
-    @property
-    def max_tokens(self) -> int:
-        """Output limit, counted from the beginning."""
-        return self._request.params.max_tokens
+        return [*self.request.prompt, *self.produced]
 
     @property
     def may_leave(self) -> bool:
         """Its prompt may be computed by one replica, and another go on: nobody has begun so far."""
-        request = self._request
-        return (self.on_disk and not self.kept and self.only is None and not self.suspicion.suspect
+        request = self.request
+        return (request.on_disk and not self.kept and self.only is None and not self.suspicion.suspect
                 and request.pooling is None and not request.warms and request.params.prompt_logprobs is None)
-
-    @property
-    def on_disk(self) -> bool:
-        """It may be kept on disk."""
-        return self._request.on_disk
 
     def lose(self, now: float, *, died: bool, kept: int = 0) -> None:
         """Its replica is lost; `died` unless it was leaving anyway. So many of its tokens it has `kept` on disk."""
         self.kept = max(self.kept, kept)
         if self.leaves and not kept:
-            self.perhaps_kept = len(self._request.prompt)
+            self.perhaps_kept = len(self.request.prompt)
         self.lost_at, self.replica = now, None
         self.refused_by.clear()
         self.losses += died
@@ -122,17 +107,17 @@ class Flight:
     @property
     def computed(self) -> int:
         """Positions that its replica has surely computed."""
-        return len(self._request.prompt) + len(self.produced) if self._heard else 0
+        return len(self.request.prompt) + len(self.produced) if self._heard else 0
 
     def blame(self, *, alone: bool) -> None:
         """Its replica died while it worked on it."""
-        self.suspicion.died(self.computed, len(self._request.prompt) + len(self.produced), alone=alone)
+        self.suspicion.died(self.computed, len(self.request.prompt) + len(self.produced), alone=alone)
 
     def depart(self) -> EngineRequest:
         """It is about to be sent (again): what to send."""
         self._sendings += 1
         self.trial, self._heard, self.leaves = None, False, False
-        return msgspec.structs.replace(self._request, request_id=self.wire_id, produced=list(self.produced),
+        return msgspec.structs.replace(self.request, request_id=self.wire_id, produced=list(self.produced),
                                        suspicion=msgspec.structs.replace(self.suspicion))
 
     def push(self, output: Output) -> None:

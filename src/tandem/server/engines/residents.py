@@ -73,8 +73,10 @@ class Residents:
         for served in models:
             served.client.requests.tell = link.tell
         self._max_loaded = max_loaded
-        self._budget: dict[str, int] = {}
-        self._heard = False
+        self.budget: dict[str, int] = {}
+        """Bytes that models may take together on each machine."""
+        self.alive = False
+        """True once the supervisor has said which models there are."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
@@ -118,7 +120,7 @@ class Residents:
 
     async def _listed(self, latest: ReplicaList) -> None:
         """The supervisor has said how things are."""
-        self._budget = latest.budget
+        self.budget = latest.budget
         for info in latest.models:
             place = self._places.get(info.model)
             if place is None:
@@ -131,7 +133,7 @@ class Residents:
             place.info = info
             place.seat.needs, place.seat.keep, place.seat.unload_after = info.needs, info.keep, info.unload_after
             await place.served.client.update([one for one in latest.replicas if one.model == info.model])
-        self._heard = True
+        self.alive = True
         self._changed.set()
 
     def _reached(self) -> int:
@@ -207,15 +209,7 @@ class Residents:
             return "failed", info.detail
         if state in ("out", "leaving", "loading"):
             return {"out": "unloaded", "leaving": "unloading"}.get(state, state), ""
-        status = place.served.client.status
-        if status is None or not place.served.client.alive:
-            return "unreachable", ""
-        return "loaded" if status.state == "ready" else status.state, status.detail
-
-    @property
-    def budget(self) -> dict[str, int]:
-        """Bytes that models may take together on each machine."""
-        return self._budget
+        return served.state
 
     def facts(self, served: Served) -> dict[str, Any]:
         """Bytes that a model takes on each machine, whether it stays, seconds of idleness after which it goes, and who
@@ -229,7 +223,7 @@ class Residents:
     @property
     def health(self) -> str:
         """The state of the whole: healthy as long as a request can be answered, if need be by loading its model."""
-        if not self._heard:
+        if not self.alive:
             return "unreachable"
         states = {self.state(place.served)[0] for place in self._places.values()}
         for state, word in (("loaded", "healthy"), ("recovering", "recovering"), ("loading", "starting")):
@@ -308,9 +302,9 @@ class Residents:
 
     def _act(self) -> None:
         """Load and unload as the policy has it."""
-        if not self._heard:
+        if not self.alive:
             return
-        decision = decide([place.seat for place in self._places.values()], self._budget, self._max_loaded, _now())
+        decision = decide([place.seat for place in self._places.values()], self.budget, self._max_loaded, _now())
         closing = {seat.name for seat in decision.close}
         for place in self._places.values():
             place.closed = place.seat.name in closing
@@ -330,11 +324,6 @@ class Residents:
         self._link.tell(command)
 
     # --- all engines together ---
-
-    @property
-    def alive(self) -> bool:
-        """True once the supervisor has said which models there are."""
-        return self._heard
 
     @property
     def status(self) -> EngineStatus | None:

@@ -21,14 +21,10 @@ class Subscription:
         self._request_ids = tuple(request_ids)
         self._abort = abort
         self._items: list[Output] = []
-        self._error: RequestError | None = None
+        self.error: RequestError | None = None
+        """What ended it."""
         self._nudged = False
         self._waiter: asyncio.Future[None] | None = None
-
-    @property
-    def error(self) -> RequestError | None:
-        """What ended it."""
-        return self._error
 
     def push(self, output: Output) -> None:
         """Take one output; called by the client's reader."""
@@ -37,8 +33,8 @@ class Subscription:
 
     def fail(self, error: RequestError) -> None:
         """End the subscription: outputs that are here already can still be read, then `get` raises `error`."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         self._wake()
 
     def nudge(self) -> None:
@@ -56,15 +52,15 @@ class Subscription:
 
         Raises the `RequestError` given to `fail`.
         """
-        while not self._items and self._error is None and not self._nudged:
+        while not self._items and self.error is None and not self._nudged:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
                 await self._waiter
             finally:
                 self._waiter = None
         self._nudged = False
-        if not self._items and self._error is not None:
-            raise self._error
+        if not self._items and self.error is not None:
+            raise self.error
         items, self._items = self._items, []
         return items
 
