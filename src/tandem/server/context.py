@@ -132,12 +132,13 @@ class Api:
 async def unless_gone(http: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
     """What is waited for, but no longer than the client does. Raises ClientGone, and what `waiting` raises."""
     try:
-        return await unless(_gone(http), waiting)
+        return await unless(gone(http), waiting)
     except Stopped:
         raise ClientGone("The client left.") from None
 
 
-async def _gone(http: Request) -> None:
+async def gone(http: Request) -> None:
+    """Wait until the client leaves, or has its answer."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 

@@ -7,16 +7,19 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import Request
 from msgspec.structs import replace
 
 from tandem.borders import start_task
 from tandem.errors import RequestError, ServerError, TimeoutExceeded
-from tandem.protocol.request import EngineRequest
-from tandem.server.context import get_api, get_group
+from tandem.protocol.control import Output
+from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.server.context import get_api, get_group, gone
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import ClientGone
+from tandem.server.ids import new_id
 from tandem.server.limits.usage import Lease
 
 logger = logging.getLogger(__name__)
@@ -92,8 +95,7 @@ class Running(ABC):
 
     async def _watch(self, http: Request) -> None:
         """End the request as soon as its client leaves."""
-        while (await http.receive())["type"] != "http.disconnect":
-            pass
+        await gone(http)
         if self.done:  # the server's own end of the connection
             return
         self.api.metrics.disconnects.inc()
@@ -108,3 +110,44 @@ class Running(ABC):
         error = TimeoutExceeded(message, code="request_timeout")
 
         return asyncio.get_running_loop().call_later(seconds, self.end, error)
+
+
+class Prompts(Running):
+    """Prompts that are computed and not gone on from: one output each.
+
+    They are not submitted all at once, so that a long list does not fill the engine's queue.
+    """
+
+    def __init__(self, http: Request, served: Served, prefix: str, prompts: Sequence[list[int]], *,
+                 timeout: float | None, replicas: Sequence[int] | None = None, window: int | None = None,
+                 **fields: Any) -> None:
+        """Submit the first `window`, or all. `fields` are those of each engine request beside its prompt.
+
+        Raises UnavailableError, OverloadedError.
+        """
+        request_id, params, group = new_id(prefix), SamplingParams(max_tokens=0), get_group(http)
+        self._requests = [EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, group=group,
+                                        **fields) for index, prompt in enumerate(prompts)]
+        self._window = self._sent = window or len(prompts)
+        self._outputs: dict[str, Output] = {}
+        super().__init__(http, served, self._requests[:self._sent], request_id=request_id, stream=False,
+                         timeout=timeout, prompt_tokens=sum(map(len, prompts)), choices=len(prompts),
+                         replicas=replicas)
+
+    @property
+    def done(self) -> bool:
+        """True when all are computed."""
+        return len(self._outputs) == len(self._requests)
+
+    async def outputs(self) -> list[Output]:
+        """What came of each prompt. Closes the request; raises RequestError."""
+        try:
+            while not self.done:
+                for output in await self.subscription.get():
+                    self._outputs[output.request_id] = output
+                if not self.done and len(self._outputs) == self._sent:
+                    self._sent += self._window
+                    self.go_on(self._requests[len(self._outputs):self._sent])
+        finally:
+            self.close()
+        return [self._outputs[request.request_id] for request in self._requests]
