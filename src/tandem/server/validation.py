@@ -46,7 +46,7 @@ def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> 
         _count(data)
     kept, left_out, names = without_strangers(data, model, unknown)
     with in_words(names):
-        return _checked(kept, model, unknown, left_out), left_out
+        return checked(kept, model, unknown, left_out), left_out
 
 
 def _count(data: Any) -> None:
@@ -68,13 +68,12 @@ def _count(data: Any) -> None:
         left += [part for part in parts if isinstance(part, dict | list)]
 
 
-def checked(data: dict[str, Any], model: type[Model]) -> Model:
-    """`data` as `model`. Raises RequestError naming the first field at fault."""
-    return _checked(data, model, "refuse", [])
+def checked(data: dict[str, Any], model: type[Model], unknown: Unknown = "refuse",
+            left_out: list[str] | None = None) -> Model:
+    """`data` as `model`; unknown fields within others are left out where that is wanted, and added to `left_out`.
 
-
-def _checked(data: dict[str, Any], model: type[Model], unknown: Unknown, left_out: list[str]) -> Model:
-    """As `checked`; unknown fields within others are left out where that is wanted."""
+    Raises RequestError naming the first field at fault.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -82,7 +81,8 @@ def _checked(data: dict[str, Any], model: type[Model], unknown: Unknown, left_ou
     strangers = [_path(detail) for detail in wrong if detail["type"] == "extra_forbidden"]
     if not strangers or unknown == "refuse":
         raise explain(wrong[0], model)
-    left_out += strangers
+    if left_out is not None:
+        left_out += strangers
     try:
         return model.model_validate(data, extra="ignore")
     except ValidationError as error:

@@ -29,7 +29,7 @@ from tandem.server.context import Api
 from tandem.server.failures import internal_error
 from tandem.server.ids import new_id
 from tandem.server.journal.calls import StoredReply, call
-from tandem.server.journal.jobs import Jobs
+from tandem.server.journal.jobs import READY_POLL_S, Jobs
 from tandem.server.waiting import Stopped, end_tasks, unless
 from tandem.server.workers.turns import Turns
 
@@ -40,7 +40,7 @@ AT_ONCE = 32
 """Lines of all batches that are asked for at once, shared among clients."""
 RUNNING = 8
 """Batches that run at once, shared among clients. One whose lines are all refused for now gives its place back."""
-READY_POLL_S, EVERY_S, DISK_POLL_S = 0.2, 10.0, 1.0
+EVERY_S, DISK_POLL_S = 10.0, 1.0
 MOST_OPEN, MOST_KEPT = 100, 1000
 """Batches of one client that are not over, and of all of its."""
 _ENDINGS = {"expired": ("batch_expired", "This request could not be executed before the completion window expired."),
