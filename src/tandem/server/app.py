@@ -30,7 +30,6 @@ from tandem.server.failures import add_handlers, internal_error
 from tandem.server.gate import IGNORED_HEADER, Gate
 from tandem.server.journal import requests
 from tandem.server.journal.jobs import Jobs
-from tandem.server.journal.keeper import Keeper
 from tandem.server.limits.quotas import RATE_HEADERS
 from tandem.server.openai import chat, completions, embeddings, models, tokens
 from tandem.server.openapi import TandemApp
@@ -74,7 +73,7 @@ def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[s
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:
         jobs.root = app
-        app.add_middleware(Keeper, api=api, jobs=jobs)
+        app.add_middleware(requests.Keeper, api=api, jobs=jobs)
     app.add_middleware(Gate, api=api)
     if settings.server.cors_origin:
         app.add_middleware(

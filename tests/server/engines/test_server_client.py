@@ -8,7 +8,7 @@ import pytest
 from tandem.errors import OverloadedError, UnavailableError
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.engines.client import EngineClient
-from tandem.server.engines.subscription import Subscription
+from tandem.server.engines.flight import Subscription
 
 
 def request(name, **params):

@@ -21,10 +21,9 @@ from tandem.protocol.events import History
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.supervisor import NoteEvent
 from tandem.router.router import Router
-from tandem.server.engines.flight import Flight
+from tandem.server.engines.flight import Flight, Subscription
 from tandem.server.engines.member import NOBODY, Member, why_none
 from tandem.server.engines.protocol import Departed, EngineLost, Stranded
-from tandem.server.engines.subscription import Subscription
 
 logger = logging.getLogger(__name__)
 
