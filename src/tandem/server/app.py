@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tandem.borders import start_task
@@ -26,7 +27,7 @@ from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.context import Api
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
-from tandem.server.failures import add_handlers, internal_error
+from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
 from tandem.server.journal import requests
 from tandem.server.journal.jobs import Jobs
@@ -69,7 +70,7 @@ def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[s
     for module in (anthropic, batch_routes, cache, chat, completions, embeddings, info, models, page, plan,
                    requests, responses, tokens):
         app.include_router(module.router)
-    add_handlers(app)
+    app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:
         jobs.root = app

@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -46,14 +46,14 @@ class ClientGone(RequestError):
 
 
 def refused(status: int, message: str, *, param: str | None = None, code: str | None = None) -> RequestError:
-    """A request that is at fault in a way that has an HTTP status of its own."""
+    """Return a RequestError with an HTTP status of its own."""
     error = RequestError(message, param=param, code=code)
     error.status = status
     return error
 
 
 def cancelled() -> RequestError:
-    """What a cancelled request ends with."""
+    """Return the error that a cancelled request ends with."""
     return refused(409, "The request was cancelled.", code=CANCELLED)
 
 
@@ -101,19 +101,10 @@ def _from_http_exception(error: HTTPException, request: Request) -> RequestError
     return refused(error.status_code, str(error.detail))
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Register the handlers for deliberate errors and for those of the routing."""
-
-    async def on_request_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
-        return error_response(error, request.url.path)
-
-    async def on_http_exception(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        response = error_response(_from_http_exception(error, request), request.url.path)
-        for name, value in (error.headers or {}).items():
-            response.headers[name] = value
-        return response
-
-    app.add_exception_handler(RequestError, on_request_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
+async def refuse_route(request: Request, error: Exception) -> Response:
+    """Answer an error of the routing. A RequestError needs no handler: the gate answers it."""
+    assert isinstance(error, HTTPException)
+    response = error_response(_from_http_exception(error, request), request.url.path)
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response

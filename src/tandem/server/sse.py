@@ -1,4 +1,4 @@
-"""What a generation comes to: an answer in one piece, or a stream of server-sent events."""
+"""Answers made of a generation: in one piece, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class AnswerWriter(Protocol):
     """Writes a generation in the shape of one endpoint, in one piece or as complete events."""
 
     async def whole(self, answers: list[Delta]) -> Response:
-        """The answer in one piece, from all of each choice."""
+        """Return the answer in one piece; `answers` hold all of each choice."""
 
     def head(self) -> bytes:
         """Events before the first text."""
@@ -108,7 +108,7 @@ class Envelope:
 
 async def answered(generation: Generation, writer: AnswerWriter, *, stream: bool | None,
                    include_usage: bool = True) -> Response:
-    """The response that comes of `generation`. Raises RequestError; for a stream, when the engine refuses at once."""
+    """Return the response made of `generation`. Raises RequestError; for a stream, when the engine refuses at once."""
     if not stream:
         return await writer.whole(await collect(generation))
     grace = asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, generation.subscription.nudge)

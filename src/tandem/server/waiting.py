@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class Stopped(Exception):
-    """What was waited for has been cancelled."""
+    """Raised by `unless` when the wait ended before the work."""
 
 
 async def end_tasks(*tasks: asyncio.Future[Any] | None) -> None:

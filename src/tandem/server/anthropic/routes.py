@@ -3,7 +3,6 @@ events."""
 
 from __future__ import annotations
 
-import uuid
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -20,6 +19,7 @@ from tandem.server.engines.served_model import Served
 from tandem.server.failures import anthropic_envelope
 from tandem.server.generation.generate import Delta, Generation
 from tandem.server.generation.model_wait import answered_by, engage
+from tandem.server.ids import new_id
 from tandem.server.openapi import documented
 from tandem.server.sse import AnswerWriter, answered, json_response, named_event
 from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning, merged
@@ -40,7 +40,7 @@ async def messages(http: Request) -> Response:
 async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Response:
     with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
-        plan, generation, model = await start_chat(http, served, chat, f"msg_{uuid.uuid4().hex}", clip=True)
+        plan, generation, model = await start_chat(http, served, chat, new_id("msg", "_"), clip=True)
     return await answered(generation, MessageWriter(generation, model, Reply(plan), fields.max_tokens),
                           stream=fields.stream)
 
@@ -139,14 +139,14 @@ class MessageWriter(AnswerWriter):
         self._ending: Json = {}
 
     async def whole(self, answers: list[Delta]) -> Response:
-        """The message."""
+        """Return the message."""
         body = _message(self._generation, self._model) | {"content": _whole_blocks(self._reply, answers[0].text)}
         response = json_response(body | self._ending_of(answers[0]))
         response.headers["request-id"] = self._generation.request_id
         return response
 
     def _ending_of(self, last: Delta) -> Json:
-        """Why the answer ended. One ended by length that is short of its own limit has filled the context."""
+        """Return why the answer ended. One ended by length short of its own limit has filled the context."""
         reason, sequence = "tool_use" if self._reply.called else "end_turn", None
         if last.finish_reason == "length":
             short = _usage(self._generation)["output_tokens"] < self._max_tokens

@@ -27,7 +27,6 @@ from tandem.server.batches.lines import Line, answer_line, failure_line
 from tandem.server.batches.records import OPEN, BatchRecord, FilesLost, Results, fault, faults
 from tandem.server.context import Api
 from tandem.server.failures import internal_error
-from tandem.server.ids import new_id
 from tandem.server.journal.calls import StoredReply, call
 from tandem.server.journal.jobs import READY_POLL_S, Jobs
 from tandem.server.waiting import Stopped, end_tasks, unless
@@ -359,8 +358,3 @@ def _link(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # not every kind of disk has links
         shutil.copy(source, target)
-
-
-def new_batch_id() -> str:
-    """An id that cannot be guessed."""
-    return new_id("batch").replace("-", "_")

@@ -113,9 +113,9 @@ class Running(ABC):
 
 
 class Prompts(Running):
-    """Prompts that are computed and not gone on from: one output each.
+    """Prompts that are only computed: one output each, and no text.
 
-    They are not submitted all at once, so that a long list does not fill the engine's queue.
+    At most `window` are submitted at once, so that a long list does not fill the engine's queue.
     """
 
     def __init__(self, http: Request, served: Served, prefix: str, prompts: Sequence[list[int]], *,
@@ -140,7 +140,7 @@ class Prompts(Running):
         return len(self._outputs) == len(self._requests)
 
     async def outputs(self) -> list[Output]:
-        """What came of each prompt. Closes the request; raises RequestError."""
+        """Return the output of each prompt. Closes the request; raises RequestError."""
         try:
             while not self.done:
                 for output in await self.subscription.get():

@@ -62,7 +62,7 @@ class ChatWriter(AnswerWriter):
                                   running=generation.usage if fields.continuous_usage else None)
 
     async def whole(self, answers: list[Delta]) -> Response:
-        """All choices; the conversation goes on with the first."""
+        """Return all choices; the conversation goes on with the first."""
         messages = [reply.message(answer.text) for reply, answer in zip(self._replies, answers, strict=True)]
         if self._fields.max_tokens != 0:
             self._turn.answered(messages[0])

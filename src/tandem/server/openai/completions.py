@@ -164,7 +164,7 @@ class CompletionWriter(AnswerWriter):
                                   running=generation.usage if fields.continuous_usage else None)
 
     async def whole(self, answers: list[Delta]) -> Response:
-        """All choices."""
+        """Return all choices."""
         n, asked = self._fields.n or 1, _asked_of_prompt(self._fields)
         for index, answer in enumerate(answers):
             answer.prompt = answers[index - index % n].prompt  # the first says it for all of its prompt

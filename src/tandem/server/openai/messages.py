@@ -48,7 +48,7 @@ class Tagged(Strict):
     """An object whose `type` says which of its fields it needs, and which others it may have."""
 
     noun: ClassVar[str]
-    """What errors call it."""
+    """Its name in errors."""
     needs: ClassVar[Mapping[str, set[str]]]
     """By type."""
     takes: ClassVar[Mapping[str, set[str]]]

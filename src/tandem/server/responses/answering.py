@@ -78,7 +78,7 @@ class Answering(AnswerWriter):
         """It is written down, or about to be."""
 
     async def whole(self, answers: list[Delta]) -> Response:
-        """The response object."""
+        """Return the response object."""
         self.take(answers[0])
         await self.end()
         return json_response(self.response())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-import uuid
 
 from fastapi import APIRouter, Request
 from pydantic_core import from_json
@@ -24,6 +23,7 @@ from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.fields.ignored import note_ignored
 from tandem.server.generation.model_wait import answered_by
+from tandem.server.ids import new_id
 from tandem.server.journal.jobs import Job, get_jobs, request_digest
 from tandem.server.journal.journal import Entry
 from tandem.server.lists import page
@@ -73,7 +73,7 @@ async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: 
 async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
     """Submit the request; what a job has begun before is begun again alike. Raises RequestError."""
     ids = background.Ids(job.entry.id) if job is not None else None
-    response_id = background.response_id(job.entry) if job is not None else f"resp_{uuid.uuid4().hex}"
+    response_id = background.response_id(job.entry) if job is not None else new_id("resp", "_")
     created = time.time() if job is None else job.entry.created
     with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
