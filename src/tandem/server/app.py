@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from tandem.borders import start_task
@@ -26,16 +27,16 @@ from tandem.server.cache.warm_file import warm_bodies
 from tandem.server.context import Api
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
-from tandem.server.failures import add_handlers, internal_error
+from tandem.server.failures import internal_error, refuse_route
 from tandem.server.gate import IGNORED_HEADER, Gate
 from tandem.server.journal import requests
 from tandem.server.journal.jobs import Jobs
-from tandem.server.journal.keeper import Keeper
 from tandem.server.limits.quotas import RATE_HEADERS
 from tandem.server.openai import chat, completions, embeddings, models, tokens
 from tandem.server.openapi import TandemApp
 from tandem.server.responses import routes as responses
 from tandem.server.status import info, page, plan
+from tandem.server.waiting import end_tasks
 from tandem.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -69,11 +70,11 @@ def create_app(settings: Settings, client: Replicas | Residents, keys: Mapping[s
     for module in (anthropic, batch_routes, cache, chat, completions, embeddings, info, models, page, plan,
                    requests, responses, tokens):
         app.include_router(module.router)
-    add_handlers(app)
+    app.add_exception_handler(HTTPException, refuse_route)
     app.add_exception_handler(RequestValidationError, refuse_query)
     if jobs is not None:
         jobs.root = app
-        app.add_middleware(Keeper, api=api, jobs=jobs)
+        app.add_middleware(requests.Keeper, api=api, jobs=jobs)
     app.add_middleware(Gate, api=api)
     if settings.server.cors_origin:
         app.add_middleware(
@@ -103,9 +104,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
     finally:
         api.draining = True
-        for task in preload:
-            task.cancel()
-        await asyncio.gather(*preload, return_exceptions=True)
+        await end_tasks(*preload)
         api.fail_live(UnavailableError("The server is shutting down.", code="shutting_down"))
         if jobs is not None and batches is not None:
             await batches.close()

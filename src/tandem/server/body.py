@@ -15,7 +15,7 @@ from tandem.config.options import nearest
 from tandem.errors import RequestError, TooLargeError
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.context import get_api, get_group, unless_gone
-from tandem.server.failures import ClientGone, error_response
+from tandem.server.failures import ClientGone, error_response, refused
 from tandem.server.fields.ignored import note_ignored
 from tandem.server.validation import LARGE_BODY, Model, explain, parse_bytes
 from tandem.server.workers.tasks import Judge
@@ -39,9 +39,8 @@ async def read_body(request: Request, limit: int) -> bytes:
                 if len(chunks) > limit:
                     raise too_large
     except TimeoutError:
-        slow = RequestError(f"The request body did not arrive within {BODY_TIMEOUT_S:.0f}s.", code="request_timeout")
-        slow.status = 408
-        raise slow from None
+        raise refused(408, f"The request body did not arrive within {BODY_TIMEOUT_S:.0f}s.",
+                      code="request_timeout") from None
     except ClientDisconnect:
         raise ClientGone("The client left.") from None
     return bytes(chunks)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import Request
 from starlette.types import Scope
@@ -21,31 +19,18 @@ from tandem.server.chats.texts import THREADS
 from tandem.server.engines.replicas import Replicas
 from tandem.server.engines.residents import Residents
 from tandem.server.engines.served_model import Served
-from tandem.server.engines.subscription import Subscription
 from tandem.server.failures import ClientGone
 from tandem.server.limits.quotas import Quotas
 from tandem.server.limits.usage import Lease
 from tandem.server.status.metrics import ApiMetrics
+from tandem.server.waiting import Stopped, unless
 from tandem.server.workers.pool import AT_ONCE, Workers
 from tandem.server.workers.turns import Turns
 
+if TYPE_CHECKING:
+    from tandem.server.generation.lifetime import Running
+
 Result = TypeVar("Result")
-
-
-@dataclass(kw_only=True)
-class LiveRequest:
-    """One generating HTTP request, as /v1/status shows it and as cancelling finds it."""
-
-    request_id: str
-    model: str
-    route: str
-    group: str
-    stream: bool
-    prompt_tokens: int
-    choices: int
-    subscription: Subscription
-    completion_tokens: int = 0
-    created: float = field(default_factory=time.time)
 
 
 class Api:
@@ -70,7 +55,8 @@ class Api:
         self.metrics = ApiMetrics()
         keep_s = settings.server.keep_conversations
         self.conversations = Conversations(keep_s) if keep_s else None
-        self.live: dict[str, LiveRequest] = {}
+        self.live: dict[str, Running] = {}
+        """Generating HTTP requests, by their ids."""
         self.at_end: list[Callable[[RequestError], None]] = []
         """Called with what whoever still waits is to be told."""
         self.draining = False
@@ -128,7 +114,7 @@ class Api:
         if served is not None and self.residents is not None:
             self.residents.leave(served)
 
-    def find_live(self, request_id: str, group: str) -> LiveRequest | None:
+    def find_live(self, request_id: str, group: str) -> Running | None:
         """A live request of this client (of anyone, when there are no API keys)."""
         live = self.live.get(request_id)
         return live if live is not None and (not self.keys or live.group == group) else None
@@ -136,8 +122,7 @@ class Api:
     def fail_live(self, error: RequestError) -> None:
         """End every generating request with `error`; those in the journal are for the next process."""
         for live in list(self.live.values()):
-            live.subscription.close()
-            live.subscription.fail(error)
+            live.end(error)
         if self.residents is not None:
             self.residents.fail_waiting(error)
         for tell in self.at_end:
@@ -146,19 +131,14 @@ class Api:
 
 async def unless_gone(http: Request, waiting: Coroutine[Any, Any, Result]) -> Result:
     """What is waited for, but no longer than the client does. Raises ClientGone, and what `waiting` raises."""
-    task, gone = asyncio.create_task(waiting), asyncio.create_task(_gone(http))
     try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone("The client left.")
-        return task.result()
-    finally:
-        for one in (task, gone):
-            one.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        return await unless(gone(http), waiting)
+    except Stopped:
+        raise ClientGone("The client left.") from None
 
 
-async def _gone(http: Request) -> None:
+async def gone(http: Request) -> None:
+    """Wait until the client leaves, or has its answer."""
     while (await http.receive())["type"] != "http.disconnect":
         pass
 

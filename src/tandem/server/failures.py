@@ -7,7 +7,7 @@ import traceback
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -24,6 +24,8 @@ from tandem.log import Seldom
 logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
 
+CANCELLED = "request_cancelled"
+"""Code of the error that a cancelled request ends with."""
 ANTHROPIC_PATH = "/v1/messages"
 _ANTHROPIC = {
     401: "authentication_error",
@@ -41,6 +43,18 @@ class ClientGone(RequestError):
     """The client closed the connection: nobody reads this, but the work must stop. 499 is nginx's number for it."""
 
     status = 499
+
+
+def refused(status: int, message: str, *, param: str | None = None, code: str | None = None) -> RequestError:
+    """Return a RequestError with an HTTP status of its own."""
+    error = RequestError(message, param=param, code=code)
+    error.status = status
+    return error
+
+
+def cancelled() -> RequestError:
+    """Return the error that a cancelled request ends with."""
+    return refused(409, "The request was cancelled.", code=CANCELLED)
 
 
 def envelope(error: RequestError) -> dict[str, Any]:
@@ -83,26 +97,14 @@ def _from_http_exception(error: HTTPException, request: Request) -> RequestError
         return NotFoundError(f"Unknown request URL: {request.method} {request.url.path}", code="unknown_url")
     if error.status_code == 405:
         message = f"Method {request.method} is not allowed for {request.url.path}"
-        wrong = RequestError(message, code="method_not_allowed")
-    else:
-        wrong = RequestError(str(error.detail))
-    wrong.status = error.status_code
-    return wrong
+        return refused(405, message, code="method_not_allowed")
+    return refused(error.status_code, str(error.detail))
 
 
-def add_handlers(app: FastAPI) -> None:
-    """Register the handlers for deliberate errors and for those of the routing."""
-
-    async def on_request_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestError)
-        return error_response(error, request.url.path)
-
-    async def on_http_exception(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        response = error_response(_from_http_exception(error, request), request.url.path)
-        for name, value in (error.headers or {}).items():
-            response.headers[name] = value
-        return response
-
-    app.add_exception_handler(RequestError, on_request_error)
-    app.add_exception_handler(HTTPException, on_http_exception)
+async def refuse_route(request: Request, error: Exception) -> Response:
+    """Answer an error of the routing. A RequestError needs no handler: the gate answers it."""
+    assert isinstance(error, HTTPException)
+    response = error_response(_from_http_exception(error, request), request.url.path)
+    for name, value in (error.headers or {}).items():
+        response.headers[name] = value
+    return response

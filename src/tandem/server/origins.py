@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 
 from tandem.config.validation import is_loopback
 from tandem.errors import RequestError
+from tandem.server.failures import refused
 
 PRIVATE_SUFFIXES = (".localhost", ".local", ".internal", ".home.arpa", ".lan", ".home")
 """Ends of names that the public DNS does not know (RFC 6761, 6762 and 8375, ICANN's .internal; .lan and .home, which
@@ -77,8 +78,8 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
     if method not in ("POST", "PUT", "PATCH"):
         return
     if (encoding := headers.get("content-encoding", "").strip().lower()) not in ("", "identity"):
-        raise _unsupported(f"Unsupported content encoding: {encoding[:200]!r}. Send the body as it is, without the "
-                           "header 'Content-Encoding'.", "unsupported_content_encoding")
+        raise refused(415, f"Unsupported content encoding: {encoding[:200]!r}. Send the body as it is, without the "
+                      "header 'Content-Encoding'.", code="unsupported_content_encoding")
     if given is None:
         return
     kind = given.partition(";")[0].strip().lower()
@@ -90,14 +91,8 @@ def check_content_type(method: str, headers: Headers, path: str = "") -> None:
         return
     if kind == FORM and "origin" not in headers:
         return
-    raise _unsupported(f"Unsupported content type: {given[:200]!r}. Send the body as JSON, with the header "
-                       "'Content-Type: application/json'.", "unsupported_content_type")
-
-
-def _unsupported(message: str, code: str) -> RequestError:
-    error = RequestError(message, code=code)
-    error.status = 415
-    return error
+    raise refused(415, f"Unsupported content type: {given[:200]!r}. Send the body as JSON, with the header "
+                  "'Content-Type: application/json'.", code="unsupported_content_type")
 
 
 def _is_private(name: str) -> bool:
@@ -123,7 +118,7 @@ def _split(url: str) -> tuple[str, int | None]:
 
 
 def _refusal(what: str, flag: str, value: str, code: str) -> RequestError:
-    error = RequestError(f"This server asks for no API key, and {what}; start it with {flag} {value}, or with "
-                         "--api-key-file.", code=code)
-    error.status, error.kind = 403, "permission_error"
+    error = refused(403, f"This server asks for no API key, and {what}; start it with {flag} {value}, or with "
+                    "--api-key-file.", code=code)
+    error.kind = "permission_error"
     return error

@@ -24,8 +24,7 @@ from tandem.env import runtime_dir
 from tandem.errors import UnavailableError, UsageError
 from tandem.server.app import create_app
 from tandem.server.connections.acceptor import Acceptor, most_connections
-from tandem.server.connections.connection import Connection
-from tandem.server.connections.slices import Slices
+from tandem.server.connections.connection import Connection, Slices
 from tandem.server.connections.tls import LOOK_S, Certificate
 from tandem.server.context import Api
 from tandem.server.engines.replicas import Replicas

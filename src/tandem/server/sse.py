@@ -1,4 +1,4 @@
-"""Server-sent events: a generation as a stream of chunks."""
+"""Answers made of a generation: in one piece, or as a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from tandem.errors import RequestError
 from tandem.server.chats.texts import LARGE, off_loop
 from tandem.server.failures import ClientGone, envelope, internal_error
-from tandem.server.generation.generate import Delta, Generation
+from tandem.server.generation.generate import Delta, Generation, collect
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -45,8 +45,11 @@ def json_response(body: dict[str, Any], status: int = 200) -> Response:
     return Response(encode_json(body), status, media_type="application/json")
 
 
-class ChunkWriter(Protocol):
-    """Writes a generation in the shape of one endpoint, as complete events."""
+class AnswerWriter(Protocol):
+    """Writes a generation in the shape of one endpoint, in one piece or as complete events."""
+
+    async def whole(self, answers: list[Delta]) -> Response:
+        """Return the answer in one piece; `answers` hold all of each choice."""
 
     def head(self) -> bytes:
         """Events before the first text."""
@@ -103,10 +106,11 @@ class Envelope:
         return b"".join((self._start, b"],", encode_json(fields)[1:], b"\n\n"))
 
 
-async def open_stream(
-    generation: Generation, writer: ChunkWriter, *, include_usage: bool, heartbeat_s: float
-) -> EventStream:
-    """The response that streams `generation`. Raises RequestError when the engine refuses at once."""
+async def answered(generation: Generation, writer: AnswerWriter, *, stream: bool | None,
+                   include_usage: bool = True) -> Response:
+    """Return the response made of `generation`. Raises RequestError; for a stream, when the engine refuses at once."""
+    if not stream:
+        return await writer.whole(await collect(generation))
     grace = asyncio.get_running_loop().call_later(REFUSAL_GRACE_S, generation.subscription.nudge)
     try:
         first = await generation.next()
@@ -115,27 +119,20 @@ async def open_stream(
         raise
     finally:
         grace.cancel()
-    return EventStream(generation, writer, first, include_usage=include_usage, heartbeat_s=heartbeat_s)
+    return EventStream(generation, writer, first, include_usage=include_usage)
 
 
 class EventStream(Response):
     """Sends what comes together in one piece, a comment when nothing comes, and closes the generation."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        writer: ChunkWriter,
-        first: list[Delta] | None,
-        *,
-        include_usage: bool,
-        heartbeat_s: float,
-    ) -> None:
+    def __init__(self, generation: Generation, writer: AnswerWriter, first: list[Delta] | None, *,
+                 include_usage: bool) -> None:
         super().__init__()
         self._generation = generation
         self._writer = writer
         self._first = first
         self._include_usage = include_usage
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s = generation.api.heartbeat_s
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -6,7 +6,8 @@ costs no more than one of one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -44,10 +45,8 @@ def parse_bytes(raw: bytes, model: type[Model], unknown: Unknown = "refuse") -> 
     if len(raw) > LARGE_BODY:
         _count(data)
     kept, left_out, names = without_strangers(data, model, unknown)
-    try:
-        return _checked(kept, model, unknown, left_out), left_out
-    except RequestError as error:
-        raise renamed(error, names) from None
+    with in_words(names):
+        return checked(kept, model, unknown, left_out), left_out
 
 
 def _count(data: Any) -> None:
@@ -69,13 +68,12 @@ def _count(data: Any) -> None:
         left += [part for part in parts if isinstance(part, dict | list)]
 
 
-def checked(data: dict[str, Any], model: type[Model]) -> Model:
-    """`data` as `model`. Raises RequestError naming the first field at fault."""
-    return _checked(data, model, "refuse", [])
+def checked(data: dict[str, Any], model: type[Model], unknown: Unknown = "refuse",
+            left_out: list[str] | None = None) -> Model:
+    """`data` as `model`; unknown fields within others are left out where that is wanted, and added to `left_out`.
 
-
-def _checked(data: dict[str, Any], model: type[Model], unknown: Unknown, left_out: list[str]) -> Model:
-    """As `checked`; unknown fields within others are left out where that is wanted."""
+    Raises RequestError naming the first field at fault.
+    """
     try:
         return model.model_validate(data)
     except ValidationError as error:
@@ -83,20 +81,25 @@ def _checked(data: dict[str, Any], model: type[Model], unknown: Unknown, left_ou
     strangers = [_path(detail) for detail in wrong if detail["type"] == "extra_forbidden"]
     if not strangers or unknown == "refuse":
         raise explain(wrong[0], model)
-    left_out += strangers
+    if left_out is not None:
+        left_out += strangers
     try:
         return model.model_validate(data, extra="ignore")
     except ValidationError as error:
         raise explain(error.errors(include_url=False, include_input=False)[0], model) from None
 
 
-def renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
-    """The same error, with a field at fault called as its client calls it."""
-    name = names.get(error.param or "")
-    if name is not None:
-        error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
-        error.param = name
-    return error
+@contextlib.contextmanager
+def in_words(names: Mapping[str, str]) -> Iterator[None]:
+    """Have a RequestError that is raised inside call the field at fault as its client does."""
+    try:
+        yield
+    except RequestError as error:
+        name = names.get(error.param or "")
+        if name is not None:
+            error.message = error.message.replace(f"'{error.param}'", f"'{name}'")
+            error.param = name
+        raise error from None
 
 
 def _path(detail: ErrorDetails) -> str:

@@ -13,7 +13,7 @@ import h11
 import httpx
 import pytest
 
-from tandem.server.connections import acceptor, connection, slices
+from tandem.server.connections import acceptor, connection
 from tandem.server.connections.acceptor import SHARE, Acceptor, group_of, most_connections
 
 PATIENCE_S = 120.0
@@ -181,7 +181,7 @@ def test_a_body_in_chunks_of_a_byte_is_read_in_slices(shared, monkeypatch):
     with shared.raw(head + b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n") as client:
         assert b'"count":' in answer(client, b"}")
     assert sum(lines) >= 2 * len(body)
-    assert max(lines) <= slices.MOST_LINES
+    assert max(lines) <= connection.MOST_LINES
 
 
 def test_a_chunk_that_is_broken_after_the_answer_ends_the_connection_without_a_word(shared, caplog):

@@ -8,7 +8,7 @@ import pytest
 from tandem.errors import OverloadedError, UnavailableError
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.engines.client import EngineClient
-from tandem.server.engines.subscription import Subscription
+from tandem.server.engines.flight import Subscription
 
 
 def request(name, **params):
@@ -84,7 +84,7 @@ def test_outputs_that_arrive_together_are_taken_together(engine):
     async def run():
         async with connected(engine) as client:
             subscription = await sent(client, "a", "b")
-            while subscription._open:  # until the last of both is here
+            while sum(one.finish_reason is not None for one in subscription._items) < 2:  # the last of both is here
                 await asyncio.sleep(0.01)
             outputs = await subscription.get()
             assert len(outputs) == 2 * (len(engine.reply) + 1)

@@ -67,7 +67,7 @@ async def outputs_of(replicas, request):
                 if output.finish_reason is not None:
                     return
     finally:
-        replicas.requests.release(subscription, [request.request_id])
+        subscription.close()
 
 
 def slow(engines, delay=5.0):
@@ -462,7 +462,7 @@ async def test_n_choices_of_one_subscription_over_a_loss(engines):
             for output in await asyncio.wait_for(subscription.get(), 240):
                 if output.finish_reason:
                     left.remove(output.request_id)
-        replicas.requests.release(subscription, names)
+        subscription.close()
 
 
 def test_status_is_the_sum(engines):

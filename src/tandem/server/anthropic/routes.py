@@ -1,27 +1,32 @@
-"""POST /v1/messages and /v1/messages/count_tokens."""
+"""POST /v1/messages and /v1/messages/count_tokens. Answers are blocks of text, thinking and tool use, whole or as
+events."""
 
 from __future__ import annotations
 
-import uuid
+from typing import Any
 
 from fastapi import APIRouter, Request
+from pydantic_core import from_json
 from starlette.responses import Response
 
 from tandem.errors import RequestError
-from tandem.server.anthropic.answers import MessageWriter, ending, failed_message, message, usage, whole_blocks
 from tandem.server.anthropic.schemas import CountRequest, MessagesRequest
-from tandem.server.anthropic.translate import chat_request, in_own_words
+from tandem.server.anthropic.translate import NAMES, chat_request
 from tandem.server.body import parse, translated
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.start import prepare_chat, start_chat
-from tandem.server.context import get_api
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import collect
+from tandem.server.failures import anthropic_envelope
+from tandem.server.generation.generate import Delta, Generation
 from tandem.server.generation.model_wait import answered_by, engage
+from tandem.server.ids import new_id
 from tandem.server.openapi import documented
-from tandem.server.sse import encode_json, open_stream
+from tandem.server.sse import AnswerWriter, answered, json_response, named_event
+from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning, merged
+from tandem.server.validation import in_words
 
 router = APIRouter()
+Json = dict[str, Any]
 
 
 @router.post("/v1/messages", openapi_extra=documented(MessagesRequest, streams=True))
@@ -33,21 +38,11 @@ async def messages(http: Request) -> Response:
 
 
 async def _answer(http: Request, served: Served, fields: MessagesRequest) -> Response:
-    api = get_api(http)
-    try:
+    with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
-        plan, generation, model = await start_chat(http, served, chat, f"msg_{uuid.uuid4().hex}", clip=True)
-    except RequestError as error:
-        raise in_own_words(error) from None
-    reply = Reply(plan)
-    if fields.stream:
-        writer = MessageWriter(generation, model, reply, fields.max_tokens)
-        return await open_stream(generation, writer, include_usage=True, heartbeat_s=api.heartbeat_s)
-    [answer] = await collect(generation, 1)
-    used = usage(generation)
-    body = message(generation, model) | {"content": whole_blocks(reply, answer.text), "usage": used}
-    body |= ending(reply, answer.finish_reason or "stop", answer.stop, full=used["output_tokens"] < fields.max_tokens)
-    return Response(encode_json(body), headers={"request-id": generation.request_id}, media_type="application/json")
+        plan, generation, model = await start_chat(http, served, chat, new_id("msg", "_"), clip=True)
+    return await answered(generation, MessageWriter(generation, model, Reply(plan), fields.max_tokens),
+                          stream=fields.stream)
 
 
 @router.post("/v1/messages/count_tokens", openapi_extra=documented(CountRequest))
@@ -55,8 +50,153 @@ async def count_tokens(http: Request) -> Response:
     """How many tokens the prompt of a conversation has."""
     fields = await parse(http, CountRequest)
     served = await engage(http, fields.model)
-    try:
+    with in_words(NAMES):
         plan, _ = await prepare_chat(http, served, await translated(http, lambda: chat_request(fields)))
-    except RequestError as error:
-        raise in_own_words(error) from None
-    return Response(encode_json({"input_tokens": len(plan.prompt)}), media_type="application/json")
+    return json_response({"input_tokens": len(plan.prompt)})
+
+
+def _message(generation: Generation, model: str) -> Json:
+    """The outside of an answer, before there is any."""
+    return {
+        "id": generation.request_id,
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "stop_details": None,
+        "usage": _usage(generation),
+    }
+
+
+def _usage(generation: Generation) -> Json:
+    """Tokens so far. What came from kept prefixes is counted apart, as Anthropic does."""
+    counted: Any = generation.usage()
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counted["completion_tokens"],
+    }
+
+
+def _whole_blocks(reply: Reply, text: str) -> list[Json]:
+    """The blocks of a whole answer."""
+    blocks: list[Json] = []
+    for event in merged(reply.read(text, last=True)):
+        if isinstance(event, CallArguments):
+            blocks[-1]["input"] = _object(event.text)
+        else:
+            blocks.append(_block(reply, event))
+            if not isinstance(event, CallStart):
+                blocks[-1][_FIELDS[type(event)]] = event.text
+    return blocks
+
+
+_FIELDS: dict[type[Event], str] = {Content: "text", Reasoning: "thinking", CallArguments: "partial_json"}
+_DELTAS: dict[type[Event], str] = {
+    Content: "text_delta",
+    Reasoning: "thinking_delta",
+    CallArguments: "input_json_delta",
+}
+
+
+def _block(reply: Reply, event: Event) -> Json:
+    """The empty block that `event` opens."""
+    if isinstance(event, CallStart):
+        return {"type": "tool_use", "id": reply.call_id("toolu", event), "name": event.name, "input": {}}
+    if isinstance(event, Reasoning):
+        return {"type": "thinking", "thinking": "", "signature": ""}
+    return {"type": "text", "text": "", "citations": None}
+
+
+def _object(text: str) -> Json:
+    """The arguments, as far as they go: the model, or its limit, may have left them unfinished."""
+    try:
+        value = from_json(text, allow_partial=True)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def failed_message(error: RequestError) -> bytes:
+    """The event that ends a stream that failed."""
+    return named_event(anthropic_envelope(error))
+
+
+class MessageWriter(AnswerWriter):
+    """An answer whole, or as events in Anthropic's order: the message opens, its blocks one by one, it closes."""
+
+    def __init__(self, generation: Generation, model: str, reply: Reply, max_tokens: int) -> None:
+        self._generation = generation
+        self._max_tokens = max_tokens
+        self._model = model
+        self._reply = reply
+        self._index = -1
+        self._open: type[Event] | None = None
+        self._ending: Json = {}
+
+    async def whole(self, answers: list[Delta]) -> Response:
+        """Return the message."""
+        body = _message(self._generation, self._model) | {"content": _whole_blocks(self._reply, answers[0].text)}
+        response = json_response(body | self._ending_of(answers[0]))
+        response.headers["request-id"] = self._generation.request_id
+        return response
+
+    def _ending_of(self, last: Delta) -> Json:
+        """Return why the answer ended. One ended by length short of its own limit has filled the context."""
+        reason, sequence = "tool_use" if self._reply.called else "end_turn", None
+        if last.finish_reason == "length":
+            short = _usage(self._generation)["output_tokens"] < self._max_tokens
+            reason = "model_context_window_exceeded" if short else "max_tokens"
+        elif last.stop is not None:
+            reason, sequence = "stop_sequence", last.stop
+        return {"stop_reason": reason, "stop_sequence": sequence}
+
+    def head(self) -> bytes:
+        """The message opens."""
+        start = _message(self._generation, self._model)
+        return named_event({"type": "message_start", "message": start}) + named_event({"type": "ping"})
+
+    def delta(self, delta: Delta, extras: Json | None) -> bytes:
+        """What the text adds."""
+        ended = delta.finish_reason is not None
+        written = b"".join(map(self._event, merged(self._reply.read(delta.text, last=ended))))
+        if ended:
+            written += self._close()
+            self._ending = self._ending_of(delta)
+        return written
+
+    def usage(self, usage: Json, extras: Json) -> bytes:
+        """The message closes."""
+        end = {"type": "message_delta", "delta": self._ending, "usage": _usage(self._generation)}
+        return named_event(end) + named_event({"type": "message_stop"})
+
+    def done(self) -> bytes:
+        """Nothing: `message_stop` was the end."""
+        return b""
+
+    def error(self, error: RequestError) -> bytes:
+        """The stream fails."""
+        return failed_message(error)
+
+    def _event(self, event: Event) -> bytes:
+        opening = b""
+        kind = CallArguments if isinstance(event, CallStart) else type(event)
+        if isinstance(event, CallStart) or kind is not self._open:
+            opening = self._close()
+            self._open, self._index = kind, self._index + 1
+            block = _block(self._reply, event)
+            opening += named_event({"type": "content_block_start", "index": self._index, "content_block": block})
+        if isinstance(event, CallStart):
+            return opening
+        delta = {"type": _DELTAS[kind], _FIELDS[kind]: event.text}
+        return opening + named_event({"type": "content_block_delta", "index": self._index, "delta": delta})
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        self._open = None
+        return named_event({"type": "content_block_stop", "index": self._index})

@@ -9,21 +9,8 @@ from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, Strict, only_type
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, Strict, Tagged, only_type
 
-_NEEDS = {
-    "text": {"text"},
-    "tool_use": {"id", "name", "input"},
-    "tool_result": {"tool_use_id"},
-    "thinking": {"thinking"},
-    "redacted_thinking": {"data"},
-}
-_TAKES = {
-    "text": {"citations"},
-    "tool_use": {"caller", "toolset_name"},
-    "tool_result": {"content", "is_error", "toolset_name"},
-    "thinking": {"signature"},
-}
 _ROLES = {"tool_result": "user", "tool_use": "assistant", "thinking": "assistant", "redacted_thinking": "assistant"}
 SCHEMA = {"type": "object"}
 
@@ -50,9 +37,24 @@ class TextBlock(Marked):
 TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class Block(Marked):
+class Block(Marked, Tagged):
     """A piece of a message."""
 
+    noun = "block"
+    needs = {
+        "text": {"text"},
+        "tool_use": {"id", "name", "input"},
+        "tool_result": {"tool_use_id"},
+        "thinking": {"thinking"},
+        "redacted_thinking": {"data"},
+    }
+    takes = {
+        "text": {"citations"},
+        "tool_use": {"caller", "toolset_name"},
+        "tool_result": {"content", "is_error", "toolset_name"},
+        "thinking": {"signature"},
+    }
+    always = {"type", "cache_control"}
     type: Literal["text", "tool_use", "tool_result", "thinking", "redacted_thinking"]
     text: str | None = None
     citations: None = None
@@ -70,26 +72,6 @@ class Block(Marked):
     data: str | None = None
 
     _texts = field_validator("content", mode="before")(as_blocks)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _known(cls, data: Any) -> Any:
-        kind = data.get("type") if isinstance(data, dict) else None
-        if isinstance(kind, str) and kind not in _NEEDS:
-            raise PydanticCustomError("unsupported", "blocks of type '{type}' are not supported", {"type": kind[:40]})
-        return data
-
-    @model_validator(mode="after")
-    def _fits_type(self) -> Block:
-        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
-        context: dict[str, str] = {"type": self.type}
-        if missing := _NEEDS[self.type] - given:
-            context["field"] = min(missing)
-            raise PydanticCustomError("missing_field", "a {type} block needs '{field}'", context)
-        if extra := given - _NEEDS[self.type] - _TAKES.get(self.type, set()) - {"type", "cache_control"}:
-            context["field"] = min(extra)
-            raise PydanticCustomError("unsupported", "'{field}' does not belong to a {type} block", context)
-        return self
 
 
 class Turn(Strict):

@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from itertools import groupby
 from typing import Any
 
-from tandem.errors import RequestError
 from tandem.server.anthropic.schemas import Block, CountRequest, MessagesRequest, TextBlock, Tool
 from tandem.server.openai.schemas import ChatRequest
-from tandem.server.validation import checked, renamed
+from tandem.server.validation import checked
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_NAMES = {
+NAMES = {
     "stop": "stop_sequences",
     "response_format.json_schema.schema": "output_config.format.schema",
     "enable_thinking": "thinking",
@@ -43,11 +42,6 @@ def chat_request(fields: CountRequest) -> ChatRequest:
         same = {name: getattr(fields, name) for name in ("max_tokens", "stream", "temperature", "top_p")}
         data |= same | {"top_k": fields.top_k or None, "stop": fields.stop_sequences}
     return checked(data, ChatRequest)
-
-
-def in_own_words(error: RequestError) -> RequestError:
-    """An error of the chat request, naming the field of the client's."""
-    return renamed(error, _NAMES)
 
 
 def _conversation(fields: CountRequest) -> list[Json]:

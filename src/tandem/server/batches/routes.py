@@ -14,10 +14,11 @@ from tandem.errors import NotFoundError, RequestError
 from tandem.server.batches import upload
 from tandem.server.batches.files import KEEP_S, File, on_disk
 from tandem.server.batches.records import BatchRecord
-from tandem.server.batches.runner import Batches, new_batch_id
+from tandem.server.batches.runner import Batches
 from tandem.server.body import read_body
 from tandem.server.context import get_api, get_group
 from tandem.server.fields.ignored import note_ignored
+from tandem.server.ids import new_id
 from tandem.server.lists import page
 from tandem.server.openai.messages import Strict
 from tandem.server.openapi import documented
@@ -151,7 +152,7 @@ async def create_batch(http: Request) -> Response:
         raise RequestError(f"Invalid 'input_file_id': there is no file '{fields.input_file_id[:100]}' with the purpose "
                            "'batch'.", param="input_file_id", code="invalid_value")
     now, keep = time.time(), fields.output_expires_after
-    batch = BatchRecord(id=new_batch_id(), owner=get_group(http), endpoint=fields.endpoint, input_file_id=file.id,
+    batch = BatchRecord(id=new_id("batch", "_"), owner=get_group(http), endpoint=fields.endpoint, input_file_id=file.id,
                   completion_window=fields.completion_window, created_at=now, metadata=fields.metadata,
                   expires_at=now + HOUR_S * int(fields.completion_window[:-1]),
                   keep_s=float(keep.seconds) if keep is not None else KEEP_S)

@@ -13,7 +13,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,15 +21,15 @@ import msgspec
 
 from tandem.borders import start_task
 from tandem.config.settings import ServerSettings
-from tandem.errors import RequestError, ServerError
+from tandem.errors import RequestError
 from tandem.server.batches.files import File, Files, disk_trouble, read_records, write_record
 from tandem.server.batches.lines import Line, answer_line, failure_line
 from tandem.server.batches.records import OPEN, BatchRecord, FilesLost, Results, fault, faults
 from tandem.server.context import Api
 from tandem.server.failures import internal_error
-from tandem.server.ids import new_id
 from tandem.server.journal.calls import StoredReply, call
-from tandem.server.journal.jobs import Jobs
+from tandem.server.journal.jobs import READY_POLL_S, Jobs
+from tandem.server.waiting import Stopped, end_tasks, unless
 from tandem.server.workers.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ AT_ONCE = 32
 """Lines of all batches that are asked for at once, shared among clients."""
 RUNNING = 8
 """Batches that run at once, shared among clients. One whose lines are all refused for now gives its place back."""
-READY_POLL_S, EVERY_S, DISK_POLL_S = 0.2, 10.0, 1.0
+EVERY_S, DISK_POLL_S = 10.0, 1.0
 MOST_OPEN, MOST_KEPT = 100, 1000
 """Batches of one client that are not over, and of all of its."""
 _ENDINGS = {"expired": ("batch_expired", "This request could not be executed before the completion window expired."),
@@ -80,10 +80,7 @@ class Batches:
 
     async def close(self) -> None:
         """End; what is not over is taken up by the next process."""
-        tasks = [self._keeper, *self._tasks.values()]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._keeper, *self._tasks.values())
         self.files.thread.shutdown()
 
     async def _keep(self) -> None:
@@ -233,19 +230,12 @@ class Batches:
 
     async def _answered(self, batch: BatchRecord, results: Results) -> bool:
         """Ask for all that is left; False when it was cancelled, or its time was over."""
-        work = asyncio.ensure_future(self._ask(batch, results))
-        stop = asyncio.ensure_future(self._cancelled[batch.id].wait())
+        left_s = max(batch.expires_at - time.time(), 0.0)
         try:
-            await asyncio.wait((work, stop), timeout=max(batch.expires_at - time.time(), 0.0),
-                               return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-                return True
+            await unless(self._cancelled[batch.id].wait(), self._ask(batch, results), left_s)
+        except Stopped:
             return False
-        finally:
-            for one in (work, stop):
-                one.cancel()
-            await asyncio.gather(work, stop, return_exceptions=True)
+        return True
 
     async def _ask(self, batch: BatchRecord, results: Results) -> None:
         """Ask for all lines, giving the place back for as long as all of them are refused. Raises OSError."""
@@ -265,14 +255,19 @@ class Batches:
 
     async def _ask_all(self, batch: BatchRecord, results: Results, done: set[str], offset: int) -> None:
         """Ask for the lines from byte `offset` on, and note in `done` whose answers are there. Raises _AllRefused."""
-        waiting: asyncio.Queue[tuple[int, Line]] = asyncio.Queue(maxsize=1)
+        lines = self._left(results, done, offset)
+        reading = asyncio.Lock()
         asked: dict[str, int] = {}
         """Byte offset of each line that a worker has, by its custom_id."""
         refused: set[str] = set()
 
         async def ask() -> None:
             while True:
-                start, line = await waiting.get()
+                async with reading:
+                    following = await anext(lines, None)
+                if following is None:
+                    return
+                start, line = following
                 asked[line.custom_id] = start
                 while (pause := (reply := await self._reply(batch, line)).retry_s) is not None:
                     refused.add(line.custom_id)
@@ -287,21 +282,19 @@ class Batches:
                 batch.failed += kind == "error"
                 del asked[line.custom_id]
                 done.add(line.custom_id)
-                waiting.task_done()
 
         workers = [asyncio.ensure_future(ask()) for _ in range(min(AT_ONCE, batch.total))]
         try:
-            while True:
-                lines, offset = await self._in_thread(results.left, done, offset)
-                if not lines:
-                    break
-                for line in lines:
-                    await _first(waiting.put(line), *workers)
-            await _first(waiting.join(), *workers)
+            await asyncio.gather(*workers)
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+            await end_tasks(*workers)
+
+    async def _left(self, results: Results, done: set[str], offset: int) -> AsyncIterator[tuple[int, Line]]:
+        """Requests without an answer from byte `offset` on, each with the byte at which it begins. Raises OSError."""
+        while (found := await self._in_thread(results.left, done, offset))[0]:
+            for one in found[0]:
+                yield one
+            offset = found[1]
 
     async def _append(self, batch: BatchRecord, results: Results, kind: str, text: bytes) -> None:
         await self._in_thread(results.append, kind, text)
@@ -360,27 +353,8 @@ class _AllRefused(Exception):
         self.trouble = fault(error["code"], f"The batch waits: {error['message']}")
 
 
-async def _first(wanted: Any, *workers: asyncio.Future[None]) -> None:
-    """Wait for what is wanted, unless a worker ends before, which it does by an exception."""
-    task = asyncio.ensure_future(wanted)
-    try:
-        await asyncio.wait((task, *workers), return_when=asyncio.FIRST_COMPLETED)
-        for worker in workers:
-            if worker.done():
-                worker.result()
-                raise ServerError("a worker of a batch has ended", code="internal_error")
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-
 def _link(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # not every kind of disk has links
         shutil.copy(source, target)
-
-
-def new_batch_id() -> str:
-    """An id that cannot be guessed."""
-    return new_id("batch").replace("-", "_")

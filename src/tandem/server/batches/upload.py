@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from tandem.errors import RequestError, TooLargeError
 from tandem.server.batches.files import KEEP_S, File, Files, on_disk
-from tandem.server.failures import ClientGone
+from tandem.server.failures import ClientGone, refused
 from tandem.server.ids import new_id
 
 IDLE_S = 60.0
@@ -132,9 +132,8 @@ async def take(http: Request, files: Files, owner: str, limit: int) -> File:
                 async with asyncio.timeout(IDLE_S):
                     chunk = await anext(chunks, None)
             except TimeoutError:
-                slow = RequestError(f"Nothing of the body arrived within {IDLE_S:.0f}s.", code="request_timeout")
-                slow.status = 408
-                raise slow from None
+                raise refused(408, f"Nothing of the body arrived within {IDLE_S:.0f}s.",
+                              code="request_timeout") from None
             if chunk:
                 came += len(chunk)
                 form.feed(chunk)

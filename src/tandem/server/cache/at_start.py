@@ -19,6 +19,7 @@ from tandem.server.cache.warming import warm
 from tandem.server.context import Api
 from tandem.server.engines.served_model import Served
 from tandem.server.failures import internal_error
+from tandem.server.journal.calls import post_scope
 from tandem.server.limits.usage import Lease, Usage
 from tandem.server.validation import parse_bytes
 
@@ -92,11 +93,8 @@ class Warmer:
 
     async def _warm(self, served: Served, body: Body, replicas: list[int]) -> None:
         """Raises OverloadedError, UnavailableError. Another fault is logged: the server serves all the same."""
-        scope: dict[str, Any] = {
-            "type": "http", "method": "POST", "scheme": "http", "path": ROUTE, "raw_path": ROUTE.encode(),
-            "root_path": "", "query_string": b"", "headers": [], "client": None, "server": None, "app": self._app,
-            "state": {}, "tandem.group": "", "tandem.trusted": True,
-            "tandem.lease": Lease(Usage(ClientLimits()), time.monotonic)}
+        scope = post_scope(self._app, ROUTE, "", 0)
+        scope["tandem.lease"] = Lease(Usage(ClientLimits()), time.monotonic)
         try:
             fields, _ = parse_bytes(json.dumps(body).encode(), WarmRequest, "ignore")
             told = await warm(Request(scope, _silence), served, fields, replicas)

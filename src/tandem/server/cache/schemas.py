@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import field_validator, model_validator
+from pydantic import BeforeValidator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.server.openai.messages import Conversation
@@ -15,15 +15,10 @@ class WarmRequest(ChatRequest):
     """A chat request as it will be sent, of which only what makes the prompt counts; or prompts of completions."""
 
     messages: Conversation = []
-    prompt: list[Any] | None = None
+    prompt: Annotated[list[Any] | None, BeforeValidator(normalise_prompt)] = None
     """Strings or lists of token ids, as /v1/completions takes them."""
     unfinished: bool = False
     """The last message goes on in requests to come."""
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _normalise(cls, value: Any) -> Any:
-        return normalise_prompt(value)
 
     @model_validator(mode="after")
     def _one_of(self) -> WarmRequest:

@@ -11,55 +11,18 @@ from typing import Any
 from fastapi import Request
 
 from tandem.errors import RequestError, UnavailableError
-from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.server.cache.schemas import WarmRequest
 from tandem.server.chats.fitting import too_long
 from tandem.server.chats.plan import callable_tools
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.variables import template_variables
-from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.lifetime import Running
-from tandem.server.ids import new_id
+from tandem.server.generation.lifetime import Prompts
 from tandem.server.openai.completions import encode_prompts
 from tandem.server.openai.messages import Message, ToolChoice
 
 _GOES_ON = (" a", "\n1")
 """Two ways in which a text may go on: what they share with it is certain, whatever follows."""
-
-
-class _Warming(Running):
-    """Prompts at some replicas, all at once."""
-
-    def __init__(self, http: Request, served: Served, jobs: list[tuple[int, list[int]]],
-                 fields: WarmRequest) -> None:
-        request_id, params = new_id("warm"), SamplingParams(max_tokens=0)
-        requests = [EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, warms=True,
-                                  group=get_group(http), on_disk=fields.caching["on_disk"])
-                    for index, (_, prompt) in enumerate(jobs)]
-        self._where = {request.request_id: replica for request, (replica, _) in zip(requests, jobs, strict=True)}
-        self.cached: dict[str, int] = {}
-        super().__init__(http, served, requests, request_id=request_id, stream=False, timeout=fields.timeout,
-                         prompt_tokens=sum(len(prompt) for _, prompt in jobs),
-                         replicas=[replica for replica, _ in jobs])
-
-    @property
-    def done(self) -> bool:
-        """True when all are computed."""
-        return len(self.cached) == len(self._where)
-
-    async def run(self) -> dict[int, int]:
-        """Tokens that were there before, by replica. Closes the request; raises RequestError."""
-        try:
-            while not self.done:
-                for output in await self.subscription.get():
-                    self.cached[output.request_id] = output.cached_tokens
-        finally:
-            self.close()
-        found: dict[int, int] = {}
-        for name, replica in self._where.items():
-            found[replica] = found.get(replica, 0) + self.cached[name]
-        return found
 
 
 async def warm(http: Request, served: Served, fields: WarmRequest,
@@ -86,7 +49,11 @@ async def warm(http: Request, served: Served, fields: WarmRequest,
             for some in (cached, group):
                 await asyncio.gather(*(served.client.cache(replica=one) for one in some))
         jobs = [(replica, prompt) for replica in group for prompt in prompts]
-        cached |= await _Warming(http, served, jobs, fields).run()
+        outputs = await Prompts(http, served, "warm", [prompt for _, prompt in jobs], timeout=fields.timeout,
+                                replicas=[replica for replica, _ in jobs], warms=True,
+                                on_disk=fields.caching["on_disk"]).outputs()
+        for (replica, _), output in zip(jobs, outputs, strict=True):
+            cached[replica] = cached.get(replica, 0) + output.cached_tokens
     parts = [await _replica(served, replica, prompts, cached[replica]) for replica in ready]
     total = sum(map(len, prompts))
     return {"object": "cache.warmed", "model": served.name, "prompts": len(prompts), "prompt_tokens": total,

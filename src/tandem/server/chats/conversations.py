@@ -36,7 +36,6 @@ class Conversations:
     def __init__(self, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._keep_s, self._clock = keep_s, clock
         self._kept: OrderedDict[Name, _Remembered] = OrderedDict()  # the one used least lately first
-        self._bytes: Counter[str] = Counter()
 
     def get(self, name: Name) -> bytes | None:
         """The messages of a conversation as a JSON list; None when it is not kept (any more)."""
@@ -47,13 +46,19 @@ class Conversations:
     def put(self, name: Name, messages: bytes, *, carried: bool) -> None:
         """Keep a conversation from now on; it replaces what there was under its name."""
         self._expire()
-        self._drop(name)
+        self._kept.pop(name, None)
         self._kept[name] = _Remembered(messages, self._clock() + self._keep_s, carried)
-        self._bytes[name[0]] += _size(name, messages)
-        while len(self._kept) > MOST:
-            self._drop(self._least(Counter(owner for owner, _ in self._kept)))
-        while self._bytes.total() > MOST_BYTES:
-            self._drop(self._least(self._bytes))
+        self._bound(MOST, lambda name, kept: 1)
+        self._bound(MOST_BYTES, _size)
+
+    def _bound(self, most: int, weigh: Callable[[Name, _Remembered], int]) -> None:
+        """Drop conversations until those that are left weigh no more than `most` together."""
+        had: Counter[str] = Counter()
+        for name, kept in self._kept.items():
+            had[name[0]] += weigh(name, kept)
+        while had.total() > most:
+            name = self._least(had)
+            had[name[0]] -= weigh(name, self._kept.pop(name))
 
     def _least(self, had: Counter[str]) -> Name:
         """What to drop: of the client that has most, a conversation whose id nobody has sent, else the one used least
@@ -66,15 +71,8 @@ class Conversations:
     def _expire(self) -> None:
         now = self._clock()
         while self._kept and next(iter(self._kept.values())).until <= now:
-            self._drop(next(iter(self._kept)))
-
-    def _drop(self, name: Name) -> None:
-        kept = self._kept.pop(name, None)
-        if kept is not None:
-            self._bytes[name[0]] -= _size(name, kept.messages)
-            if not self._bytes[name[0]]:
-                del self._bytes[name[0]]
+            self._kept.popitem(last=False)
 
 
-def _size(name: Name, messages: bytes) -> int:
-    return len(messages) + sum(map(len, name)) + _OVERHEAD
+def _size(name: Name, kept: _Remembered) -> int:
+    return len(kept.messages) + sum(map(len, name)) + _OVERHEAD

@@ -7,9 +7,8 @@ from fastapi import Request
 from tandem.errors import RequestError
 from tandem.server.chats.plan import ChatPlan, plan_chat
 from tandem.server.chats.request_texts import RequestTexts
-from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import Generation, engine_requests
+from tandem.server.generation.generate import Generation
 from tandem.server.openai.sampling import check_prompt_logprobs, check_sizes, room, sampling_params
 from tandem.server.openai.schemas import ChatRequest
 
@@ -38,18 +37,8 @@ async def start_chat(
         for choice in range(fields.n or 1)
     ]
     work = [(plan.prompt, one) for one in params]
-    generation = Generation(
-        http,
-        served,
-        engine_requests(request_id, get_group(http), work, fields.caching),
-        texts.tokenizer,
-        request_id=request_id,
-        prompt_tokens=len(plan.prompt),
-        stream=bool(fields.stream),
-        timeout=fields.timeout,
-        continues=plan.form is not None,
-        shown=plan.shown,
-    )
+    generation = Generation(http, served, fields, work, texts.tokenizer, request_id=request_id,
+                            prompt_tokens=len(plan.prompt), continues=plan.form is not None, shown=plan.shown)
     return plan, generation, texts.status.model
 
 

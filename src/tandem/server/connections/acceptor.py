@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 from tandem.borders import start_task
 from tandem.errors import OverloadedError, RequestError, UnavailableError
+from tandem.log import Seldom
 from tandem.server.connections import connection
 from tandem.server.connections.connection import Connection, refusing
 
@@ -26,8 +27,6 @@ logger = logging.getLogger(__name__)
 SHORTAGE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 PAUSE_S = 0.25
 """Seconds without accepting when descriptors have run out."""
-QUIET_S = 60.0
-"""Seconds between two log lines about the same shortage."""
 BATCH = 64
 """Most connections that are taken, or idle ones that are closed, at once."""
 YOUNG_S = 1.0
@@ -73,7 +72,7 @@ class Acceptor:
         self._shaking: dict[asyncio.Task[bool], tuple[str, float]] = {}
         """TLS handshakes under way: whose, and since when; the oldest first."""
         self._resume: asyncio.TimerHandle | None = None
-        self._quiet_until = float("-inf")
+        self._seldom = Seldom(logger)
 
     def start(self) -> None:
         """Begin to accept."""
@@ -106,12 +105,10 @@ class Acceptor:
     def _short(self, error: OSError) -> None:
         """No descriptor is left: wait a little, and close whatever stands idle meanwhile."""
         closed = self._make_room(BATCH, before=self._loop.time() - YOUNG_S)
-        if self._loop.time() >= self._quiet_until:
-            self._quiet_until = self._loop.time() + QUIET_S
-            remedy = ("a higher `ulimit -n` before the start gives more room" if error.errno in SHORTAGE
-                      else "this is not expected")
-            logger.warning("a connection cannot be accepted (%s; %d are open): %d idle ones are closed and new ones "
-                           "wait; %s", error.strerror, self.count, closed, remedy)
+        remedy = ("a higher `ulimit -n` before the start gives more room" if error.errno in SHORTAGE
+                  else "this is not expected")
+        self._seldom.warning("a connection cannot be accepted (%s; %d are open): %d idle ones are closed and new ones "
+                             "wait; %s", error.strerror, self.count, closed, remedy)
         self._loop.remove_reader(self._listener.fileno())
         self._resume = self._loop.call_later(PAUSE_S, self.start)
 

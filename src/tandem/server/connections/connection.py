@@ -10,6 +10,7 @@ import asyncio
 import math
 import re
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from tandem.errors import RequestError
-from tandem.server.connections.slices import MOST_LINES, Slices, slice_end
-from tandem.server.failures import error_response
+from tandem.server.failures import error_response, refused
 
 HEAD_S = 20.0
 """Seconds in which the header of a request must arrive, from its first byte, or from the beginning of a connection."""
@@ -32,23 +32,51 @@ MOST_AHEAD = 4096
 """Bytes of further requests that are taken from a client while one is worked on."""
 MOST_HEADER = 64 * 1024
 """Bytes of a request's header, its first line included."""
+MOST_LINES = 256
+"""Lines that are read at once: some milliseconds. A header may not have more."""
 _ABSOLUTE = re.compile(rb"https?://(?P<host>[^/?#@]+)(?P<rest>(?:[/?][^#]*)?)", re.IGNORECASE)
 """A request target in absolute form."""
 
 
-def too_slow() -> RequestError:
-    """What a client is told whose header does not come."""
-    error = RequestError(f"The request's header did not arrive within {HEAD_S:g}s.", code="request_timeout")
-    error.status = 408
-    return error
+def slice_end(data: bytes) -> int:
+    """How many of the bytes are to be read at once.
+
+    A body in chunks of a byte each costs its reader a thousand times what it costs its sender; what comes at once of it
+    would hold up every other connection for seconds.
+    """
+    if data.count(b"\n") <= MOST_LINES:
+        return len(data)
+    end = 0
+    for _ in range(MOST_LINES):
+        end = data.index(b"\n", end) + 1
+    return end
 
 
-def too_many_lines() -> RequestError:
-    """What a client is told whose header takes long to read."""
-    error = RequestError(f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
-                         code="invalid_http")
-    error.status = 431
-    return error
+class Slices:
+    """Connections that have more to read, by turns: one slice, of one connection, between all else that the loop does.
+
+    Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], bool]] = deque()
+
+    def add(self, read: Callable[[], bool]) -> None:
+        """Have `read` called, between other things, until it returns False."""
+        self._waiting.append(read)
+        if len(self._waiting) == 1:
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        read = self._waiting[0]
+        try:
+            more = read()
+        finally:
+            self._waiting.popleft()
+            if self._waiting:
+                asyncio.get_running_loop().call_soon(self._turn)
+        if more:
+            self.add(read)
 
 
 class _Requests(h11.Connection):
@@ -160,7 +188,8 @@ class Connection(H11Protocol):
         if self.conn.their_state is h11.DONE and len(unread) < MOST_AHEAD:
             self.flow.resume_reading()  # of requests that wait for their turn: else nobody hears that the client leaves
         elif self.conn.their_state is h11.IDLE and unread.count(b"\n") >= MOST_LINES:
-            self._refuse(too_many_lines())
+            self._refuse(refused(431, f"Invalid HTTP request received: the header has more than {MOST_LINES} lines.",
+                                 code="invalid_http"))
         if self.conn.their_state is h11.IDLE:
             self._due = min(self._due, self.loop.time() + HEAD_S)
         elif self.conn.their_state is h11.SEND_BODY and self.idle:
@@ -188,16 +217,16 @@ class Connection(H11Protocol):
         if now <= self._due or self.transport.is_closing():
             return
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
-            self._refuse(too_slow())
+            self._refuse(refused(408, f"The request's header did not arrive within {HEAD_S:g}s.",
+                                 code="request_timeout"))
         else:
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         """What came is not HTTP: say so as all errors are said. Called by uvicorn while it handles h11's error."""
         reason = sys.exception()
-        error = RequestError(f"{msg.rstrip('.')}: {reason}" if reason is not None else msg, code="invalid_http")
-        error.status = getattr(reason, "error_status_hint", 400)
-        self._refuse(error)
+        self._refuse(refused(getattr(reason, "error_status_hint", 400),
+                             f"{msg.rstrip('.')}: {reason}" if reason is not None else msg, code="invalid_http"))
 
     def _refuse(self, error: RequestError) -> None:
         """Answer in place of the application, if nothing of its answer is out yet, and close."""
@@ -207,14 +236,11 @@ class Connection(H11Protocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             response = error_response(error)
             headers = [*response.raw_headers, (b"connection", b"close")]
-            for event in (h11.Response(status_code=error.status, headers=headers, reason=_phrase(error.status)),
+            for event in (h11.Response(status_code=error.status, headers=headers,
+                                       reason=STATUS_PHRASES.get(error.status, b"")),
                           h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()
-
-
-def _phrase(status: int) -> bytes:
-    return STATUS_PHRASES.get(status, b"")
 
 
 def refusing(error: RequestError) -> Any:

@@ -25,6 +25,7 @@ from tandem.protocol.kept import CacheReport, QueryCache
 from tandem.protocol.request import EngineRequest
 from tandem.server.engines.protocol import Departed, EngineLost, Sink
 from tandem.server.failures import internal_error
+from tandem.server.waiting import end_tasks
 
 logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
@@ -88,8 +89,7 @@ class EngineClient:
         """Tell the engine that this api is going, and close the socket. All subscriptions fail."""
         if self._loop is None or self._beat is None:
             return
-        self._beat.cancel()
-        await asyncio.gather(self._beat, return_exceptions=True)
+        await end_tasks(self._beat)
         self._send(control.Detach())
         self._fail_all("The server is shutting down.")
         self._loop.remove_reader(self._socket.FD)

@@ -21,10 +21,9 @@ from tandem.protocol.events import History
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.supervisor import NoteEvent
 from tandem.router.router import Router
-from tandem.server.engines.flight import Flight
+from tandem.server.engines.flight import Flight, Subscription
 from tandem.server.engines.member import NOBODY, Member, why_none
 from tandem.server.engines.protocol import Departed, EngineLost, Stranded
-from tandem.server.engines.subscription import Subscription
 
 logger = logging.getLogger(__name__)
 
@@ -136,24 +135,17 @@ class Dispatcher:
         return member is not None and member.client.alive
 
     def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> Subscription:
-        """Start requests that belong together, each at its replica if these are named. The caller must `release` what
-        it got. Raises UnavailableError."""
-        request_ids = [request.request_id for request in requests]
-        subscription = Subscription(request_ids, self.abort)
+        """Start requests that belong together, each at its replica if these are named. The caller must close what it
+        got. Raises UnavailableError."""
+        subscription = Subscription([request.request_id for request in requests], self.abort)
         self.refresh()
         for request, only in zip(requests, replicas or repeat(None), strict=False):
             flight = Flight(request, subscription, self, only)
             self._flights[flight.request_id] = flight
             if not self._send(flight):
-                self.release(subscription, request_ids)
+                subscription.close()
                 raise why_none(self._members.values()) or UnavailableError(NOBODY)
         return subscription
-
-    def release(self, subscription: Subscription, request_ids: Sequence[str]) -> None:
-        """Abort what still runs of a subscription and forget it."""
-        subscription.close()
-        for request_id in request_ids:
-            self.abort(request_id)
 
     def abort(self, request_id: str, *, answered: bool = False) -> None:
         """Stop a request wherever it is; its subscription hears no more of it. Unknown ones are ignored.
@@ -178,9 +170,10 @@ class Dispatcher:
             flight.replica = None
             request = flight.depart()
             others = () if flight.only is None else self._members.keys() - {flight.only}
-            index = self._router.place(request.request_id, flight.tokens, flight.max_tokens, done=len(flight.produced),
-                                       avoid=flight.refused_by.union(others), key=flight.cache_key,
-                                       on_disk=flight.on_disk, may_leave=flight.may_leave, written=flight.written)
+            index = self._router.place(request.request_id, flight.tokens, request.params.max_tokens,
+                                       done=len(flight.produced), avoid=flight.refused_by.union(others),
+                                       key=flight.cache_key, on_disk=request.on_disk, may_leave=flight.may_leave,
+                                       written=flight.written)
             if index is None:
                 return False
             flight.replica = index
@@ -247,7 +240,7 @@ class Dispatcher:
 
     def _note_refused(self, flight: Flight, error: RequestError) -> None:
         event = self.history.note("request_refused", f"a request is not tried again: {error.message}", level="error",
-                                  request_id=flight.request_id, group=flight.group,
+                                  request_id=flight.request_id, group=flight.request.group,
                                   remedy="Send it shorter or changed; if it fails alike, report it with the log.")
         if self.tell is not None:
             self.tell(NoteEvent(event))

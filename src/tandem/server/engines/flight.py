@@ -1,9 +1,11 @@
-"""One engine request on its way over replicas: what it would take to start it again elsewhere."""
+"""Requests under way: each on its way over replicas, and the answers to those that belong together."""
 
 from __future__ import annotations
 
+import asyncio
 import secrets
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -11,23 +13,75 @@ from tandem.errors import RequestError
 from tandem.protocol.control import Output
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.suspicion import Suspicion
-from tandem.server.engines.subscription import Subscription
+
+if TYPE_CHECKING:
+    from tandem.server.engines.dispatcher import Dispatcher
 
 
-class Carrier(Protocol):
-    """Whoever moves flights from replica to replica."""
+class Subscription:
+    """Collects `Output`s between the client's reader and one HTTP request.
 
-    def arrived(self, flight: Flight, output: Output) -> None:
-        """An output of the flight is here."""
+    Everything that ends a wait goes through here (outputs, a failure, a nudge by a timer), so that one future per wait
+    is all that it costs and outputs that arrived together are taken together.
+    """
 
-    def failed(self, flight: Flight, error: RequestError) -> None:
-        """Its replica refused it, or was lost."""
+    def __init__(self, request_ids: Iterable[str], abort: Callable[[str], object]) -> None:
+        """`abort` stops one of the requests, unless it is over."""
+        self._request_ids = tuple(request_ids)
+        self._abort = abort
+        self._items: list[Output] = []
+        self.error: RequestError | None = None
+        """What ended it."""
+        self._nudged = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, output: Output) -> None:
+        """Take one output; called by the client's reader."""
+        self._items.append(output)
+        self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        """End the subscription: outputs that are here already can still be read, then `get` raises `error`."""
+        if self.error is None:
+            self.error = error
+        self._wake()
+
+    def nudge(self) -> None:
+        """Let a waiting `get` return an empty list."""
+        self._nudged = True
+        self._wake()
+
+    def close(self) -> None:
+        """Abort whatever is still running. Safe to call again."""
+        for request_id in self._request_ids:
+            self._abort(request_id)
+
+    async def get(self) -> list[Output]:
+        """All outputs since the last call, at least one; empty only after a `nudge`.
+
+        Raises the `RequestError` given to `fail`.
+        """
+        while not self._items and self.error is None and not self._nudged:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        self._nudged = False
+        if not self._items and self.error is not None:
+            raise self.error
+        items, self._items = self._items, []
+        return items
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class Flight:
     """A request, the tokens that its client has, and where it is. Takes the engine's answers as a `Sink`."""
 
-    def __init__(self, request: EngineRequest, subscription: Subscription, carrier: Carrier,
+    def __init__(self, request: EngineRequest, subscription: Subscription, dispatcher: Dispatcher,
                  only: int | None = None) -> None:
         """A seed is drawn where the client gave none, so that the text goes on alike on any replica. `only`: no other
         replica will do."""
@@ -35,8 +89,8 @@ class Flight:
         params = request.params
         if params.seed is None and not params.greedy:
             params = msgspec.structs.replace(params, seed=secrets.randbits(63))
-        self._request = msgspec.structs.replace(request, params=params)
-        self._carrier = carrier
+        self.request = msgspec.structs.replace(request, params=params)
+        self._dispatcher = dispatcher
         self._sendings = 0
         self._heard = False
         """Its replica has brought something."""
@@ -71,17 +125,12 @@ class Flight:
     @property
     def request_id(self) -> str:
         """The id that the api knows."""
-        return self._request.request_id
-
-    @property
-    def group(self) -> str:
-        """Whose it is."""
-        return self._request.group
+        return self.request.request_id
 
     @property
     def cache_key(self) -> str:
         """Its key, which is its client's own; empty for none."""
-        return f"{self.group}:{self._request.cache_key}" if self._request.cache_key else ""
+        return f"{self.request.group}:{self.request.cache_key}" if self.request.cache_key else ""
 
     @property
     def wire_id(self) -> str:
@@ -91,30 +140,20 @@ class Flight:
     @property
     def tokens(self) -> list[int]:
         """All that a replica has to compute before the next token: prompt, and output so far."""
-        return [*self._request.prompt, *self.produced]
-
-    @property
-    def max_tokens(self) -> int:
-        """Output limit, counted from the beginning."""
-        return self._request.params.max_tokens
+        return [*self.request.prompt, *self.produced]
 
     @property
     def may_leave(self) -> bool:
         """Its prompt may be computed by one replica, and another go on: nobody has begun so far."""
-        request = self._request
-        return (self.on_disk and not self.kept and self.only is None and not self.suspicion.suspect
+        request = self.request
+        return (request.on_disk and not self.kept and self.only is None and not self.suspicion.suspect
                 and request.pooling is None and not request.warms and request.params.prompt_logprobs is None)
-
-    @property
-    def on_disk(self) -> bool:
-        """It may be kept on disk."""
-        return self._request.on_disk
 
     def lose(self, now: float, *, died: bool, kept: int = 0) -> None:
         """Its replica is lost; `died` unless it was leaving anyway. So many of its tokens it has `kept` on disk."""
         self.kept = max(self.kept, kept)
         if self.leaves and not kept:
-            self.perhaps_kept = len(self._request.prompt)
+            self.perhaps_kept = len(self.request.prompt)
         self.lost_at, self.replica = now, None
         self.refused_by.clear()
         self.losses += died
@@ -122,17 +161,17 @@ class Flight:
     @property
     def computed(self) -> int:
         """Positions that its replica has surely computed."""
-        return len(self._request.prompt) + len(self.produced) if self._heard else 0
+        return len(self.request.prompt) + len(self.produced) if self._heard else 0
 
     def blame(self, *, alone: bool) -> None:
         """Its replica died while it worked on it."""
-        self.suspicion.died(self.computed, len(self._request.prompt) + len(self.produced), alone=alone)
+        self.suspicion.died(self.computed, len(self.request.prompt) + len(self.produced), alone=alone)
 
     def depart(self) -> EngineRequest:
         """It is about to be sent (again): what to send."""
         self._sendings += 1
         self.trial, self._heard, self.leaves = None, False, False
-        return msgspec.structs.replace(self._request, request_id=self.wire_id, produced=list(self.produced),
+        return msgspec.structs.replace(self.request, request_id=self.wire_id, produced=list(self.produced),
                                        suspicion=msgspec.structs.replace(self.suspicion))
 
     def push(self, output: Output) -> None:
@@ -141,7 +180,7 @@ class Flight:
         self._heard = True
         if self._sendings > 1:
             output = msgspec.structs.replace(output, request_id=self.request_id)
-        self._carrier.arrived(self, output)
+        self._dispatcher.arrived(self, output)
 
     def tried(self, *, resting: bool) -> None:
         """Take note that it runs alone now, or will when its replica has stood idle and lived."""
@@ -149,4 +188,4 @@ class Flight:
 
     def fail(self, error: RequestError) -> None:
         """Take the replica's refusal, or the news that it is lost."""
-        self._carrier.failed(self, error)
+        self._dispatcher.failed(self, error)

@@ -26,7 +26,8 @@ from tandem.server.engines.merged import merged_metrics, merged_status
 from tandem.server.engines.protocol import ReplicaState
 from tandem.server.engines.served_model import Served
 from tandem.server.engines.supervisor import SupervisorLink
-from tandem.server.failures import internal_error
+from tandem.server.failures import internal_error, refused
+from tandem.server.waiting import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,10 @@ class Residents:
         for served in models:
             served.client.requests.tell = link.tell
         self._max_loaded = max_loaded
-        self._budget: dict[str, int] = {}
-        self._heard = False
+        self.budget: dict[str, int] = {}
+        """Bytes that models may take together on each machine."""
+        self.alive = False
+        """True once the supervisor has said which models there are."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
@@ -98,9 +101,7 @@ class Residents:
     async def close(self) -> None:
         """Leave all engines. All subscriptions, and whoever waits, fail."""
         await self._link.close()
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         for place in self._places.values():
             if place.reading is not None:
                 place.reading.cancel()
@@ -119,7 +120,7 @@ class Residents:
 
     async def _listed(self, latest: ReplicaList) -> None:
         """The supervisor has said how things are."""
-        self._budget = latest.budget
+        self.budget = latest.budget
         for info in latest.models:
             place = self._places.get(info.model)
             if place is None:
@@ -132,7 +133,7 @@ class Residents:
             place.info = info
             place.seat.needs, place.seat.keep, place.seat.unload_after = info.needs, info.keep, info.unload_after
             await place.served.client.update([one for one in latest.replicas if one.model == info.model])
-        self._heard = True
+        self.alive = True
         self._changed.set()
 
     def _reached(self) -> int:
@@ -208,15 +209,7 @@ class Residents:
             return "failed", info.detail
         if state in ("out", "leaving", "loading"):
             return {"out": "unloaded", "leaving": "unloading"}.get(state, state), ""
-        status = place.served.client.status
-        if status is None or not place.served.client.alive:
-            return "unreachable", ""
-        return "loaded" if status.state == "ready" else status.state, status.detail
-
-    @property
-    def budget(self) -> dict[str, int]:
-        """Bytes that models may take together on each machine."""
-        return self._budget
+        return served.state
 
     def facts(self, served: Served) -> dict[str, Any]:
         """Bytes that a model takes on each machine, whether it stays, seconds of idleness after which it goes, and who
@@ -230,7 +223,7 @@ class Residents:
     @property
     def health(self) -> str:
         """The state of the whole: healthy as long as a request can be answered, if need be by loading its model."""
-        if not self._heard:
+        if not self.alive:
             return "unreachable"
         states = {self.state(place.served)[0] for place in self._places.values()}
         for state, word in (("loaded", "healthy"), ("recovering", "recovering"), ("loading", "starting")):
@@ -247,10 +240,8 @@ class Residents:
         """Have a model finish what it has, and wait until it is gone. Raises RequestError when it must stay."""
         place = self._places[served.name]
         if place.seat.keep:
-            error = RequestError(f"Model '{served.name}' is kept (--keep) and never unloaded.", param="model",
-                                 code="model_kept")
-            error.status = 409
-            raise error
+            raise refused(409, f"Model '{served.name}' is kept (--keep) and never unloaded.", param="model",
+                          code="model_kept")
         place.pressed = place.seat.state in ("in", "loading")
         while place.pressed or place.seat.state == "leaving":
             self._changed.set()
@@ -311,9 +302,9 @@ class Residents:
 
     def _act(self) -> None:
         """Load and unload as the policy has it."""
-        if not self._heard:
+        if not self.alive:
             return
-        decision = decide([place.seat for place in self._places.values()], self._budget, self._max_loaded, _now())
+        decision = decide([place.seat for place in self._places.values()], self.budget, self._max_loaded, _now())
         closing = {seat.name for seat in decision.close}
         for place in self._places.values():
             place.closed = place.seat.name in closing
@@ -333,11 +324,6 @@ class Residents:
         self._link.tell(command)
 
     # --- all engines together ---
-
-    @property
-    def alive(self) -> bool:
-        """True once the supervisor has said which models there are."""
-        return self._heard
 
     @property
     def status(self) -> EngineStatus | None:

@@ -37,6 +37,14 @@ class Served:
             raise UnavailableError("The model is still being loaded; try again shortly.", code="model_loading")
         return status
 
+    @property
+    def state(self) -> tuple[str, str]:
+        """`loaded`, `unreachable` or the engines' own word for another state; and why."""
+        status = self.client.status
+        if status is None or not self.client.alive:
+            return "unreachable", ""
+        return "loaded" if status.state == "ready" else status.state, status.detail
+
     def ready(self) -> bool:
         """True when a request sent now would be worked on at once."""
         status = self.client.status

@@ -19,6 +19,7 @@ from tandem.log import Seldom
 from tandem.protocol import supervisor
 from tandem.protocol.codec import Decoder
 from tandem.protocol.events import KEPT, Event
+from tandem.server.waiting import end_tasks
 
 logger = logging.getLogger(__name__)
 seldom = Seldom(logger)
@@ -60,8 +61,7 @@ class SupervisorLink:
         """Stop asking."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end_tasks(self._task)
         self._socket.close()
         self._context.term()
         self._task = None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from fastapi import Request
 from msgspec.structs import replace
@@ -14,8 +13,10 @@ from msgspec.structs import replace
 from tandem.protocol.control import Output
 from tandem.protocol.logprobs import PromptLogprobs, TokenLogprob
 from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.server.context import get_group
 from tandem.server.engines.served_model import Served
 from tandem.server.generation.lifetime import Running
+from tandem.server.openai.schemas import SamplingFields
 from tandem.text.stream import TextStream
 from tandem.text.tokenizer import Tokenizer
 
@@ -94,18 +95,23 @@ def _seeded(requests: Sequence[EngineRequest], name: str | None) -> list[EngineR
 class Generation(Running):
     """Sequences that produce text."""
 
-    def __init__(self, http: Request, served: Served, requests: Sequence[EngineRequest], tokenizer: Tokenizer, *,
-                 request_id: str, prompt_tokens: int, stream: bool, timeout: float | None, continues: bool = False,
-                 shown: frozenset[int] = frozenset(), logs_end: bool = False) -> None:
-        """Submit `requests`; the position of each is the index of its choice. Raises UnavailableError, OverloadedError.
+    def __init__(self, http: Request, served: Served, fields: SamplingFields,
+                 work: Sequence[tuple[list[int], SamplingParams]], tokenizer: Tokenizer, *, request_id: str,
+                 prompt_tokens: int, continues: bool = False, shown: frozenset[int] = frozenset(),
+                 logs_end: bool = False) -> None:
+        """Submit a sequence for each prompt and its parameters in `work`; the position of each is the index of its
+        choice. Raises UnavailableError, OverloadedError.
 
         `continues`: the text goes on from the prompt, rather than being a message of its own.
         `shown`: special tokens that are part of the text. `logs_end`: as for `Choice`.
         """
-        self.params = requests[0].params
-        """Those of the first sequence; others differ in their seed, and in what they say of their prompt."""
+        self.params = work[0][1]
+        """Sampling parameters of choice 0; other choices differ in seed and prompt logprobs."""
+        requests = [EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params,
+                                  group=get_group(http), **fields.caching)
+                    for index, (prompt, params) in enumerate(work)]
         super().__init__(http, served, _seeded(requests, http.scope.get("tandem.seed")), request_id=request_id,
-                         prompt_tokens=prompt_tokens, stream=stream, timeout=timeout)
+                         prompt_tokens=prompt_tokens, stream=bool(fields.stream), timeout=fields.timeout)
         self.tokenizer = tokenizer
         self._choices = {
             request.request_id: Choice(index, tokenizer, request.params.stop, continues=continues, shown=shown,
@@ -138,21 +144,21 @@ class Generation(Running):
                 self._last_at = now
                 if not self._first_at:
                     self._first_at = now
-                    self._api.metrics.first_token.observe(now - self.started_at)
+                    self.api.metrics.first_token.observe(now - self.started_at)
             before = choice.tokens
             delta = choice.take(output)
-            self._live.completion_tokens += choice.tokens - before
+            self.completion_tokens += choice.tokens - before
             self._lease.spend(choice.tokens - before)
             if choice.finish_reason is not None:
                 self._left -= 1
-                self.subscription.stop(output.request_id, answered=True)
+                self._served.client.requests.abort(output.request_id, answered=True)
             if delta is not None:
                 deltas.append(delta)
         return deltas
 
     def usage(self) -> dict[str, object]:
         """OpenAI's `usage` object; where some of the prompt was read from disk, it says how much."""
-        output = self._live.completion_tokens
+        output = self.completion_tokens
         tiers = {"disk_cached_tokens": min(self._from_disk, self.prompt_tokens)} if self._from_disk else {}
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -165,7 +171,7 @@ class Generation(Running):
         """Speeds as this request saw them: waiting in the queue counts as prompt time."""
         first = self._first_at - self.started_at if self._first_at else 0.0
         decode_s = self._last_at - self._first_at
-        later = self._live.completion_tokens - len(self._ids)
+        later = self.completion_tokens - self.choices
         return {
             "prompt_eval_tokens_per_second": round(self.prompt_tokens / first, 3) if first > 0 else 0.0,
             "eval_tokens_per_second": round(later / decode_s, 3) if decode_s > 0 and later > 0 else 0.0,
@@ -175,10 +181,10 @@ class Generation(Running):
         }
 
 
-async def collect(generation: Generation, choices: int) -> list[Delta]:
+async def collect(generation: Generation) -> list[Delta]:
     """Run to the end: all of each choice in one piece. Closes the generation; raises RequestError."""
-    parts: list[list[str]] = [[] for _ in range(choices)]
-    answers = [Delta(index, "", [], "stop") for index in range(choices)]
+    parts: list[list[str]] = [[] for _ in range(generation.choices)]
+    answers = [Delta(index, "", [], "stop") for index in range(generation.choices)]
     try:
         while not generation.done:
             for delta in await generation.next() or ():
@@ -192,10 +198,3 @@ async def collect(generation: Generation, choices: int) -> list[Delta]:
     for answer, texts in zip(answers, parts, strict=True):
         answer.text = "".join(texts)
     return answers
-
-
-def engine_requests(request_id: str, group: str, work: Sequence[tuple[list[int], SamplingParams]],
-                    caching: Mapping[str, Any]) -> list[EngineRequest]:
-    """One engine request for each (prompt, parameters); `caching` is what all say of the prefix cache."""
-    return [EngineRequest(request_id=f"{request_id}-{index}", prompt=prompt, params=params, group=group, **caching)
-            for index, (prompt, params) in enumerate(work)]

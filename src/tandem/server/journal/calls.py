@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from msgspec import Struct
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message
 
 from tandem.errors import RequestError
 from tandem.server.context import Api
@@ -32,6 +32,16 @@ class StoredReply(Struct, frozen=True):
         return min(float(dict(self.headers).get(b"retry-after", b"1")), LONGEST_PAUSE_S)
 
 
+def post_scope(root: Any, route: str, group: str, size: int) -> dict[str, Any]:
+    """The ASGI scope of a POST with a JSON body of so many bytes to the application `root`, for a trusted client."""
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(size).encode())]
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
+        "scheme": "http", "path": route, "raw_path": route.encode(), "root_path": "", "query_string": b"",
+        "headers": headers, "client": None, "server": None, "app": root, "state": {}, "tandem.group": group,
+        "tandem.trusted": True}
+
+
 async def call(api: Api, app: ASGIApp, root: Any, route: str, body: bytes, group: str, gone: asyncio.Event,
                more: dict[str, Any]) -> StoredReply:
     """The response of `app` to a POST for a client, also when the routes raise an exception.
@@ -50,12 +60,7 @@ async def call(api: Api, app: ASGIApp, root: Any, route: str, body: bytes, group
     async def send(message: Message) -> None:
         response.append(message)
 
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    scope: Scope = {
-        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.4"}, "http_version": "1.1", "method": "POST",
-        "scheme": "http", "path": route, "raw_path": route.encode(), "root_path": "", "query_string": b"",
-        "headers": headers, "client": None, "server": None, "app": root, "state": {}, "tandem.group": group,
-        "tandem.trusted": True, **more}
+    scope = post_scope(root, route, group, len(body)) | more
     del body  # it may be large, and the answer may take long
     try:
         await app(scope, receive, send)

@@ -22,11 +22,12 @@ from starlette.types import ASGIApp
 from tandem.borders import start_task
 from tandem.errors import OverloadedError, RequestError, TooLargeError, UnavailableError
 from tandem.server.context import Api
-from tandem.server.failures import internal_error
+from tandem.server.failures import cancelled, internal_error
 from tandem.server.ids import new_id
 from tandem.server.journal.calls import StoredReply, call, reply_of
 from tandem.server.journal.journal import Entry, Journal
 from tandem.server.journal.writer import Writer
+from tandem.server.waiting import end_tasks
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +37,6 @@ their bytes and --journal-max-gb."""
 READY_POLL_S = 0.2
 EVERY_S = 1.0
 """Seconds between two looks at what can be dropped, and two syncs of `everysec`."""
-CANCELLED = "request_cancelled"
-"""Code of the error that a cancelled request ends with."""
-
-
 class EventLog:
     """Whole server-sent events, the first has the number 0. Belongs to one event loop."""
 
@@ -121,10 +118,7 @@ class Jobs:
 
     async def close(self) -> None:
         """End; what is not answered is taken up by the next process."""
-        tasks = [self._keeper, *(job.task for job in self._jobs.values() if job.task is not None)]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await end_tasks(self._keeper, *(job.task for job in self._jobs.values()))
         self.release(UnavailableError("The server is shutting down.", code="shutting_down"))
         await self._writer.close()
 
@@ -253,11 +247,11 @@ class Jobs:
                 while not self._api.ready() and not job.cancelled.is_set():
                     await asyncio.sleep(READY_POLL_S)
             try:
-                reply = reply_of(_cancelled()) if job.cancelled.is_set() else await self._call(job)
+                reply = reply_of(cancelled()) if job.cancelled.is_set() else await self._call(job)
             except RequestError as error:
                 reply = reply_of(error)
             if job.cancelled.is_set():
-                return reply_of(_cancelled())
+                return reply_of(cancelled())
             if job.waited_for or reply.retry_s is None or self._api.draining:
                 return reply
             with contextlib.suppress(TimeoutError):
@@ -291,12 +285,6 @@ class Jobs:
 def get_jobs(http: Request) -> Jobs | None:
     """Those of the application that serves this request; None without a journal."""
     return cast("Jobs | None", http.app.state.jobs)
-
-
-def _cancelled() -> RequestError:
-    error = RequestError("The request was cancelled.", code=CANCELLED)
-    error.status = 409
-    return error
 
 
 def request_digest(route: str, body: bytes) -> bytes:

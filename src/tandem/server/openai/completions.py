@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,11 +16,10 @@ from tandem.server.chats.fitting import too_long
 from tandem.server.chats.forms import form_of
 from tandem.server.chats.request_texts import RequestTexts
 from tandem.server.chats.texts import LARGE, off_loop
-from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import Delta, Generation, collect, engine_requests
+from tandem.server.generation.generate import Delta, Generation
 from tandem.server.generation.model_wait import answered_by
-from tandem.server.ids import FINGERPRINT, new_id
+from tandem.server.ids import head, new_id
 from tandem.server.openai.logprobs import CompletionLogprobs, prompt_places
 from tandem.server.openai.sampling import (
     check_prompt_logprobs,
@@ -32,7 +30,7 @@ from tandem.server.openai.sampling import (
 )
 from tandem.server.openai.schemas import CompletionRequest
 from tandem.server.openapi import documented
-from tandem.server.sse import ChunkWriter, Envelope, encode_json, open_stream
+from tandem.server.sse import AnswerWriter, Envelope, answered, encode_json
 from tandem.text.tokenizer import Tokenizer
 
 router = APIRouter()
@@ -46,7 +44,7 @@ async def completions(http: Request) -> Response:
 
 
 async def _answer(http: Request, served: Served, fields: CompletionRequest) -> Response:
-    api, n = get_api(http), fields.n or 1
+    n = fields.n or 1
     check_sizes(fields, most_choices=served.settings.server.max_choices, prompts=len(fields.prompt),
                 echo=bool(fields.echo))
     texts = await RequestTexts.of(http, served)
@@ -56,43 +54,13 @@ async def _answer(http: Request, served: Served, fields: CompletionRequest) -> R
         if param != "logprobs" or fields.echo:
             check_prompt_logprobs(param, count, sum(map(len, prompts)), n)
     form = await form_of(texts, fields)
-    request_id = new_id("cmpl")
     work = _work(fields, prompts, served, status, n, form)
-    requests = engine_requests(request_id, get_group(http), work, fields.caching)
     echoes = await _echoes(texts, fields, n)
-    generation = Generation(
-        http,
-        served,
-        requests,
-        tokenizer,
-        request_id=request_id,
-        prompt_tokens=sum(map(len, prompts)),
-        stream=bool(fields.stream),
-        timeout=fields.timeout,
-        continues=True,
-        logs_end=_echoes_logprobs(fields),
-    )
-    head = _head(request_id, status.model)
-    choices = [
-        _Writing(fields, echo, request.prompt, tokenizer) for echo, request in zip(echoes, requests, strict=True)]
-    if fields.stream:
-        running = generation.usage if fields.continuous_usage else None
-        writer = CompletionWriter(head, choices, include_usage=fields.include_usage, running=running)
-        return await open_stream(generation, writer, include_usage=fields.include_usage, heartbeat_s=api.heartbeat_s)
-    answers = await collect(generation, len(requests))
-    for index, answer in enumerate(answers):
-        answer.prompt = answers[index - index % n].prompt  # the first says it for all of its prompt
-
-    def body() -> bytes:
-        whole = [
-            {"index": index, **choice.whole(answer)}
-            for index, (choice, answer) in enumerate(zip(choices, answers, strict=True))
-        ]
-        ending = {"usage": generation.usage(), "performance": generation.performance()}
-        return encode_json({**head, "choices": whole, **ending})
-
-    size = sum(map(len, prompts)) * n * ((_asked_of_prompt(fields) or 0) + 1) if _asked_of_prompt(fields) else 0
-    return Response(await off_loop(size > LARGE, body), media_type="application/json")
+    generation = Generation(http, served, fields, work, tokenizer, request_id=new_id("cmpl"),
+                            prompt_tokens=sum(map(len, prompts)), continues=True, logs_end=_echoes_logprobs(fields))
+    choices = [_Writing(fields, echo, prompt, tokenizer) for echo, (prompt, _) in zip(echoes, work, strict=True)]
+    writer = CompletionWriter(fields, generation, status.model, choices)
+    return await answered(generation, writer, stream=fields.stream, include_usage=fields.include_usage)
 
 
 def _echoes_logprobs(fields: CompletionRequest) -> bool:
@@ -137,16 +105,6 @@ class _Writing:
             count = self._fields.prompt_logprobs
             choice["prompt_logprobs"] = prompt_places(self._tokenizer, self._prompt, answer.prompt, count)
         return choice
-
-
-def _head(request_id: str, model: str) -> dict[str, Any]:
-    return {
-        "id": request_id,
-        "object": "text_completion",
-        "created": int(time.time()),
-        "model": model,
-        "system_fingerprint": FINGERPRINT,
-    }
 
 
 async def encode_prompts(
@@ -195,19 +153,30 @@ async def _echoes(texts: RequestTexts, fields: CompletionRequest, n: int) -> lis
     return echoes
 
 
-class CompletionWriter(ChunkWriter):
-    """Chunks of a streamed completion."""
+class CompletionWriter(AnswerWriter):
+    """A completion, whole or in chunks."""
 
-    def __init__(
-        self,
-        head: dict[str, Any],
-        choices: list[_Writing],
-        *,
-        include_usage: bool,
-        running: Callable[[], dict[str, Any]] | None,
-    ) -> None:
-        self._choices = choices
-        self._envelope = Envelope(head, include_usage=include_usage, running=running)
+    def __init__(self, fields: CompletionRequest, generation: Generation, model: str,
+                 choices: list[_Writing]) -> None:
+        self._fields, self._generation, self._choices = fields, generation, choices
+        self._head = head("text_completion", generation.request_id, model)
+        self._envelope = Envelope(self._head, include_usage=fields.include_usage,
+                                  running=generation.usage if fields.continuous_usage else None)
+
+    async def whole(self, answers: list[Delta]) -> Response:
+        """Return all choices."""
+        n, asked = self._fields.n or 1, _asked_of_prompt(self._fields)
+        for index, answer in enumerate(answers):
+            answer.prompt = answers[index - index % n].prompt  # the first says it for all of its prompt
+
+        def body() -> bytes:
+            whole = [{"index": answer.index, **choice.whole(answer)}
+                     for choice, answer in zip(self._choices, answers, strict=True)]
+            return encode_json({**self._head, "choices": whole, "usage": self._generation.usage(),
+                                "performance": self._generation.performance()})
+
+        size = self._generation.prompt_tokens * n * (asked + 1) if asked else 0
+        return Response(await off_loop(size > LARGE, body), media_type="application/json")
 
     def head(self) -> bytes:
         """The prompts, when they are to be echoed; with log probabilities each waits for those."""
@@ -219,10 +188,10 @@ class CompletionWriter(ChunkWriter):
 
     def delta(self, delta: Delta, extras: dict[str, Any] | None) -> bytes:
         """One chunk; the last one of a choice carries its finish_reason."""
-        mine, head = self._choices[delta.index], b""
+        mine, echo = self._choices[delta.index], b""
         if mine.echoes_logprobs and delta.prompt is not None:
             logprobs = mine.of_prompt(delta.prompt)
-            head = self._envelope.chunk(
+            echo = self._envelope.chunk(
                 {"text": mine.echo, "index": delta.index, "logprobs": logprobs, "finish_reason": None})
         choice = {
             "text": delta.text,
@@ -230,7 +199,7 @@ class CompletionWriter(ChunkWriter):
             "logprobs": mine.of_output(delta.logprobs),
             "finish_reason": delta.finish_reason,
         }
-        return head + self._envelope.chunk(choice, extras)
+        return echo + self._envelope.chunk(choice, extras)
 
     def usage(self, usage: dict[str, Any], extras: dict[str, Any]) -> bytes:
         """The last chunk, without choices."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -41,6 +42,41 @@ class Strict(BaseModel):
             return {name: value for name, value in data.items()
                     if name in needed or not (value is None or name in cls.without_effect)}
         return data
+
+
+class Tagged(Strict):
+    """An object whose `type` says which of its fields it needs, and which others it may have."""
+
+    noun: ClassVar[str]
+    """Its name in errors."""
+    needs: ClassVar[Mapping[str, set[str]]]
+    """By type."""
+    takes: ClassVar[Mapping[str, set[str]]]
+    """Further fields, by type."""
+    always: ClassVar[set[str]]
+    """Fields that all types may have."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if isinstance(kind, str) and kind not in cls.needs:
+            context = {"noun": cls.noun, "type": kind[:40]}
+            raise PydanticCustomError("unsupported", "{noun}s of type '{type}' are not supported", context)
+        return data
+
+    @model_validator(mode="after")
+    def _fits_type(self) -> Self:
+        kind: str = getattr(self, "type")  # noqa: B009 - a field of each subclass
+        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
+        context = {"noun": self.noun, "type": kind}
+        if missing := self.needs[kind] - given:
+            context["field"] = min(missing)
+            raise PydanticCustomError("missing_field", "a {type} {noun} needs '{field}'", context)
+        if extra := given - self.needs[kind] - self.takes.get(kind, set()) - self.always:
+            context["field"] = min(extra)
+            raise PydanticCustomError("unsupported", "'{field}' does not belong to a {type} {noun}", context)
+        return self
 
 
 @lru_cache(maxsize=256)

@@ -8,24 +8,18 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from tandem.errors import RequestError
 from tandem.server.context import Api, get_api, unless_gone
 from tandem.server.engines.served_model import Served
+from tandem.server.failures import refused
 from tandem.server.generation.model_wait import engage
-from tandem.server.sse import encode_json
+from tandem.server.sse import json_response
 
 router = APIRouter()
 
 
 def model_object(api: Api, served: Served) -> dict[str, Any]:
     """A model in OpenAI's shape, with its context (vLLM's name for it) and whether it is in memory."""
-    status, residents = served.client.status, api.residents
-    if residents is not None:
-        state, detail = residents.state(served)
-    else:
-        there = status is not None and served.client.alive
-        word = status.state if there and status is not None else "unreachable"
-        state, detail = "loaded" if word == "ready" else word, status.detail if there and status is not None else ""
+    state, detail = served.state if api.residents is None else api.residents.state(served)
     return {
         "id": served.name,
         "object": "model",
@@ -57,7 +51,7 @@ def _for_anthropic(http: Request) -> bool:
 
 
 def _answer(api: Api, served: Served) -> Response:
-    return Response(encode_json(model_object(api, served)), media_type="application/json")
+    return json_response(model_object(api, served))
 
 
 @router.get("/v1/models")
@@ -69,7 +63,7 @@ async def models(http: Request) -> Response:
         body = {"data": page, "has_more": False, "first_id": page[0]["id"], "last_id": page[-1]["id"]}
     else:
         body = {"object": "list", "data": [model_object(api, one) for one in api.served]}
-    return Response(encode_json(body), media_type="application/json")
+    return json_response(body)
 
 
 @router.get("/v1/models/{model_id:path}")
@@ -78,7 +72,7 @@ async def model(http: Request, model_id: str) -> Response:
     api = get_api(http)
     served = api.find(model_id)
     if _for_anthropic(http):
-        return Response(encode_json(model_info(api, served)), media_type="application/json")
+        return json_response(model_info(api, served))
     return _answer(api, served)
 
 
@@ -96,8 +90,6 @@ async def unload(http: Request, model_id: str) -> Response:
     api = get_api(http)
     served = api.find(model_id)
     if api.residents is None:
-        error = RequestError("This server has one model, which stays loaded.", param="model", code="model_kept")
-        error.status = 409
-        raise error
+        raise refused(409, "This server has one model, which stays loaded.", param="model", code="model_kept")
     await unless_gone(http, api.residents.unload(served))
     return _answer(api, served)

@@ -8,6 +8,7 @@ from typing import TypeVar
 from tandem.errors import RequestError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.request import SamplingParams, StructuredOutputs
+from tandem.server.chats.fitting import too_long
 from tandem.server.engines.served_model import Served
 from tandem.server.openai.schemas import SamplingFields
 
@@ -70,14 +71,13 @@ def room(
     if not prompt:
         raise RequestError(f"'{param}' holds no tokens; give at least one.", param=param, code="invalid_value")
     left = context - len(prompt)
-    limit = f"This model's maximum context length is {context} tokens. However, "
     if left < (asked != 0):
-        message = f"{limit}your {param} resulted in {len(prompt)} tokens. Please reduce the length of the {param}."
-        raise RequestError(message, param=param, code="context_length_exceeded")
+        raise too_long(context, param, len(prompt))
     if asked is not None and asked > left and not clip:
         message = (
-            f"{limit}you requested {len(prompt) + asked} tokens ({len(prompt)} in the {param}, {asked} in the "
-            f"completion). Please reduce the length of the {param} or completion."
+            f"This model's maximum context length is {context} tokens. However, you requested {len(prompt) + asked} "
+            f"tokens ({len(prompt)} in the {param}, {asked} in the completion). Please reduce the length of the "
+            f"{param} or completion."
         )
         raise RequestError(message, param=param, code="context_length_exceeded")
     return min(default or left if asked is None else asked, left)

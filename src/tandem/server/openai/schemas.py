@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.protocol.ranges import BIAS, MAX_BIASES, MAX_LOGPROBS, MAX_STOPS, RANGES
@@ -40,18 +40,23 @@ class StreamOptions(Strict):
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class Reasoning(Strict):
-    """OpenRouter's `reasoning`."""
+class ReasoningEffort(Strict):
+    """OpenAI's `reasoning`."""
 
     effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    """Accepted: reasoning is not summed up, but shown in full."""
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class Reasoning(ReasoningEffort):
+    """OpenRouter's `reasoning`."""
+
     enabled: bool | None = None
     exclude: bool | None = None
     """The answer comes without what the model thinks."""
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     """Accepted: thinking counts towards the output limit, and has none of its own."""
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    """Accepted: reasoning is not summed up, but shown in full."""
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ThinkingSwitch(Strict):
@@ -230,20 +235,6 @@ class ChatRequest(SamplingFields):
         )
 
 
-class CompletionRequest(SamplingFields):
-    """Body of POST /v1/completions."""
-
-    prompt: list[Any]
-    """Strings or lists of token ids, whatever form they came in."""
-    echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-
-    @field_validator("prompt", mode="before")
-    @classmethod
-    def _normalise(cls, value: Any) -> Any:
-        return normalise_prompt(value)
-
-
 def normalise_prompt(value: Any) -> list[str] | list[list[int]]:
     """OpenAI's four forms of a prompt as a list of prompts."""
     if isinstance(value, str):
@@ -261,6 +252,18 @@ def normalise_prompt(value: Any) -> list[str] | list[list[int]]:
     )
 
 
+Prompts = Annotated[list[Any], BeforeValidator(normalise_prompt)]
+"""Strings or lists of token ids, whatever form they came in."""
+
+
+class CompletionRequest(SamplingFields):
+    """Body of POST /v1/completions."""
+
+    prompt: Prompts
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+
 MAX_INPUTS = 2048
 """As OpenAI has it."""
 _TOKENS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0}}
@@ -272,17 +275,11 @@ _INPUT = {"anyOf": [_TEXT, _TOKENS, *({"type": "array", "minItems": 1, "maxItems
 class EmbeddingRequest(Strict):
     """Body of POST /v1/embeddings."""
 
-    input: Annotated[list[Any], WithJsonSchema(_INPUT)]
-    """Strings or lists of token ids, whatever form they came in."""
+    input: Annotated[Prompts, WithJsonSchema(_INPUT)]
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
-
-    @field_validator("input", mode="before")
-    @classmethod
-    def _normalise(cls, value: Any) -> Any:
-        return normalise_prompt(value)
 
 
 class TokenizeRequest(Strict):

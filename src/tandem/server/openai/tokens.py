@@ -15,7 +15,7 @@ from tandem.server.generation.model_wait import engage, find_model
 from tandem.server.openai.sampling import check_token_ids
 from tandem.server.openai.schemas import DetokenizeRequest, TokenizeRequest
 from tandem.server.openapi import documented
-from tandem.server.sse import encode_json
+from tandem.server.sse import encode_json, json_response
 
 router = APIRouter()
 
@@ -46,7 +46,7 @@ async def detokenize(http: Request) -> Response:
     fields = await parse(http, DetokenizeRequest)
     texts = await RequestTexts.of(http, await engage(http, fields.model))
     check_token_ids(fields.tokens, texts.status.vocab_size, "tokens")
-    return Response(encode_json({"prompt": await texts.decode(fields.tokens)}), media_type="application/json")
+    return json_response({"prompt": await texts.decode(fields.tokens)})
 
 
 @router.get("/tokenizer_info")
@@ -62,4 +62,4 @@ async def tokenizer_info(http: Request, model: str | None = None) -> Response:
                                f"/v1/models/{served.name}/load does.", code="model_not_loaded")
     texts = await RequestTexts.of(http, served)
     info = {**texts.tokenizer.info, "max_model_len": texts.status.max_context}
-    return Response(encode_json(info), media_type="application/json")
+    return json_response(info)

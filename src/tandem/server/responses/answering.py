@@ -1,18 +1,54 @@
-"""One response while it is written, and its events."""
+"""One response while it is written: its object, its output items, and its events."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
+from starlette.responses import Response
+
 from tandem.errors import RequestError
+from tandem.server.chats.answer_message import Reply
 from tandem.server.failures import envelope
 from tandem.server.generation.generate import Delta, Generation
-from tandem.server.responses.output import OutputItems
-from tandem.server.responses.schemas import ResponsesRequest
-from tandem.server.responses.shape import Json, empty_response
-from tandem.server.sse import ChunkWriter, named_event
+from tandem.server.responses.schemas import Function, ResponsesRequest, qualified
+from tandem.server.sse import AnswerWriter, json_response, named_event
+from tandem.server.tools.events import CallArguments, CallStart, Content, Event, Reasoning
+
+Json = dict[str, Any]
+
+
+def empty_response(fields: ResponsesRequest, response_id: str, model: str, created: int, status: str) -> Json:
+    """A response that has no output (yet); what was asked for stands in it, with the defaults."""
+    form = fields.text.format if fields.text is not None else None
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": created,
+        "completed_at": None,
+        "status": status,
+        "error": None,
+        "incomplete_details": None,
+        "model": model,
+        "output": [],
+        "usage": None,
+        "background": bool(fields.background),
+        "store": bool(fields.background),
+        "previous_response_id": fields.previous_response_id or None,
+        "truncation": "disabled",
+        "instructions": fields.instructions,
+        "max_output_tokens": fields.max_output_tokens,
+        "metadata": fields.metadata or {},
+        "parallel_tool_calls": fields.parallel_tool_calls is not False,
+        "reasoning": fields.reasoning.model_dump() if fields.reasoning is not None else None,
+        "temperature": 1.0 if fields.temperature is None else fields.temperature,
+        "text": {"format": form.model_dump(by_alias=True, exclude_none=True) if form else {"type": "text"}},
+        "tool_choice": fields.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in fields.tools or ()],
+        "top_p": 1.0 if fields.top_p is None else fields.top_p,
+    }
 
 
 def error_event(error: RequestError) -> Json:
@@ -21,7 +57,7 @@ def error_event(error: RequestError) -> Json:
     return {"type": "error", **{name: fields[name] for name in ("code", "message", "param")}}
 
 
-class Answering(ChunkWriter):
+class Answering(AnswerWriter):
     """Turns what a generation yields into the events of one response."""
 
     def __init__(self, fields: ResponsesRequest, generation: Generation, model: str, output: OutputItems,
@@ -40,6 +76,12 @@ class Answering(ChunkWriter):
         self._sent = 0
         self.stored = False
         """It is written down, or about to be."""
+
+    async def whole(self, answers: list[Delta]) -> Response:
+        """Return the response object."""
+        self.take(answers[0])
+        await self.end()
+        return json_response(self.response())
 
     def head(self) -> bytes:
         """The response opens."""
@@ -115,3 +157,99 @@ class Answering(ChunkWriter):
             written += named_event({**event, "sequence_number": self._sent})
             self._sent += 1
         return written
+
+
+class OutputItems:
+    """Items so far. Events are dictionaries without `sequence_number`."""
+
+    def __init__(self, reply: Reply, tools: Iterable[Function] = (), ids: Callable[[], str] | None = None) -> None:
+        """`tools` may be called. `ids` makes the ids of items, of 32 hex digits; by default they are random."""
+        self._spaces = {qualified(tool.namespace, tool.name): tool for tool in tools if tool.namespace}
+        self._ids = ids or (lambda: uuid.uuid4().hex)
+        self.items: list[Json] = []
+        self.reasoning = ""
+        """All of the reasoning."""
+        self._reply = reply
+        self._open: type[Event] | None = None
+
+    def read(self, text: str, *, last: bool) -> list[Json]:
+        """Events for new text of the model; with `last` also for what was held back."""
+        return [event for read in self._reply.read(text, last=last) for event in self.add(read)]
+
+    def add(self, event: Event) -> list[Json]:
+        """Take what the model wrote."""
+        if isinstance(event, CallStart):
+            return self._start(event)
+        events = [] if isinstance(event, self._open or ()) else self._start(event)
+        self._part[_FIELDS[type(event)]] += event.text
+        if isinstance(event, Reasoning):
+            self.reasoning += event.text
+        return [*events, self._event(f"{_NAMES[type(event)]}.delta", delta=event.text, **self._logprobs)]
+
+    def close(self, status: str = "completed") -> list[Json]:
+        """The last item ends."""
+        if self._open is None:
+            return []
+        kind, item = self._open, self.items[-1]
+        text = {_FIELDS[kind]: self._part[_FIELDS[kind]]}
+        events = [self._event(f"{_NAMES[kind]}.done", **text, **self._logprobs)]
+        if self._part is not item:
+            events.append(self._event("response.content_part.done", part=dict(self._part)))
+        item["status"] = status
+        self._open = None
+        return [*events, self._item_event("response.output_item.done")]
+
+    @property
+    def _part(self) -> Json:
+        """What holds the text that grows."""
+        item: Json = self.items[-1]
+        return item["content"][0] if "content" in item else item
+
+    @property
+    def _logprobs(self) -> Json:
+        return {"logprobs": []} if self._open is Content else {}
+
+    def _start(self, event: Event) -> list[Json]:
+        events = self.close()
+        fresh = self._ids()
+        part: Json | None = None
+        item: Json
+        if isinstance(event, CallStart):
+            self._open = CallArguments
+            item = {"type": "function_call", "id": f"fc_{fresh}", "call_id": self._reply.call_id("call", event),
+                    **self._named(event.name), "arguments": ""}
+        elif isinstance(event, Reasoning):
+            self._open, part = Reasoning, {"type": "reasoning_text", "text": ""}
+            item = {"type": "reasoning", "id": f"rs_{fresh}", "summary": [], "content": []}
+        else:
+            self._open, part = Content, {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item = {"type": "message", "id": f"msg_{fresh}", "role": "assistant", "content": []}
+        self.items.append({**item, "status": "in_progress"})
+        events.append(self._item_event("response.output_item.added"))
+        if part is not None:
+            self.items[-1]["content"] = [part]
+            events.append(self._event("response.content_part.added", part=dict(part)))
+        return events
+
+    def _named(self, name: str) -> Json:
+        """The function that the model calls `name`, as its client calls it."""
+        tool = self._spaces.get(name)
+        return {"name": name} if tool is None else {"name": tool.name, "namespace": tool.namespace}
+
+    def _item_event(self, kind: str) -> Json:
+        item = dict(self.items[-1])
+        if "content" in item:
+            item["content"] = [dict(part) for part in item["content"]]
+        return {"type": kind, "output_index": len(self.items) - 1, "item": item}
+
+    def _event(self, kind: str, **fields: Any) -> Json:
+        event = {"type": kind, "output_index": len(self.items) - 1, "item_id": self.items[-1]["id"], **fields}
+        return event if self._open is CallArguments else {**event, "content_index": 0}
+
+
+_FIELDS: dict[type[Event], str] = {Content: "text", Reasoning: "text", CallArguments: "arguments"}
+_NAMES: dict[type[Event], str] = {
+    Content: "response.output_text",
+    Reasoning: "response.reasoning_text",
+    CallArguments: "response.function_call_arguments",
+}

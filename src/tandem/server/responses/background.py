@@ -18,11 +18,11 @@ from starlette.responses import Response, StreamingResponse
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.body import translated
 from tandem.server.context import get_api, get_group
-from tandem.server.journal.jobs import CANCELLED, Job, Jobs, StoredReply, get_jobs
+from tandem.server.failures import CANCELLED
+from tandem.server.journal.jobs import Job, Jobs, StoredReply, get_jobs
 from tandem.server.journal.journal import Entry
-from tandem.server.responses.answering import Answering
+from tandem.server.responses.answering import Answering, Json, empty_response
 from tandem.server.responses.schemas import ResponsesRequest
-from tandem.server.responses.shape import Json, empty_response
 from tandem.server.responses.translate import chat_request
 from tandem.server.sse import KEEP_ALIVE, encode_json, json_response, named_event
 

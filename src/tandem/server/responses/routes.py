@@ -1,30 +1,41 @@
-"""POST /v1/responses; asking for those that are kept, stopping them and having them forgotten."""
+"""POST /v1/responses; asking for those that are kept, going on from them, stopping them and having them forgotten.
+
+What is kept of a response with `store` holds all of its conversation: whoever goes on from it needs no more, whatever
+has become of the responses before it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import time
-import uuid
 
 from fastapi import APIRouter, Request
+from pydantic_core import from_json
 from starlette.responses import Response
 
-from tandem.errors import RequestError
+from tandem.errors import RequestError, UnavailableError
 from tandem.server.body import read_body, translated, understood
 from tandem.server.chats.answer_message import Reply
 from tandem.server.chats.start import start_chat
-from tandem.server.context import get_api
+from tandem.server.chats.texts import LARGE, off_loop
+from tandem.server.context import get_api, get_group
 from tandem.server.engines.served_model import Served
-from tandem.server.generation.generate import collect
+from tandem.server.fields.ignored import note_ignored
 from tandem.server.generation.model_wait import answered_by
-from tandem.server.journal.jobs import Job
+from tandem.server.ids import new_id
+from tandem.server.journal.jobs import Job, get_jobs, request_digest
+from tandem.server.journal.journal import Entry
+from tandem.server.lists import page
 from tandem.server.openapi import documented
-from tandem.server.responses import background, conversation
-from tandem.server.responses.answering import Answering, error_event
-from tandem.server.responses.output import OutputItems
-from tandem.server.responses.schemas import ResponsesRequest
-from tandem.server.responses.translate import chat_request, in_own_words
-from tandem.server.sse import json_response, named_event, open_stream
+from tandem.server.responses import background
+from tandem.server.responses.answering import Answering, Json, OutputItems, error_event
+from tandem.server.responses.schemas import ResponsesRequest, as_parts
+from tandem.server.responses.translate import NAMES, chat_request
+from tandem.server.sse import answered, encode_json, json_response, named_event
+from tandem.server.validation import in_words
 
+logger = logging.getLogger(__name__)
 router = APIRouter()
 _STREAMS = {"responses": {"200": {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}}
 
@@ -38,8 +49,8 @@ async def responses(http: Request) -> Response:
     fields = await understood(http, raw, ResponsesRequest)
     kept = None
     if job is None:  # a job's conversation is whole
-        stores = conversation.keeps(http, fields)
-        fields, raw = await conversation.with_past(http, fields, raw)
+        stores = _keeps(http, fields)
+        fields, raw = await _with_past(http, fields, raw)
         kept = raw if stores else None
     if job is None and fields.background:
         return await background.accept(http, fields, raw)
@@ -53,28 +64,20 @@ async def _answer(http: Request, served: Served, fields: ResponsesRequest, job: 
     """`kept`: the body that is to be stored with the response."""
     answer = await _start(http, served, fields, job)
     if kept is not None:
-        answer.keep = lambda: conversation.keep(http, kept, answer)
+        answer.keep = lambda: _keep(http, kept, answer)
     if job is not None:
         return await background.work(job, answer)
-    if fields.stream:
-        heartbeat_s = get_api(http).heartbeat_s
-        return await open_stream(answer.generation, answer, include_usage=True, heartbeat_s=heartbeat_s)
-    [whole] = await collect(answer.generation, 1)
-    answer.take(whole)
-    await answer.end()
-    return json_response(answer.response())
+    return await answered(answer.generation, answer, stream=fields.stream)
 
 
 async def _start(http: Request, served: Served, fields: ResponsesRequest, job: Job | None) -> Answering:
     """Submit the request; what a job has begun before is begun again alike. Raises RequestError."""
     ids = background.Ids(job.entry.id) if job is not None else None
-    response_id = background.response_id(job.entry) if job is not None else f"resp_{uuid.uuid4().hex}"
+    response_id = background.response_id(job.entry) if job is not None else new_id("resp", "_")
     created = time.time() if job is None else job.entry.created
-    try:
+    with in_words(NAMES):
         chat = await translated(http, lambda: chat_request(fields))
         plan, generation, model = await start_chat(http, served, chat, response_id)
-    except RequestError as error:
-        raise in_own_words(error) from None
     output = OutputItems(Reply(plan, ids), fields.tools or (), ids)
     return Answering(fields, generation, model, output, int(created))
 
@@ -105,6 +108,88 @@ async def delete(http: Request, response_id: str) -> Response:
 @router.get("/v1/responses/{response_id}/input_items")
 async def input_items(http: Request, response_id: str) -> Response:
     """The items that a kept response was made from, those of the responses before it among them, in pages."""
-    return json_response(await conversation.input_items(http, response_id))
+    stored = await background.find(http, response_id)
+    body = await stored.jobs.request(stored.entry)
+    items = await off_loop(len(body) > LARGE, _shown, stored.entry, body)
+    return json_response(page(items, http, newest_first=True))
 
 
+async def _with_past(http: Request, fields: ResponsesRequest, raw: bytes) -> tuple[ResponsesRequest, bytes]:
+    """The request with the conversation of `previous_response_id` before its own input. Raises RequestError."""
+    previous = fields.previous_response_id
+    if not previous:
+        return fields, raw
+    if get_jobs(http) is None:
+        raise _needs_journal("previous_response_id", "send the whole conversation in 'input'")
+    stored = await background.kept(http, previous)
+    if stored is None:
+        raise RequestError(f"Previous response with id '{previous[:100]}' not found; only responses with 'store' or "
+                           "'background' true are kept, for --journal-keep-hours.", param="previous_response_id",
+                           code="previous_response_not_found")
+    response = await stored.response(http)
+    if response["status"] not in ("completed", "incomplete"):
+        raise RequestError(f"The previous response '{previous[:100]}' has the status '{response['status']}': only one "
+                           "that is completed or incomplete can be continued.", param="previous_response_id",
+                           code="invalid_value")
+    past = await stored.jobs.request(stored.entry)
+    large = len(past) + len(raw) > LARGE
+    whole = await off_loop(large, _joined, past, response["output"], raw)
+    limit = get_api(http).max_body
+    if len(whole) > limit:
+        raise RequestError(f"The conversation has become larger than the limit of {limit} bytes (--max-body-mb).",
+                           param="previous_response_id", code="context_length_exceeded")
+    http.scope.pop("tandem.ignored", None)  # its fields are read once more
+    return await understood(http, whole, ResponsesRequest), whole
+
+
+def _joined(past: bytes, output: list[Json], raw: bytes) -> bytes:
+    body: Json = from_json(raw)
+    body["input"] = [*_items(from_json(past)["input"]), *output, *_items(body["input"])]
+    return encode_json(body)
+
+
+def _items(given: str | list[Json]) -> list[Json]:
+    return [{"type": "message", "role": "user", "content": given}] if isinstance(given, str) else given
+
+
+def _keeps(http: Request, fields: ResponsesRequest) -> bool:
+    """Whether the response is to be kept. Raises RequestError when it cannot be."""
+    if not fields.store or fields.background:
+        return False
+    if get_jobs(http) is not None:
+        return True
+    if get_api(http).settings.server.unknown_fields == "refuse":
+        raise _needs_journal("store", "leave it out")
+    note_ignored(http, "store")
+    return False
+
+
+def _needs_journal(param: str, other: str) -> RequestError:
+    message = f"'{param}' needs a journal: start the server with --journal DIR (docs/journal.md), or {other}."
+    return RequestError(message, param=param, code="unsupported_parameter")
+
+
+async def _keep(http: Request, raw: bytes, answer: Answering) -> None:
+    """Write a response that is over into the journal; where that fails, the response says that it is not stored."""
+    jobs = get_jobs(http)
+    assert jobs is not None
+    try:
+        entry = Entry(0, background.job_id(answer.generation.request_id), get_group(http), "",
+                      request_digest(background.ROUTE, raw), background.ROUTE, float(answer.created), 0)
+        await jobs.keep(entry, raw, answer.last_event())
+    except UnavailableError as error:
+        logger.warning("a response could not be stored: %s; it says so, and cannot be gone on from", error.message)
+        answer.stored = False
+
+
+def _shown(entry: Entry, body: bytes) -> list[Json]:
+    shown = []
+    for index, item in enumerate(_items(from_json(body)["input"])):
+        kind = item.get("type") or "message"
+        fresh = hashlib.blake2b(f"{entry.id}:in:{index}".encode(), digest_size=16).hexdigest()
+        whole = {"type": kind, "id": item.get("id") or f"{'msg' if kind == 'message' else 'item'}_{fresh}",
+                 "status": "completed", **{name: value for name, value in item.items() if value is not None}}
+        if kind == "message":
+            whole["content"] = as_parts(whole["content"])
+        shown.append(whole)
+    return shown

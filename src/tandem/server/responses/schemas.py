@@ -9,21 +9,9 @@ from pydantic import Field, WithJsonSchema, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from tandem.protocol.ranges import RANGES
-from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, FunctionSpec, Strict, at_most, only_type
-from tandem.server.openai.schemas import CacheKey, Effort, Retention, StreamOptions
+from tandem.server.openai.messages import MAX_MESSAGES, MAX_PARTS, FunctionSpec, Strict, Tagged, at_most, only_type
+from tandem.server.openai.schemas import CacheKey, ReasoningEffort, Retention, StreamOptions
 
-_NEEDS = {
-    "message": {"role", "content"},
-    "function_call": {"call_id", "name", "arguments"},
-    "function_call_output": {"call_id", "output"},
-    "reasoning": set(),
-}
-_TAKES = {
-    "message": {"phase"},
-    "function_call": {"namespace"},
-    "reasoning": {"content", "summary", "encrypted_content"},
-}
-_ALWAYS = {"type", "id", "status"}
 MAX_METADATA = 64
 NAMED_FORM = {"type": "function", "name": "..."}
 CHOICE = {"anyOf": [{"enum": ["auto", "none", "required"]}, {"type": "object", "examples": [NAMED_FORM]}]}
@@ -46,9 +34,22 @@ def as_parts(value: Any) -> Any:
 Parts = Annotated[list[TextPart], Field(max_length=MAX_PARTS, fail_fast=True)]
 
 
-class Item(Strict):
+class Item(Tagged):
     """An item of the conversation."""
 
+    noun = "item"
+    needs = {
+        "message": {"role", "content"},
+        "function_call": {"call_id", "name", "arguments"},
+        "function_call_output": {"call_id", "output"},
+        "reasoning": set(),
+    }
+    takes = {
+        "message": {"phase"},
+        "function_call": {"namespace"},
+        "reasoning": {"content", "summary", "encrypted_content"},
+    }
+    always = {"type", "id", "status"}
     type: Literal["message", "function_call", "function_call_output", "reasoning"]
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -67,25 +68,9 @@ class Item(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _known(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        kind = data.get("type", "message" if "role" in data else None)
-        if isinstance(kind, str) and kind not in _NEEDS:
-            raise PydanticCustomError("unsupported", "items of type '{type}' are not supported", {"type": kind[:40]})
-        return data if kind is None else {**data, "type": kind}
-
-    @model_validator(mode="after")
-    def _fits_type(self) -> Item:
-        given = {name for name in self.model_fields_set if getattr(self, name) is not None}
-        context: dict[str, str] = {"type": self.type}
-        if missing := _NEEDS[self.type] - given:
-            context["field"] = min(missing)
-            raise PydanticCustomError("missing_field", "a {type} item needs '{field}'", context)
-        if extra := given - _NEEDS[self.type] - _TAKES.get(self.type, set()) - _ALWAYS:
-            context["field"] = min(extra)
-            raise PydanticCustomError("unsupported", "'{field}' does not belong to a {type} item", context)
-        return self
+    def _message_by_role(cls, data: Any) -> Any:
+        whole = not isinstance(data, dict) or "type" in data or "role" not in data
+        return data if whole else {**data, "type": "message"}
 
 
 class Function(FunctionSpec):
@@ -142,15 +127,6 @@ class Text(Strict):
     """Accepted: how long an answer gets is the model's to say."""
 
 
-class Thinking(Strict):
-    """OpenAI's `reasoning`."""
-
-    effort: Effort | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = None
-    """Accepted: reasoning is not summed up, but shown in full."""
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
-
-
 Included = Literal["reasoning.encrypted_content", "file_search_call.results", "web_search_call.results",
                    "web_search_call.action.sources", "code_interpreter_call.outputs",
                    "computer_call_output.output.image_url", "message.input_image.image_url"]
@@ -171,7 +147,7 @@ class ResponsesRequest(Strict):
     tool_choice: Annotated[Any, WithJsonSchema(CHOICE)] = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
-    reasoning: Thinking | None = None
+    reasoning: ReasoningEffort | None = None
     metadata: Annotated[dict[str, str] | None, at_most(MAX_METADATA)] = None
     include: Annotated[list[Included], Field(max_length=16, fail_fast=True)] | None = None
     """Accepted, as clients always send it: reasoning is not encrypted here, and the tools are not here."""

@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.errors import RequestError
 from tandem.server.openai.schemas import ChatRequest
 from tandem.server.responses.schemas import Form, Function, Item, ResponsesRequest, TextPart, qualified
-from tandem.server.validation import checked, renamed
+from tandem.server.validation import checked, in_words
 
-_NAMES = {
+NAMES = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
@@ -37,15 +36,8 @@ def chat_request(fields: ResponsesRequest) -> ChatRequest:
         data["reasoning_effort"] = fields.reasoning.effort
     if fields.text is not None and fields.text.format is not None:
         data["response_format"] = _format(fields.text.format)
-    try:
+    with in_words(NAMES):
         return checked(data, ChatRequest)
-    except RequestError as error:
-        raise in_own_words(error) from None
-
-
-def in_own_words(error: RequestError) -> RequestError:
-    """An error of the chat request, naming the field of the client's."""
-    return renamed(error, _NAMES)
 
 
 def _conversation(fields: ResponsesRequest) -> list[Json]:

@@ -9,11 +9,13 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
-from tandem.errors import NotFoundError, RequestError
+from tandem.errors import NotFoundError
 from tandem.protocol.events import KEPT, Event
 from tandem.server.body import require_known
-from tandem.server.context import Api, LiveRequest, get_api, get_group
+from tandem.server.context import Api, get_api, get_group
 from tandem.server.engines.served_model import Served
+from tandem.server.failures import cancelled
+from tandem.server.generation.lifetime import Running
 from tandem.server.openai.models import model_object
 from tandem.server.sse import json_response
 from tandem.server.status.page import prefers_page
@@ -189,7 +191,7 @@ def _model(api: Api, served: Served) -> dict[str, Any]:
     return {**model_object(api, served), **facts, "loading": msgspec.to_builtins(loading)}
 
 
-def _live(request: LiveRequest) -> dict[str, Any]:
+def _live(request: Running) -> dict[str, Any]:
     return {
         "request_id": request.request_id,
         "model": request.model,
@@ -211,10 +213,7 @@ async def cancel(http: Request, request_id: str) -> Response:
         raise NotFoundError(
             f"No request '{request_id[:100]}' is running.", param="request_id", code="request_not_found"
         )
-    cancelled = RequestError("The request was cancelled.", code="request_cancelled")
-    cancelled.status = 409
-    request.subscription.close()
-    request.subscription.fail(cancelled)
+    request.end(cancelled())
     return json_response({"request_id": request_id, "cancelled": True})
 
 

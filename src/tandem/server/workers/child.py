@@ -1,4 +1,4 @@
-"""A worker process: reads tasks from a socket, one after the other, within limits of its own.
+"""A worker process: reads tasks from a pipe, one after the other, within limits of its own.
 
 Started as `python -m tandem.server.workers.child FD`. It may be killed at any time; nothing is lost but its task.
 """
@@ -10,11 +10,10 @@ import ctypes
 import gc
 import os
 import resource
-import socket
-import struct
 import sys
 import time
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import msgspec
@@ -34,8 +33,6 @@ NICENESS = 10
 EXIT_MEMORY = 77
 _LOOK_S = 0.1
 _MACOS = sys.platform == "darwin"
-_LENGTH = struct.Struct("<Q")
-"""Of a message, before its bytes."""
 
 
 class Limits:
@@ -95,32 +92,6 @@ def resident_bytes() -> int:
     return peak_bytes() if _MACOS else int(Path("/proc/self/statm").read_bytes().split()[1]) * resource.getpagesize()
 
 
-def send_frame(connection: socket.socket, body: bytes) -> None:
-    """Send a message. Raises OSError when the other side is gone."""
-    connection.sendall(_LENGTH.pack(len(body)))
-    connection.sendall(body)
-
-
-def receive_frame(connection: socket.socket) -> bytearray | None:
-    """The next message; None when the other side is gone. Raises TimeoutError."""
-    head = _receive(connection, _LENGTH.size)
-    return None if head is None else _receive(connection, _LENGTH.unpack(head)[0])
-
-
-def _receive(connection: socket.socket, size: int) -> bytearray | None:
-    buffer = bytearray(size)
-    view, got = memoryview(buffer), 0
-    while got < size:
-        try:
-            count = connection.recv_into(view[got:])
-        except ConnectionError:
-            return None
-        if not count:
-            return None
-        got += count
-    return buffer
-
-
 def reply_to(task: Task, limits: Limits) -> Reply:
     """Do the task."""
     from tandem.server.workers.work import answer, prepare
@@ -142,25 +113,29 @@ def reply_to(task: Task, limits: Limits) -> Reply:
 
 
 def main() -> None:
-    """Work until the parent closes the socket."""
+    """Work until the parent closes the pipe."""
     own_process()
     receive_payload()
     watch_lifeline()
     limits = Limits()
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection = Connection(int(sys.argv[1]))
     decode = msgspec.msgpack.Decoder(Task).decode
     import tandem.server.workers.work  # noqa: F401 - takes a second, which is not the first task's
 
     gc.disable()  # it would look at millions of lists again and again, and nothing here lives in circles for long
-    while (frame := receive_frame(connection)) is not None:
-        reply = reply_to(decode(frame), limits)
+    while True:
+        try:
+            task = decode(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            return
+        reply = reply_to(task, limits)
         limits.lift()
-        del frame
+        del task
         gc.collect(0)
         if resident_bytes() > KEPT_BYTES // 2:
             _give_back()
         reply.last = reply.last or resident_bytes() > KEPT_BYTES
-        send_frame(connection, msgspec.msgpack.encode(reply))
+        connection.send_bytes(msgspec.msgpack.encode(reply))
         if reply.last:
             return
 

@@ -10,9 +10,10 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import TypeVar
 
 import msgspec
@@ -21,7 +22,8 @@ from tandem.env import child_environment
 from tandem.errors import RequestError, ServerError, SpawnError, UnavailableError
 from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
-from tandem.server.workers.child import CPU_S, EXIT_MEMORY, MEMORY_BYTES, receive_frame, send_frame
+from tandem.server.failures import refused
+from tandem.server.workers.child import CPU_S, EXIT_MEMORY, MEMORY_BYTES
 from tandem.server.workers.tasks import FILES_AWAY, Broken, Refused, Reply, Task
 from tandem.server.workers.turns import Turns
 
@@ -46,7 +48,7 @@ class Worker:
         self.usable = True
         """It can be asked again."""
         self._process: ChildProcess | None = None
-        self._connection: socket.socket | None = None
+        self._connection: Connection | None = None
         self._lock = threading.Lock()
 
     @property
@@ -59,27 +61,27 @@ class Worker:
         try:
             connection = self._started()
             with contextlib.suppress(BrokenPipeError):
-                send_frame(connection, task)
-            frame = receive_frame(connection)
+                connection.send_bytes(task)
+            if not connection.poll(WALL_S):
+                raise TimeoutError("it does not answer")
+            reply = _decode(connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise self._ended() from None
         except (OSError, SpawnError) as error:  # no memory, no descriptor, or no answer in time
             if self.usable:
                 logger.error("a worker process failed: %s; its request is refused with 503", error)
             self.end()
             raise _unavailable() from None
-        if frame is None:
-            raise self._ended()
-        reply = _decode(frame)
         if reply.last:
             self.end()
         return reply
 
-    def _started(self) -> socket.socket:
+    def _started(self) -> Connection:
         with self._lock:
             if not self.usable:
                 raise _unavailable()
             if self._connection is None:
-                self._connection, theirs = socket.socketpair()
-                self._connection.settimeout(WALL_S)
+                self._connection, theirs = Pipe()
                 with theirs:
                     environment = child_environment({"TOKENIZERS_PARALLELISM": "false"})
                     self._process = ChildProcess(MODULE, b"", env=environment, name="worker",
@@ -107,10 +109,7 @@ class Worker:
             if self._process is not None:
                 self._process.kill()
                 self._process.wait(5.0)
-            if self._connection is not None:
-                with contextlib.suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)  # wakes who reads
-                self._connection.close()
+            self._connection = None  # closed as soon as nobody reads from it
 
 
 class Workers:
@@ -137,9 +136,7 @@ class Workers:
             raise UnavailableError("The tokenizer cannot be loaded; try again later.", retry_after=30.0,
                                    code=FILES_AWAY)
         if isinstance(reply, Refused):
-            error = RequestError(reply.message, param=reply.param, code=reply.code)
-            error.status = reply.status
-            raise error
+            raise refused(reply.status, reply.message, param=reply.param, code=reply.code)
         if isinstance(reply, Broken):
             logger.error("unexpected %s in a worker process; its request ends with status 500, all else goes on; "
                          "please report it\n%s", reply.name, reply.frames)
