@@ -9,7 +9,7 @@ from msgspec import structs
 
 from tandem.doctor import checks_apple, checks_hosts, checks_links, checks_software
 from tandem.doctor.findings import Clock, Evidence, Finding, Host, Need, Planned
-from tandem.doctor.messages import Collected, Facts, ModelFacts, Transferred
+from tandem.doctor.messages import Facts, ModelFacts, RankTimes, Row, Transferred
 from tandem.doctor.session import explain
 from tandem.doctor.subnets import free_subnets
 from tandem.system.privacy import LOCAL_NETWORK
@@ -48,7 +48,8 @@ def pair(**changes) -> Evidence:
         planned=Planned("pp=2", {"a": Need(10 << 30, 40 << 30), "b": Need(10 << 30, 40 << 30)}),
         facts={"a": mac(1), "b": mac(2)}, clocks={"b": Clock(0.01, 0.02)},
         links={ends: Transferred(None, 2e-5, 3e9) for ends in (("a", "b"), ("b", "a"))},
-        collected={name: Collected(None, {"4096": 3e-5}) for name in "ab"})
+        collected=dict.fromkeys("ab", RankTimes(rows=[Row(operation="all_sum", bytes=4096, median_us=30.0, p99_us=40.0,
+                                                          gb_per_s=0.1)])))
     for name, value in changes.items():
         setattr(evidence, name, value)
     return evidence
@@ -258,7 +259,7 @@ def test_links():
 
 
 def test_sums():
-    evidence = pair(collected={"a": Collected("no sum within 60 s"), "b": Collected(None, {})})
+    evidence = pair(collected={"a": RankTimes(error="no sum within 60 s"), "b": RankTimes()})
     assert [(one.check, one.where) for one in bad(evidence)] == [("all_sum", "a")]
     evidence = pair(collected={})
     assert checks_links.collective(evidence)[0].verdict == "skip"

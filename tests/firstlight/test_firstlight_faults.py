@@ -18,7 +18,7 @@ import pytest
 
 from tandem.descriptors import raise_limit
 from tandem.doctor.examine import Question, examine
-from tandem.errors import ModelNotFound
+from tandem.errors import ModelNotFound, RankFailure
 from tandem.firstlight.catalogue import CHECKS
 from tandem.firstlight.check import Differs, Figures, NotApplicable, Task, resolve
 from tandem.firstlight.checks import arena, device, faults, fences, hosts, machine, risky, sampling, wiring
@@ -446,7 +446,11 @@ def test_fast_fences(task: Task, monkeypatch: Patch) -> None:
         yield None
 
     monkeypatch.setattr(risky, "serving", serving)
-    monkeypatch.setattr(risky, "Pair", pair_of(Found(figures={"us": 1.0})))
+    monkeypatch.setattr(risky, "sums", lambda fast_sync: {"us": 1.0} if fast_sync else {})
     assert risky.fast_fences(task)["us"] == 1.0
-    monkeypatch.setattr(risky, "Pair", pair_of(Found(error="rank 0 did not come back within 60 s")))
-    differs(risky.fast_fences, task, "did not come back")
+
+    def late(fast_sync: bool) -> Figures:
+        raise RankFailure("ranks [0, 1] have not ended in time")
+
+    monkeypatch.setattr(risky, "sums", late)
+    differs(risky.fast_fences, task, "ranks [0, 1] have not ended in time, seen")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import socket
@@ -14,7 +13,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -118,11 +116,8 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-COLLECTIVE = "tandem.doctor.collective"
-MEASURING = "tandem.bench.comm_rank"
-LATE = "late"
 TAIL = 65536
-"""Bytes of what the test group has complained about that are read, from the end."""
+"""Bytes of what a rank has complained about that are read, from the end."""
 
 
 class Probe:
@@ -144,37 +139,21 @@ class Probe:
             return messages.ReservedPorts(free_ports(request.count, ""))
         if isinstance(request, messages.Transfer):
             return transfer(request.address, request.port, request.token, request.seconds)
-        return run_rank(request) if isinstance(request, messages.RunRank) else collect(request)
+        return run_rank(request)
 
 
-def collect(request: messages.Collect) -> messages.Collected:
-    """Run one rank of the test group."""
-    error, line = run_module(COLLECTIVE, request.backend, request.variables, request.files, request.timeout_s)
-    return messages.Collected(f"no sum within {request.timeout_s:g} s" if error == LATE else error,
-                     json.loads(line) if error is None else {})
-
-
-def run_rank(request: messages.RunRank) -> messages.RankRan:
-    """Run one rank that measures."""
-    error, line = run_module(MEASURING, request.payload, request.variables, request.files, request.timeout_s)
-    late = f"has not ended within {request.timeout_s:g} s (--timeout)"
-    return messages.RankRan(late if error == LATE else error, line)
-
-
-def run_module(module: str, payload: str, given: Mapping[str, str], files: Mapping[str, str], timeout_s: float
-               ) -> tuple[str | None, str]:  # fmt: skip
-    """Run a module in a process of its own, which is killed when its time is up (`LATE`): why it failed, if it did, and
-    the last line that it printed."""
+def run_rank(request: messages.RunRank, module: str = messages.TIMING_MODULE) -> messages.RankTimes:
+    """Run one rank that times, in a process of its own, which is killed when its time is up."""
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-doctor-"))
-        variables = {**given, **written_files(Path(directory), files)}
+        variables = {**request.variables, **written_files(Path(directory), request.files)}
         complaints = stack.enter_context(tempfile.TemporaryFile())  # a pipe that nobody reads fills, and stops it
         process = subprocess.Popen(module_command(module), env=child_environment(variables),
                                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints)
         assert process.stdin is not None
-        process.stdin.write(payload.encode() + b"\n")
+        process.stdin.write(msgspec.json.encode(request.task) + b"\n")
         process.stdin.flush()
-        timer = threading.Timer(timeout_s, process.kill)
+        timer = threading.Timer(request.timeout_s, process.kill)
         timer.start()
         assert process.stdout is not None
         with process.stdin, process.stdout:  # its lifeline stays open until it has ended
@@ -184,9 +163,10 @@ def run_module(module: str, payload: str, given: Mapping[str, str], files: Mappi
         late = not timer.is_alive()
         timer.cancel()
     if code == 0:
-        return None, output.decode().splitlines()[-1]  # NCCL may have written before it
+        # NCCL may have written before it.
+        return msgspec.json.decode(output.splitlines()[-1], type=messages.RankTimes)
     lines = errors.decode(errors="replace").strip().splitlines()
-    return LATE if late else lines[-1] if lines else f"exit code {code}", ""
+    return messages.RankTimes(error=messages.LATE if late else lines[-1] if lines else f"exit code {code}")
 
 
 def main() -> int:

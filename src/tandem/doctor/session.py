@@ -6,21 +6,41 @@ import contextlib
 import queue
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TypeVar
 
 import msgspec
 
 from tandem.borders import start_thread
-from tandem.doctor.messages import MARK, ProbeError, Reply, Request
+from tandem.doctor.findings import Host
+from tandem.doctor.messages import (
+    MARK,
+    ProbeError,
+    RankTimes,
+    Reply,
+    Request,
+    Reserve,
+    ReservedPorts,
+    RunRank,
+    TimingTask,
+)
 from tandem.env import child_environment
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
+from tandem.launchers.base import World
 from tandem.launchers.ssh import remote_command, ssh_command
+from tandem.launchers.worlds import Devices, jaccl_world, nccl_world, ring_world
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
+from tandem.protocol.keys import ClusterKeys
 from tandem.system.origin import install_command
 
 PROBE = "tandem.doctor.probe"
+ANSWER_S = 60.0
+"""Seconds that a probe gets for what is quick, the start of its Python included."""
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 class ProbeLost(TandemError):
@@ -98,6 +118,70 @@ class ProbeLink:
             self._process.wait()
         for reader in self._readers:
             reader.join(5.0)
+
+
+class Probes:
+    """Probes on several machines, by name: each is asked by one thread at a time. A context manager."""
+
+    def __init__(self, most: int) -> None:
+        """At most so many are asked side by side. Nothing is started."""
+        self.links: dict[str, ProbeLink] = {}
+        self._pool = ThreadPoolExecutor(most)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.each(ProbeLink.close, self.links.values())
+        self._pool.shutdown()
+
+    def each(self, act: Callable[[K], T], things: Iterable[K]) -> list[T]:
+        """Call `act` for each of the things, side by side; what it returns, in their order."""
+        return list(self._pool.map(act, list(things)))
+
+    def ask(self, name: str, request: Request, kind: type[T], timeout_s: float = ANSWER_S) -> T:
+        """Ask one of them. Raises ProbeLost, which names the machine, also for an answer that is no `kind`."""
+        link = self.links[name]
+        try:
+            reply = link.ask(request, timeout_s)
+        except ProbeLost as error:
+            raise ProbeLost(f"{link.name}: {error.message}{f'; {error.remedy}' if error.remedy else ''}") from None
+        if not isinstance(reply, kind):
+            raise ProbeLost(f"{link.name}: another version of Tandem answers there; install the same on all machines")
+        return reply
+
+    def time_ranks(self, task: TimingTask, hosts: Sequence[Host], variables: Mapping[str, str], timeout_s: float
+                   ) -> list[RankTimes]:  # fmt: skip
+        """Run a group with one rank on each host; what each finds. Raises ProbeLost, and LayoutError for a backend that
+        they cannot have."""
+        ports = self.each(lambda host: self.ask(host.name, Reserve(2), ReservedPorts).ports, hosts)
+        group = world(task.backend, hosts, [two[0] for two in ports])
+        tasks = tasks_of(task, [host.address for host in hosts], [two[1] for two in ports])
+
+        def run(rank: int) -> RankTimes:
+            request = RunRank(tasks[rank], {**variables, **group.variables(rank)}, group.files(rank), timeout_s)
+            return self.ask(hosts[rank].name, request, RankTimes, timeout_s + ANSWER_S)
+
+        return self.each(run, range(len(hosts)))
+
+
+def tasks_of(task: TimingTask, addresses: Sequence[str], ports: Sequence[int]) -> list[TimingTask]:
+    """The task of each rank of a group, which listens at its address and port."""
+    keys, count = ClusterKeys.generate(), len(addresses)
+    ends = [f"tcp://{address}:{port}" for address, port in zip(addresses, ports, strict=True)]
+    return [msgspec.structs.replace(task, rank=rank, ranks=count, keys=keys, listen=(addresses[rank], ports[rank]),
+                                    following=ends[(rank + 1) % count]) for rank in range(count)]
+
+
+def world(backend: str, hosts: Sequence[Host], ports: Sequence[int]) -> World:
+    """What the ranks of a group need in their environment. Raises LayoutError. Pure."""
+    listeners = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
+    if backend in ("jaccl", "jaccl-ring"):
+        devices: list[Devices] = [[list(x) if isinstance(x, tuple) else x for x in one.rdma] for one in hosts]
+        return jaccl_world(backend, [one.name for one in hosts], devices, listeners[0])
+    if backend == "nccl":
+        return nccl_world(len(hosts), listeners[0])
+    return ring_world([[one] for one in listeners])
 
 
 def local_probe() -> list[str]:

@@ -6,9 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Struct
@@ -22,15 +20,8 @@ from tandem.launchers.worlds import make_world
 from tandem.processes.child import ChildProcess, guarded_lifeline, receive_payload, watch_lifeline
 from tandem.system.cuda import prepare_cuda
 
-if TYPE_CHECKING:
-    import mlx.core as mx
-
 MODULE = "tandem.firstlight.ranks"
 RANKS = 2
-SIZES = (4096, 65_536, 1 << 20, 16 << 20)
-"""Bytes."""
-ROUNDS = 10
-CROSSINGS = 40
 SIDE = 512
 
 
@@ -40,7 +31,7 @@ class Errand(Struct, frozen=True, kw_only=True):
     rank: int
     result: str
     work: str
-    """`between`, `late` or `wait`."""
+    """`late` or `wait`."""
     late_s: float = 0.0
     """Seconds that rank 1 comes late."""
 
@@ -56,8 +47,7 @@ class Found(Struct, frozen=True, kw_only=True):
 class Pair:
     """The ranks, as processes that end with this one; a context manager."""
 
-    def __init__(self, work: str, *, late_s: float = 0.0, ranks: int = RANKS,
-                 variables: Mapping[str, str] | None = None) -> None:
+    def __init__(self, work: str, *, late_s: float = 0.0, ranks: int = RANKS) -> None:
         """Start so many of the `RANKS` ranks."""
         self._directory = tempfile.TemporaryDirectory(prefix="tandem-firstlight-")
         self._world = make_world("ring", RANKS, 0)
@@ -65,8 +55,8 @@ class Pair:
         launcher = LocalLauncher(1, MODULE)
         for rank in range(ranks):
             errand = Errand(rank=rank, result=str(self._result(rank)), work=work, late_s=late_s)
-            environment = {**self._world.variables(rank), **(variables or {})}
-            self.processes.append(launcher.start(rank, RANKS, msgspec.json.encode(errand), environment))
+            self.processes.append(launcher.start(rank, RANKS, msgspec.json.encode(errand),
+                                                 self._world.variables(rank)))
 
     def __enter__(self) -> Pair:
         return self
@@ -93,60 +83,6 @@ class Pair:
 
     def _result(self, rank: int) -> Path:
         return Path(self._directory.name) / f"rank-{rank}.json"
-
-
-def _between() -> Figures:
-    """Sums alone, by size, and what one costs between two products on the device, as a layer has it."""
-    import mlx.core as mx
-
-    group = mx.distributed.init(backend="ring", strict=True)
-    figures: Figures = {}
-    for size in SIZES:
-        array = mx.full((size // 4,), float(group.rank() + 1))
-        mx.eval(array)
-        figures[f"all_sum of {size >> 10} KiB, us"] = round(1e6 * _best(
-            lambda array=array: mx.distributed.all_sum(array, group=group), size), 1)  # type: ignore[misc]
-    matrix = mx.eye(SIDE)
-
-    def chain(sums: bool) -> mx.array:
-        x = mx.ones((1, SIDE))
-        for _ in range(CROSSINGS):
-            x = x @ matrix
-            if sums:
-                x = mx.distributed.all_sum(x, group=group) * (1 / RANKS)
-        return x
-
-    mx.eval(chain(True), chain(False))
-    with_sums = min(_timed(lambda: mx.eval(chain(True))) for _ in range(3))
-    without = min(_timed(lambda: mx.eval(chain(False))) for _ in range(3))
-    total = chain(True).sum().item()
-    if total != SIDE:
-        raise TandemError(f"{CROSSINGS} sums between products give {SIDE}, expected; {total}, seen")
-    figures["a sum between two products, us"] = round(1e6 * (with_sums - without) / CROSSINGS, 1)
-    return figures
-
-
-def _best(work: Callable[[], mx.array], size: int) -> float:
-    """Seconds of the fastest of some sums, whose result is checked."""
-    import mlx.core as mx
-
-    best, total = float("inf"), work()
-    for _ in range(ROUNDS):
-        began = time.perf_counter()
-        total = work()
-        mx.eval(total)
-        best = min(best, time.perf_counter() - began)
-    expected = RANKS * (RANKS + 1) / 2
-    if not mx.array_equal(total, mx.full(total.shape, expected)).item():
-        raise TandemError(f"a sum of {size} bytes over {RANKS} ranks gives {expected:g} everywhere, expected; others, "
-                          "seen")
-    return best
-
-
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def _late(errand: Errand) -> Figures:
@@ -186,7 +122,7 @@ def main() -> None:
 
         choose_device("auto")
     try:
-        work = {"between": _between, "late": lambda: _late(errand), "wait": _wait}[errand.work]
+        work = {"late": lambda: _late(errand), "wait": _wait}[errand.work]
         found = Found(figures=work())
     except Exception as error:  # noqa: BLE001 - what MLX raises, and how, is what we want to know
         found = Found(error=f"{type(error).__name__}: {error}")

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 import time
 
+from tandem.bench.comm import measure
 from tandem.firstlight.check import Differs, Figures, Task
 from tandem.firstlight.ranks import Pair
 from tandem.system.metal import fault_of
 
 CROSSINGS = 101
 PAIR_S = 60.0
+SIZES = (4096, 65_536, 1 << 20, 16 << 20)
+"""Bytes."""
+ROUNDS = 10
 LATE = (2.0, 4.0, 6.0, 8.0) if sys.platform == "darwin" else (1.0,)
 """Seconds. Metal ends what waits for some seconds; elsewhere nothing does."""
 
@@ -41,13 +45,18 @@ def fence(task: Task) -> Figures:
 
 
 def collectives(task: Task) -> Figures:
-    """Sums of two ranks on this machine, alone and between products on the device."""
-    with Pair("between") as pair:
-        first, *others = pair.found(PAIR_S)
-    for one in (first, *others):
-        if one.error:
-            raise Differs(one.error)
-    return first.figures
+    """Sums of two ranks on this machine, alone and between the device's operations."""
+    return sums(fast_sync=False)
+
+
+def sums(*, fast_sync: bool) -> Figures:
+    """Sums alone, by size, and what one costs between two operations. Raises RankFailure, also for wrong sums."""
+    found = measure("ring", 2, list(SIZES), ROUNDS, timeout_s=PAIR_S, fast_sync=fast_sync,
+                    operations=("all_sum", "between"))
+    figures: Figures = {f"all_sum of {row.bytes >> 10} KiB, us": round(row.median_us, 1)
+                        for row in found.rows if row.operation == "all_sum"}
+    between = next(row for row in found.rows if row.operation == "between")
+    return figures | {"a sum between two operations, us": round(between.median_us, 1)}
 
 
 def late(task: Task) -> Figures:
