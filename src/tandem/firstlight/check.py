@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -44,6 +44,8 @@ class Task(Struct, frozen=True, kw_only=True):
     """MLX's hosts file; empty without one."""
     random: bool = False
     """The model's weights are random: `model` makes it."""
+    options: dict[str, Any] = {}
+    """What a part of a check is told besides."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
