@@ -265,19 +265,25 @@ def test_sums():
     assert checks_links.collective(evidence)[0].verdict == "skip"
 
 
-@pytest.mark.parametrize(("said", "remedy"), [
-    ("ann@b: Permission denied (publickey,password).", "ssh-copy-id b"),
-    ("Host key verification failed.", "ssh b hostname"),
-    ("ssh: connect to host b port 22: Connection timed out", "ping"),
-    ("ssh: connect to host b port 22: Connection refused", "Remote Login"),
-    ("ssh: Could not resolve hostname b: nodename nor servname provided, or not known", "/etc/hosts"),
-    ("/usr/bin/python: Error while finding module specification for 'tandem.doctor.probe' "
+@pytest.mark.parametrize(("code", "said", "remedy"), [
+    (255, "ann@b: Permission denied (publickey,password).", "ssh-copy-id b"),
+    (255, "Host key verification failed.", "ssh b hostname"),
+    (255, "ssh: connect to host b port 22: Connection timed out", "ping"),
+    (255, "ssh: connect to host b port 22: Connection refused", "Remote Login"),
+    (255, "ssh: Could not resolve hostname b: nodename nor servname provided, or not known", "/etc/hosts"),
+    (1, "/usr/bin/python: Error while finding module specification for 'tandem.doctor.probe' "
      "(ModuleNotFoundError: No module named 'tandem')", "python -m pip install "),
-    ("zsh:1: command not found: python3", '"python": PATH')])
-def test_why_ssh_failed(said, remedy):
-    found = explain("b", 255, ["Warning: Permanently added 'b' to the list of known hosts.", said])
+    (127, "zsh:1: command not found: python3", "--remote-python")])
+def test_why_ssh_failed(code, said, remedy):
+    found = explain("b", code, ["Warning: Permanently added 'b' to the list of known hosts.", said])
     assert remedy in found.remedy
     assert "Traceback" not in found.message
+
+
+def test_why_an_agent_failed():
+    said = "tandem: agent b: the agent does not answer: is it running there, and still paired with this machine?"
+    assert explain("agent:b", 255, [said]).remedy.endswith("tandem hosts pair b")
+    assert explain("agent:b", 255, ["tandem: agent b is not paired with this machine"]).remedy == "tandem hosts pair b"
 
 
 def test_subnets_for_cables_clash_with_nothing():

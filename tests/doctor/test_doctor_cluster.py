@@ -251,7 +251,7 @@ FAULTS: dict[str, list[Fault]] = {
     "gateway": [(gateway_in_a_cables_subnet, "subnets", "h1", "holds the default gateway", "addr add 10.254.0.1/30")],
     "cables": [(two_cables_one_subnet, "subnets", "h1", "share a subnet", "ip addr add")],
     "ssh": [(key_not_accepted, "ssh", "h2", "password", "ssh-copy-id h2"),
-            (another_host_key, "ssh", "h1", "host key is not the one", "ssh-keygen -R h1")],
+            (another_host_key, "ssh", "h1", "host key is not the known one", "ssh-keygen -R h1")],
     "installation": [(no_tandem, "ssh", "h1", "Tandem is not installed", "python -m pip install")],
     "cable cut": [(cable_cut, "ssh", "h2", "does not answer", "ping")],
     "closed one way": [(closed_one_way, "reachable", "h1 -> h2", "timed out", "ping")],

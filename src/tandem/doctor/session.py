@@ -29,12 +29,11 @@ from tandem.env import child_environment
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
 from tandem.launchers.base import World
-from tandem.launchers.ssh import remote_command, ssh_command
+from tandem.launchers.ssh import diagnose, remote_command, ssh_command
 from tandem.launchers.worlds import Devices, jaccl_world, nccl_world, ring_world
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.keys import ClusterKeys
-from tandem.system.origin import install_command
 
 PROBE = "tandem.doctor.probe"
 ANSWER_S = 60.0
@@ -199,32 +198,4 @@ def remote_probe(host: str, python: str | None = None) -> list[str]:
 def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
     """Why ssh, or what it should have run, ended. Pure."""
     said = complaints[-1] if complaints else f"ended with code {code}"
-    text = " ".join(complaints)
-    for sign, why, remedy in _SIGNS:
-        if sign in text:
-            name = agent_name(host) or host
-            todo = remedy.format(host=name) or install_command("python", name)
-            return ProbeLost(why.format(host=host, said=said), todo)
-    return ProbeLost(said, f"ssh {host} hostname")
-
-
-_SIGNS: tuple[tuple[str, str, str], ...] = (
-    ("is not paired", "its agent is not paired with this machine", "tandem hosts pair {host}"),
-    ("the agent does not answer", "its agent does not answer",
-     "run `tandem agent --pair` there, tandem hosts pair {host}"),
-    ("Permission denied", "ssh asks for a password", "ssh-copy-id {host}"),
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is not the one known here",
-     "ssh-keygen -R {host}   (if you know why it changed), then ssh {host}"),
-    ("Host key verification failed", "its host key is not known here yet", "ssh {host} hostname   (and say yes)"),
-    ("Could not resolve hostname", "its name is not known here", "put its address into the hosts file or /etc/hosts"),
-    ("Connection refused", "it is there, but no ssh server listens",
-     "on {host}: System Settings > Sharing > Remote Login, or sudo systemctl enable --now ssh"),
-    ("timed out", "it does not answer", "ping -c 3 {host}"),
-    ("No route to host", "there is no way to it", "ping -c 3 {host}"),
-    ("Network is unreachable", "there is no way to it", "ping -c 3 {host}"),
-    ("nknown option: -P", "its python is older than 3.11", "name a newer one in the hosts file: \"python\": PATH"),
-    ("No module named", "Tandem is not installed for the python there: {said}",
-     ""),
-    ("not found", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),
-    ("No such file", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),
-)
+    return ProbeLost(*(diagnose(host, code, complaints) or (said, f"ssh {host} hostname")))

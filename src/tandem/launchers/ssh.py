@@ -28,6 +28,7 @@ from tandem.launchers.worlds import Devices
 from tandem.printable import printable
 from tandem.processes.interpreter import SAFE, module_command
 from tandem.protocol.payloads import HostPayload
+from tandem.system.origin import install_command
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +43,32 @@ OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval
            f"ServerAliveCountMax={ALIVE_COUNT}", "ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes",
            "LogLevel=ERROR")
 """No questions to a terminal; no connection shared with others, which could outlive this one."""
-REMEDIES = (
-    ("permission denied", "ssh refuses this user's key", "`ssh-copy-id {ssh}`, and check with `ssh {ssh} true`"),
-    ("host key verification failed", "its host key is not the known one, or not known",
-     "compare the key, then connect once with `ssh {ssh}`"),
+_PING = "ping -c 3 {host}   (is it on, and are cable and address right?)"
+_NAME_PYTHON = "name its interpreter with --remote-python, or as `python` in the hostfile"
+SSH_TROUBLES = (
+    ("is not paired", "its agent is not paired with this machine", "tandem hosts pair {host}"),
+    ("the agent does not answer", "its agent does not answer",
+     "run `tandem agent --pair` there, tandem hosts pair {host}"),
+    ("permission denied", "ssh refuses this user's key", "ssh-copy-id {host}"),
+    ("remote host identification has changed", "its host key is not the known one",
+     "ssh-keygen -R {host}   (if you know why it changed), then ssh {host}"),
+    ("host key verification failed", "its host key is not the known one, or not known yet",
+     "compare the key, and connect once: ssh {host} hostname"),
     ("could not resolve hostname", "its name is not known here", "mend `ssh` in the hostfile, or /etc/hosts"),
     ("connection refused", "it does not take ssh connections",
-     "start sshd there (macOS: System Settings, General, Sharing, Remote Login)"),
-    ("timed out", "it cannot be reached", "check that it is on, and the cable and address: `ping {ssh}`"),
-    ("no route to host", "it cannot be reached", "check that it is on, and the cable and address: `ping {ssh}`"),
-    ("network is unreachable", "it cannot be reached", "check this machine's network and the address: `ping {ssh}`"),
+     "on {host}: System Settings > General > Sharing > Remote Login, or sudo systemctl enable --now ssh"),
+    ("timed out", "it does not answer", _PING),
+    ("no route to host", "there is no way to it", _PING),
+    ("network is unreachable", "there is no way to it", _PING),
 )
-"""Words of ssh, what they mean, and what helps."""
+"""Words of ssh, or of what stands in its place for agents; what they mean, and what helps."""
+PYTHON_TROUBLES = (
+    ("unknown option: -p", "its Python is older than 3.11, which Tandem needs", _NAME_PYTHON),
+    ("no module named", "no Python with Tandem was found there ({said})", ""),
+    ("no such file", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
+    ("xcode-select", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
+)
+"""Words of a shell or of Python. Where there is no remedy it is to install Tandem."""
 PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem", "/usr/local/bin/tandem")
 """Where installers put programs that a login shell need not find; relative ones are below the home directory."""
 
@@ -95,22 +110,29 @@ def ssh_command(host: str, command: str) -> list[str]:
     return ["ssh", "-T", "-x", *(word for option in OPTIONS for word in ("-o", option)), "--", host, command]
 
 
+def diagnose(host: str, code: int, said: Sequence[str]) -> tuple[str, str] | None:
+    """Why ssh to `host`, or what it should have run there, ended, and what to do; None if `said`, the last lines that
+    were written, do not tell."""
+    text = "\n".join(said).lower()
+    if code == NOT_FOUND:
+        text += ": no such file"
+    name = agent_name(host) or host
+    for words, meaning, remedy in (*(SSH_TROUBLES if code == SSH_FAILED else ()), *PYTHON_TROUBLES):
+        if words in text:
+            return meaning.format(said=_last(said)), remedy.format(host=name) or install_command("python", name)
+    return None
+
+
+def _last(said: Sequence[str]) -> str:
+    return next((line for line in reversed(said) if line.strip()), "nothing was said")
+
+
 def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
     """One line: why no rank host runs there, with the remedy. `lines` are the last that were written."""
-    text = "\n".join(lines).lower()
-    if code == SSH_FAILED:
-        for words, meaning, remedy in REMEDIES:
-            if words in text:
-                return f"host {entry.ssh}: {meaning}; {remedy.format(ssh=entry.ssh)}"
-    said = next((line for line in reversed(lines) if line.strip()), "nothing was said")
-    if "unknown option: -p" in text:
-        return (f"host {entry.ssh}: its Python is older than 3.11, which Tandem needs; name another with "
-                "--remote-python or `python` in the hostfile")
-    if code == NOT_FOUND or "no module named" in text or "no such file" in text or "xcode-select" in text:
-        return (f"host {entry.ssh}: no Python with Tandem was found there ({said}); install it, or name its "
-                "interpreter with --remote-python or `python` in the hostfile")
+    if found := diagnose(entry.ssh, code, lines):
+        return f"host {entry.ssh}: {'; '.join(found)}"
     ended = f" (ssh ended with {code})" if code != 2 and agent_name(entry.ssh) is None else ""
-    return f"host {entry.ssh}: {said.removeprefix('tandem: ')}{ended}"
+    return f"host {entry.ssh}: {_last(lines).removeprefix('tandem: ')}{ended}"
 
 
 class _Connection:
