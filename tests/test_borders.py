@@ -27,7 +27,6 @@ AWAITED = {
     "server/batches/runner.py _first": "awaited there",
     "bench/workload.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
-    "doctor/probe.py run_rank": "a timer that kills a process",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
     "guided/probe.py main": "joined there; a probe without an answer counts as one that failed",
 }

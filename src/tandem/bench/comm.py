@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
 
-import msgspec
-
-from tandem.doctor.messages import TIMING_MODULE, RankTimes, TimingTask
-from tandem.doctor.session import tasks_of
+from tandem.doctor.messages import LATE, RankTimes, TimingTask
+from tandem.doctor.ranks import run_ranks, tasks_of
 from tandem.errors import RankFailure
 from tandem.launchers.base import World
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.worlds import free_ports, make_world
-from tandem.processes.child import ChildProcess
 
-POLL_S = 0.05
 HERE = "127.0.0.1"
 OPERATIONS = ("all_sum", "between", "tcp", "ring")
 
@@ -45,37 +38,14 @@ def measure_here(timeout_s: float) -> RankTimes:
     return _run([TimingTask()], None, timeout_s)
 
 
-def _run(group: Sequence[TimingTask], world: World | None, timeout_s: float) -> RankTimes:
-    launcher = LocalLauncher(1 if world else None, TIMING_MODULE)
-    processes: list[ChildProcess] = []
-    with tempfile.TemporaryDirectory(prefix="tandem-comm-") as directory:
-        results = [Path(directory) / f"found-{one.rank}.json" for one in group]
-        try:
-            for one in group:
-                task = msgspec.structs.replace(one, result=str(results[one.rank]))
-                processes.append(launcher.start(one.rank, len(group), msgspec.json.encode(task),
-                                                world.variables(one.rank) if world else {}))
-            return _found(processes, results, time.monotonic() + timeout_s)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait(5.0)
-
-
-def _found(processes: list[ChildProcess], results: list[Path], deadline: float) -> RankTimes:
-    """Wait for all ranks; what the first has found. Raises RankFailure as soon as one has failed."""
-    found: dict[int, RankTimes] = {}
-    while len(found) < len(processes):
-        for rank, process in enumerate(processes):
-            if rank in found or (code := process.poll()) is None:
-                continue
-            if code:
-                raise RankFailure(f"rank {rank} {process.describe_exit()}; what it says stands above", rank=rank)
-            found[rank] = msgspec.json.decode(results[rank].read_bytes(), type=RankTimes)
-            if found[rank].error:
-                raise RankFailure(f"rank {rank}: {found[rank].error}", rank=rank)
-        if time.monotonic() > deadline:
-            late = [rank for rank in range(len(processes)) if rank not in found]
-            raise RankFailure(f"ranks {late} have not ended in time (--timeout)")
-        time.sleep(POLL_S)
+def _run(tasks: Sequence[TimingTask], world: World | None, timeout_s: float) -> RankTimes:
+    launcher = LocalLauncher(1 if world else None)
+    variables = [{**launcher.variables(task.rank, len(tasks)), **(world.variables(task.rank) if world else {})}
+                 for task in tasks]
+    found = run_ranks(tasks, variables, timeout_s)
+    for rank, one in enumerate(found):
+        if one.error not in (None, LATE):
+            raise RankFailure(f"rank {rank}: {one.error}", rank=rank)
+    if late := [rank for rank, one in enumerate(found) if one.error]:
+        raise RankFailure(f"ranks {late} have not ended in time (--timeout)")
     return found[0]

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -15,6 +14,7 @@ import msgspec
 from tandem.bench.report import percentile
 from tandem.comm.blas import preload_blas
 from tandem.doctor.messages import RankTimes, Row, TimingTask
+from tandem.doctor.ranks import leave
 from tandem.errors import TandemError
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.system.cuda import prepare_cuda
@@ -168,12 +168,8 @@ def main() -> None:
         found = run(task)
     except (TandemError, RuntimeError, ValueError, OSError, ImportError) as error:
         found = RankTimes(error=str(error))
-    answer = msgspec.json.encode(found)
-    if task.result:
-        Path(task.result).write_bytes(answer)
-    else:
-        sys.stdout.buffer.write(answer + b"\n")
-        sys.stdout.buffer.flush()
+    leave(found, task.result)
+    sys.stdout.flush()
     os._exit(0)
 
 

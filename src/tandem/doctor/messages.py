@@ -77,7 +77,7 @@ class TimingTask(Struct, frozen=True, kw_only=True):
     fast_sync: bool = False
     """With MLX's fast fences, on a Mac."""
     result: str = ""
-    """File for the answer; standard output if there is none."""
+    """File for the answer."""
 
 
 class RunRank(Struct, frozen=True, tag=True):

@@ -8,12 +8,9 @@ import queue
 import socket
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +21,8 @@ from tandem.descriptors import raise_limit
 from tandem.doctor import messages
 from tandem.doctor.facts import gather
 from tandem.doctor.messages import Transferred
-from tandem.env import child_environment
+from tandem.doctor.ranks import run_ranks
 from tandem.launchers.worlds import free_ports, written_files
-from tandem.processes.interpreter import module_command
 from tandem.system.privacy import connect_trouble, network_withheld
 
 CONNECT_S = 4.0
@@ -116,10 +112,6 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-TAIL = 65536
-"""Bytes of what a rank has complained about that are read, from the end."""
-
-
 class Probe:
     """Answers one request after the other."""
 
@@ -142,31 +134,12 @@ class Probe:
         return run_rank(request)
 
 
-def run_rank(request: messages.RunRank, module: str = messages.TIMING_MODULE) -> messages.RankTimes:
-    """Run one rank that times, in a process of its own, which is killed when its time is up."""
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-doctor-"))
+def run_rank(request: messages.RunRank) -> messages.RankTimes:
+    """Run one rank that times."""
+    with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as directory:
         variables = {**request.variables, **written_files(Path(directory), request.files)}
-        complaints = stack.enter_context(tempfile.TemporaryFile())  # a pipe that nobody reads fills, and stops it
-        process = subprocess.Popen(module_command(module), env=child_environment(variables),
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(request.task) + b"\n")
-        process.stdin.flush()
-        timer = threading.Timer(request.timeout_s, process.kill)
-        timer.start()
-        assert process.stdout is not None
-        with process.stdin, process.stdout:  # its lifeline stays open until it has ended
-            output, code = process.stdout.read(), process.wait()
-        complaints.seek(max(complaints.seek(0, os.SEEK_END) - TAIL, 0))
-        errors = complaints.read()
-        late = not timer.is_alive()
-        timer.cancel()
-    if code == 0:
-        # NCCL may have written before it.
-        return msgspec.json.decode(output.splitlines()[-1], type=messages.RankTimes)
-    lines = errors.decode(errors="replace").strip().splitlines()
-    return messages.RankTimes(error=messages.LATE if late else lines[-1] if lines else f"exit code {code}")
+        [found] = run_ranks([request.task], [variables], request.timeout_s)
+        return found
 
 
 def main() -> int:

@@ -25,15 +25,13 @@ from tandem.doctor.messages import (
     RunRank,
     TimingTask,
 )
+from tandem.doctor.ranks import tasks_of, world
 from tandem.env import child_environment
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
-from tandem.launchers.base import World
 from tandem.launchers.ssh import diagnose, remote_command, ssh_command
-from tandem.launchers.worlds import Devices, jaccl_world, nccl_world, ring_world
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
-from tandem.protocol.keys import ClusterKeys
 
 PROBE = "tandem.doctor.probe"
 ANSWER_S = 60.0
@@ -162,25 +160,6 @@ class Probes:
             return self.ask(hosts[rank].name, request, RankTimes, timeout_s + ANSWER_S)
 
         return self.each(run, range(len(hosts)))
-
-
-def tasks_of(task: TimingTask, addresses: Sequence[str], ports: Sequence[int]) -> list[TimingTask]:
-    """The task of each rank of a group, which listens at its address and port."""
-    keys, count = ClusterKeys.generate(), len(addresses)
-    ends = [f"tcp://{address}:{port}" for address, port in zip(addresses, ports, strict=True)]
-    return [msgspec.structs.replace(task, rank=rank, ranks=count, keys=keys, listen=(addresses[rank], ports[rank]),
-                                    following=ends[(rank + 1) % count]) for rank in range(count)]
-
-
-def world(backend: str, hosts: Sequence[Host], ports: Sequence[int]) -> World:
-    """What the ranks of a group need in their environment. Raises LayoutError. Pure."""
-    listeners = [f"{host.address}:{port}" for host, port in zip(hosts, ports, strict=True)]
-    if backend in ("jaccl", "jaccl-ring"):
-        devices: list[Devices] = [[list(x) if isinstance(x, tuple) else x for x in one.rdma] for one in hosts]
-        return jaccl_world(backend, [one.name for one in hosts], devices, listeners[0])
-    if backend == "nccl":
-        return nccl_world(len(hosts), listeners[0])
-    return ring_world([[one] for one in listeners])
 
 
 def local_probe() -> list[str]:

@@ -8,54 +8,33 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Self
 
 import msgspec
 
 from tandem.borders import own_process
 from tandem.comm.blas import preload_blas
 from tandem.descriptors import raise_limit
-from tandem.env import child_environment
+from tandem.doctor.ranks import TaskProcess, leave
 from tandem.errors import TandemError
 from tandem.firstlight.check import Differs, Finding, NotApplicable, Task, resolve
-from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
+from tandem.processes.child import receive_payload, watch_lifeline
 
 MODULE = "tandem.firstlight.child"
-TAIL = 4096
-"""Bytes of what a process wrote, from the end, in which its last words are looked for."""
-END_S = 10.0
 
 
-class CheckProcess(ChildProcess):
-    """The process, for its parent; what it writes goes to a log beside its result. A context manager that ends it."""
+class CheckProcess(TaskProcess):
+    """The process, for its parent."""
 
     def __init__(self, task: Task, *, name: str, module: str = MODULE, variables: Mapping[str, str] | None = None
                  ) -> None:  # fmt: skip
-        """`module` is its entry point, `variables` go into its environment. Raises SpawnError."""
-        self._result = Path(task.result)
-        self._log = self._result.with_suffix(".log")
-        self._result.unlink(missing_ok=True)
-        with self._log.open("wb") as output:
-            super().__init__(module, msgspec.json.encode(task), env=child_environment(variables), name=name,
-                             output=output.fileno())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.kill()
-        self.wait(END_S)
+        super().__init__(task, module, name=name, variables=variables)
 
     def finding(self, deadline_s: float) -> Finding:
         """Wait for its end; what it left, or what is to be said of one that left nothing."""
         ended = self.wait(deadline_s)
-        try:
-            return msgspec.json.decode(self._result.read_bytes(), type=Finding)
-        except FileNotFoundError:
-            pass
-        lines = [line for line in self._log.read_bytes()[-TAIL:].decode(errors="replace").splitlines() if line.strip()]
-        words = f": {lines[-1].strip()}" if lines else ""
+        if found := self.answer(Finding):
+            return found
+        words = f": {said}" if (said := self.last_words()) else ""
         return Finding(verdict="no answer", detail=(f"its process {self.describe_exit()}" if ended else
                                                     f"it did not come back within {deadline_s:g} s") + words)
 
@@ -82,10 +61,7 @@ def main() -> None:
     watch_lifeline()
     raise_limit()
     preload_blas("auto")  # before any check imports mlx
-    finding = look(task)
-    part = Path(task.result + ".part")
-    part.write_bytes(msgspec.json.encode(finding))
-    part.replace(task.result)
+    leave(look(task), task.result)
     sys.stdout.flush()
     os._exit(0)  # MLX's ring waits for its peers when it is taken down
 
