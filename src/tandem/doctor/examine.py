@@ -18,12 +18,11 @@ from tandem.doctor.findings import Clock, Evidence, Finding, Host
 from tandem.doctor.memory_plan import PlanRequest, planned_for
 from tandem.doctor.parsing import interfaces
 from tandem.doctor.session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
-from tandem.launchers.agent.link import agent_name, paired_agent
 from tandem.launchers.facts import address_towards
 from tandem.launchers.hostfile import LOCAL_NAMES
 from tandem.launchers.ray.driver import ray_variables
 from tandem.launchers.ray.nodes import RayNode
-from tandem.launchers.ssh import ssh_hostname
+from tandem.launchers.ssh import named_machine
 
 HERE = "this machine"
 CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
@@ -221,8 +220,7 @@ class _Examination:
 
 def resolved(name: str) -> str:
     """The address that ssh connects to for an `ssh` entry, its configuration included; the name if there is none."""
-    agent = agent_name(name)
-    found = ssh_hostname(name) if agent is None else paired_agent(agent).address.rpartition(":")[0]
+    found = named_machine(name)
     try:
         return socket.gethostbyname(found)
     except OSError:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from importlib.metadata import version
 
 from tandem.env import machine_memory, variables
 from tandem.firstlight.check import Figures
-from tandem.launchers.facts import host_facts
+from tandem.launchers.facts import chip, installed
 from tandem.processes.device import this_device
 from tandem.system.tools import output_of
 
@@ -23,10 +22,10 @@ def facts() -> Figures:
     set_here = sorted(name for name in variables() if name.startswith(VARIABLES))
     return {
         "system": f"{platform.system()} {_system_version()}".strip(),
-        "processor": host_facts("").chip or platform.machine(), "cores": os.cpu_count() or 1, "device": device.name,
+        "processor": chip() or platform.machine(), "cores": os.cpu_count() or 1, "device": device.name,
         "gpu": device.gpu, "memory GiB": round(machine_memory() / 2**30, 1),
         "GPU memory GiB": round(device.memory_bytes / 2**30, 1) if device.gpu else 0.0,
-        "python": platform.python_version(), "mlx": version("mlx"), "mlx-lm": version("mlx-lm"),
+        **{name: found or "missing" for name, found in installed().items() if name != "tandem"},
         "variables that are set": ", ".join(set_here)}
 
 

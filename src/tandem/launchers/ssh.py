@@ -296,15 +296,19 @@ class SshLauncher(HostsLauncher):
 
 def _address_for(entry: HostEntry) -> str:
     """This machine's address towards a host. Raises ConfigError."""
-    agent = agent_name(entry.ssh)
-    name = ssh_hostname(entry.ssh) if agent is None else paired_agent(agent).address.rpartition(":")[0]
-    target = entry.ips[0] if entry.ips else name
+    target = entry.ips[0] if entry.ips else named_machine(entry.ssh)
     try:
         return address_towards(socket.gethostbyname(target))
     except OSError as error:
         raise ConfigError(f"host {entry.ssh}: {target} is not known here ({error.strerror or error}); mend the "
                           "hostfile, or name the address at which hosts reach this machine: --head-address",
                           param="hostfile") from error
+
+
+def named_machine(ssh: str) -> str:
+    """Name or address of the machine that an `ssh` entry names: its agent's, or what ssh's configuration has."""
+    agent = agent_name(ssh)
+    return ssh_hostname(ssh) if agent is None else paired_agent(agent).address.rpartition(":")[0]
 
 
 def ssh_hostname(destination: str) -> str:
