@@ -11,7 +11,7 @@ from tandem.doctor import checks_apple, checks_hosts, checks_links, checks_softw
 from tandem.doctor.findings import Clock, Evidence, Finding, Host, Need, Planned
 from tandem.doctor.messages import Facts, ModelFacts, RankTimes, Row, Transferred
 from tandem.doctor.session import explain
-from tandem.doctor.subnets import free_subnets
+from tandem.doctor.topology import free_subnets
 from tandem.system.privacy import LOCAL_NETWORK
 
 VERSIONS = {"python": "3.12.4", "tandem": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}

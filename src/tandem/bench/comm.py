@@ -1,13 +1,19 @@
-"""Speed of what joins the ranks of this machine, and of its steps: ranks as children of this process."""
+"""Speed of what joins ranks, and of their machines' steps: on this machine, and between those of a hosts file, where
+probes start the ranks, as the doctor has them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 
-from tandem.doctor.messages import LATE, RankTimes, TimingTask
+from tandem.doctor.examine import own_address, resolved
+from tandem.doctor.findings import Host
+from tandem.doctor.messages import LATE, RankTimes, RunRank, TimingTask
 from tandem.doctor.ranks import run_ranks, tasks_of
-from tandem.errors import RankFailure
+from tandem.doctor.session import ANSWER_S, ProbeLink, ProbeLost, Probes, local_probe, remote_probe
+from tandem.errors import ConfigError, RankFailure
 from tandem.launchers.base import World
+from tandem.launchers.hostfile import HostEntry, Hostfile
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.worlds import free_ports, make_world
 
@@ -49,3 +55,78 @@ def _run(tasks: Sequence[TimingTask], world: World | None, timeout_s: float) -> 
     if late := [rank for rank, one in enumerate(found) if one.error]:
         raise RankFailure(f"ranks {late} have not ended in time (--timeout)")
     return found[0]
+
+
+class HostsBench(Probes):
+    """Ranks on the machines of a hosts file, one group after the other. A context manager."""
+
+    def __init__(self, hostfile: Hostfile, python: str | None, timeout_s: float) -> None:
+        """`python` is the interpreter on the other machines, where the file names none. Nothing is started."""
+        if len(hostfile.hosts) < 2:
+            raise ConfigError(f"--hostfile {hostfile.path}: has one host; name two or more, or leave it out to measure "
+                              "this machine", param="hostfile")
+        super().__init__(2)
+        self._file = hostfile
+        self._python = python
+        self._timeout_s = timeout_s
+
+    @property
+    def names(self) -> list[str]:
+        """Of the machines, each once."""
+        return list(dict.fromkeys(one.ssh for one in self._file.hosts))
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Two entries of the file for each way between two machines, or two ranks of one."""
+        ways: dict[frozenset[str], tuple[int, int]] = {}
+        for a, b in combinations(range(len(self._file.hosts)), 2):
+            ways.setdefault(frozenset((self._file.hosts[a].ssh, self._file.hosts[b].ssh)), (a, b))
+        return list(ways.values())
+
+    def steps(self, name: str) -> RankTimes:
+        """Of one machine. Raises RankFailure."""
+        entry = next(one for one in self._file.hosts if one.ssh == name)
+        request = RunRank(TimingTask(), {}, {}, self._timeout_s)
+        try:
+            found = self.ask(self._probe(entry, 0), request, RankTimes, self._timeout_s + ANSWER_S)
+        except ProbeLost as lost:
+            raise RankFailure(lost.message) from None
+        return self._whole(entry, found)
+
+    def joined(self, pair: tuple[int, int], backend: str, sizes: list[int], iterations: int, fast_sync: bool
+               ) -> RankTimes:  # fmt: skip
+        """What joins two entries, as the first of them finds it. Raises RankFailure, and LayoutError for a backend that
+        they cannot have."""
+        entries = [self._file.hosts[index] for index in pair]
+        hosts = []
+        for end, (entry, address) in enumerate(zip(entries, _addresses(entries), strict=True)):
+            rdma = tuple(entry.rdma[index] for index in pair) if entry.rdma else ()
+            hosts.append(Host(self._probe(entry, end), address, rdma))
+        task = TimingTask(backend=backend, operations=list(OPERATIONS), sizes=sizes, iterations=iterations,
+                          fast_sync=fast_sync)
+        try:
+            found = self.time_ranks(task, hosts, dict(self._file.envs), self._timeout_s)
+        except ProbeLost as lost:
+            raise RankFailure(lost.message) from None
+        return [self._whole(entry, one) for entry, one in zip(entries, found, strict=True)][0]
+
+    def _probe(self, entry: HostEntry, end: int) -> str:
+        """The name of the probe on a machine for its rank at one end of a way; started if there is none."""
+        name = f"{entry.ssh} ({end})"
+        if name not in self.links:
+            command = local_probe() if entry.is_here else remote_probe(entry.ssh, entry.python or self._python)
+            self.links[name] = ProbeLink(entry.ssh, command)
+        return name
+
+    def _whole(self, entry: HostEntry, found: RankTimes) -> RankTimes:
+        if found.error:
+            late = f"has not ended within {self._timeout_s:g} s (--timeout)"
+            raise RankFailure(f"{entry.ssh}: {late if found.error == LATE else found.error}")
+        return found
+
+
+def _addresses(entries: Sequence[HostEntry]) -> list[str]:
+    """Where each end is reached: as the file says, else what ssh makes of the name; this machine's is the one on the
+    way to the other."""
+    found = [entry.ips[0] if entry.ips else None if entry.is_here else resolved(entry.ssh) for entry in entries]
+    others = [one for one in found if one]
+    return [one or (own_address(others[0]) if others else "127.0.0.1") for one in found]

@@ -289,7 +289,7 @@ def _comm(arguments: argparse.Namespace) -> int:
 
 def _comm_hosts(arguments: argparse.Namespace, sizes: list[int], before: Profile | None) -> int:
     """Each two machines of a hosts file, and each machine."""
-    from tandem.bench.comm_hosts import HostsBench
+    from tandem.bench.comm import HostsBench
 
     if arguments.ranks is not None:
         raise UsageError("--ranks: with --hostfile each two of its hosts have one rank each; leave it out",

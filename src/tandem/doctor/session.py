@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import subprocess
 import time
@@ -26,10 +25,9 @@ from tandem.doctor.messages import (
     TimingTask,
 )
 from tandem.doctor.ranks import tasks_of, world
-from tandem.env import child_environment
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
-from tandem.launchers.ssh import diagnose, remote_command, ssh_command
+from tandem.launchers.ssh import HostProcess, diagnose, remote_command, ssh_command
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
 
@@ -48,19 +46,17 @@ class ProbeLost(TandemError):
         self.remedy = remedy
 
 
-class ProbeLink:
+class ProbeLink(HostProcess):
     """A running probe. Used by one thread at a time."""
 
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str | None] | None = None) -> None:
         """Start `command`, which ends in a probe on the machine `name`, with `variables` in its environment."""
+        super().__init__(command, variables, stderr=subprocess.PIPE)
         self.name = name
-        self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE, env=child_environment(variables),
-                                         start_new_session=True)
         self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._complaints: list[str] = []
-        self._readers = [start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
-                         start_thread(self._read_errors, name="errors", on_failure=lambda _: None)]
+        self._readers += [start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
+                          start_thread(self._read_errors, name="errors", on_failure=lambda _: None)]
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -78,10 +74,7 @@ class ProbeLink:
     def ask(self, request: Request, timeout_s: float) -> Reply:
         """The probe's answer. Raises ProbeLost."""
         deadline = time.monotonic() + timeout_s
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # a probe that has gone shows below
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
-            self._process.stdin.flush()
+        self.tell(msgspec.json.encode(request))  # a probe that has gone shows below
         try:
             line = self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))
         except queue.Empty:
@@ -99,22 +92,12 @@ class ProbeLink:
 
     def _explain(self) -> ProbeLost:
         self._process.wait()
-        for reader in self._readers:
-            reader.join(5.0)
+        self._join()
         return explain(self.name, self._process.returncode, self._complaints)
 
     def close(self) -> None:
         """End the probe."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
-        try:
-            self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for reader in self._readers:
-            reader.join(5.0)
+        self.end(2.0)
 
 
 class Probes:

@@ -25,6 +25,13 @@ class Differs(TandemError):
         self.figures = figures or {}
 
 
+def judged(problems: list[str], figures: Figures) -> Figures:
+    """The figures. Raises Differs if there are problems."""
+    if problems:
+        raise Differs("; ".join(problems), figures)
+    return figures
+
+
 class NotApplicable(TandemError):
     """A check means nothing here; the message says why."""
 

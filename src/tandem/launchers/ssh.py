@@ -10,8 +10,9 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -135,43 +136,36 @@ def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
     return f"host {entry.ssh}: {_last(lines).removeprefix('tandem: ')}{ended}"
 
 
-class _Connection:
-    """One ssh, or a local rank host, with its output copied line by line."""
+class HostProcess:
+    """A command that runs a program on a host, and threads that read what it writes."""
 
-    def __init__(self, command: Sequence[str], payload: bytes, label: str, on_end: Callable[[], None]) -> None:
-        """`on_end` is called, in another thread, when its output has ended."""
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, env=child_environment(), start_new_session=True)
-        self.lines: deque[str] = deque(maxlen=TAIL)
-        self.served = False
-        """Its rank host has been one of a whole gang."""
-        self._label = label
-        self._on_end = on_end
-        self._reader = start_thread(self._copy, name=f"log of {label}")
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str | None] | None = None, *,
+                 stderr: int = subprocess.STDOUT) -> None:
+        """Start it with `variables` in its environment. Subclasses start the readers."""
+        self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                                         env=child_environment(variables), start_new_session=True)
+        self._readers: list[threading.Thread] = []
+
+    def tell(self, line: bytes) -> None:
+        """Write a line to its standard input; one that has ended hears nothing."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(payload + b"\n")
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
-
-    def _copy(self) -> None:
-        assert self._process.stdout is not None
-        for raw in self._process.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            self.lines.append(line)
-            # Its own time, level and rank stand in it; only where it comes from is added.
-            sys.stderr.write(printable(f"[{self._label}] {line}\n"))
-            sys.stderr.flush()
-        self._on_end()
 
     def poll(self) -> int | None:
         """Exit code once all output is read; None before."""
         code = self._process.poll()
         if code is not None:
-            self._reader.join(END_S)
+            self._join()
         return code
 
+    def _join(self) -> None:
+        for reader in self._readers:
+            reader.join(END_S)
+
     def hang_up(self) -> None:
-        """Close its standard input: the rank host there ends its rank and itself."""
+        """Close its standard input: the program there ends."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -184,7 +178,32 @@ class _Connection:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join(END_S)
+        self._join()
+
+
+class _Connection(HostProcess):
+    """One ssh, or a local rank host, with its output copied line by line."""
+
+    def __init__(self, command: Sequence[str], payload: bytes, label: str, on_end: Callable[[], None]) -> None:
+        """`on_end` is called, in another thread, when its output has ended."""
+        super().__init__(command)
+        self.lines: deque[str] = deque(maxlen=TAIL)
+        self.served = False
+        """Its rank host has been one of a whole gang."""
+        self._label = label
+        self._on_end = on_end
+        self._readers.append(start_thread(self._copy, name=f"log of {label}"))
+        self.tell(payload)
+
+    def _copy(self) -> None:
+        assert self._process.stdout is not None
+        for raw in self._process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self.lines.append(line)
+            # Its own time, level and rank stand in it; only where it comes from is added.
+            sys.stderr.write(printable(f"[{self._label}] {line}\n"))
+            sys.stderr.flush()
+        self._on_end()
 
 
 class SshLauncher(HostsLauncher):

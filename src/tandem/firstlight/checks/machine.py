@@ -13,7 +13,7 @@ from tandem.checkpoints.resolve import resolve
 from tandem.descriptors import WANTED
 from tandem.doctor.examine import Question, examine, findings
 from tandem.env import machine_memory, runtime_dir
-from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
+from tandem.firstlight.check import Figures, NotApplicable, Task, judged
 from tandem.firstlight.facts import facts
 from tandem.launchers.facts import address_towards
 from tandem.launchers.hostfile import read_hostfile
@@ -63,13 +63,6 @@ def _mac() -> Figures:
                                      for name in ("ComputerName", "LocalHostName", "HostName"))}
     return {"iogpu.wired_limit_mb": sysctl("iogpu.wired_limit_mb"), "kernel panics on record": panics,
             "different names of this machine": len(names)}
-
-
-def judged(problems: list[str], figures: Figures) -> Figures:
-    """The figures. Raises Differs if there are problems."""
-    if problems:
-        raise Differs("; ".join(problems), figures)
-    return figures
 
 
 def network(task: Task) -> Figures:
