@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.facts import launched_world
 from tandem.launchers.hostfile import HostEntry, Hostfile
@@ -145,7 +146,8 @@ def test_failures_become_one_line_with_a_remedy(code: int, lines: list[str], wor
 
 
 def launcher(*hosts: HostEntry, entries: tuple[int, ...] | None = None, **fields: object) -> SshLauncher:
-    return SshLauncher(Hostfile(path="hosts.json", hosts=hosts, **fields), entries)  # type: ignore[arg-type]
+    settings = Settings(parallel=ParallelSettings(host_entries=entries))
+    return SshLauncher(Hostfile(path="hosts.json", hosts=hosts, **fields), settings)  # type: ignore[arg-type]
 
 
 def test_hosts_on_this_machine_alone_need_loopback_alone() -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from tandem.borders import start_thread
+from tandem.config.settings import Settings
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
 from tandem.launchers.agent.link import agent_name, link_command, paired_agent
@@ -209,20 +210,18 @@ class _Connection(HostProcess):
 class SshLauncher(HostsLauncher):
     """One rank for each entry of a hostfile, in its order."""
 
-    def __init__(self, hostfile: Hostfile, entries: Sequence[int] | None = None, *, remote_python: str | None = None,
-                 head_address: str | None = None, heartbeat_s: float = 8.0, threads_per_rank: int | None = None,
-                 log_level: str = "INFO") -> None:
+    def __init__(self, hostfile: Hostfile, settings: Settings) -> None:
         """Find out at which addresses the hosts reach this machine. Raises UsageError; nothing is started."""
+        parallel = settings.parallel
         self._hostfile = hostfile
-        self._entries = hosts_of(hostfile, entries)
-        self._numbers = tuple(range(len(hostfile.hosts))) if entries is None else tuple(entries)
-        self._python = remote_python
-        self._log_level = log_level
+        self._entries = hosts_of(hostfile, parallel.host_entries)
+        self._numbers = parallel.host_entries or tuple(range(len(hostfile.hosts)))
+        self._python = parallel.remote_python
+        self._log_level = settings.process.log_level
         self._connections: dict[int, _Connection] = {}
-        self._head_addresses = self._find_head_addresses(head_address)
+        self._head_addresses = self._find_head_addresses(parallel.head_address)
         own = set(self._head_addresses)
-        super().__init__(bind=own.pop() if len(own) == 1 else "0.0.0.0", heartbeat_s=heartbeat_s,
-                         threads_per_rank=threads_per_rank)
+        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0")
 
     def _find_head_addresses(self, given: str | None) -> list[str]:
         """For each host the address by which it reaches this machine."""
