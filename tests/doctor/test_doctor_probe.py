@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tandem.doctor.messages import LATE, RankTimes, TimingTask
+from tandem.doctor.model_files import look_at
 from tandem.doctor.ranks import run_ranks
+from tandem.testing import tiny_model
 
 CHATTY = """
 import json
@@ -56,3 +58,12 @@ def test_ranks_end_when_one_fails_or_the_time_is_up(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     found: list[RankTimes] = run_ranks([TimingTask(rank=0), TimingTask(rank=1)], [{}, {}], timeout_s, "half")
     assert [one.error for one in found] == expected
+
+
+def test_a_copy_of_a_model_that_lacks_a_file_is_said_to(tmp_path: Path) -> None:
+    model = tiny_model(tmp_path / "m", shards=2)
+    assert look_at(str(model)).problem is None
+    (model / "model-00002-of-00002.safetensors").unlink()
+    found = look_at(str(model))
+    assert found.path == str(model)
+    assert "model-00002-of-00002.safetensors: is missing" in str(found.problem)
