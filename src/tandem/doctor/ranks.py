@@ -47,7 +47,7 @@ class TaskProcess(ChildProcess):
         self.wait(END_S)
 
     def answer(self, kind: type[T]) -> T | None:
-        """What it left; None if that is nothing."""
+        """Return what it left; None if that is nothing."""
         try:
             return msgspec.json.decode(self._result.read_bytes(), type=kind)
         except FileNotFoundError:
@@ -60,7 +60,7 @@ class TaskProcess(ChildProcess):
 
 
 def leave(answer: Any, result: str) -> None:
-    """In the process: write the answer, whole or not at all."""
+    """Write the answer, whole or not at all; called in the process."""
     part = Path(result + ".part")
     part.write_bytes(msgspec.json.encode(answer))
     part.replace(result)

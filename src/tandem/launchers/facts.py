@@ -50,7 +50,7 @@ def host_facts(address: str) -> HostFacts:
 
 
 def chip() -> str:
-    """What the system calls this machine's processor; empty where it does not tell."""
+    """Name of this machine's processor; empty where the system does not tell."""
     if sys.platform == "darwin":
         return sysctl("machdep.cpu.brand_string")
     try:

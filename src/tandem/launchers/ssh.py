@@ -113,8 +113,8 @@ def ssh_command(host: str, command: str) -> list[str]:
 
 
 def diagnose(host: str, code: int, said: Sequence[str]) -> tuple[str, str] | None:
-    """Why ssh to `host`, or what it should have run there, ended, and what to do; None if `said`, the last lines that
-    were written, do not tell."""
+    """Tell why ssh to `host`, or what it should have run there, ended, and what to do; None if `said`, the last lines
+    that were written, do not tell."""
     text = "\n".join(said).lower()
     if code == NOT_FOUND:
         text += ": no such file"

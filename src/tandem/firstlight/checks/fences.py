@@ -71,7 +71,7 @@ def sums(*, fast_sync: bool) -> Figures:
 
 @contextmanager
 def ring_ranks(entry: str, *, count: int = RANKS, late_s: float = 0.0) -> Iterator[list[CheckProcess]]:
-    """So many of the `RANKS` ranks of a ring, as processes that make `entry` and end with the context."""
+    """Start `count` of the `RANKS` ranks of a ring, as processes that make `entry` and end with the context."""
     with ExitStack() as stack:
         world = make_world("ring", RANKS, 0)
         stack.callback(world.remove)

@@ -213,7 +213,7 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
 
 
 def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
-    """What comes of an attempt without the user's token or, where that is refused and there is one, with it."""
+    """Attempt it without the user's token and, where that is refused and there is one, with it."""
     has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
                  or (Path.home() / ".ray" / "auth_token").exists())
     try:
