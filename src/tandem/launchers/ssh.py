@@ -59,9 +59,9 @@ SSH_TROUBLES = (
     ("could not resolve hostname", "its name is not known here", "mend `ssh` in the hostfile, or /etc/hosts"),
     ("connection refused", "it does not take ssh connections",
      "on {host}: System Settings > General > Sharing > Remote Login, or sudo systemctl enable --now ssh"),
-    ("timed out", "it does not answer", _PING),
-    ("no route to host", "there is no way to it", _PING),
-    ("network is unreachable", "there is no way to it", _PING),
+    ("timed out", "it cannot be reached", _PING),
+    ("no route to host", "it cannot be reached", _PING),
+    ("network is unreachable", "it cannot be reached", _PING),
 )
 """Words of ssh, or of what stands in its place for agents; what they mean, and what helps."""
 PYTHON_TROUBLES = (
