@@ -27,7 +27,6 @@ AWAITED = {
     "server/batches/runner.py _first": "awaited there",
     "bench/workload.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
-    "doctor/probe.py run_module": "a timer that kills a process",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
     "guided/probe.py main": "joined there; a probe without an answer counts as one that failed",
 }
@@ -62,7 +61,7 @@ def test_no_thread_and_no_task_is_without_a_border() -> None:
 
 def test_every_process_of_our_own_says_so() -> None:
     entries = [path for path in SOURCES.rglob("*.py") if '__name__ == "__main__"' in path.read_text()]
-    short = {"system/device.py", "doctor/collective.py", "guided/probe.py", "bench/comm_rank.py", "doctor/probe.py",
+    short = {"system/device.py", "guided/probe.py", "bench/comm_rank.py", "doctor/probe.py",
              "loading/trial.py", "launchers/agent/link.py", "parity/rank.py", "cli/hosts/receive.py",
              "vllm_plugin/ray_cluster.py", "executors/spare.py"}
     """They start no thread, end it themselves, or go on in a rank's entry point."""

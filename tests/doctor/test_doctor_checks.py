@@ -9,9 +9,9 @@ from msgspec import structs
 
 from tandem.doctor import checks_apple, checks_hosts, checks_links, checks_software
 from tandem.doctor.findings import Clock, Evidence, Finding, Host, Need, Planned
-from tandem.doctor.messages import Collected, Facts, ModelFacts, Transferred
+from tandem.doctor.messages import Facts, ModelFacts, RankTimes, Row, Transferred
 from tandem.doctor.session import explain
-from tandem.doctor.subnets import free_subnets
+from tandem.doctor.topology import free_subnets
 from tandem.system.privacy import LOCAL_NETWORK
 
 VERSIONS = {"python": "3.12.4", "tandem": "0.1.0", "mlx": "0.32.4", "mlx-lm": "0.32.2"}
@@ -48,7 +48,8 @@ def pair(**changes) -> Evidence:
         planned=Planned("pp=2", {"a": Need(10 << 30, 40 << 30), "b": Need(10 << 30, 40 << 30)}),
         facts={"a": mac(1), "b": mac(2)}, clocks={"b": Clock(0.01, 0.02)},
         links={ends: Transferred(None, 2e-5, 3e9) for ends in (("a", "b"), ("b", "a"))},
-        collected={name: Collected(None, {"4096": 3e-5}) for name in "ab"})
+        collected=dict.fromkeys("ab", RankTimes(rows=[Row(operation="all_sum", bytes=4096, median_us=30.0, p99_us=40.0,
+                                                          gb_per_s=0.1)])))
     for name, value in changes.items():
         setattr(evidence, name, value)
     return evidence
@@ -258,25 +259,31 @@ def test_links():
 
 
 def test_sums():
-    evidence = pair(collected={"a": Collected("no sum within 60 s"), "b": Collected(None, {})})
+    evidence = pair(collected={"a": RankTimes(error="no sum within 60 s"), "b": RankTimes()})
     assert [(one.check, one.where) for one in bad(evidence)] == [("all_sum", "a")]
     evidence = pair(collected={})
     assert checks_links.collective(evidence)[0].verdict == "skip"
 
 
-@pytest.mark.parametrize(("said", "remedy"), [
-    ("ann@b: Permission denied (publickey,password).", "ssh-copy-id b"),
-    ("Host key verification failed.", "ssh b hostname"),
-    ("ssh: connect to host b port 22: Connection timed out", "ping"),
-    ("ssh: connect to host b port 22: Connection refused", "Remote Login"),
-    ("ssh: Could not resolve hostname b: nodename nor servname provided, or not known", "/etc/hosts"),
-    ("/usr/bin/python: Error while finding module specification for 'tandem.doctor.probe' "
+@pytest.mark.parametrize(("code", "said", "remedy"), [
+    (255, "ann@b: Permission denied (publickey,password).", "ssh-copy-id b"),
+    (255, "Host key verification failed.", "ssh b hostname"),
+    (255, "ssh: connect to host b port 22: Connection timed out", "ping"),
+    (255, "ssh: connect to host b port 22: Connection refused", "Remote Login"),
+    (255, "ssh: Could not resolve hostname b: nodename nor servname provided, or not known", "/etc/hosts"),
+    (1, "/usr/bin/python: Error while finding module specification for 'tandem.doctor.probe' "
      "(ModuleNotFoundError: No module named 'tandem')", "python -m pip install "),
-    ("zsh:1: command not found: python3", '"python": PATH')])
-def test_why_ssh_failed(said, remedy):
-    found = explain("b", 255, ["Warning: Permanently added 'b' to the list of known hosts.", said])
+    (127, "zsh:1: command not found: python3", "--remote-python")])
+def test_why_ssh_failed(code, said, remedy):
+    found = explain("b", code, ["Warning: Permanently added 'b' to the list of known hosts.", said])
     assert remedy in found.remedy
     assert "Traceback" not in found.message
+
+
+def test_why_an_agent_failed():
+    said = "tandem: agent b: the agent does not answer: is it running there, and still paired with this machine?"
+    assert explain("agent:b", 255, [said]).remedy.endswith("tandem hosts pair b")
+    assert explain("agent:b", 255, ["tandem: agent b is not paired with this machine"]).remedy == "tandem hosts pair b"
 
 
 def test_subnets_for_cables_clash_with_nothing():

@@ -18,11 +18,10 @@ import pytest
 
 from tandem.descriptors import raise_limit
 from tandem.doctor.examine import Question, examine
-from tandem.errors import ModelNotFound
+from tandem.errors import ModelNotFound, RankFailure
 from tandem.firstlight.catalogue import CHECKS
-from tandem.firstlight.check import Differs, Figures, NotApplicable, Task, resolve
+from tandem.firstlight.check import Differs, Figures, Finding, NotApplicable, Task, resolve
 from tandem.firstlight.checks import arena, device, faults, fences, hosts, machine, risky, sampling, wiring
-from tandem.firstlight.ranks import Found
 from tandem.loading import trial
 from tandem.loading.quantized_kv import Quantized
 from tandem.runner import digest, penalties, sampler
@@ -234,30 +233,33 @@ def test_fence(task: Task, monkeypatch: Patch) -> None:
         fences.fence(task)
 
 
-def pair_of(*found: Found) -> Any:
+def ranks_that_find(found: Finding) -> Any:
     """What takes the place of two ranks."""
     @contextmanager
-    def made(work: str, **_: object) -> Any:
-        class Ranks:
-            def found(self, seconds: float) -> list[Found]:
-                return list(found)
-        yield Ranks()
+    def made(entry: str, **_: object) -> Any:
+        yield SimpleNamespace(finding=lambda seconds: found), None
     return made
 
 
 @pytest.mark.parametrize(("found", "words"), [
-    (Found(figures={"seconds": 0.01}), "a sum after as long"),
-    (Found(error="RuntimeError: odd words"), "odd words, seen"),
-    (Found(error="rank 0 was ended by SIGABRT"), "SIGABRT, seen")])
-def test_late(found: Found, words: str, task: Task, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(fences, "Pair", pair_of(found))
+    (Finding(verdict="ok", figures={"seconds": 0.01}), "a sum after as long"),
+    (Finding(verdict="failed", detail="RuntimeError: odd words"), "odd words, seen"),
+    (Finding(verdict="no answer", detail="its process was ended by SIGABRT"), "SIGABRT, seen"),
+    (Finding(verdict="no answer", detail="its process was ended by SIGABRT: Caused GPU Timeout Error"), "SIGABRT")])
+def test_late(found: Finding, words: str, task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(fences, "ring_ranks", ranks_that_find(found))
     differs(fences.late, task, words)
 
 
 def test_late_knows_the_error_of_a_gpu_that_waited_too_long(task: Task, monkeypatch: Patch) -> None:
     words = "RuntimeError: [METAL] Command buffer execution failed: (kIOGPUCommandBufferCallbackErrorTimeout)"
-    monkeypatch.setattr(fences, "Pair", pair_of(Found(error=words)))
+    monkeypatch.setattr(fences, "ring_ranks", ranks_that_find(Finding(verdict="failed", detail=words)))
     assert fences.late(task)["1 s late"] == words
+
+
+def test_a_rank_that_is_late_is_waited_for(task: Task, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(fences, "LATE", (4.0,))  # the check itself asks for half of it
+    assert str(fences.late(task)["4 s late"]).startswith("waited ")
 
 
 def test_wiring(task: Task, monkeypatch: Patch) -> None:
@@ -446,7 +448,11 @@ def test_fast_fences(task: Task, monkeypatch: Patch) -> None:
         yield None
 
     monkeypatch.setattr(risky, "serving", serving)
-    monkeypatch.setattr(risky, "Pair", pair_of(Found(figures={"us": 1.0})))
+    monkeypatch.setattr(risky, "sums", lambda fast_sync: {"us": 1.0} if fast_sync else {})
     assert risky.fast_fences(task)["us"] == 1.0
-    monkeypatch.setattr(risky, "Pair", pair_of(Found(error="rank 0 did not come back within 60 s")))
-    differs(risky.fast_fences, task, "did not come back")
+
+    def late(fast_sync: bool) -> Figures:
+        raise RankFailure("ranks [0, 1] have not ended in time")
+
+    monkeypatch.setattr(risky, "sums", late)
+    differs(risky.fast_fences, task, "ranks [0, 1] have not ended in time, seen")

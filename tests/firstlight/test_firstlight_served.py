@@ -19,8 +19,8 @@ import pytest
 
 from tandem.firstlight.check import Finding, Task
 from tandem.firstlight.checks import hosts as hosts_checks
+from tandem.firstlight.checks.machine import make_random
 from tandem.firstlight.child import look
-from tandem.firstlight.random_model import make
 
 PLANTED = Path(__file__).parent / "planted"
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("model") / "tiny"
-    make(directory)
+    make_random(directory)
     return directory
 
 

@@ -16,6 +16,7 @@ import pytest
 from msgspec import structs
 
 from pids import gone
+from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, UsageError
 from tandem.launchers.facts import host_facts
 from tandem.launchers.hosts import HostsLauncher
@@ -45,7 +46,8 @@ class Waiting(HostsLauncher):
     """Its rank hosts are threads of the test."""
 
     def __init__(self, **options: object) -> None:
-        super().__init__(bind="127.0.0.1", heartbeat_s=HEARTBEAT_S, tickets=False, **options)  # type: ignore[arg-type]
+        super().__init__(ParallelSettings(heartbeat_timeout=HEARTBEAT_S), bind="127.0.0.1", tickets=False,
+                         **options)  # type: ignore[arg-type]
 
     def bring(self, missing: list[int], *, first: bool) -> None:
         for slot in missing:

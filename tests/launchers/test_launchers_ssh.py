@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.settings import ParallelSettings, Settings
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.facts import launched_world
 from tandem.launchers.hostfile import HostEntry, Hostfile
@@ -116,20 +117,25 @@ def test_the_command_is_one_word_for_any_login_shell() -> None:
 
 
 @pytest.mark.parametrize(("code", "lines", "words"), [
-    (255, ["me@mac2: Permission denied (publickey)."], "refuses this user's key; `ssh-copy-id mac2`"),
+    (255, ["me@mac2: Permission denied (publickey)."], "refuses this user's key; ssh-copy-id mac2"),
     (255, ["Host key verification failed."], "host key is not the known one"),
     (255, ["ssh: Could not resolve hostname mac2: Name or service not known"], "its name is not known here"),
-    (255, ["ssh: connect to host mac2 port 22: Connection refused"], "start sshd there (macOS"),
-    (255, ["ssh: connect to host mac2 port 22: Connection timed out"], "cannot be reached; check that it is on"),
-    (255, ["ssh: connect to host mac2 port 22: Operation timed out"], "cannot be reached"),
-    (255, ["ssh: connect to host mac2 port 22: No route to host"], "cannot be reached"),
+    (255, ["ssh: connect to host mac2 port 22: Connection refused"],
+     "on mac2: System Settings > General > Sharing > Remote Login"),
+    (255, ["ssh: connect to host mac2 port 22: Connection timed out"],
+     "it cannot be reached; ping -c 3 mac2   (is it on"),
+    (255, ["ssh: connect to host mac2 port 22: Operation timed out"], "it cannot be reached; ping"),
+    (255, ["ssh: connect to host mac2 port 22: No route to host"], "it cannot be reached; ping"),
     (255, ["kex_exchange_identification: banner line"], "banner line (ssh ended with 255)"),
     (255, [], "nothing was said (ssh ended with 255)"),
-    (127, ["sh: 1: exec: python3: not found"], "no Python with Tandem was found there"),
+    (127, ["sh: 1: exec: python3: not found"],
+     "no Python with Tandem was found there (sh: 1: exec: python3: not found); name its interpreter"),
     (1, ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
-     "no Python with Tandem was found there"),
+     "No module named 'tandem')); "),
+    (1, ["/usr/bin/python3: Error while finding module (ModuleNotFoundError: No module named 'tandem')"],
+     "python -m pip install "),
     (1, ["xcode-select: note: No developer tools were found, requesting install."],
-     "no Python with Tandem was found there"),
+     "requesting install.); name its interpreter with --remote-python, or as `python` in the hostfile"),
     (2, ["Unknown option: -P", "usage: python3 [option] ...", "Try `python -h' for more information."],
      "its Python is older than 3.11"),
     (2, ["some rank log", "tandem: h2 has no address 10.0.0.9"], "host mac2: h2 has no address 10.0.0.9"),
@@ -140,7 +146,8 @@ def test_failures_become_one_line_with_a_remedy(code: int, lines: list[str], wor
 
 
 def launcher(*hosts: HostEntry, entries: tuple[int, ...] | None = None, **fields: object) -> SshLauncher:
-    return SshLauncher(Hostfile(path="hosts.json", hosts=hosts, **fields), entries)  # type: ignore[arg-type]
+    settings = Settings(parallel=ParallelSettings(host_entries=entries))
+    return SshLauncher(Hostfile(path="hosts.json", hosts=hosts, **fields), settings)  # type: ignore[arg-type]
 
 
 def test_hosts_on_this_machine_alone_need_loopback_alone() -> None:

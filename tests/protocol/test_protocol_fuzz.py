@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from statuses import STATUS
-from tandem.doctor.messages import Request, RunRank
+from tandem.doctor.messages import Request, RunRank, TimingTask
 from tandem.errors import TransportError
 from tandem.protocol import blobs, control, hosts, supervisor
 from tandem.protocol.codec import Decoder
@@ -179,4 +179,4 @@ def test_a_rank_is_given_no_file_outside_of_its_directory(name: str) -> None:
     with pytest.raises(TransportError, match="files"):
         Decoder[hosts.HeadMessage](hosts.HeadMessage).decode(msgspec.msgpack.encode(order))
     with pytest.raises(msgspec.ValidationError, match="files"):
-        msgspec.json.decode(msgspec.json.encode(RunRank("", {}, {name: "content"}, 1.0)), type=Request)
+        msgspec.json.decode(msgspec.json.encode(RunRank(TimingTask(), {}, {name: "content"}, 1.0)), type=Request)

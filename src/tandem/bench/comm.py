@@ -1,82 +1,132 @@
-"""Speed of what joins the ranks of this machine, and of its steps: ranks as children of this process."""
+"""Speed of what joins ranks, and of their machines' steps: on this machine, and between those of a hosts file, where
+probes start the ranks, as the doctor has them."""
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import combinations
 
-import msgspec
-
-from tandem.bench.messages import MODULE, CommPayload, RankTimes
-from tandem.errors import RankFailure
+from tandem.doctor.examine import own_address, resolved
+from tandem.doctor.findings import Host
+from tandem.doctor.messages import LATE, RankTimes, RunRank, TimingTask
+from tandem.doctor.ranks import run_ranks, tasks_of
+from tandem.doctor.session import ANSWER_S, ProbeLink, ProbeLost, Probes, local_probe, remote_probe
+from tandem.errors import ConfigError, RankFailure
 from tandem.launchers.base import World
+from tandem.launchers.hostfile import HostEntry, Hostfile
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.worlds import free_ports, make_world
-from tandem.processes.child import ChildProcess
-from tandem.protocol.keys import ClusterKeys
 
-POLL_S = 0.05
 HERE = "127.0.0.1"
+OPERATIONS = ("all_sum", "between", "tcp", "ring")
 
 
-def measure(backend: str, ranks: int, sizes: list[int], iterations: int, *, timeout_s: float, fast_sync: bool = False
-            ) -> RankTimes:  # fmt: skip
+def measure(backend: str, ranks: int, sizes: list[int], iterations: int, *, timeout_s: float, fast_sync: bool = False,
+            operations: Sequence[str] = OPERATIONS) -> RankTimes:
     """What rank 0 finds, smallest sizes first.
 
     Operations: `all_sum` over all ranks, of an array that is there, and `between` two operations of the device; `tcp`
     and, where the backend is a ring, `ring`: one hop from a rank to the next, as pipeline stages hand over. Raises
-    LayoutError for a backend that cannot be had here, RankFailure when a rank fails or `timeout_s` seconds pass.
+    LayoutError for a backend that cannot be had here, RankFailure when a rank fails, a sum is wrong or `timeout_s`
+    seconds pass.
     """
     world = make_world(backend, ranks, 0)
     try:
-        group = payloads(backend, [HERE] * ranks, free_ports(ranks), sizes, iterations, fast_sync)
-        return _run(group, world, timeout_s)
+        task = TimingTask(backend=backend, operations=list(operations), sizes=sizes, iterations=iterations,
+                          fast_sync=fast_sync)
+        return _run(tasks_of(task, [HERE] * ranks, free_ports(ranks)), world, timeout_s)
     finally:
         world.remove()
 
 
 def measure_here(timeout_s: float) -> RankTimes:
     """The steps of this machine, with all of its cores. Raises RankFailure."""
-    return _run([CommPayload()], None, timeout_s)
+    return _run([TimingTask()], None, timeout_s)
 
 
-def payloads(backend: str, addresses: Sequence[str], ports: Sequence[int], sizes: list[int], iterations: int,
-             fast_sync: bool) -> list[CommPayload]:
-    """For the ranks of a group, each of which listens at its address and port."""
-    keys, count = ClusterKeys.generate(), len(addresses)
-    ends = [f"tcp://{address}:{port}" for address, port in zip(addresses, ports, strict=True)]
-    return [CommPayload(rank=rank, ranks=count, backend=backend, sizes=sizes, iterations=iterations, keys=keys,
-                        listen=(addresses[rank], ports[rank]), following=ends[(rank + 1) % count], fast_sync=fast_sync)
-            for rank in range(count)]
+def _run(tasks: Sequence[TimingTask], world: World | None, timeout_s: float) -> RankTimes:
+    launcher = LocalLauncher(1 if world else None)
+    variables = [{**launcher.variables(task.rank, len(tasks)), **(world.variables(task.rank) if world else {})}
+                 for task in tasks]
+    found = run_ranks(tasks, variables, timeout_s)
+    for rank, one in enumerate(found):
+        if one.error not in (None, LATE):
+            raise RankFailure(f"rank {rank}: {one.error}", rank=rank)
+    if late := [rank for rank, one in enumerate(found) if one.error]:
+        raise RankFailure(f"ranks {late} have not ended in time (--timeout)")
+    return found[0]
 
 
-def _run(group: Sequence[CommPayload], world: World | None, timeout_s: float) -> RankTimes:
-    launcher = LocalLauncher(1 if world else None, MODULE)
-    processes: list[ChildProcess] = []
-    with tempfile.TemporaryDirectory(prefix="tandem-comm-") as directory:
-        results = [Path(directory) / f"found-{one.rank}.json" for one in group]
+class HostsBench(Probes):
+    """Ranks on the machines of a hosts file, one group after the other. A context manager."""
+
+    def __init__(self, hostfile: Hostfile, python: str | None, timeout_s: float) -> None:
+        """`python` is the interpreter on the other machines, where the file names none. Nothing is started."""
+        if len(hostfile.hosts) < 2:
+            raise ConfigError(f"--hostfile {hostfile.path}: has one host; name two or more, or leave it out to measure "
+                              "this machine", param="hostfile")
+        super().__init__(2)
+        self._file = hostfile
+        self._python = python
+        self._timeout_s = timeout_s
+
+    @property
+    def names(self) -> list[str]:
+        """Of the machines, each once."""
+        return list(dict.fromkeys(one.ssh for one in self._file.hosts))
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Two entries of the file for each way between two machines, or two ranks of one."""
+        ways: dict[frozenset[str], tuple[int, int]] = {}
+        for a, b in combinations(range(len(self._file.hosts)), 2):
+            ways.setdefault(frozenset((self._file.hosts[a].ssh, self._file.hosts[b].ssh)), (a, b))
+        return list(ways.values())
+
+    def steps(self, name: str) -> RankTimes:
+        """Of one machine. Raises RankFailure."""
+        entry = next(one for one in self._file.hosts if one.ssh == name)
+        request = RunRank(TimingTask(), {}, {}, self._timeout_s)
         try:
-            for one in group:
-                payload = msgspec.structs.replace(one, result=str(results[one.rank]))
-                processes.append(launcher.start(one.rank, len(group), msgspec.json.encode(payload),
-                                                world.variables(one.rank) if world else {}))
-            _wait(processes, time.monotonic() + timeout_s)
-            return msgspec.json.decode(results[0].read_bytes(), type=RankTimes)
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait(5.0)
+            found = self.ask(self._probe(entry, 0), request, RankTimes, self._timeout_s + ANSWER_S)
+        except ProbeLost as lost:
+            raise RankFailure(lost.message) from None
+        return self._whole(entry, found)
+
+    def joined(self, pair: tuple[int, int], backend: str, sizes: list[int], iterations: int, fast_sync: bool
+               ) -> RankTimes:  # fmt: skip
+        """What joins two entries, as the first of them finds it. Raises RankFailure, and LayoutError for a backend that
+        they cannot have."""
+        entries = [self._file.hosts[index] for index in pair]
+        hosts = []
+        for end, (entry, address) in enumerate(zip(entries, _addresses(entries), strict=True)):
+            rdma = tuple(entry.rdma[index] for index in pair) if entry.rdma else ()
+            hosts.append(Host(self._probe(entry, end), address, rdma))
+        task = TimingTask(backend=backend, operations=list(OPERATIONS), sizes=sizes, iterations=iterations,
+                          fast_sync=fast_sync)
+        try:
+            found = self.time_ranks(task, hosts, dict(self._file.envs), self._timeout_s)
+        except ProbeLost as lost:
+            raise RankFailure(lost.message) from None
+        return [self._whole(entry, one) for entry, one in zip(entries, found, strict=True)][0]
+
+    def _probe(self, entry: HostEntry, end: int) -> str:
+        """The name of the probe on a machine for its rank at one end of a way; started if there is none."""
+        name = f"{entry.ssh} ({end})"
+        if name not in self.links:
+            command = local_probe() if entry.is_here else remote_probe(entry.ssh, entry.python or self._python)
+            self.links[name] = ProbeLink(entry.ssh, command)
+        return name
+
+    def _whole(self, entry: HostEntry, found: RankTimes) -> RankTimes:
+        if found.error:
+            late = f"has not ended within {self._timeout_s:g} s (--timeout)"
+            raise RankFailure(f"{entry.ssh}: {late if found.error == LATE else found.error}")
+        return found
 
 
-def _wait(processes: list[ChildProcess], deadline: float) -> None:
-    while (codes := [process.poll() for process in processes]) != [0] * len(processes):
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
-        if failed is not None:
-            raise RankFailure(f"rank {failed} {processes[failed].describe_exit()}; what it says stands above",
-                              rank=failed)
-        if time.monotonic() > deadline:
-            late = [rank for rank, code in enumerate(codes) if code is None]
-            raise RankFailure(f"ranks {late} have not ended in time (--timeout)")
-        time.sleep(POLL_S)
+def _addresses(entries: Sequence[HostEntry]) -> list[str]:
+    """Where each end is reached: as the file says, else what ssh makes of the name; this machine's is the one on the
+    way to the other."""
+    found = [entry.ips[0] if entry.ips else None if entry.is_here else resolved(entry.ssh) for entry in entries]
+    others = [one for one in found if one]
+    return [one or (own_address(others[0]) if others else "127.0.0.1") for one in found]

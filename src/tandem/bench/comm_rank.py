@@ -7,14 +7,14 @@ import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from tandem.bench.messages import CommPayload, RankTimes, Row
 from tandem.bench.report import percentile
 from tandem.comm.blas import preload_blas
+from tandem.doctor.messages import RankTimes, Row, TimingTask
+from tandem.doctor.ranks import leave
 from tandem.errors import TandemError
 from tandem.processes.child import guarded_lifeline, receive_payload, watch_lifeline
 from tandem.system.cuda import prepare_cuda
@@ -68,60 +68,73 @@ class _Timer:
                              p99_us=1e6 * percentile(times, 0.99), gb_per_s=size / median / 1e9))
 
 
-def run(payload: CommPayload) -> RankTimes:
+def run(task: TimingTask) -> RankTimes:
     """Measure. Raises TandemError, and what MLX raises."""
     from tandem.loading.memory import choose_device, device_name, memory_bytes, on_gpu, on_metal
 
     choose_device("auto")
     found = RankTimes(device=device_name(), gpu=on_gpu(), metal=on_metal(), memory_bytes=memory_bytes(),
                       mlx=version("mlx"))
-    if payload.ranks > 1:
-        return msgspec.structs.replace(found, rows=_joined(payload))
+    if task.ranks > 1:
+        return msgspec.structs.replace(found, rows=_joined(task))
     from tandem.bench.steps import measure_steps
 
     return msgspec.structs.replace(found, steps=measure_steps(gpu=on_gpu()))
 
 
-def _joined(payload: CommPayload) -> list[Row]:
-    """What joins the ranks: collectives, and hops from one to the next."""
+def _joined(task: TimingTask) -> list[Row]:
+    """What joins the ranks: collectives, and hops from one to the next. Raises TandemError for a wrong sum."""
     import mlx.core as mx
 
     from tandem.comm.group import RingLink, StageGroup
 
-    timer = _Timer(payload.iterations)
+    timer = _Timer(task.iterations)
     with guarded_lifeline():
-        group = StageGroup(payload.backend, payload.ranks)
-    arrays = {size: mx.zeros(max(size // ITEM_BYTES, 1), mx.float32) for size in payload.sizes}
-    for size, array in arrays.items():
+        group = StageGroup(task.backend, task.ranks)
+    arrays = {size: mx.full((max(size // ITEM_BYTES, 1),), group.rank + 1.0) for size in task.sizes}
+    mx.eval(*arrays.values())
+    mean = (group.size + 1) / 2
+    for size, array in arrays.items() if "all_sum" in task.operations else ():
         timer("all_sum", size, lambda _, array=array: mx.eval(group.sum(array)))  # type: ignore[misc]
-    for size, array in arrays.items():
-        timer.between(size, lambda sums, array=array: _chain(group, array, sums))  # type: ignore[misc]
-    assert payload.keys is not None
-    channel = TcpChannel(payload.keys, *payload.listen)
-    channel.connect([payload.following])
-    for size in payload.sizes:
-        whole = max(size // ITEM_BYTES, 1) * ITEM_BYTES
-        timer("tcp", whole, lambda step, size=whole: _lap(channel, payload.rank, step, size),  # type: ignore[misc]
-              payload.ranks)
-    if payload.backend == "ring":
-        link = RingLink(payload.ranks)
+        _check(group.sum(array), group.size * mean, f"a sum of {size} bytes over {group.size} ranks gives")
+    for size, array in arrays.items() if "between" in task.operations else ():
+        timer.between(size, lambda sums, array=array: mx.eval(_chain(group, array, sums)))  # type: ignore[misc]
+        _check(_chain(group, array, True), mean + CROSSINGS * group.size,
+               f"{CROSSINGS} sums of {size} bytes between operations give")
+    if "tcp" in task.operations:
+        assert task.keys is not None
+        channel = TcpChannel(task.keys, *task.listen)
+        channel.connect([task.following])
+        for size in task.sizes:
+            whole = max(size // ITEM_BYTES, 1) * ITEM_BYTES
+            timer("tcp", whole, lambda step, size=whole: _lap(channel, task.rank, step, size),  # type: ignore[misc]
+                  task.ranks)
+    if "ring" in task.operations and task.backend == "ring":
+        link = RingLink(task.ranks)
         for size, array in arrays.items():
-            timer("ring", size, lambda _, array=array: _ring_lap(link, payload.rank, array),  # type: ignore[misc]
-                  payload.ranks)
+            timer("ring", size, lambda _, array=array: _ring_lap(link, task.rank, array),  # type: ignore[misc]
+                  task.ranks)
     mx.eval(group.sum(mx.zeros(1)))  # nobody closes a channel that still holds something for others
-    channel.close()
+    if "tcp" in task.operations:
+        channel.close()
     return timer.rows
 
 
-def _chain(group: StageGroup, x: Any, sums: bool) -> None:
+def _chain(group: StageGroup, x: Any, sums: bool) -> Any:
     """Operations of the device one after the other, as layers are, with a sum over the ranks behind each."""
-    import mlx.core as mx
-
     for _ in range(CROSSINGS):
         x = x * (1 / group.size) + 1.0
         if sums:
             x = group.sum(x)
-    mx.eval(x)
+    return x
+
+
+def _check(total: Any, expected: float, what: str) -> None:
+    """Raises TandemError where the sum `total` is another than `expected`."""
+    import mlx.core as mx
+
+    if not mx.allclose(total, mx.full(total.shape, expected)).item():
+        raise TandemError(f"{what} {expected:g} everywhere, expected; others, seen")
 
 
 def _ring_lap(link: RingLink, rank: int, array: Any) -> None:
@@ -146,21 +159,17 @@ def _lap(channel: TcpChannel, rank: int, step: int, size: int) -> None:
 
 def main() -> None:
     """Measure and end."""
-    payload = msgspec.json.decode(receive_payload(), type=CommPayload)
+    task = msgspec.json.decode(receive_payload(), type=TimingTask)
     watch_lifeline()
-    prepare_metal(payload.fast_sync)
+    prepare_metal(task.fast_sync)
     prepare_cuda()
     preload_blas("auto")
     try:
-        answer = msgspec.json.encode(run(payload))
-        if payload.result:
-            Path(payload.result).write_bytes(answer)
-        else:
-            sys.stdout.buffer.write(answer + b"\n")
-            sys.stdout.buffer.flush()
-    except (TandemError, RuntimeError, ValueError, OSError) as error:
-        print(f"rank {payload.rank}: {error}", file=sys.stderr, flush=True)  # noqa: T201 - a process of its own
-        os._exit(1)
+        found = run(task)
+    except (TandemError, RuntimeError, ValueError, OSError, ImportError) as error:
+        found = RankTimes(error=str(error))
+    leave(found, task.result)
+    sys.stdout.flush()
     os._exit(0)
 
 

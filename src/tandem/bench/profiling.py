@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from tandem.bench.messages import RankTimes, Row
+from tandem.doctor.messages import RankTimes, Row
 from tandem.planner.profile import VERSION, Backend, HostProfile, LinkProfile, Profile, Sum, Versions, rounded
 from tandem.version import __version__
 

@@ -14,7 +14,7 @@ from tandem.cli.arguments import say
 from tandem.doctor.facts import gather
 from tandem.doctor.messages import GatherFacts
 from tandem.doctor.parsing import interfaces
-from tandem.doctor.subnets import is_virtual
+from tandem.doctor.topology import is_virtual
 from tandem.errors import ConfigError
 from tandem.launchers.agent.agent import Agent
 from tandem.launchers.agent.discovery import Announcement

@@ -20,7 +20,6 @@ from msgspec import to_builtins
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tandem.bench.client import Target, Timed, first_model
-from tandem.bench.messages import RankTimes, Row
 from tandem.bench.plot import svg
 from tandem.bench.profiling import profile_of
 from tandem.bench.report import GOODPUT_METRICS, METRICS, RATIOS, detail, lines, ratios, samples, summary
@@ -28,6 +27,7 @@ from tandem.bench.workload import Mix, Prompts, offer
 from tandem.bench.workload import Progress as OnAnswer
 from tandem.cli.address import api_key, checked_url, server_url
 from tandem.cli.arguments import fail
+from tandem.doctor.messages import RankTimes, Row
 from tandem.errors import UsageError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.planner.hosts import this_name
@@ -289,7 +289,7 @@ def _comm(arguments: argparse.Namespace) -> int:
 
 def _comm_hosts(arguments: argparse.Namespace, sizes: list[int], before: Profile | None) -> int:
     """Each two machines of a hosts file, and each machine."""
-    from tandem.bench.comm_hosts import HostsBench
+    from tandem.bench.comm import HostsBench
 
     if arguments.ranks is not None:
         raise UsageError("--ranks: with --hostfile each two of its hosts have one rank each; leave it out",

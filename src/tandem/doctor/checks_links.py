@@ -10,7 +10,7 @@ from tandem.doctor.checks_software import on
 from tandem.doctor.findings import Evidence, Finding, alike
 from tandem.doctor.messages import Facts
 from tandem.doctor.parsing import Interface, gateways, interfaces
-from tandem.doctor.subnets import free_subnets, is_virtual
+from tandem.doctor.topology import free_subnets, is_virtual
 from tandem.system.privacy import LOCAL_NETWORK, LOCAL_NETWORK_PANE
 
 SLOW_FAIL, SLOW_WARN = 10e6, 100e6

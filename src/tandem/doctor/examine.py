@@ -5,8 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import TypeVar
@@ -18,15 +17,12 @@ from tandem.doctor.checks_links import TRIED
 from tandem.doctor.findings import Clock, Evidence, Finding, Host
 from tandem.doctor.memory_plan import PlanRequest, planned_for
 from tandem.doctor.parsing import interfaces
-from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
-from tandem.launchers.agent.link import agent_name, paired_agent
-from tandem.launchers.base import World
+from tandem.doctor.session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
 from tandem.launchers.facts import address_towards
 from tandem.launchers.hostfile import LOCAL_NAMES
 from tandem.launchers.ray.driver import ray_variables
 from tandem.launchers.ray.nodes import RayNode
-from tandem.launchers.ssh import ssh_hostname
-from tandem.launchers.worlds import Devices, jaccl_world, nccl_world, ring_world
+from tandem.launchers.ssh import named_machine
 
 HERE = "this machine"
 CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
@@ -36,6 +32,8 @@ CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
     checks_apple.fences, checks_apple.power, checks_links.collective)
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
 CLOCK_ROUNDS = 5
+SIZES, ROUNDS = (4096, 65536, 1 << 20), 20
+"""Of the all_sum: bytes of the arrays, and how often each is added."""
 T = TypeVar("T")
 
 
@@ -64,8 +62,8 @@ class Question:
 
 def examine(question: Question, on_progress: Callable[[str], None] = lambda text: None) -> Evidence:
     """Gather all evidence. Machines that do not answer are noted in it."""
-    with _Examination(question, on_progress) as examination:
-        return examination.run()
+    with Probes(len(question.hosts) + 1) as probes:
+        return _Examination(question, probes, on_progress).run()
 
 
 def findings(evidence: Evidence) -> list[Finding]:
@@ -76,20 +74,12 @@ def findings(evidence: Evidence) -> list[Finding]:
 
 
 class _Examination:
-    def __init__(self, question: Question, on_progress: Callable[[str], None]) -> None:
+    def __init__(self, question: Question, probes: Probes, on_progress: Callable[[str], None]) -> None:
         self._question = question
         self._say = on_progress
-        self._links: dict[str, ProbeLink] = {}
-        self._pool = ThreadPoolExecutor(max_workers=len(question.hosts) + 1)
+        self._probes, self._links = probes, probes.links
         self._evidence = Evidence(list(question.hosts) or [Host(HERE)], HERE, question.backend, question.model,
                                   question.variables, question.weights_from_head, ray=question.ray)
-
-    def __enter__(self) -> _Examination:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        list(self._pool.map(ProbeLink.close, self._links.values()))
-        self._pool.shutdown()
 
     def run(self) -> Evidence:
         evidence = self._evidence
@@ -156,7 +146,7 @@ class _Examination:
             best = Clock(0.0, float("inf"))
             for _ in range(CLOCK_ROUNDS):
                 sent = time.time()
-                now = self._ask(name, messages.TellTime(), messages.Time, TRANSFER_S).now
+                now = self._probes.ask(name, messages.TellTime(), messages.Time, TRANSFER_S).now
                 back = time.time()
                 if back - sent < 2 * best.within:
                     best = Clock(now - (sent + back) / 2, (back - sent) / 2)
@@ -182,12 +172,12 @@ class _Examination:
         evidence = self._evidence
         token = secrets.token_hex(16)
         listen, opened = messages.Listen(token), messages.ReservedPorts
-        ports = self._each(lambda name: self._ask(name, listen, opened, TRANSFER_S).ports[0], self._links)
+        ports = self._each(lambda name: self._probes.ask(name, listen, opened, TRANSFER_S).ports[0], self._links)
         address = {one.name: one.address for one in evidence.hosts}
 
         def ask(source: str, target: str, seconds: float) -> messages.Transferred:
             transfer = messages.Transfer(address[target], ports[target], token, seconds)
-            return self._ask(source, transfer, messages.Transferred, TRANSFER_S)
+            return self._probes.ask(source, transfer, messages.Transferred, TRANSFER_S)
 
         def ask_all(source: str) -> dict[str, messages.Transferred]:
             return {target: ask(source, target, 0.0) for target in self._links if target != source}
@@ -212,47 +202,25 @@ class _Examination:
         if lacking or any(one.verdict == "fail" for one in checks_apple.rdma(evidence)):
             return
         self._say(f"adding over {len(ranks)} ranks ({question.backend})")
-        reserve, reserved = messages.Reserve(1), messages.ReservedPorts
-        ports = self._each(lambda name: self._ask(name, reserve, reserved, TRANSFER_S).ports[0], names)
-        group = world(question.backend, ranks, ports)
-
-        def ask(index: int) -> messages.Collected:
-            variables = {**question.variables, **group.variables(index)}
-            request = messages.Collect(question.backend, variables, group.files(index), COLLECTIVE_S)
-            return self._ask(ranks[index].name, request, messages.Collected, COLLECTIVE_S + TRANSFER_S)
-
-        found = list(self._pool.map(ask, range(len(ranks))))
-        evidence.collected = {one.name: collected for one, collected in zip(ranks, found, strict=True)}
-
-    def _ask(self, name: str, request: messages.Request, kind: type[T], timeout_s: float) -> T:
+        task = messages.TimingTask(backend=question.backend, operations=["all_sum"], sizes=list(SIZES),
+                                   iterations=ROUNDS)
         try:
-            reply = self._links[name].ask(request, timeout_s)
+            found = self._probes.time_ranks(task, ranks, question.variables, COLLECTIVE_S)
         except ProbeLost as error:
-            raise ProbeLost(f"{name} was lost in the middle of it: {error.message}", error.remedy) from None
-        assert isinstance(reply, kind)
-        return reply
+            found = [messages.RankTimes(error=error.message)] * len(ranks)
+        late = f"no sum within {COLLECTIVE_S:g} s"
+        evidence.collected = {host.name: structs.replace(one, error=late) if one.error == messages.LATE else one
+                              for host, one in zip(ranks, found, strict=True)}
 
     def _each(self, ask: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
         """`ask` for each of the machines, side by side."""
         order = list(names)
-        return dict(zip(order, self._pool.map(ask, order), strict=True))
-
-
-def world(backend: str, ranks: Sequence[Host], ports: Mapping[str, int]) -> World:
-    """What the ranks of the test group need in their environment. Raises LayoutError. Pure."""
-    listeners = [f"{one.address}:{ports[one.name]}" for one in ranks]
-    if backend in ("jaccl", "jaccl-ring"):
-        devices: list[Devices] = [[list(x) if isinstance(x, tuple) else x for x in one.rdma] for one in ranks]
-        return jaccl_world(backend, [one.name for one in ranks], devices, listeners[0])
-    if backend == "nccl":
-        return nccl_world(len(ranks), listeners[0])
-    return ring_world([[one] for one in listeners])
+        return dict(zip(order, self._probes.each(ask, order), strict=True))
 
 
 def resolved(name: str) -> str:
     """The address that ssh connects to for an `ssh` entry, its configuration included; the name if there is none."""
-    agent = agent_name(name)
-    found = ssh_hostname(name) if agent is None else paired_agent(agent).address.rpartition(":")[0]
+    found = named_machine(name)
     try:
         return socket.gethostbyname(found)
     except OSError:

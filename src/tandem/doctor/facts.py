@@ -8,17 +8,18 @@ import os
 import platform
 import socket
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tandem.doctor.messages import Facts, GatherFacts
 from tandem.doctor.model_files import look_at
 from tandem.env import machine_memory, variables
+from tandem.errors import UsageError
+from tandem.launchers.facts import chip, installed
+from tandem.launchers.worlds import visible_gpus
+from tandem.processes.device import this_device
 from tandem.system.ports import is_shadowed
 from tandem.system.tools import output_of
-from tandem.version import __version__
 
-PACKAGES = ("mlx", "mlx-lm")
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 COMMANDS = {
     "Darwin": {
@@ -32,7 +33,6 @@ COMMANDS = {
         "listeners": ["lsof", "-nP", "-iTCP", "-sTCP:LISTEN"],
         "os_version": ["sw_vers", "-productVersion"],
         "os_build": ["sw_vers", "-buildVersion"],
-        "chip": ["sysctl", "-n", "machdep.cpu.brand_string"],
         "memory_pages": ["vm_stat"],
         "power": ["pmset", "-g"],
         "battery": ["pmset", "-g", "batt"],
@@ -63,8 +63,8 @@ def gather(request: GatherFacts) -> Facts:
     return Facts(
         hostname=hostname, hostname_addresses=_resolve(hostname), system=system,
         executable=os.path.realpath(sys.executable), root=os.geteuid() == 0,
-        chip=outputs.get("chip", "").strip() or platform.machine(), memory_bytes=memory, available_bytes=available,
-        mlx_bytes=_mlx_bytes(system), versions=_versions(), outputs=outputs,
+        chip=chip() or platform.machine(), memory_bytes=memory, available_bytes=available,
+        mlx_bytes=_mlx_bytes(system), versions=installed(), outputs=outputs,
         variables={name: value for name, value in variables().items() if name.startswith("MLX_")},
         busy_ports=[port for port in request.ports if _is_busy(port)],
         model=look_at(request.model, full_hash=request.full_hash) if request.model else None)
@@ -91,29 +91,14 @@ def _meminfo(installed: int) -> tuple[int, int]:
 
 
 def _mlx_bytes(system: str) -> int | None:
-    """Memory for MLX on the GPU, where there is one. mlx is imported only there."""
-    if system != "Darwin" and not Path("/dev/nvidia0").exists():
+    """Memory for MLX on the GPU, where there is one."""
+    if system != "Darwin" and not visible_gpus():
         return None
     try:
-        import mlx.core as mx
-
-        info = mx.device_info()
-    except (ImportError, RuntimeError):
+        device = this_device()
+    except UsageError:
         return None
-    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
-        if key in info:
-            return int(info[key])
-    return None
-
-
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {"python": platform.python_version(), "tandem": __version__}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found
+    return device.memory_bytes if device.gpu else None
 
 
 def _is_busy(port: int) -> bool:

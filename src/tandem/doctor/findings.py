@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tandem.doctor.messages import Collected, Facts, Transferred
+from tandem.doctor.messages import Facts, RankTimes, Transferred
 from tandem.launchers.ray.nodes import RayNode
 
 Verdict = Literal["ok", "warn", "fail", "skip"]
@@ -94,7 +94,7 @@ class Evidence:
     facts: dict[str, Facts] = field(default_factory=dict)
     clocks: dict[str, Clock] = field(default_factory=dict)
     links: dict[tuple[str, str], Transferred] = field(default_factory=dict)
-    collected: dict[str, Collected] = field(default_factory=dict)
+    collected: dict[str, RankTimes] = field(default_factory=dict)
 
     @property
     def several(self) -> bool:

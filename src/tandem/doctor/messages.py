@@ -6,8 +6,13 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from tandem.planner.profile import Step
 from tandem.protocol.hosts import VariableName
+from tandem.protocol.keys import ClusterKeys
 
+TIMING_MODULE = "tandem.bench.comm_rank"
+"""Entry point of a rank that times collectives, channels or steps."""
+LATE = "late"
 MARK = b"\x1etandem "
 """Begins each line of a probe's: what a login shell prints besides is passed over."""
 
@@ -52,27 +57,40 @@ class Transfer(Struct, frozen=True, tag=True):
     """Length of the bandwidth test; 0 only tries to connect."""
 
 
-class Collect(Struct, frozen=True, tag=True):
-    """Run one rank of an MLX group that adds arrays; answered by `Collected`."""
+class TimingTask(Struct, frozen=True, kw_only=True):
+    """What one rank is to time: with others what joins them, alone the steps of its machine."""
 
-    backend: str
+    rank: int = 0
+    ranks: int = 1
+    backend: str = "ring"
+    operations: list[str] = []
+    """As `Row.operation`."""
+    sizes: list[int] = []
+    """Bytes of one array."""
+    iterations: int = 0
+    keys: ClusterKeys | None = None
+    """For `tcp`."""
+    listen: tuple[str, int] = ("", 0)
+    """Address and port of its channel."""
+    following: str = ""
+    """Where the next rank listens: tcp://ADDRESS:PORT."""
+    fast_sync: bool = False
+    """With MLX's fast fences, on a Mac."""
+    result: str = ""
+    """File for the answer."""
+
+
+class RunRank(Struct, frozen=True, tag=True):
+    """Run one rank that times (`TIMING_MODULE`); answered by `RankTimes`."""
+
+    task: TimingTask
     variables: dict[str, str]
     files: dict[VariableName, str]
     """Variable -> content of the file that it is to name."""
     timeout_s: float
 
 
-class RunRank(Struct, frozen=True, tag=True):
-    """Run one rank of `tandem bench comm`; answered by `RankRan`."""
-
-    payload: str
-    """What it gets on standard input: a line of JSON."""
-    variables: dict[str, str]
-    files: dict[VariableName, str]
-    timeout_s: float
-
-
-Request = GatherFacts | TellTime | Listen | Reserve | Transfer | Collect | RunRank
+Request = GatherFacts | TellTime | Listen | Reserve | Transfer | RunRank
 
 # --- probe -> doctor -------------------------------------------------------------------------------------------
 
@@ -136,19 +154,36 @@ class Transferred(Struct, frozen=True, tag=True):
     """Bytes a second, one way."""
 
 
-class Collected(Struct, frozen=True, tag=True):
-    """What the rank's process said; with `error` if the sums did not come out."""
+class Row(Struct, frozen=True, kw_only=True):
+    """Repeated calls of one operation with one size."""
+
+    operation: str
+    """all_sum: of an array that is there; between: an all_sum between two operations of the device; tcp and ring: one
+    hop."""
+    bytes: int
+    median_us: float
+    p99_us: float
+    gb_per_s: float
+    """10**9 bytes a second."""
+
+
+class RankTimes(Struct, frozen=True, kw_only=True, tag=True):
+    """What a rank has found, and on what; with `error` (and nothing else that counts) if it failed."""
 
     error: str | None = None
-    latency_s: dict[str, float] = {}
-    """Bytes (as text) -> median seconds of an all_sum."""
+    """`LATE` if its time was up."""
+    device: str = ""
+    gpu: bool = False
+    metal: bool = False
+    memory_bytes: int = 0
+    mlx: str = ""
+    rows: list[Row] = []
+    steps: list[Step] = []
 
-
-class RankRan(Struct, frozen=True, tag=True):
-    """The last line that it printed, JSON; with `error` if it failed."""
-
-    error: str | None = None
-    answer: str = ""
+    @property
+    def latency_s(self) -> dict[str, float]:
+        """Bytes (as text) -> median seconds of an all_sum."""
+        return {str(row.bytes): row.median_us / 1e6 for row in self.rows if row.operation == "all_sum"}
 
 
 class ProbeError(Struct, frozen=True, tag=True):
@@ -157,4 +192,4 @@ class ProbeError(Struct, frozen=True, tag=True):
     message: str
 
 
-Reply = Facts | Time | ReservedPorts | Transferred | Collected | RankRan | ProbeError
+Reply = Facts | Time | ReservedPorts | Transferred | RankTimes | ProbeError

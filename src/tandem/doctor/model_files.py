@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 
 from tandem.checkpoints.demo import demo_path
+from tandem.checkpoints.index import weight_files
 from tandem.checkpoints.resolve import HUB_ID
 from tandem.doctor.messages import ModelFacts
+from tandem.errors import BrokenModel
 from tandem.system.files import file_trouble
 
 _SUFFIXES = (".safetensors", ".json", ".jinja", ".model", ".gguf")
@@ -42,11 +43,11 @@ def _look_at(model: str, *, full_hash: bool) -> ModelFacts:
     if not (path / "config.json").is_file():
         return ModelFacts(str(path), f"{path} has no config.json")
     files = sorted(one for one in path.iterdir() if one.suffix in _SUFFIXES and one.is_file())
-    weights = {one.name for one in files if one.suffix == ".safetensors"}
-    lacking = sorted(_promised(path) - weights)
-    problem = f"{path} lacks {', '.join(lacking)}" if lacking else None
-    if not weights and not lacking:
-        problem = f"{path} has no weights"
+    problem = None
+    try:
+        weight_files(path)
+    except BrokenModel as error:
+        problem = error.message
     return ModelFacts(str(path), problem, {one.name: digest(one, full=full_hash) for one in files},
                       sum(one.stat().st_size for one in files))
 
@@ -83,14 +84,3 @@ def _hub_copy(repo: str) -> Path | None:
         return Path(snapshot_download(repo, local_files_only=True))
     except HUB_ERRORS:  # not here, or not to be used
         return None
-
-
-def _promised(path: Path) -> set[str]:
-    """Weight files that the index names."""
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return set()
-    try:
-        return set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError):
-        return set()

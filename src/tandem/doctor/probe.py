@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import queue
 import socket
 import statistics
 import struct
-import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -26,9 +21,8 @@ from tandem.descriptors import raise_limit
 from tandem.doctor import messages
 from tandem.doctor.facts import gather
 from tandem.doctor.messages import Transferred
-from tandem.env import child_environment
+from tandem.doctor.ranks import run_ranks
 from tandem.launchers.worlds import free_ports, written_files
-from tandem.processes.interpreter import module_command
 from tandem.system.privacy import connect_trouble, network_withheld
 
 CONNECT_S = 4.0
@@ -118,13 +112,6 @@ def _receive(connection: socket.socket, count: int) -> bytes:
     return data
 
 
-COLLECTIVE = "tandem.doctor.collective"
-MEASURING = "tandem.bench.comm_rank"
-LATE = "late"
-TAIL = 65536
-"""Bytes of what the test group has complained about that are read, from the end."""
-
-
 class Probe:
     """Answers one request after the other."""
 
@@ -144,49 +131,15 @@ class Probe:
             return messages.ReservedPorts(free_ports(request.count, ""))
         if isinstance(request, messages.Transfer):
             return transfer(request.address, request.port, request.token, request.seconds)
-        return run_rank(request) if isinstance(request, messages.RunRank) else collect(request)
+        return run_rank(request)
 
 
-def collect(request: messages.Collect) -> messages.Collected:
-    """Run one rank of the test group."""
-    error, line = run_module(COLLECTIVE, request.backend, request.variables, request.files, request.timeout_s)
-    return messages.Collected(f"no sum within {request.timeout_s:g} s" if error == LATE else error,
-                     json.loads(line) if error is None else {})
-
-
-def run_rank(request: messages.RunRank) -> messages.RankRan:
-    """Run one rank that measures."""
-    error, line = run_module(MEASURING, request.payload, request.variables, request.files, request.timeout_s)
-    late = f"has not ended within {request.timeout_s:g} s (--timeout)"
-    return messages.RankRan(late if error == LATE else error, line)
-
-
-def run_module(module: str, payload: str, given: Mapping[str, str], files: Mapping[str, str], timeout_s: float
-               ) -> tuple[str | None, str]:  # fmt: skip
-    """Run a module in a process of its own, which is killed when its time is up (`LATE`): why it failed, if it did, and
-    the last line that it printed."""
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-doctor-"))
-        variables = {**given, **written_files(Path(directory), files)}
-        complaints = stack.enter_context(tempfile.TemporaryFile())  # a pipe that nobody reads fills, and stops it
-        process = subprocess.Popen(module_command(module), env=child_environment(variables),
-                                   stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=complaints)
-        assert process.stdin is not None
-        process.stdin.write(payload.encode() + b"\n")
-        process.stdin.flush()
-        timer = threading.Timer(timeout_s, process.kill)
-        timer.start()
-        assert process.stdout is not None
-        with process.stdin, process.stdout:  # its lifeline stays open until it has ended
-            output, code = process.stdout.read(), process.wait()
-        complaints.seek(max(complaints.seek(0, os.SEEK_END) - TAIL, 0))
-        errors = complaints.read()
-        late = not timer.is_alive()
-        timer.cancel()
-    if code == 0:
-        return None, output.decode().splitlines()[-1]  # NCCL may have written before it
-    lines = errors.decode(errors="replace").strip().splitlines()
-    return LATE if late else lines[-1] if lines else f"exit code {code}", ""
+def run_rank(request: messages.RunRank) -> messages.RankTimes:
+    """Run one rank that times."""
+    with tempfile.TemporaryDirectory(prefix="tandem-doctor-") as directory:
+        variables = {**request.variables, **written_files(Path(directory), request.files)}
+        [found] = run_ranks([request.task], [variables], request.timeout_s)
+        return found
 
 
 def main() -> int:

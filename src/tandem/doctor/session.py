@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Self, TypeVar
 
 import msgspec
 
 from tandem.borders import start_thread
-from tandem.doctor.messages import MARK, ProbeError, Reply, Request
-from tandem.env import child_environment
+from tandem.doctor.findings import Host
+from tandem.doctor.messages import (
+    MARK,
+    ProbeError,
+    RankTimes,
+    Reply,
+    Request,
+    Reserve,
+    ReservedPorts,
+    RunRank,
+    TimingTask,
+)
+from tandem.doctor.ranks import tasks_of, world
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
-from tandem.launchers.ssh import remote_command, ssh_command
+from tandem.launchers.ssh import HostProcess, diagnose, remote_command, ssh_command
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
-from tandem.system.origin import install_command
 
 PROBE = "tandem.doctor.probe"
+ANSWER_S = 60.0
+"""Seconds that a probe gets for what is quick, the start of its Python included."""
+T = TypeVar("T")
+K = TypeVar("K")
 
 
 class ProbeLost(TandemError):
@@ -31,19 +46,17 @@ class ProbeLost(TandemError):
         self.remedy = remedy
 
 
-class ProbeLink:
+class ProbeLink(HostProcess):
     """A running probe. Used by one thread at a time."""
 
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str | None] | None = None) -> None:
         """Start `command`, which ends in a probe on the machine `name`, with `variables` in its environment."""
+        super().__init__(command, variables, stderr=subprocess.PIPE)
         self.name = name
-        self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.PIPE, env=child_environment(variables),
-                                         start_new_session=True)
         self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._complaints: list[str] = []
-        self._readers = [start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
-                         start_thread(self._read_errors, name="errors", on_failure=lambda _: None)]
+        self._readers += [start_thread(self._read, name="answers", on_failure=lambda _: self._replies.put(None)),
+                          start_thread(self._read_errors, name="errors", on_failure=lambda _: None)]
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -61,10 +74,7 @@ class ProbeLink:
     def ask(self, request: Request, timeout_s: float) -> Reply:
         """The probe's answer. Raises ProbeLost."""
         deadline = time.monotonic() + timeout_s
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):  # a probe that has gone shows below
-            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
-            self._process.stdin.flush()
+        self.tell(msgspec.json.encode(request))  # a probe that has gone shows below
         try:
             line = self._replies.get(timeout=max(deadline - time.monotonic(), 0.0))
         except queue.Empty:
@@ -82,22 +92,57 @@ class ProbeLink:
 
     def _explain(self) -> ProbeLost:
         self._process.wait()
-        for reader in self._readers:
-            reader.join(5.0)
+        self._join()
         return explain(self.name, self._process.returncode, self._complaints)
 
     def close(self) -> None:
         """End the probe."""
-        if self._process.stdin is not None:
-            with contextlib.suppress(OSError):
-                self._process.stdin.close()
+        self.end(2.0)
+
+
+class Probes:
+    """Probes on several machines, by name: each is asked by one thread at a time. A context manager."""
+
+    def __init__(self, most: int) -> None:
+        """At most so many are asked side by side. Nothing is started."""
+        self.links: dict[str, ProbeLink] = {}
+        self._pool = ThreadPoolExecutor(most)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.each(ProbeLink.close, self.links.values())
+        self._pool.shutdown()
+
+    def each(self, act: Callable[[K], T], things: Iterable[K]) -> list[T]:
+        """Call `act` for each of the things, side by side; what it returns, in their order."""
+        return list(self._pool.map(act, list(things)))
+
+    def ask(self, name: str, request: Request, kind: type[T], timeout_s: float = ANSWER_S) -> T:
+        """Ask one of them. Raises ProbeLost, which names the machine, also for an answer that is no `kind`."""
+        link = self.links[name]
         try:
-            self._process.wait(2.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        for reader in self._readers:
-            reader.join(5.0)
+            reply = link.ask(request, timeout_s)
+        except ProbeLost as error:
+            raise ProbeLost(f"{link.name}: {error.message}{f'; {error.remedy}' if error.remedy else ''}") from None
+        if not isinstance(reply, kind):
+            raise ProbeLost(f"{link.name}: another version of Tandem answers there; install the same on all machines")
+        return reply
+
+    def time_ranks(self, task: TimingTask, hosts: Sequence[Host], variables: Mapping[str, str], timeout_s: float
+                   ) -> list[RankTimes]:  # fmt: skip
+        """Run a group with one rank on each host; what each finds. Raises ProbeLost, and LayoutError for a backend that
+        they cannot have."""
+        ports = self.each(lambda host: self.ask(host.name, Reserve(2), ReservedPorts).ports, hosts)
+        group = world(task.backend, hosts, [two[0] for two in ports])
+        tasks = tasks_of(task, [host.address for host in hosts], [two[1] for two in ports])
+
+        def run(rank: int) -> RankTimes:
+            request = RunRank(tasks[rank], {**variables, **group.variables(rank)}, group.files(rank), timeout_s)
+            return self.ask(hosts[rank].name, request, RankTimes, timeout_s + ANSWER_S)
+
+        return self.each(run, range(len(hosts)))
 
 
 def local_probe() -> list[str]:
@@ -115,32 +160,4 @@ def remote_probe(host: str, python: str | None = None) -> list[str]:
 def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
     """Why ssh, or what it should have run, ended. Pure."""
     said = complaints[-1] if complaints else f"ended with code {code}"
-    text = " ".join(complaints)
-    for sign, why, remedy in _SIGNS:
-        if sign in text:
-            name = agent_name(host) or host
-            todo = remedy.format(host=name) or install_command("python", name)
-            return ProbeLost(why.format(host=host, said=said), todo)
-    return ProbeLost(said, f"ssh {host} hostname")
-
-
-_SIGNS: tuple[tuple[str, str, str], ...] = (
-    ("is not paired", "its agent is not paired with this machine", "tandem hosts pair {host}"),
-    ("the agent does not answer", "its agent does not answer",
-     "run `tandem agent --pair` there, tandem hosts pair {host}"),
-    ("Permission denied", "ssh asks for a password", "ssh-copy-id {host}"),
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is not the one known here",
-     "ssh-keygen -R {host}   (if you know why it changed), then ssh {host}"),
-    ("Host key verification failed", "its host key is not known here yet", "ssh {host} hostname   (and say yes)"),
-    ("Could not resolve hostname", "its name is not known here", "put its address into the hosts file or /etc/hosts"),
-    ("Connection refused", "it is there, but no ssh server listens",
-     "on {host}: System Settings > Sharing > Remote Login, or sudo systemctl enable --now ssh"),
-    ("timed out", "it does not answer", "ping -c 3 {host}"),
-    ("No route to host", "there is no way to it", "ping -c 3 {host}"),
-    ("Network is unreachable", "there is no way to it", "ping -c 3 {host}"),
-    ("nknown option: -P", "its python is older than 3.11", "name a newer one in the hosts file: \"python\": PATH"),
-    ("No module named", "Tandem is not installed for the python there: {said}",
-     ""),
-    ("not found", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),
-    ("No such file", "no python was found there: {said}", "name its interpreter in the hosts file: \"python\": PATH"),
-)
+    return ProbeLost(*(diagnose(host, code, complaints) or (said, f"ssh {host} hostname")))

@@ -34,7 +34,7 @@ CHECKS: tuple[Check, ...] = (
     Check("fence", "fences:fence", 40, "crossings between CPU and GPU",
           "work that goes to and fro is right, and what a crossing costs"),
     Check("collectives", "fences:collectives", 180, "sums of two ranks between the device's operations",
-          "sums are right, and what one costs between two products, as layers have it"),
+          "sums are right, and what one costs between two operations, as layers have it"),
     Check("late", "fences:late", 600, "a rank that comes late to a sum",
           "its peer waits, or gets an error that Tandem knows for a wait"),
     Check("wiring", "wiring:wiring", 600, "weights in memory after a pause",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
@@ -23,6 +23,13 @@ class Differs(TandemError):
     def __init__(self, message: str, figures: Figures | None = None) -> None:
         super().__init__(message)
         self.figures = figures or {}
+
+
+def judged(problems: list[str], figures: Figures) -> Figures:
+    """The figures. Raises Differs if there are problems."""
+    if problems:
+        raise Differs("; ".join(problems), figures)
+    return figures
 
 
 class NotApplicable(TandemError):
@@ -44,6 +51,8 @@ class Task(Struct, frozen=True, kw_only=True):
     """MLX's hosts file; empty without one."""
     random: bool = False
     """The model's weights are random: `model` makes it."""
+    options: dict[str, Any] = {}
+    """What a part of a check is told besides."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):

@@ -6,18 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import msgspec
 from msgspec.structs import replace
 
-from tandem.env import child_environment
 from tandem.errors import SpawnError
-from tandem.firstlight.check import Check, Finding, Outcome, Task
-from tandem.firstlight.child import MODULE
+from tandem.firstlight.check import Check, Outcome, Task
+from tandem.firstlight.child import MODULE, CheckProcess
 from tandem.firstlight.journal import Journal
-from tandem.processes.child import ChildProcess
 
-TAIL = 4096
-"""Bytes of what a process wrote, from the end, in which its last words are looked for."""
 Listener = Callable[[Check, Outcome | None], None]
 """Called when a check begins (None), and when it has ended."""
 
@@ -54,33 +49,12 @@ class Director:
         return [self._journal.outcomes[one.name] for one in checks if one.name in self._journal.outcomes]
 
     def _made(self, check: Check, attempt: int) -> Outcome:
-        result, log = (Path(self._task.directory) / f"{check.name}.{kind}" for kind in ("json", "log"))
-        result.unlink(missing_ok=True)
-        task = replace(self._task, entry=check.entry, result=str(result))
+        task = replace(self._task, entry=check.entry, result=str(Path(self._task.directory) / f"{check.name}.json"))
         began = time.monotonic()
-        with log.open("wb") as output:
-            try:
-                child = ChildProcess(self._module, msgspec.json.encode(task), env=child_environment(), name=check.name,
-                                     output=output.fileno())
-            except SpawnError as error:
-                return Outcome(name=check.name, verdict="failed", detail=error.message, seconds=0.0, attempts=attempt)
-            try:
-                ended = child.wait(check.deadline_s)
-            finally:
-                child.kill()
-                child.wait(10.0)
-        finding = _finding(result, child.describe_exit() if ended else "", check.deadline_s, log)
+        try:
+            with CheckProcess(task, name=check.name, module=self._module) as process:
+                finding = process.finding(check.deadline_s)
+        except SpawnError as error:
+            return Outcome(name=check.name, verdict="failed", detail=error.message, seconds=0.0, attempts=attempt)
         return Outcome(name=check.name, verdict=finding.verdict, detail=finding.detail, figures=finding.figures,
                        seconds=round(time.monotonic() - began, 1), attempts=attempt)
-
-
-def _finding(result: Path, ended: str, deadline_s: float, log: Path) -> Finding:
-    """What the process left, or what is to be said of one that left nothing."""
-    try:
-        return msgspec.json.decode(result.read_bytes(), type=Finding)
-    except FileNotFoundError:
-        pass
-    lines = [line for line in log.read_bytes()[-TAIL:].decode(errors="replace").splitlines() if line.strip()]
-    words = f": {lines[-1].strip()}" if lines else ""
-    return Finding(verdict="no answer", detail=(f"its process {ended}" if ended else
-                                                f"it did not come back within {deadline_s:g} s") + words)

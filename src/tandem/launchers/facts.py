@@ -24,26 +24,33 @@ from tandem.system.tools import sysctl
 from tandem.version import __version__
 
 
-def versions() -> dict[str, str]:
-    """Versions that must be alike on all machines."""
-    found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "tandem": __version__}
+def installed() -> dict[str, str | None]:
+    """Versions of Python, Tandem and MLX here; None for what is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version(), "tandem": __version__}
     for name in ("mlx", "mlx-lm"):
         try:
             found[name] = version(name)
         except PackageNotFoundError:
-            found[name] = "missing"
+            found[name] = None
     return found
+
+
+def versions() -> dict[str, str]:
+    """Versions that must be alike on all machines: Python's to its minor one."""
+    return {name: found or "missing" for name, found in
+            {**installed(), "python": f"{sys.version_info.major}.{sys.version_info.minor}"}.items()}
 
 
 def host_facts(address: str) -> HostFacts:
     """This machine, reached at `address`."""
     return HostFacts(
         name=socket.gethostname(), machine=machine_id(), pid=os.getpid(), address=address, versions=versions(),
-        system=f"{platform.system()} {platform.machine()}", chip=_chip(), cores=os.cpu_count() or 1,
+        system=f"{platform.system()} {platform.machine()}", chip=chip(), cores=os.cpu_count() or 1,
         memory_bytes=machine_memory(), usable_bytes=usable_memory(), gpus=visible_gpus())
 
 
-def _chip() -> str:
+def chip() -> str:
+    """Name of this machine's processor; empty where the system does not tell."""
     if sys.platform == "darwin":
         return sysctl("machdep.cpu.brand_string")
     try:

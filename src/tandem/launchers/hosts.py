@@ -8,6 +8,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Sequence
 
+from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
 from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.local import thread_variables
@@ -20,7 +21,6 @@ from tandem.protocol.keys import ClusterKeys
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.1
-HEARTBEAT_S = 8.0
 SEEK_S = 30.0
 """Seconds between two warnings that a lost machine does not come back."""
 
@@ -28,18 +28,18 @@ SEEK_S = 30.0
 class HostsLauncher(Launcher):
     """Listens for rank hosts; what is left to subclasses is to bring them (`bring`), and to end them (`release`)."""
 
-    def __init__(self, *, bind: str, port: int = 0, keys: ClusterKeys | None = None, tickets: bool = True,
-                 heartbeat_s: float = HEARTBEAT_S, threads_per_rank: int | None = None) -> None:
+    def __init__(self, parallel: ParallelSettings, *, bind: str, port: int = 0, keys: ClusterKeys | None = None,
+                 tickets: bool = True) -> None:
         """Open the join socket on an address of this machine (0.0.0.0: all), and a port (0: a free one).
 
         With `tickets` each rank host must show what `Roster.issue` was last given for its slot. Raises UsageError when
         the port is taken.
         """
         self._bind = bind
-        self._threads = threads_per_rank
+        self._threads = parallel.threads_per_rank
         self.keys = keys or ClusterKeys.generate()
         try:
-            self.roster = Roster(self.keys, bind, port, heartbeat_s, tickets=tickets)
+            self.roster = Roster(self.keys, bind, port, parallel.heartbeat_timeout, tickets=tickets)
         except TransportError as error:
             why = os.strerror(getattr(error.__cause__, "errno", None) or 0)
             raise UsageError(f"rank hosts cannot join at {bind}:{port}: {why}; choose another --join-port or "

@@ -59,9 +59,10 @@ class LocalLauncher(Launcher):
 
     def start(self, rank: int, world_size: int, payload: bytes, extra_env: dict[str, str]) -> ChildProcess:
         """Start one rank."""
-        return self._spares.start(rank, payload, self._variables(rank, world_size), extra_env)
+        return self._spares.start(rank, payload, self.variables(rank, world_size), extra_env)
 
-    def _variables(self, rank: int, world_size: int) -> dict[str, str]:
+    def variables(self, rank: int, world_size: int) -> dict[str, str]:
+        """A rank's part of the cores and GPUs, as variables of its environment."""
         threads = thread_variables(self._threads or max(1, (os.cpu_count() or 1) // world_size))
         gpus = visible_gpus() if world_size > 1 else []
         device = {"CUDA_VISIBLE_DEVICES": gpus[rank % len(gpus)]} if gpus else {}
@@ -69,7 +70,7 @@ class LocalLauncher(Launcher):
 
     def keep_spare(self, rank: int, world_size: int, spec: bytes) -> None:
         """As a child of this process."""
-        self._spares.keep(rank, spec, self._variables(rank, world_size))
+        self._spares.keep(rank, spec, self.variables(rank, world_size))
 
     def drop_spares(self) -> None:
         """End them."""

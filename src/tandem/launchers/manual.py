@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from tandem.config.settings import ParallelSettings
 from tandem.errors import ConfigError
 from tandem.launchers.hosts import HostsLauncher
 from tandem.protocol.codec import UNREADABLE
@@ -23,16 +24,15 @@ ALL_ADDRESSES = "0.0.0.0"
 class ManualLauncher(HostsLauncher):
     """Takes rank hosts in any order; those beyond what the layout needs wait as spares."""
 
-    def __init__(self, *, port: int, token_file: str | None, head_address: str | None = None, heartbeat_s: float = 8.0,
-                 threads_per_rank: int | None = None) -> None:
+    def __init__(self, parallel: ParallelSettings) -> None:
         """Raises UsageError: no token file, or the port is taken."""
-        if not token_file:
+        if not parallel.token_file:
             raise ConfigError("--launcher manual needs --token-file FILE: it is made if it is missing; copy it to each "
                               "machine for `tandem rank`", param="token_file")
-        self._token_file = token_file
+        self._token_file = parallel.token_file
         self._told = 0
-        super().__init__(bind=head_address or ALL_ADDRESSES, port=port, keys=make_token(token_file), tickets=False,
-                         heartbeat_s=heartbeat_s, threads_per_rank=threads_per_rank)
+        super().__init__(parallel, bind=parallel.head_address or ALL_ADDRESSES, port=parallel.join_port,
+                         keys=make_token(self._token_file), tickets=False)
 
     def bring(self, missing: list[int], *, first: bool) -> None:
         """Say once what to do."""

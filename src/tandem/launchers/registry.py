@@ -38,28 +38,20 @@ def _local(settings: Settings) -> Launcher:
 def _ssh(settings: Settings) -> Launcher:
     from tandem.launchers.ssh import SshLauncher
 
-    parallel = settings.parallel
-    assert parallel.hostfile is not None  # settings are validated
-    return SshLauncher(read_hostfile(parallel.hostfile), parallel.host_entries, remote_python=parallel.remote_python,
-                       head_address=parallel.head_address, heartbeat_s=parallel.heartbeat_timeout,
-                       threads_per_rank=parallel.threads_per_rank, log_level=settings.process.log_level)
+    assert settings.parallel.hostfile is not None  # settings are validated
+    return SshLauncher(read_hostfile(settings.parallel.hostfile), settings)
 
 
 def _ray(settings: Settings) -> Launcher:
     from tandem.launchers.ray.hosts import RayLauncher
 
-    parallel = settings.parallel
-    return RayLauncher(parallel.ray_address, ranks_of(parallel), head_address=parallel.head_address,
-                       heartbeat_s=parallel.heartbeat_timeout, threads_per_rank=parallel.threads_per_rank,
-                       log_level=settings.process.log_level)
+    return RayLauncher(settings)
 
 
 def _manual(settings: Settings) -> Launcher:
     from tandem.launchers.manual import ManualLauncher
 
-    parallel = settings.parallel
-    return ManualLauncher(port=parallel.join_port, token_file=parallel.token_file, head_address=parallel.head_address,
-                          heartbeat_s=parallel.heartbeat_timeout, threads_per_rank=parallel.threads_per_rank)
+    return ManualLauncher(settings.parallel)
 
 
 LAUNCHERS = {

@@ -10,13 +10,15 @@ import shlex
 import socket
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from tandem.borders import start_thread
+from tandem.config.settings import Settings
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
 from tandem.launchers.agent.link import agent_name, link_command, paired_agent
@@ -28,6 +30,7 @@ from tandem.launchers.worlds import Devices
 from tandem.printable import printable
 from tandem.processes.interpreter import SAFE, module_command
 from tandem.protocol.payloads import HostPayload
+from tandem.system.origin import install_command
 
 log = logging.getLogger(__name__)
 
@@ -42,18 +45,32 @@ OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", f"ServerAliveInterval
            f"ServerAliveCountMax={ALIVE_COUNT}", "ControlMaster=no", "ControlPath=none", "ClearAllForwardings=yes",
            "LogLevel=ERROR")
 """No questions to a terminal; no connection shared with others, which could outlive this one."""
-REMEDIES = (
-    ("permission denied", "ssh refuses this user's key", "`ssh-copy-id {ssh}`, and check with `ssh {ssh} true`"),
-    ("host key verification failed", "its host key is not the known one, or not known",
-     "compare the key, then connect once with `ssh {ssh}`"),
+_PING = "ping -c 3 {host}   (is it on, and are cable and address right?)"
+_NAME_PYTHON = "name its interpreter with --remote-python, or as `python` in the hostfile"
+SSH_TROUBLES = (
+    ("is not paired", "its agent is not paired with this machine", "tandem hosts pair {host}"),
+    ("the agent does not answer", "its agent does not answer",
+     "run `tandem agent --pair` there, tandem hosts pair {host}"),
+    ("permission denied", "ssh refuses this user's key", "ssh-copy-id {host}"),
+    ("remote host identification has changed", "its host key is not the known one",
+     "ssh-keygen -R {host}   (if you know why it changed), then ssh {host}"),
+    ("host key verification failed", "its host key is not the known one, or not known yet",
+     "compare the key, and connect once: ssh {host} hostname"),
     ("could not resolve hostname", "its name is not known here", "mend `ssh` in the hostfile, or /etc/hosts"),
     ("connection refused", "it does not take ssh connections",
-     "start sshd there (macOS: System Settings, General, Sharing, Remote Login)"),
-    ("timed out", "it cannot be reached", "check that it is on, and the cable and address: `ping {ssh}`"),
-    ("no route to host", "it cannot be reached", "check that it is on, and the cable and address: `ping {ssh}`"),
-    ("network is unreachable", "it cannot be reached", "check this machine's network and the address: `ping {ssh}`"),
+     "on {host}: System Settings > General > Sharing > Remote Login, or sudo systemctl enable --now ssh"),
+    ("timed out", "it cannot be reached", _PING),
+    ("no route to host", "it cannot be reached", _PING),
+    ("network is unreachable", "it cannot be reached", _PING),
 )
-"""Words of ssh, what they mean, and what helps."""
+"""Words of ssh, or of what stands in its place for agents; what they mean, and what helps."""
+PYTHON_TROUBLES = (
+    ("unknown option: -p", "its Python is older than 3.11, which Tandem needs", _NAME_PYTHON),
+    ("no module named", "no Python with Tandem was found there ({said})", ""),
+    ("no such file", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
+    ("xcode-select", "no Python with Tandem was found there ({said})", _NAME_PYTHON),
+)
+"""Words of a shell or of Python. Where there is no remedy it is to install Tandem."""
 PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem", "/usr/local/bin/tandem")
 """Where installers put programs that a login shell need not find; relative ones are below the home directory."""
 
@@ -95,61 +112,61 @@ def ssh_command(host: str, command: str) -> list[str]:
     return ["ssh", "-T", "-x", *(word for option in OPTIONS for word in ("-o", option)), "--", host, command]
 
 
+def diagnose(host: str, code: int, said: Sequence[str]) -> tuple[str, str] | None:
+    """Tell why ssh to `host`, or what it should have run there, ended, and what to do; None if `said`, the last lines
+    that were written, do not tell."""
+    text = "\n".join(said).lower()
+    if code == NOT_FOUND:
+        text += ": no such file"
+    name = agent_name(host) or host
+    for words, meaning, remedy in (*(SSH_TROUBLES if code == SSH_FAILED else ()), *PYTHON_TROUBLES):
+        if words in text:
+            return meaning.format(said=_last(said)), remedy.format(host=name) or install_command("python", name)
+    return None
+
+
+def _last(said: Sequence[str]) -> str:
+    return next((line for line in reversed(said) if line.strip()), "nothing was said")
+
+
 def explain(entry: HostEntry, code: int, lines: Sequence[str]) -> str:
     """One line: why no rank host runs there, with the remedy. `lines` are the last that were written."""
-    text = "\n".join(lines).lower()
-    if code == SSH_FAILED:
-        for words, meaning, remedy in REMEDIES:
-            if words in text:
-                return f"host {entry.ssh}: {meaning}; {remedy.format(ssh=entry.ssh)}"
-    said = next((line for line in reversed(lines) if line.strip()), "nothing was said")
-    if "unknown option: -p" in text:
-        return (f"host {entry.ssh}: its Python is older than 3.11, which Tandem needs; name another with "
-                "--remote-python or `python` in the hostfile")
-    if code == NOT_FOUND or "no module named" in text or "no such file" in text or "xcode-select" in text:
-        return (f"host {entry.ssh}: no Python with Tandem was found there ({said}); install it, or name its "
-                "interpreter with --remote-python or `python` in the hostfile")
+    if found := diagnose(entry.ssh, code, lines):
+        return f"host {entry.ssh}: {'; '.join(found)}"
     ended = f" (ssh ended with {code})" if code != 2 and agent_name(entry.ssh) is None else ""
-    return f"host {entry.ssh}: {said.removeprefix('tandem: ')}{ended}"
+    return f"host {entry.ssh}: {_last(lines).removeprefix('tandem: ')}{ended}"
 
 
-class _Connection:
-    """One ssh, or a local rank host, with its output copied line by line."""
+class HostProcess:
+    """A command that runs a program on a host, and threads that read what it writes."""
 
-    def __init__(self, command: Sequence[str], payload: bytes, label: str, on_end: Callable[[], None]) -> None:
-        """`on_end` is called, in another thread, when its output has ended."""
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                         stderr=subprocess.STDOUT, env=child_environment(), start_new_session=True)
-        self.lines: deque[str] = deque(maxlen=TAIL)
-        self.served = False
-        """Its rank host has been one of a whole gang."""
-        self._label = label
-        self._on_end = on_end
-        self._reader = start_thread(self._copy, name=f"log of {label}")
+    def __init__(self, command: Sequence[str], variables: Mapping[str, str | None] | None = None, *,
+                 stderr: int = subprocess.STDOUT) -> None:
+        """Start it with `variables` in its environment. Subclasses start the readers."""
+        self._process = subprocess.Popen(list(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr,
+                                         env=child_environment(variables), start_new_session=True)
+        self._readers: list[threading.Thread] = []
+
+    def tell(self, line: bytes) -> None:
+        """Write a line to its standard input; one that has ended hears nothing."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(payload + b"\n")
+        with contextlib.suppress(OSError):
+            self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
-
-    def _copy(self) -> None:
-        assert self._process.stdout is not None
-        for raw in self._process.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            self.lines.append(line)
-            # Its own time, level and rank stand in it; only where it comes from is added.
-            sys.stderr.write(printable(f"[{self._label}] {line}\n"))
-            sys.stderr.flush()
-        self._on_end()
 
     def poll(self) -> int | None:
         """Exit code once all output is read; None before."""
         code = self._process.poll()
         if code is not None:
-            self._reader.join(END_S)
+            self._join()
         return code
 
+    def _join(self) -> None:
+        for reader in self._readers:
+            reader.join(END_S)
+
     def hang_up(self) -> None:
-        """Close its standard input: the rank host there ends its rank and itself."""
+        """Close its standard input: the program there ends."""
         if self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.close()
@@ -162,26 +179,49 @@ class _Connection:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join(END_S)
+        self._join()
+
+
+class _Connection(HostProcess):
+    """One ssh, or a local rank host, with its output copied line by line."""
+
+    def __init__(self, command: Sequence[str], payload: bytes, label: str, on_end: Callable[[], None]) -> None:
+        """`on_end` is called, in another thread, when its output has ended."""
+        super().__init__(command)
+        self.lines: deque[str] = deque(maxlen=TAIL)
+        self.served = False
+        """Its rank host has been one of a whole gang."""
+        self._label = label
+        self._on_end = on_end
+        self._readers.append(start_thread(self._copy, name=f"log of {label}"))
+        self.tell(payload)
+
+    def _copy(self) -> None:
+        assert self._process.stdout is not None
+        for raw in self._process.stdout:
+            line = raw.decode(errors="replace").rstrip()
+            self.lines.append(line)
+            # Its own time, level and rank stand in it; only where it comes from is added.
+            sys.stderr.write(printable(f"[{self._label}] {line}\n"))
+            sys.stderr.flush()
+        self._on_end()
 
 
 class SshLauncher(HostsLauncher):
     """One rank for each entry of a hostfile, in its order."""
 
-    def __init__(self, hostfile: Hostfile, entries: Sequence[int] | None = None, *, remote_python: str | None = None,
-                 head_address: str | None = None, heartbeat_s: float = 8.0, threads_per_rank: int | None = None,
-                 log_level: str = "INFO") -> None:
+    def __init__(self, hostfile: Hostfile, settings: Settings) -> None:
         """Find out at which addresses the hosts reach this machine. Raises UsageError; nothing is started."""
+        parallel = settings.parallel
         self._hostfile = hostfile
-        self._entries = hosts_of(hostfile, entries)
-        self._numbers = tuple(range(len(hostfile.hosts))) if entries is None else tuple(entries)
-        self._python = remote_python
-        self._log_level = log_level
+        self._entries = hosts_of(hostfile, parallel.host_entries)
+        self._numbers = parallel.host_entries or tuple(range(len(hostfile.hosts)))
+        self._python = parallel.remote_python
+        self._log_level = settings.process.log_level
         self._connections: dict[int, _Connection] = {}
-        self._head_addresses = self._find_head_addresses(head_address)
+        self._head_addresses = self._find_head_addresses(parallel.head_address)
         own = set(self._head_addresses)
-        super().__init__(bind=own.pop() if len(own) == 1 else "0.0.0.0", heartbeat_s=heartbeat_s,
-                         threads_per_rank=threads_per_rank)
+        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0")
 
     def _find_head_addresses(self, given: str | None) -> list[str]:
         """For each host the address by which it reaches this machine."""
@@ -274,15 +314,19 @@ class SshLauncher(HostsLauncher):
 
 def _address_for(entry: HostEntry) -> str:
     """This machine's address towards a host. Raises ConfigError."""
-    agent = agent_name(entry.ssh)
-    name = ssh_hostname(entry.ssh) if agent is None else paired_agent(agent).address.rpartition(":")[0]
-    target = entry.ips[0] if entry.ips else name
+    target = entry.ips[0] if entry.ips else named_machine(entry.ssh)
     try:
         return address_towards(socket.gethostbyname(target))
     except OSError as error:
         raise ConfigError(f"host {entry.ssh}: {target} is not known here ({error.strerror or error}); mend the "
                           "hostfile, or name the address at which hosts reach this machine: --head-address",
                           param="hostfile") from error
+
+
+def named_machine(ssh: str) -> str:
+    """Name or address of the machine that an `ssh` entry names: its agent's, or what ssh's configuration has."""
+    agent = agent_name(ssh)
+    return ssh_hostname(ssh) if agent is None else paired_agent(agent).address.rpartition(":")[0]
 
 
 def ssh_hostname(destination: str) -> str:

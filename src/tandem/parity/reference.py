@@ -13,7 +13,6 @@ import re
 import zipfile
 import zlib
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,9 @@ from tandem.checkpoints.files import ModelFiles
 from tandem.checkpoints.safetensors import read_header
 from tandem.env import cache_dir
 from tandem.errors import ConfigError
+from tandem.launchers.facts import installed
 from tandem.parity.task import Task
 from tandem.system.files import open_regular
-from tandem.version import __version__
-
-VERSIONED = ("mlx", "mlx-lm")
 
 
 @dataclass
@@ -75,7 +72,7 @@ def describe(files: ModelFiles, task: Task) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Of what computes."""
-    return {"tandem": __version__, **{name: version(name) for name in VERSIONED}}
+    return {name: found or "" for name, found in installed().items() if name != "python"}
 
 
 def default_path(files: ModelFiles, identity: dict[str, Any], dtype: str, dequantize: str) -> Path:

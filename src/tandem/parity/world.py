@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from tandem.config.settings import Settings
 from tandem.engine.layout import stage_sizes
 from tandem.env import variable
 from tandem.errors import ConfigError, LayoutError
-
-_LISTS = ("MLX_HOSTFILE", "MLX_IBV_DEVICES")
-"""Variables that name a JSON file with one entry for each rank."""
+from tandem.launchers import facts
 
 
 @dataclass(frozen=True)
@@ -27,22 +23,13 @@ class World:
 
 def launched_world() -> World | None:
     """This process's place among those that `mlx.launch` started; None when it stands alone. Raises ConfigError."""
-    rank = variable("MLX_RANK")
-    if rank is None:
+    if variable("MLX_RANK") is None:
         return None
-    size = variable("MLX_WORLD_SIZE")
-    try:
-        sizes = [_length(path) for name in _LISTS if (path := variable(name)) is not None]
-        count = int(size) if size is not None else max(sizes, default=1)
-        return World(int(rank), count, variable("MLX_HOSTFILE") is not None) if count > 1 else None
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"MLX_RANK is {rank}, but what comes with it cannot be read: {error}; start with mlx.launch, "
-                          "or unset it") from error
-
-
-def _length(path: str) -> int:
-    text = Path(path).read_text()
-    return len(json.loads(text)) if text.strip() else 1
+    told, size = facts.launched_world(), variable("MLX_WORLD_SIZE")
+    if size is not None and not size.isdecimal():
+        raise ConfigError(f"MLX_WORLD_SIZE is {size!r}, not a number; start with mlx.launch, or unset MLX_RANK")
+    count = int(size) if size is not None else max(len(told.hostfile), len(told.devices))
+    return World(told.rank or 0, count, bool(told.hostfile)) if count > 1 else None
 
 
 def member_settings(settings: Settings, world: World) -> Settings:

@@ -25,9 +25,8 @@ from tandem.errors import ConfigError, ModelNotFound
 from tandem.firstlight.catalogue import CHECKS, chosen
 from tandem.firstlight.check import Check, Outcome, Task
 from tandem.firstlight.director import Director
-from tandem.firstlight.facts import facts
 from tandem.firstlight.journal import Journal
-from tandem.firstlight.report import Report, make_report, page
+from tandem.firstlight.report import Report, facts, make_report, page
 from tandem.launchers.hostfile import Hostfile, read_hostfile
 from tandem.system.awake import keep_awake
 from tandem.system.identity import boot_id

@@ -10,13 +10,13 @@ import tempfile
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from pathlib import Path
 
-from tandem.env import child_environment
 from tandem.firstlight.asking import BackgroundAnswer, ask, ask_in_background, prompt_of, seconds
 from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
-from tandem.firstlight.lonely import MODULE as LONELY
+from tandem.firstlight.checks.fences import ring_ranks
+from tandem.firstlight.child import CheckProcess
 from tandem.firstlight.served import Server, descendants, gone, serving, until
-from tandem.processes.child import ChildProcess
 from tandem.system.tools import output_of
 
 TOKENS, RANDOM_TOKENS = 60, 240
@@ -24,6 +24,7 @@ TOKENS, RANDOM_TOKENS = 60, 240
 PROMPTS = 3
 BACK_S, GONE_S, UNDER_WAY_S = 90.0, 20.0, 30.0
 STAGES = ("-pp", "2", "--prefix-cache", "0")
+LONGEST_S = 120.0
 JOINED_S = 3.0
 """By then a rank that waits for its peer is within MLX's start-up of the ring."""
 HOLDER = re.compile(r"^\s*pid (\d+)\(.*\).* Prevent(?:UserIdle)?SystemSleep\b", re.MULTILINE)
@@ -106,26 +107,34 @@ def orphans(task: Task) -> Figures:
 
 def _alone() -> Figures:
     """A rank of two in MLX's start-up, whose parent is killed."""
-    with tempfile.TemporaryFile() as output:
-        parent = ChildProcess(LONELY, b"", env=child_environment(), name="parent of a rank",
-                              output=output.fileno())
-        try:
-            if not until(lambda: output.seek(0) == 0 and output.read().strip().isdigit(), GONE_S):
+    with tempfile.TemporaryDirectory(prefix="tandem-firstlight-") as directory:
+        task = Task(entry="faults:lonely_parent", result=f"{directory}/parent.json", directory=directory, model="")
+        file = _pid_file(task)
+        with CheckProcess(task, name="parent of a rank"):
+            if not until(lambda: file.exists() and file.read_text().isdigit(), GONE_S):
                 raise Differs("a rank that waits for its peer, expected; none came up, seen")
-            output.seek(0)
-            rank = int(output.read())
+            rank = int(file.read_text())
             time.sleep(JOINED_S)
             if gone(rank):
                 raise Differs("a rank that waits for its peer, expected; it has ended, seen")
             began = time.monotonic()
-        finally:
-            parent.kill()
-            parent.wait(10.0)
         if not until(lambda: gone(rank), GONE_S):
             os.kill(rank, signal.SIGKILL)
             raise Differs(f"a rank in MLX's start-up ends within {GONE_S:g} s of its parent, expected; it is still "
                           "there, seen")
     return {"rank in MLX's start-up gone after, s": seconds(began)}
+
+
+def lonely_parent(task: Task) -> Figures:
+    """The parent of a rank that waits for a peer that never comes: name the rank's process, and stay until killed."""
+    with ring_ranks("fences:waiting_rank", count=1) as [rank]:
+        _pid_file(task).write_text(str(rank.pid))
+        time.sleep(LONGEST_S)
+    return {}
+
+
+def _pid_file(task: Task) -> Path:
+    return Path(task.directory) / "pid"
 
 
 def awake(task: Task) -> Figures:

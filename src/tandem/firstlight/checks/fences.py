@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
-from tandem.firstlight.check import Differs, Figures, Task
-from tandem.firstlight.ranks import Pair
+from tandem.bench.comm import measure
+from tandem.errors import TandemError
+from tandem.firstlight.check import Differs, Figures, Task, judged
+from tandem.firstlight.child import CheckProcess
+from tandem.launchers.local import LocalLauncher
+from tandem.launchers.worlds import make_world
+from tandem.processes.child import guarded_lifeline
+from tandem.system.cuda import prepare_cuda
 from tandem.system.metal import fault_of
 
 CROSSINGS = 101
 PAIR_S = 60.0
+RANKS = 2
+SIDE = 512
+SIZES = (4096, 65_536, 1 << 20, 16 << 20)
+"""Bytes."""
+ROUNDS = 10
 LATE = (2.0, 4.0, 6.0, 8.0) if sys.platform == "darwin" else (1.0,)
 """Seconds. Metal ends what waits for some seconds; elsewhere nothing does."""
 
@@ -41,13 +55,35 @@ def fence(task: Task) -> Figures:
 
 
 def collectives(task: Task) -> Figures:
-    """Sums of two ranks on this machine, alone and between products on the device."""
-    with Pair("between") as pair:
-        first, *others = pair.found(PAIR_S)
-    for one in (first, *others):
-        if one.error:
-            raise Differs(one.error)
-    return first.figures
+    """Sums of two ranks on this machine, alone and between the device's operations."""
+    return sums(fast_sync=False)
+
+
+def sums(*, fast_sync: bool) -> Figures:
+    """Sums alone, by size, and what one costs between two operations. Raises RankFailure, also for wrong sums."""
+    found = measure("ring", RANKS, list(SIZES), ROUNDS, timeout_s=PAIR_S, fast_sync=fast_sync,
+                    operations=("all_sum", "between"))
+    figures: Figures = {f"all_sum of {row.bytes >> 10} KiB, us": round(row.median_us, 1)
+                        for row in found.rows if row.operation == "all_sum"}
+    between = next(row for row in found.rows if row.operation == "between")
+    return figures | {"a sum between two operations, us": round(between.median_us, 1)}
+
+
+@contextmanager
+def ring_ranks(entry: str, *, count: int = RANKS, late_s: float = 0.0) -> Iterator[list[CheckProcess]]:
+    """Start `count` of the `RANKS` ranks of a ring, as processes that make `entry` and end with the context."""
+    with ExitStack() as stack:
+        world = make_world("ring", RANKS, 0)
+        stack.callback(world.remove)
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-firstlight-"))
+        launcher = LocalLauncher(1)
+        processes = []
+        for rank in range(count):
+            task = Task(entry=entry, result=f"{directory}/rank-{rank}.json", directory=directory, model="",
+                        options={"late_s": late_s if rank else 0.0})
+            variables = {**launcher.variables(rank, RANKS), **world.variables(rank)}
+            processes.append(stack.enter_context(CheckProcess(task, name=f"rank {rank}", variables=variables)))
+        yield processes
 
 
 def late(task: Task) -> Figures:
@@ -55,15 +91,42 @@ def late(task: Task) -> Figures:
     figures: Figures = {}
     problems = []
     for seconds in LATE:
-        with Pair("late", late_s=seconds) as pair:
-            first = pair.found(seconds + PAIR_S)[0]
-        waited = first.figures.get("seconds")
-        figures[f"{seconds:g} s late"] = f"waited {waited} s" if not first.error else first.error.splitlines()[0]
-        if first.error and fault_of(first.error) != "timeout":
+        with ring_ranks("fences:late_rank", late_s=seconds) as (first, _):
+            found = first.finding(seconds + PAIR_S)
+        waited = found.figures.get("seconds")
+        figures[f"{seconds:g} s late"] = found.detail or f"waited {waited} s"
+        if found.detail and (found.verdict == "no answer" or fault_of(found.detail) != "timeout"):
             problems.append(f"{seconds:g} s late: an answer, or an error that is known for a wait, expected; "
-                            f"{first.error.splitlines()[0]}, seen")
-        elif not first.error and isinstance(waited, float) and waited < 0.5 * seconds:
+                            f"{found.detail}, seen")
+        elif not found.detail and isinstance(waited, float) and waited < 0.5 * seconds:
             problems.append(f"{seconds:g} s late: a sum after as long, expected; after {waited} s, seen")
-    if problems:
-        raise Differs("; ".join(problems), figures)
-    return figures
+    return judged(problems, figures)
+
+
+def late_rank(task: Task) -> Figures:
+    """One of the ranks: after a first sum it comes so late to a sum between products; how long that takes."""
+    prepare_cuda()
+    import mlx.core as mx
+
+    from tandem.loading.memory import choose_device
+
+    choose_device("auto")
+    group = mx.distributed.init(backend="ring", strict=True)
+    matrix = mx.eye(SIDE)
+    mx.eval(mx.distributed.all_sum(mx.ones((1, SIDE)) @ matrix, group=group))
+    time.sleep(task.options["late_s"])
+    began = time.perf_counter()
+    total = (mx.distributed.all_sum(mx.ones((1, SIDE)) @ matrix, group=group) @ matrix).sum().item()
+    if total != RANKS * SIDE:
+        raise TandemError(f"a late sum of {RANKS * SIDE}, expected; {total}, seen")
+    return {"seconds": round(time.perf_counter() - began, 2)}
+
+
+def waiting_rank(task: Task) -> Figures:
+    """One of the ranks: it joins a group whose other rank never comes."""
+    prepare_cuda()
+    import mlx.core as mx
+
+    with guarded_lifeline():
+        mx.distributed.init(backend="ring", strict=True)
+    return {}

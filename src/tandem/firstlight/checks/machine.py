@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import socket
@@ -13,18 +14,21 @@ from tandem.checkpoints.resolve import resolve
 from tandem.descriptors import WANTED
 from tandem.doctor.examine import Question, examine, findings
 from tandem.env import machine_memory, runtime_dir
-from tandem.firstlight.check import Differs, Figures, NotApplicable, Task
-from tandem.firstlight.facts import facts
+from tandem.firstlight.check import Figures, NotApplicable, Task, judged
+from tandem.firstlight.report import facts
 from tandem.launchers.facts import address_towards
 from tandem.launchers.hostfile import read_hostfile
 from tandem.system.privacy import connect_trouble
 from tandem.system.tools import output_of, sysctl
+from tandem.testing import tiny_model
 
 MULTICAST = ("224.0.0.251", 5353)
 LONGEST_SOCKET = 103
 """Bytes of a Unix socket's path that macOS takes."""
 OUTSIDE = "192.0.2.1"
 """An address of TEST-NET-1 (RFC 5737): nobody has it, but the way to it leads through the local network."""
+CONTEXT = 8192
+"""Of the random model."""
 FOLDERS = ("Documents", "Desktop", "Downloads")
 
 
@@ -63,13 +67,6 @@ def _mac() -> Figures:
                                      for name in ("ComputerName", "LocalHostName", "HostName"))}
     return {"iogpu.wired_limit_mb": sysctl("iogpu.wired_limit_mb"), "kernel panics on record": panics,
             "different names of this machine": len(names)}
-
-
-def judged(problems: list[str], figures: Figures) -> Figures:
-    """The figures. Raises Differs if there are problems."""
-    if problems:
-        raise Differs("; ".join(problems), figures)
-    return figures
 
 
 def network(task: Task) -> Figures:
@@ -116,10 +113,20 @@ def _connects(address: str, port: int) -> str:
 def model(task: Task) -> Figures:
     """The model is there, and its weights are whole; a random one is made."""
     if task.random:
-        from tandem.firstlight.random_model import make  # imports mlx
-
-        make(Path(task.model))
+        make_random(Path(task.model))
     files = resolve(task.model)
     read_headers(files)
     size = sum(path.stat().st_size for path in files.path.glob("*.safetensors"))
     return {"name": "tiny, with random weights" if task.random else files.name, "MiB": round(size / 2**20)}
+
+
+def make_random(directory: Path) -> None:
+    """Write the tiny random model that is served where there is no real one (mlx), unless it is there whole: its
+    tokenizer's settings come last."""
+    last = directory / "tokenizer_config.json"
+    if last.exists():
+        return
+    tiny_model(directory, "llama", layers=4, dtype="float32",
+               config={"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 8, "head_dim": 32,
+                       "max_position_embeddings": CONTEXT})
+    last.write_text(json.dumps({**json.loads(last.read_text()), "model_max_length": CONTEXT}, indent=2))

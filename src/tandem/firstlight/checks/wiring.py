@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
-from typing import Any
+import time
 
-from tandem.env import child_environment
 from tandem.firstlight.check import Differs, Figures, Task
-from tandem.firstlight.idle import MODULE
-from tandem.processes.child import ChildProcess
+from tandem.firstlight.child import CheckProcess
 from tandem.processes.device import this_device
 from tandem.system.metal import REFRESH, REFRESH_MS
 
 MOST_MB, CPU_MB = 16 * 1024, 256
+SIDE, WARM = 4096, 5
+"""Of a matrix; products before the pauses."""
 ROUND_S = 60.0
 SLACK, SLACK_MS = 3.0, 20.0
 """Wired and refreshed weights may take so many times as long after a pause as warm ones, and so much more."""
@@ -39,18 +38,45 @@ def wiring(task: Task) -> Figures:
 
 
 def _measured(megabytes: int, wired: bool, refresh: str) -> dict[str, float]:
-    with tempfile.TemporaryFile() as output:
-        words = json.dumps({"megabytes": megabytes, "pauses": PAUSES, "wired": wired}).encode()
-        child = ChildProcess(MODULE, words, env=child_environment({REFRESH: refresh}), name="measuring process",
-                             output=output.fileno())
-        ended = child.wait(ROUND_S)
-        child.kill()
-        child.wait(10.0)
-        output.seek(0)
-        lines = output.read().decode(errors="replace").strip().splitlines() or [""]
-    try:
-        found: Any = json.loads(lines[-1])
-        return {str(name): float(value) for name, value in found.items()}
-    except (ValueError, AttributeError):
-        raise Differs(lines[-1] or (f"it {child.describe_exit()}" if ended else
-                                    f"it did not come back within {ROUND_S:g} s")) from None
+    with tempfile.TemporaryDirectory(prefix="tandem-firstlight-") as directory:
+        task = Task(entry="wiring:products", result=f"{directory}/found.json", directory=directory, model="",
+                    options={"megabytes": megabytes, "pauses": PAUSES, "wired": wired})
+        with CheckProcess(task, name="measuring process", variables={REFRESH: refresh}) as process:
+            found = process.finding(ROUND_S)
+    if found.verdict != "ok":
+        raise Differs(found.detail)
+    return {name: float(value) for name, value in found.figures.items()}
+
+
+def products(task: Task) -> Figures:
+    """Milliseconds of a product with each of many matrices, warm and after each pause in seconds."""
+    import mlx.core as mx
+
+    from tandem.loading.memory import choose_device, on_gpu, on_metal
+
+    choose_device("auto")
+    dtype = mx.bfloat16 if on_gpu() else mx.float32
+    count = max(task.options["megabytes"] * 2**20 // (SIDE * SIDE * dtype.size), 1)
+    weights = [mx.full((SIDE, SIDE), 1 / SIDE, dtype=dtype) for _ in range(count)]
+    mx.eval(weights)
+    if task.options["wired"] and on_metal():
+        mx.clear_cache()
+        mx.set_wired_limit(mx.get_active_memory())
+    x = mx.ones((1, SIDE), dtype=dtype)
+
+    def product() -> float:
+        began = time.perf_counter()
+        y = x
+        for matrix in weights:
+            y = y @ matrix
+        mx.eval(y)
+        spent = 1e3 * (time.perf_counter() - began)
+        if not mx.allclose(y.astype(mx.float32), mx.ones_like(x, dtype=mx.float32), atol=0.1).item():
+            raise Differs(f"a product with ones gives ones, expected; {y.mean().item()} on average, seen")
+        return spent
+
+    figures: Figures = {"warm": min(product() for _ in range(WARM))}
+    for pause in task.options["pauses"]:
+        time.sleep(pause)
+        figures[f"after {pause:g} s"] = product()
+    return figures

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -26,6 +27,7 @@ from tandem.processes.interpreter import module_command
 from tandem.protocol import placement
 from tandem.protocol.codec import UNREADABLE
 
+T = TypeVar("T")
 OnHost = Callable[[placement.HostOutput | placement.HostEnded], None]
 log = logging.getLogger(__name__)
 
@@ -167,12 +169,7 @@ def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
     Raises UsageError.
     """
     _check_installed()
-    for token in _tokens(address):
-        try:
-            return _ask_nodes(address or variable("RAY_ADDRESS") or "auto", token), token
-        except UsageError as error:
-            refusal = error
-    raise refusal
+    return _with_token(address, lambda token: (_ask_nodes(address or variable("RAY_ADDRESS") or "auto", token), token))
 
 
 def _ask_nodes(address: str, token: bool) -> list[RayNode]:
@@ -204,24 +201,27 @@ def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> 
     A driver that shows a token also wants to see it, so it would hear nothing from a cluster that uses none: it is
     tried second. Raises UsageError and RankFailure.
     """
-    for token in _tokens(address):
+    def connected(token: bool) -> tuple[RayDriver, placement.Connected]:
         driver = RayDriver(address, start_units, on_host, token=token)
         try:
             return driver, driver.connect()
-        except UsageError as error:
-            refusal = error
-            driver.close()
         except BaseException:
             driver.close()
             raise
-    raise refusal
+
+    return _with_token(address, connected)
 
 
-def _tokens(address: str | None) -> tuple[bool, ...]:
-    """Whether to show the user's token, in the order of attempts."""
+def _with_token(address: str | None, attempt: Callable[[bool], T]) -> T:
+    """Attempt it without the user's token and, where that is refused and there is one, with it."""
     has_token = (variable("RAY_AUTH_TOKEN") or variable("RAY_AUTH_TOKEN_PATH")
                  or (Path.home() / ".ray" / "auth_token").exists())
-    return (False, True) if has_token and address != "new" and not variable("RAY_AUTH_MODE") else (False,)
+    try:
+        return attempt(False)
+    except UsageError:
+        if not has_token or address == "new" or variable("RAY_AUTH_MODE"):
+            raise
+    return attempt(True)
 
 
 @contextmanager

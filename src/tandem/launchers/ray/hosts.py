@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from tandem.config.settings import Settings
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.base import OnWait, Place
 from tandem.launchers.hosts import HostsLauncher
+from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import RayDriver, connected_driver
 from tandem.printable import printable
 from tandem.protocol.payloads import HostPayload
@@ -54,23 +56,23 @@ class RayLauncher(HostsLauncher):
     """A device of the cluster for each rank. When a rank host is lost, all are placed anew: where a node is gone the
     others' places may have to change, and the ranks start anew in any case."""
 
-    def __init__(self, address: str | None, ranks: int, *, head_address: str | None = None, heartbeat_s: float = 8.0,
-                 threads_per_rank: int | None = None, log_level: str = "INFO") -> None:
-        """Connect to the cluster at `address` (see `RayDriver`). Raises UsageError and RankFailure."""
-        self._cluster = address
-        self._ranks = ranks
-        self._log_level = log_level
+    def __init__(self, settings: Settings) -> None:
+        """Connect to the cluster (see `RayDriver`). Raises UsageError and RankFailure."""
+        parallel = settings.parallel
+        self._cluster = parallel.ray_address
+        self._ranks = ranks_of(parallel)
+        self._log_level = settings.process.log_level
         self._placements = 0
         self._current: _Placement | None = None
         self._driver: RayDriver | None = None
         here = self._connect()
         try:
-            if head_address not in (None, here):
-                raise UsageError(f"--head-address {head_address}: the Ray node on this machine advertises {here}, and "
+            if (wanted := parallel.head_address) not in (None, here):
+                raise UsageError(f"--head-address {wanted}: the Ray node on this machine advertises {here}, and "
                                  "ranks go by the addresses of nodes; run `ray start` here with "
-                                 f"--node-ip-address={head_address}, or leave --head-address out", param="head_address")
+                                 f"--node-ip-address={wanted}, or leave --head-address out", param="head_address")
             self._here = here
-            super().__init__(bind=here, heartbeat_s=heartbeat_s, threads_per_rank=threads_per_rank)
+            super().__init__(parallel, bind=here)
         except BaseException:
             self.release()
             raise

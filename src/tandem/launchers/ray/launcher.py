@@ -38,7 +38,7 @@ from tandem.errors import UsageError
 from tandem.launchers.facts import is_own
 from tandem.launchers.ray.nodes import UNIT, RayNode, check_addresses, choose, shortage
 from tandem.launchers.ray.sigterm import sigterm_kept
-from tandem.processes.child import ChildProcess, receive_payload, watch_lifeline
+from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.interpreter import module_command
 from tandem.protocol.payloads import HostPayload
 from tandem.protocol.placement import (
@@ -61,8 +61,6 @@ RESERVE_S = 5.0
 """Seconds that Ray gets to reserve what looked free; then the nodes are chosen anew."""
 REACH_S = 2.0
 """Seconds in which a node must accept a connection at the address that it advertises."""
-END_S = 5.0
-"""Seconds between the last word of a rank host and its end."""
 REACH_AT_ONCE = 16
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Of a cluster that Tandem starts; nothing large goes through Ray. It takes no less."""
@@ -141,17 +139,20 @@ class Driver:
     def _start(self, request: PlaceRanks, rank: int, node: RayNode) -> None:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         resources = {name: amount for name, amount in node.bundle.items() if name != "GPU"}
-        actor = ray.remote(RankHost).options(num_cpus=0, num_gpus=node.bundle.get("GPU", 0), resources=resources,
-                                             scheduling_strategy=strategy, max_restarts=0).remote()
+        actor = ray.remote(Program).options(num_cpus=0, num_gpus=node.bundle.get("GPU", 0), resources=resources,
+                                            scheduling_strategy=strategy, max_restarts=0).remote(RANK_HOST_MODULE)
         self._actors.append(actor)
-        lines = actor.run.options(num_returns="streaming").remote(request.payloads[rank], node.address)
+        payload = replace(msgspec.json.decode(request.payloads[rank], type=HostPayload), address=node.address)
+        actor.write.remote(msgspec.json.encode(payload) + b"\n")
+        lines = actor.read.options(num_returns="streaming").remote(node.address)
         start_thread(lambda: self._watch(request.number, rank, node.where, lines), name=f"rank {rank}")
 
     def _watch(self, placement: int, rank: int, place: str, lines: Iterator[Any]) -> None:
         """Pass on what a rank host writes, and how it ends."""
         try:
             for line in lines:
-                self._send(HostOutput(placement, rank, place, ray.get(line)))
+                text = ray.get(line).decode(errors="replace").rstrip("\n")
+                self._send(HostOutput(placement, rank, place, text))
             reason = "has ended"
         except ray.exceptions.RayError as error:
             reason = _reason(error)
@@ -191,39 +192,17 @@ def nodes_of_cluster() -> list[RayNode]:
     return nodes
 
 
-class RankHost:
-    """Actor on a node: keeps a rank host there as a child, which goes when this process goes."""
-
-    def run(self, payload: bytes, address: str) -> Iterator[str]:
-        """Start it and yield what it and its rank write, until it ends. `address` is what the node advertises.
-
-        Raises UsageError when the machine does not have that address.
-        """
-        if not is_own(address):
-            raise UsageError(f"the Ray node on {socket.gethostname()} advertises {address}, an address that this "
-                             "machine does not have; start Ray there with --node-ip-address=ADDRESS, one of its own")
-        host = replace(msgspec.json.decode(payload, type=HostPayload), address=address)
-        reading, writing = os.pipe()
-        # Ray sets OMP_NUM_THREADS for its workers; how many threads a rank gets is not Ray's to say.
-        environment = child_environment({"OMP_NUM_THREADS": None})
-        process = ChildProcess(RANK_HOST_MODULE, msgspec.json.encode(host), env=environment, name="rank host",
-                               output=writing)
-        os.close(writing)
-        with open(reading, encoding="utf-8", errors="replace") as lines:
-            for line in lines:
-                yield line.rstrip("\n")
-        process.wait(END_S)
-
-
 class Program:
     """Actor on a node: keeps a Python module running there, whose input and output somebody else carries."""
 
     def __init__(self, module: str) -> None:
-        self._process = subprocess.Popen(module_command(module), stdin=subprocess.PIPE, env=child_environment(),
-                                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        # Ray sets OMP_NUM_THREADS for its workers; how many threads a rank gets is not Ray's to say.
+        self._process = subprocess.Popen(module_command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                         stderr=subprocess.STDOUT, env=child_environment({"OMP_NUM_THREADS": None}),
+                                         start_new_session=True)
 
     def write(self, data: bytes) -> None:
-        """To its standard input; nothing closes it."""
+        """To its standard input, which ends with this process, or with an empty write."""
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
             self._process.stdin.write(data)
@@ -231,10 +210,15 @@ class Program:
             if not data:
                 self._process.stdin.close()
 
-    def read(self) -> Iterator[bytes]:
-        """Yield its output by lines, until it ends."""
+    def read(self, address: str = "") -> Iterator[bytes]:
+        """Yield its output by lines, until it ends. Raises UsageError when the machine does not have the `address` that
+        its node advertises."""
+        if address and not is_own(address):
+            raise UsageError(f"the Ray node on {socket.gethostname()} advertises {address}, an address that this "
+                             "machine does not have; start Ray there with --node-ip-address=ADDRESS, one of its own")
         assert self._process.stdout is not None
-        yield from self._process.stdout
+        while line := self._process.stdout.readline():
+            yield line
         self._process.wait()
 
 
