@@ -33,9 +33,8 @@ from tandem.protocol.supervisor import ListReplicas
 from tandem.supervision import control
 from tandem.supervision.record import Background
 from tandem.transport.blobs import BlobServer
-from tandem.transport.bus import EngineBus
+from tandem.transport.bus import EngineBus, HeadEnd
 from tandem.transport.channel import TcpChannel
-from tandem.transport.join import HeadEnd
 
 
 def classes(module: Any) -> list[type[Exception]]:

@@ -44,7 +44,7 @@ from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import StepPlan
 from tandem.transport.blobs import BlobServer
-from tandem.transport.bus import EngineBus
+from tandem.transport.bus import EngineBus, rank_identity
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -325,12 +325,12 @@ class ClusterExecutor(Executor):
         except TransportError as error:
             seldom.warning("%s; it is dropped, and whose it was shows by its silence", error)
             return None
-        if received is None or not received[0].endswith(self._generation):
+        if received is None or not received[0].endswith(self._generation.encode()):
             return None
         message = received[1]
         rank = message.step.rank if isinstance(message, Stepped) else message.rank
-        if received[0] != f"{rank}:{self._generation}":
-            seldom.warning("rank %s sends a message of rank %d; dropped", received[0].partition(":")[0], rank)
+        if received[0] != rank_identity(rank, self._generation):
+            seldom.warning("%r sends a message of rank %d; dropped", received[0], rank)
             return None
         if isinstance(message, Failure):
             raise self._translate(message)
@@ -370,9 +370,7 @@ class ClusterExecutor(Executor):
                 return self._kept_waiting(stopped[0], waiting, "stopped", "stands still: its process is stopped")
             with contextlib.suppress(TransportError):
                 received = self._bus.receive(POLL_S)  # also that it has lost this rank: it lives
-                name, _, generation = received[0].partition(":") if received is not None else ("", "", "")
-                if generation == self._generation and name.isdecimal():
-                    peers.discard(int(name))
+                peers = {one for one in peers if not received or received[0] != rank_identity(one, self._generation)}
         silent = min(peers, default=None)
         return None if silent is None else self._kept_waiting(silent, waiting, "silent", "does not answer")
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from tandem.borders import start_thread
 from tandem.protocol.step import StepPlan
-from tandem.transport.channel import Channel, FrameHeader
+from tandem.transport.channel import FrameHeader, TcpChannel
 
 
 class StageLink(Protocol):
@@ -30,7 +30,7 @@ class ChannelLink:
     A thread of its own waits for arrays and sends them, so that the rank can build the next step meanwhile.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: TcpChannel) -> None:
         self._channel = channel
         self._outbox: queue.SimpleQueue[tuple[FrameHeader, mx.array] | None] = queue.SimpleQueue()
         self._error: Exception | None = None

@@ -110,12 +110,10 @@ class Lenders:
     def change(self, endpoints: Iterable[str]) -> None:
         """From now on these lend, and no others."""
         named = set(endpoints)
-        gone = self._clients.keys() - named
-        for endpoint in gone:
-            self._drop(endpoint)
+        for endpoint in self._clients.keys() - named:
+            self._leave(endpoint)
             del self._clients[endpoint]
             self._resting.pop(endpoint, None)
-        self._forget(gone)
         self._clients |= dict.fromkeys(named - self._clients.keys())
 
     def look(self, stems: Collection[str] | None = None) -> None:
@@ -167,17 +165,13 @@ class Lenders:
 
     def _give_up(self, endpoint: str) -> None:
         """Nobody waits for it once more: what it was to lend is computed."""
-        self._drop(endpoint)
-        self._forget({endpoint})
+        self._leave(endpoint)
         self._resting[endpoint] = time.monotonic() + REST_S
 
-    def _forget(self, endpoints: Collection[str]) -> None:
-        """Drop the files that these lend."""
+    def _leave(self, endpoint: str) -> None:
+        """Drop the files that it lends; what it still sends is for nobody."""
         for stem, files in self._where.items():
-            self._where[stem] = {name: one for name, one in files.items() if one[0] not in endpoints}
-
-    def _drop(self, endpoint: str) -> None:
-        """What it still sends is for nobody."""
+            self._where[stem] = {name: one for name, one in files.items() if one[0] != endpoint}
         client, self._clients[endpoint] = self._clients[endpoint], None
         if client is not None:
             client.close()
