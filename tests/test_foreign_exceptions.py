@@ -22,7 +22,8 @@ from tandem.doctor import model_files
 from tandem.engine.gateway import Gateway
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
 from tandem.executors.inline import InlineExecutor
-from tandem.executors.rank_loop import Mailbox, RankLoop
+from tandem.executors.mailbox import Mailbox
+from tandem.executors.rank_loop import RankLoop
 from tandem.launchers.agent import trust
 from tandem.launchers.manual import read_token
 from tandem.loading import weights

@@ -105,7 +105,7 @@ class EngineService:
         while not self._over():
             self._take_messages()
             self._deliver(self._engine.pump(0.0))
-            self._engine.sleep(self._gateway.engine_end)
+            self._engine.sleep(self._gateway.inbox.socket)
             self._publish_now_and_then()
 
     def _take_messages(self) -> None:
