@@ -26,7 +26,6 @@ from tandem.executors.base import Executor, Progress, Report, do_nothing
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Neighbours, Output, Refused, Stepped, Trial
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.pieces import Surveyed
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.suspicion import REST_S
 from tandem.scheduler.scheduler import Scheduler
@@ -243,10 +242,9 @@ class Engine:
     def _order_fetches(self, now: float) -> None:
         """Of prefixes on disk, and looks there; nobody waits for a disk that says nothing for long."""
         disk = self.scheduler.disk
-        for orders in (disk.orders, self._desk.orders):
-            for order in orders:
-                self.executor.fetch(order)
-            orders.clear()
+        for order in disk.orders:
+            self.executor.fetch(order)
+        disk.orders.clear()
         if self._fetching.seconds(disk.fetching, now) > FETCH_S:
             log.warning("KV has not come from disk for %.0f s; what waits for it is computed", FETCH_S)
             disk.lose_patience()
@@ -280,8 +278,6 @@ class Engine:
         if not isinstance(report, Stepped):
             self.scheduler.disk.take(report, self.scheduler.prefixes)
             self.metrics.disk(self.scheduler.disk.counts)
-            if isinstance(report, Surveyed):
-                self._desk.take(report, self.scheduler)
             return
         self._report.stepped(report)
         self._guard.watch(self.gang.ready, report, self.scheduler)
