@@ -50,9 +50,6 @@ class PieceIndex:
         """Some rank has it."""
         return any(name in held for held in self._ranks)
 
-    def __bool__(self) -> bool:
-        return any(self._ranks)
-
     def leading(self, names: Sequence[bytes]) -> list[bytes]:
         """Those of `names` that come before the first that is missing."""
         return list(takewhile(self.__contains__, names))

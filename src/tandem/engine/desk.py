@@ -79,8 +79,8 @@ class CacheDesk:
         kept = prefixes.kept()
         report = CacheReport(
             query.query_id, trouble=trouble, serves=prefixes.serves, kv_disk=self._report.kv_disk, count=len(kept),
-            prefixes=[KeptPrefix(one.length, min(disk.has(one.hashes), one.length), hits)
-                      for one, hits in kept[:MOST_PREFIXES]],
+            prefixes=[KeptPrefix(one.length, min(disk.has(one.hashes), one.length), one.hits)
+                      for one in kept[:MOST_PREFIXES]],
             tokens=prefixes.positions, limit_tokens=prefixes.budget, nbytes=self._report.prefix_bytes,
             queries=prefixes.queries, hits=prefixes.hits, hit_tokens=prefixes.hit_tokens,
             memory_has=prefixes.peek(hashes), disk_has=disk.has(hashes), dropped_tokens=question.dropped_tokens)

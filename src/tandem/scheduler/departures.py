@@ -33,8 +33,6 @@ class _Parting:
     """Its whole pieces, by number, that are not on all disks; None before it is known what has to be written."""
     ordered: int = 0
     """Ranks were told to write those with lower numbers."""
-    waits: bool = True
-    """For what disks have not taken."""
 
     @property
     def due(self) -> bool:
@@ -88,8 +86,9 @@ class Departures:
     def lose_patience(self) -> None:
         """The disks say nothing: whoever was asked to leave does so with what they have, others stay."""
         for request_id, parting in list(self._leaving.items()):
-            parting.waits = parting.after > 0
-            if parting.after and parting.due:
+            if not parting.after:
+                parting.missing = []
+            elif parting.due:
                 del self._leaving[request_id]
 
     def forget(self) -> None:
@@ -136,7 +135,7 @@ class Departures:
     def _may_go(self, parting: _Parting) -> bool:
         if parting.sequence.complete:
             return False  # its last token is under way
-        if not parting.after and (parting.sequence.lane is None or not parting.waits):
+        if not parting.after and parting.sequence.lane is None:
             return True
         return parting.due and not self._missing(parting)
 

@@ -168,12 +168,12 @@ class DiskTier:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
         reading takes less time than computing, as far as is known."""
         sequence.fetched = 0
-        told = not sequence.looked and sequence.request.kept >= PIECE and self._ranks > 0
-        if self._silent or not (self._pieces or told or self._asked) or sequence.whole or sequence.suspicion.suspect:
+        if not self.on or sequence.whole or sequence.suspicion.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
         every = piece_names(hashes)
         names = self._pieces.leading(every)
+        told = not sequence.looked and sequence.request.kept >= PIECE
         if told and len(names) < min(sequence.request.kept // PIECE, len(every)):
             self._look_for(sequence, wanted=every)
             return

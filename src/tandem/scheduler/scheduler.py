@@ -207,16 +207,15 @@ class Scheduler:
         return self.speculation.drafts(decode, most), self.speculation.ask(decode, most)
 
     def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
-        for sequence in decode:
-            self.shares.charge(sequence.request, 1)
-            if plan.spec_decode_plan is not None:
-                sequence.told = len(sequence.tokens)
         for op in prefill:
             lane.members[op.request_id].computed += op.count
             lane.members[op.request_id].read()
         for request_id in (*plan.sampled(), *plan.ended()):
             lane.members[request_id].inflight += 1
         for sequence in decode:
+            self.shares.charge(sequence.request, 1)
+            if plan.spec_decode_plan is not None:
+                sequence.told = len(sequence.tokens)
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
         lane.sent(plan)
         for one in self.lanes:

@@ -17,7 +17,7 @@ from tandem.errors import TransportError, UsageError
 from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import ControlRefused, SupervisorReply, SupervisorRequest
-from tandem.transport.errors import translated
+from tandem.transport.security import translated
 from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger("tandem.cli")

@@ -56,7 +56,9 @@ class BlobServer(MemberSocket):
         self._paths = {path.name: path for path in paths}
         self._files: dict[str, blobs.BlobFile] = {}
         super().__init__(zmq.ROUTER, keys, MAX_REQUEST)
-        self.socket.sndhwm = 2 * WINDOW  # a peer that asks without reading loses answers; the memory stays bounded
+        # A peer that asks without reading loses answers; the memory stays bounded. One that has given a call up has two
+        # windows under way, and what it has read counts in steps of half the mark.
+        self.socket.sndhwm = 4 * WINDOW
         self._listen(host)
         self._decoder = Decoder[blobs.BlobRequest](blobs.BlobRequest)
         self._thread = start_thread(self._run, name="blobs")

@@ -14,8 +14,7 @@ from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.control import RankCommand, RankMessage
 from tandem.protocol.hosts import HeadMessage, HostMessage
 from tandem.protocol.keys import ClusterKeys
-from tandem.transport.errors import translated
-from tandem.transport.security import MemberSocket
+from tandem.transport.security import MemberSocket, translated
 
 MAX_BUS_FRAME, MAX_JOIN_FRAME = 256 * 1024 * 1024, 4 * 1024 * 1024
 """Bytes."""

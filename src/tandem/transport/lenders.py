@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from msgspec import Struct
@@ -39,6 +40,18 @@ def labels(directory: Path) -> list[str]:
     return []
 
 
+def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[str, os.stat_result]]:
+    """Files of pieces in a directory: those whose names begin with one of these and a dot, with no look at others, or
+    all. Raises OSError."""
+    names = os.listdir(directory) if stems is None else (
+        f"{stem}.{label}{SUFFIX}" for label in labels(directory) for stem in set(stems))
+    for name in filter(_is_name, names):
+        with suppress(OSError):  # one that is deleted just now, or not there
+            status = os.stat(directory / name, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                yield name, status
+
+
 class Lending(Struct, frozen=True):
     """What a rank needs to lend what it has, and to borrow."""
 
@@ -57,17 +70,8 @@ class PieceServer(BlobServer):
 
     def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
         """As `ListFiles` asks for them. Raises OSError."""
-        names = os.listdir(self._directory) if stems is None else (
-            f"{stem}.{label}{SUFFIX}" for label in labels(self._directory) for stem in set(stems))
-        found: list[BlobFile] = []
-        for name in filter(_is_name, names):
-            with suppress(OSError):  # one that is deleted just now, or not there
-                status = os.stat(self._directory / name, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    found.append(BlobFile(name, status.st_size, status.st_mtime_ns, ""))
-            if len(found) == MOST_LISTED:
-                break
-        return found
+        return [BlobFile(name, status.st_size, status.st_mtime_ns, "")
+                for name, status in islice(files_of(self._directory, stems), MOST_LISTED)]
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
         """Checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
@@ -116,14 +120,14 @@ class Lenders:
             self._resting.pop(endpoint, None)
         self._clients |= dict.fromkeys(named - self._clients.keys())
 
-    def look(self, stems: Collection[str] | None = None) -> None:
-        """Ask what is lent now: of files with these stems (`ListFiles`), or of all. Those who do not answer have
-        nothing, and are left alone for a while."""
+    def look(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
+        """Ask what is lent now, of files with these stems (`ListFiles`) or of all; their names and sizes. Those who do
+        not answer have nothing, and are left alone for a while."""
         for stem in list(self._where) if stems is None else stems:
             self._where.pop(stem, None)
         now = time.monotonic()
-        stems = None if stems is not None and len(stems) > MOST_STEMS else stems
-        asked = [(endpoint, client, client.ask(stems)) for endpoint in self._clients
+        some = None if stems is not None and len(stems) > MOST_STEMS else stems
+        asked = [(endpoint, client, client.ask(some)) for endpoint in self._clients
                  if self._resting.get(endpoint, 0.0) <= now and (client := self._client(endpoint))]
         for endpoint, client, number in asked:
             try:
@@ -134,9 +138,6 @@ class Lenders:
             self._resting.pop(endpoint, None)
             for file in listed:
                 self._where.setdefault(_stem(file.name), {}).setdefault(file.name, (endpoint, file.size))
-
-    def files(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
-        """Names and sizes of what is lent, as was last seen: of files with these stems, or of all."""
         return [(name, size) for stem in (self._where if stems is None else stems)
                 for name, (_, size) in self._where.get(stem, {}).items()]
 
