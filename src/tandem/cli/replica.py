@@ -11,7 +11,7 @@ from tandem.cli.address import local_port, server_url
 from tandem.cli.screen import screen
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
-from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaInfo, ReplicaList
+from tandem.protocol.supervisor import AddReplica, Done, DrainReplica, ListReplicas, ReplicaInfo, ReplicaList
 from tandem.supervision.control import ask, control_path
 from tandem.supervision.probe import StatusProbe
 
@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
         _show(_list(path))
     elif arguments.action == "add":
         reply = ask(path, AddReplica(arguments.role))
-        assert isinstance(reply, ReplicaChanged)
+        assert isinstance(reply, Done)
         print(f"replica {reply.replica} is starting; it takes requests when `tandem replica list` shows it as ready")
     else:
         _drain(path, arguments.replica)

@@ -30,7 +30,7 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = (control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours
+Inbound = (control.Submit | control.Abort | control.Trial | QueryCache | control.HandOver | control.Neighbours
            | control.Detach)
 
 

@@ -143,7 +143,7 @@ class EngineService:
             if self._owners.get(message.request_id) == client:
                 del self._owners[message.request_id]
                 self._engine.abort(message.request_id, answered=message.answered)
-        elif isinstance(message, control.Noted):
+        elif isinstance(message, control.Trial):
             if self._owners.get(message.request_id) == client and not message.resting:
                 self._engine.noted(message.request_id)
         elif isinstance(message, QueryCache):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tandem.cache.budget import batch_positions, growth_step, kv_shape, most_rows
 from tandem.cache.prefix import PrefixIndex
 from tandem.errors import OverloadedError, RequestError
-from tandem.protocol.checks import check_request
+from tandem.protocol.ranges import check_request
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import KVShape, PrefillOp
 from tandem.scheduler.lane import Lane
