@@ -21,6 +21,7 @@ from tandem.errors import TransportError
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.runner.links import carrier, dtype_name
 from tandem.runner.piece_files import Kind, Layer, PieceFiles, Unusable
 from tandem.transport.lenders import Lenders, Lending, PieceServer
 
@@ -138,7 +139,7 @@ class _Span:
         self.dtype = dtype_name(pairs[0][0].dtype)
         self._first = first
         # Arrays of their own: MLX promises nothing for two threads at one.
-        self._own = [(_plain(mx.contiguous(keys)), _plain(mx.contiguous(values))) for keys, values in pairs]
+        self._own = [[mx.contiguous(side).view(carrier(side.dtype)) for side in pair] for pair in pairs]
         mx.async_eval(self._own)
 
     @cached_property
@@ -330,16 +331,6 @@ def _serve(directory: Path, lending: Lending) -> PieceServer | None:
     except TransportError as error:
         log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
         return None
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """As files have it: `bfloat16`."""
-    return str(dtype).rpartition(".")[2]
-
-
-def _plain(array: mx.array) -> mx.array:
-    """As a type that numpy knows."""
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
 def _array(data: np.ndarray, dtype: str) -> mx.array:

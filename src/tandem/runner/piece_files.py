@@ -30,7 +30,6 @@ import numpy as np
 from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
-from tandem.runner.kv_part import Part
 from tandem.system.files import NotRegular, read_regular
 from tandem.transport.lenders import PARTS, SUFFIX, Lenders, files_of
 
@@ -66,6 +65,31 @@ class _Header(msgspec.Struct):
     dtype: str
     """What MLX calls it."""
     checksum: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which layers and heads a file has, or a rank needs."""
+
+    layers: range
+    heads: range
+
+    @property
+    def label(self) -> str:
+        """In a file's name."""
+        return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
+
+    @staticmethod
+    @lru_cache(1024)
+    def read(label: str) -> Part:
+        """The part with this label. Raises ValueError."""
+        layers, _, heads = label.partition(".")
+        return Part(_range(layers), _range(heads))
+
+
+def _range(text: str) -> range:
+    start, _, stop = text.partition("-")
+    return range(int(start), int(stop))
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class DiskCounts:
 
 
 @dataclass
-class _Asked:
+class _Order:
     """What all ranks were asked for, a prefix or a look at their disks, and who waits for it."""
 
     waiting: list[Running] = field(default_factory=list)
@@ -98,7 +98,7 @@ class DiskTier:
         self._lent = PieceIndex()
         """Pieces for which a rank needs what others lend, as it last saw."""
         self._ranks = 0
-        self._asked: dict[str | int, _Asked] = {}
+        self._asked: dict[str | int, _Order] = {}
         """Prefixes by key, and looks by number."""
         self._looked = 0
         self._silent = False
@@ -201,7 +201,7 @@ class DiskTier:
             # One that came would hold up others, were it computed here.
             within_s = (SLOWER if came else 1.0) * gain / self.computing.tokens_s if self.computing.tokens_s else 0.0
             self.orders.append(Fetch(key, names, within_s))
-            asked = self._asked[key] = _Asked(names=names, gain=gain)
+            asked = self._asked[key] = _Order(names=names, gain=gain)
         asked.waiting.append(sequence)
         sequence.awaits, sequence.fetched = True, gain
 
@@ -209,14 +209,14 @@ class DiskTier:
         """Others may have written the beginnings of these: see what is there before they are sought again. `wanted`:
         their pieces, if nothing else is looked for."""
         number = self._survey(soon=True, wanted=wanted)
-        self._asked[number] = _Asked(list(sequences), wanted=None if wanted is None else frozenset(wanted))
+        self._asked[number] = _Order(list(sequences), wanted=None if wanted is None else frozenset(wanted))
         for sequence in sequences:
             sequence.awaits = sequence.looked = True
 
     def look(self, then: Callable[[], None], *, drop: bool) -> dict[int, Surveyed]:
         """Have ranks look at all that is on their disks once what waits has been written, or delete it first. Returns
         what they answer, by rank; `then` is called when that is complete."""
-        asked = self._asked[self._survey(drop=drop)] = _Asked(then=then)
+        asked = self._asked[self._survey(drop=drop)] = _Order(then=then)
         return asked.answers
 
     def _survey(self, *, drop: bool = False, soon: bool = False, wanted: list[bytes] | None = None) -> int:
@@ -271,7 +271,7 @@ class DiskTier:
             if not arrived and not sequence.finished:
                 self.seek(sequence, prefixes)  # what comes before it may be there still
 
-    def _arrived(self, key: str, asked: _Asked, prefixes: PrefixIndex) -> bool:
+    def _arrived(self, key: str, asked: _Order, prefixes: PrefixIndex) -> bool:
         """Whether all ranks have read a prefix."""
         answers: list[Fetched] = list(asked.answers.values())
         lost = {name for one in answers for name in one.lost}
