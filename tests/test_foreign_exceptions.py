@@ -98,7 +98,7 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
     bus, head = EngineBus(keys), HeadEnd(keys, "127.0.0.1", 0)
     with monkeypatch.context() as broken:
         broken.setattr(zmq.Socket, "send_multipart", raiser(error))
-        expect(TransportError, error, lambda: bus.send(0, "g", None))  # type: ignore[arg-type]
+        expect(TransportError, error, lambda: bus.send(b"0:g", None))  # type: ignore[arg-type]
         expect(TransportError, error, lambda: head.send(b"x", None))  # type: ignore[arg-type]
     bus.close()
     head.close()

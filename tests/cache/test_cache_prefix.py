@@ -81,7 +81,7 @@ def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -
     index.shrink(-5)
     assert index.positions == BLOCK * 2
     index.clear()
-    assert len(index) == 0 and index.positions == 0
+    assert not index._snapshots and index.positions == 0
 
 
 def test_a_prefix_stays_when_there_is_no_room_for_its_longer_one() -> None:

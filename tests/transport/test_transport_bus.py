@@ -44,15 +44,15 @@ def test_messages_cross_in_both_directions(bus: EngineBus, keys: ClusterKeys) ->
     rank = RankBus(bus.endpoint, keys, 0, "g")
     rank.send(FAILURE)
     assert bus.receive(240.0) == (b"0:g", FAILURE)
-    bus.send(0, "g", Stop())
+    bus.send(rank_identity(0, "g"), Stop())
     assert rank.receive(240.0) == Stop()
     assert rank.receive(0.0) is None
     rank.close()
 
 
 def test_sending_to_a_rank_that_is_not_there_is_an_error(bus: EngineBus) -> None:
-    with pytest.raises(TransportError, match="rank 3"):
-        bus.send(3, "g", Stop())
+    with pytest.raises(TransportError, match="not connected"):
+        bus.send(rank_identity(3, "g"), Stop())
 
 
 @pytest.mark.parametrize("stranger", ["no keys", "other keys", "server key only"])

@@ -88,7 +88,7 @@ def test_what_is_damaged_or_gone_there_is_not_used(borrower, tmp_path, lent, fau
         path.unlink()
     else:
         lent.close()
-        borrower._lenders._client(lent.endpoint)._patience = 1.0
+        borrower._lenders._clients[lent.endpoint]._patience = 1.0
     if fault == "longer":  # what was lent when it was listed is whole
         assert len(borrower.read(NAME)[0]) == 4
         return

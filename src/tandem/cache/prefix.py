@@ -92,9 +92,6 @@ class PrefixIndex:
         """Another budget, which is no smaller."""
         self._budget = self._room = max(budget, self._budget)
 
-    def __len__(self) -> int:
-        return len(self._snapshots)
-
     def lookup(self, tokens: Sequence[int]) -> Hit | None:
         """The longest kept prefix of `tokens` that leaves at least one token to compute."""
         if not self.enabled:

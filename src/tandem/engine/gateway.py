@@ -19,6 +19,7 @@ from tandem.log import Seldom
 from tandem.protocol import control
 from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.kept import QueryCache
+from tandem.protocol.pieces import Borrow
 from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = (control.Submit | control.Abort | control.Trial | QueryCache | control.HandOver | control.Neighbours
+Inbound = (control.Submit | control.Abort | control.Trial | QueryCache | control.HandOver | Borrow
            | control.Detach)
 
 

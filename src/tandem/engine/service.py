@@ -25,6 +25,7 @@ from tandem.protocol import control
 from tandem.protocol.events import History
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.pieces import Borrow
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class EngineService:
         elif isinstance(message, control.HandOver):
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
-        elif isinstance(message, control.Neighbours):
+        elif isinstance(message, Borrow):
             self._engine.meet(message)
         else:
             self._handed = {name: owner for name, owner in self._handed.items() if owner != client}

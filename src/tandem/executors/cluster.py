@@ -310,11 +310,11 @@ class ClusterExecutor(Executor):
     def _send(self, rank: int, command: RankCommand) -> None:
         assert self._bus is not None
         try:
-            self._bus.send(rank, self._generation, command)
+            self._bus.send(rank_identity(rank, self._generation), command)
         except TransportError as error:
             self._hear_last_words()
             self._check_processes()
-            raise RankFailure(str(error), rank=rank, cause="link") from error
+            raise RankFailure(f"rank {rank} {error}", rank=rank, cause="link") from error
 
     def _receive(self, timeout_s: float) -> RankMessage | None:
         """Next message of this gang. A message that cannot be read is logged and dropped; Failure is raised."""
@@ -364,7 +364,7 @@ class ClusterExecutor(Executor):
         deadline = time.monotonic() + SILENT_S
         with contextlib.suppress(TransportError):
             for rank in peers:
-                self._bus.send(rank, self._generation, Ping(LAST_PING))
+                self._bus.send(rank_identity(rank, self._generation), Ping(LAST_PING))
         while peers and time.monotonic() < deadline:
             if stopped := [rank for rank in peers if self._processes[rank].stopped]:
                 return self._kept_waiting(stopped[0], waiting, "stopped", "stands still: its process is stopped")
@@ -419,7 +419,7 @@ class ClusterExecutor(Executor):
         if self._bus is not None:
             for spec in self._specs:
                 try:
-                    self._bus.send(spec.rank, self._generation, Stop())
+                    self._bus.send(rank_identity(spec.rank, self._generation), Stop())
                 except TransportError:
                     continue
         calm = not (self._watchdog.busy or self._failed)

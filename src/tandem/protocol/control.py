@@ -62,13 +62,6 @@ class HandOver(Struct, frozen=True, tag=True):
     another replica. Those that cannot leave are finished."""
 
 
-class Neighbours(Struct, frozen=True, tag=True):
-    """From the supervisor: which ranks of the model's other replicas lend what they keep on disk, from now on."""
-
-    lenders: list[tuple[str, str]]
-    """As `EngineStatus.lends` has them."""
-
-
 # --- engine -> api ---------------------------------------------------------------------------------------------
 
 
@@ -252,7 +245,7 @@ class Trial(Struct, frozen=True, tag=True):
     """Nothing runs, to see whether the engine dies without it; else it runs alone as soon as this is back."""
 
 
-ApiMessage = Submit | Abort | Trial | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
+ApiMessage = Submit | Abort | Trial | QueryStatus | QueryMetrics | QueryCache | HandOver | Borrow | Detach
 EngineMessage = Output | Refused | HandedOver | Trial | EngineStatus | MetricsText | CacheReport
 
 # --- engine -> rank --------------------------------------------------------------------------------------------

@@ -73,7 +73,16 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     if params.min_tokens > params.max_tokens:
         raise RequestError(f"min_tokens is {params.min_tokens}, more than max_tokens ({params.max_tokens})",
                            param="min_tokens")
-    _check_tokens(params, vocab_size)
+    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for token in ids:
+            if not 0 <= token < vocab_size:
+                raise RequestError(f"{name} names token {token}; the model's are 0 to {vocab_size - 1}", param=name)
+    if len(params.logit_bias) > MAX_BIASES:
+        raise RequestError(f"logit_bias has {len(params.logit_bias)} entries; give at most {MAX_BIASES}",
+                           param="logit_bias")
+    for token, bias in params.logit_bias.items():
+        if bias not in BIAS:
+            raise RequestError(f"logit_bias of token {token} is {bias}; it must be {BIAS}", param="logit_bias")
     if params.structured_outputs is not None:
         _check_form(params, params.structured_outputs)
 
@@ -100,16 +109,3 @@ def _check_form(params: SamplingParams, form: StructuredOutputs) -> None:
         if getattr(params, name):
             raise RequestError(f"{name} contradicts structured_outputs, whose form decides where the output ends; "
                                "leave it out", param=name)
-
-
-def _check_tokens(params: SamplingParams, vocab_size: int) -> None:
-    for name, ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
-        for token in ids:
-            if not 0 <= token < vocab_size:
-                raise RequestError(f"{name} names token {token}; the model's are 0 to {vocab_size - 1}", param=name)
-    if len(params.logit_bias) > MAX_BIASES:
-        raise RequestError(f"logit_bias has {len(params.logit_bias)} entries; give at most {MAX_BIASES}",
-                           param="logit_bias")
-    for token, bias in params.logit_bias.items():
-        if bias not in BIAS:
-            raise RequestError(f"logit_bias of token {token} is {bias}; it must be {BIAS}", param="logit_bias")

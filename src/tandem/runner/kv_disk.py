@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -176,7 +175,11 @@ class KVDisk:
         self._lenders = None if lending is None else Lenders(lending.keys)
         if self._lenders is not None:
             files.borrow(self._lenders)
-        self._server = None if lending is None else _serve(files.directory, lending)
+        self._server: PieceServer | None = None
+        try:
+            self._server = None if lending is None else PieceServer(files.directory, lending)
+        except TransportError as error:  # its address is not one of this machine, as behind NAT
+            log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
         self.lends = self._server.endpoint if self._server is not None else ""
         """Where other ranks can have what is here; empty where they cannot."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
@@ -322,15 +325,6 @@ class KVDisk:
         finally:
             with self._lock:
                 self._waiting -= nbytes
-
-
-def _serve(directory: Path, lending: Lending) -> PieceServer | None:
-    """None where its address is not one of this machine, as behind NAT."""
-    try:
-        return PieceServer(directory, lending)
-    except TransportError as error:
-        log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
-        return None
 
 
 def _array(data: np.ndarray, dtype: str) -> mx.array:

@@ -58,8 +58,7 @@ class Departures:
         """Have it leave, unless it has to be finished here: what may not be written, needs states of all positions, is
         on trial, or ends with its prompt."""
         before = self._leaving.get(sequence.request_id)
-        leaves = before is not None and before.sequence is sequence and not before.after
-        if self._can_leave(sequence) and not leaves:
+        if self._can_leave(sequence) and (before is None or before.sequence is not sequence or before.after):
             self._leaving[sequence.request_id] = _Parting(sequence)
 
     def _can_leave(self, sequence: Sequence) -> bool:
@@ -71,11 +70,6 @@ class Departures:
         """It leaves when its prompt is computed, and what is computed of that is written by and by."""
         parting = self._leaving.get(sequence.request_id)
         return parting is not None and parting.after > 0
-
-    @property
-    def asked(self) -> bool:
-        """Somebody is about to leave."""
-        return bool(self._leaving)
 
     @property
     def progress(self) -> object:

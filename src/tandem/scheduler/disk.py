@@ -301,13 +301,8 @@ class DiskTier:
 
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
         """Which pieces of these prefixes are not on all disks yet."""
-        if not self._ranks:
-            return []
-        found = []
-        for key in keys:
-            if missing := self.missing(prefixes.hashes(key)):
-                found.append(StoreOp(key, missing))
-        return found
+        return [StoreOp(key, missing) for key in keys
+                if self._ranks and (missing := self.missing(prefixes.hashes(key)))]
 
     def missing(self, hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
         """Number and name of each piece of a prefix with these blocks that is not on all disks."""

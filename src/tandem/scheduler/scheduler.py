@@ -128,24 +128,13 @@ class Scheduler:
         return sum(lane.positions(drafts=self.speculation.most) for lane in self.lanes)
 
     @property
-    def resting(self) -> Sequence | None:
-        """Who waits to run alone, until the ranks have stood idle for a while and `rested` is called."""
+    def suspect(self) -> Sequence | None:
+        """Who runs alone next, as nothing runs. Before that the ranks have to stand idle for a while if it `rests`, and
+        its api has to be told, and to take note."""
         if not self._queue or self.running or self._under_way:
             return None
         first = self._first()
-        return first if first.suspicion.rests and not first.rested else None
-
-    @property
-    def unannounced(self) -> Sequence | None:
-        """Who could run alone now, but for its api, which has to be told before (`announced`), and take note."""
-        if not self._queue or self.running or self._under_way:
-            return None
-        first = self._first()
-        return first if first.may_be_tried and not (first.expected or first.announced) else None
-
-    def rested(self, sequence: Sequence) -> None:
-        """The ranks have stood idle for it, and live."""
-        sequence.rested = True
+        return first if first.suspicion.suspect else None
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is under way."""

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,6 @@ class BlobServer(MemberSocket):
     def __init__(self, paths: Iterable[Path], keys: ClusterKeys, host: str = "127.0.0.1") -> None:
         """Names are those of the files, without their directories, and must differ."""
         self._paths = {path.name: path for path in paths}
-        self._files: dict[str, blobs.BlobFile] = {}
         super().__init__(zmq.ROUTER, keys, MAX_REQUEST)
         # A peer that asks without reading loses answers; the memory stays bounded. One that has given a call up has two
         # windows under way, and what it has read counts in steps of half the mark.
@@ -89,17 +89,16 @@ class BlobServer(MemberSocket):
 
     def listed(self, stems: Collection[str] | None) -> list[blobs.BlobFile]:
         """As `ListFiles` asks for them."""
-        return [one for name, one in self.served().items() if stems is None or name.partition(".")[0] in stems]
+        return [one for name, one in self.served.items() if stems is None or name.partition(".")[0] in stems]
 
+    @cached_property
     def served(self) -> dict[str, blobs.BlobFile]:
         """The files that are served, by name, as they were when first asked for."""
-        if not self._files:
-            self._files = {name: _describe(path) for name, path in self._paths.items()}
-        return self._files
+        return {name: _describe(path) for name, path in self._paths.items()}
 
     def chunk(self, wanted: blobs.Range) -> tuple[bytes, bytes]:
         """Checksum and bytes of a range. Raises TransportError for one that is not served, and OSError."""
-        file = self.served().get(wanted.name)
+        file = self.served.get(wanted.name)
         if file is None:
             raise TransportError(f"{wanted.name!r} is not one of the model's files")
         if not 0 < wanted.length <= CHUNK or wanted.offset < 0 or wanted.offset + wanted.length > file.size:

@@ -38,9 +38,9 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
         self._listen(host, port, name=name)
         self._decoder = Decoder[Received](received)
 
-    def post(self, identity: bytes, message: Sent, peer: str) -> None:
-        """Send to one of them, which messages call `peer`. Raises TransportError when it is not connected."""
-        with translated(f"{peer} is not connected"):
+    def send(self, identity: bytes, message: Sent) -> None:
+        """Send to one of them. Raises TransportError when it is not connected."""
+        with translated("is not connected"):
             self.socket.send_multipart([identity, encode(message)], zmq.DONTWAIT)
 
     def receive(self, timeout_s: float = 0.0) -> tuple[bytes, Received] | None:
@@ -82,10 +82,6 @@ class EngineBus(HubSocket[RankCommand, RankMessage]):
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
         super().__init__(RankMessage, keys, host, None, name="bus", max_frame=MAX_BUS_FRAME)
 
-    def send(self, rank: int, generation: str, command: RankCommand) -> None:
-        """Send to one rank. Raises TransportError when that rank is not connected."""
-        self.post(rank_identity(rank, generation), command, f"rank {rank}")
-
 
 class RankBus(SpokeSocket[RankMessage, RankCommand]):
     """A rank's end of the bus."""
@@ -112,10 +108,6 @@ class HeadEnd(HubSocket[HeadMessage, HostMessage]):
 
     def __init__(self, keys: ClusterKeys, host: str, port: int | None = None) -> None:
         super().__init__(HostMessage, keys, host, port, name="join socket", max_frame=MAX_JOIN_FRAME, linger_ms=500)
-
-    def send(self, identity: bytes, message: HeadMessage) -> None:
-        """Send to one rank host. Raises TransportError when it is not connected."""
-        self.post(identity, message, "the rank host")
 
 
 class HostEnd(SpokeSocket[HostMessage, HeadMessage]):

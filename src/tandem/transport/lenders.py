@@ -33,18 +33,14 @@ PARTS = "parts"
 """Directory beside them with an empty file for each label that their names can have."""
 
 
-def labels(directory: Path) -> list[str]:
-    """Labels of the parts in a directory of pieces, which file names have between stem and suffix."""
-    with suppress(OSError):
-        return os.listdir(directory / PARTS)
-    return []
-
-
 def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[str, os.stat_result]]:
     """Files of pieces in a directory: those whose names begin with one of these and a dot, with no look at others, or
     all. Raises OSError."""
-    names = os.listdir(directory) if stems is None else (
-        f"{stem}.{label}{SUFFIX}" for label in labels(directory) for stem in set(stems))
+    if stems is None:
+        names = os.listdir(directory)
+    else:  # there is a file for each label, which names have between stem and suffix, once one of its parts is there
+        labels = os.listdir(directory / PARTS) if (directory / PARTS).exists() else []
+        names = [f"{stem}.{label}{SUFFIX}" for label in labels for stem in set(stems)]
     for name in filter(_is_name, names):
         with suppress(OSError):  # one that is deleted just now, or not there
             status = os.stat(directory / name, follow_symlinks=False)
@@ -89,22 +85,17 @@ class PieceServer(BlobServer):
 
 
 def _is_name(name: str) -> bool:
-    if not name.isascii():  # no piece's, and one that is no text could not even be listed
-        return False
-    return name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name and "\0" not in name
-
-
-def _stem(name: str) -> str:
-    return name.partition(".")[0]
+    """One that is no text could not even be listed."""
+    return (name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
+            and "\0" not in name)
 
 
 class Lenders:
     """Other machines that lend. Used by one thread."""
 
     def __init__(self, keys: ClusterKeys, endpoints: Iterable[str] = ()) -> None:
-        """Connects when first asked for something."""
         self._keys = keys
-        self._clients: dict[str, BlobClient | None] = {}
+        self._clients: dict[str, BlobClient] = {}
         self._where: dict[str, dict[str, tuple[str, int]]] = {}
         """Endpoint and bytes of each file that is lent, by stem and name."""
         self._resting: dict[str, float] = {}
@@ -116,9 +107,8 @@ class Lenders:
         named = set(endpoints)
         for endpoint in self._clients.keys() - named:
             self._leave(endpoint)
-            del self._clients[endpoint]
             self._resting.pop(endpoint, None)
-        self._clients |= dict.fromkeys(named - self._clients.keys())
+        self._clients |= {endpoint: self._client(endpoint) for endpoint in named - self._clients.keys()}
 
     def look(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
         """Ask what is lent now, of files with these stems (`ListFiles`) or of all; their names and sizes. Those who do
@@ -127,8 +117,8 @@ class Lenders:
             self._where.pop(stem, None)
         now = time.monotonic()
         some = None if stems is not None and len(stems) > MOST_STEMS else stems
-        asked = [(endpoint, client, client.ask(some)) for endpoint in self._clients
-                 if self._resting.get(endpoint, 0.0) <= now and (client := self._client(endpoint))]
+        asked = [(endpoint, client, client.ask(some)) for endpoint, client in self._clients.items()
+                 if self._resting.get(endpoint, 0.0) <= now]
         for endpoint, client, number in asked:
             try:
                 listed = client.listed(number, now + PATIENCE_S)
@@ -137,19 +127,19 @@ class Lenders:
                 continue
             self._resting.pop(endpoint, None)
             for file in listed:
-                self._where.setdefault(_stem(file.name), {}).setdefault(file.name, (endpoint, file.size))
+                self._where.setdefault(file.name.partition(".")[0], {}).setdefault(file.name, (endpoint, file.size))
         return [(name, size) for stem in (self._where if stems is None else stems)
                 for name, (_, size) in self._where.get(stem, {}).items()]
 
     def bring(self, name: str) -> bytes:
         """All of a file. Raises TransportError."""
-        endpoint, size = self._where.get(_stem(name), {}).pop(name, ("", 0))
+        endpoint, size = self._where.get(name.partition(".")[0], {}).pop(name, ("", 0))
         if not endpoint:
             raise TransportError("no machine lends it")
         whole = bytearray(size)
         ranges = [Range(name, at, min(CHUNK, size - at)) for at in range(0, size, CHUNK)]
         try:
-            for index, data, _ in self._client(endpoint).read(ranges):
+            for index, data, _ in self._clients[endpoint].read(ranges):
                 whole[index * CHUNK:index * CHUNK + len(data)] = data
         except NotServed:  # it has been deleted there
             raise
@@ -159,23 +149,19 @@ class Lenders:
         return bytes(whole)
 
     def _client(self, endpoint: str) -> BlobClient:
-        client = self._clients[endpoint]
-        if client is None:
-            client = self._clients[endpoint] = BlobClient(endpoint, self._keys, patience_s=PATIENCE_S)
-        return client
+        return BlobClient(endpoint, self._keys, patience_s=PATIENCE_S)
 
     def _give_up(self, endpoint: str) -> None:
         """Nobody waits for it once more: what it was to lend is computed."""
         self._leave(endpoint)
+        self._clients[endpoint] = self._client(endpoint)
         self._resting[endpoint] = time.monotonic() + REST_S
 
     def _leave(self, endpoint: str) -> None:
-        """Drop the files that it lends; what it still sends is for nobody."""
+        """Drop it and the files that it lends; what it still sends is for nobody."""
         for stem, files in self._where.items():
             self._where[stem] = {name: one for name, one in files.items() if one[0] != endpoint}
-        client, self._clients[endpoint] = self._clients[endpoint], None
-        if client is not None:
-            client.close()
+        self._clients.pop(endpoint).close()
 
     def close(self) -> None:
         """Leave all of them."""
