@@ -103,7 +103,7 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
     bus.close()
     head.close()
     with monkeypatch.context() as broken:
-        broken.setattr(control, "_answers", lambda _: True)
+        broken.setattr(control, "is_heard", lambda _: True)
         broken.setattr(zmq.Socket, "connect", raiser(error))
         expect(UsageError, error, lambda: control.ask(path, ListReplicas()))
 
