@@ -88,10 +88,8 @@ class Departures:
     def forget(self) -> None:
         """The ranks are gone; whoever was about to leave does so at the next look, or once its prompt is computed."""
         for parting in self._leaving.values():
-            parting.ordered = 0
-            if parting.missing is not None:
-                tokens = parting.sequence.tokens
-                parting.missing = self._disk.missing(block_hashes(tokens[:parting.after] if parting.after else tokens))
+            parting.ordered, prompt = 0, parting.sequence.tokens[:parting.after]
+            parting.missing = self._disk.missing(block_hashes(prompt)) if prompt else None
 
     def write(self, lane: Lane) -> list[StoreOp]:
         """What ranks have to write at the end of the lane's next plan, first of those who were first to leave."""
