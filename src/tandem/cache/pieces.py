@@ -47,7 +47,7 @@ class PieceIndex:
         return bool(self._ranks) and all(name in held for held in self._ranks)
 
     def anywhere(self, name: bytes) -> bool:
-        """Some rank has it."""
+        """True if some rank has it."""
         return any(name in held for held in self._ranks)
 
     def leading(self, names: Sequence[bytes]) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""From threads to one reader that may sleep at several sockets."""
+"""A queue from threads to one reader that may sleep at several sockets."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class Mailbox(Generic[T]):
         self._bell.setblocking(False)
 
     def put(self, item: T) -> None:
-        """From any thread, or a finaliser; never blocks. After `close` nobody hears of it."""
+        """Add an item, from any thread or a finaliser; never blocks. After `close` nobody hears of it."""
         self._items.put(item)
         with suppress(OSError):  # it has rung often enough, or is closed
             self._bell.send(b"!")
 
     def take(self, timeout_s: float = 0.0) -> Iterator[T]:
-        """All that is there, one after the other; wait up to `timeout_s` seconds for the first. For the reader alone.
+        """Yield all that is there; wait up to `timeout_s` seconds for the first. For the reader alone.
 
-        What it does not come to stays.
+        Items that are not taken stay.
         """
         # Silence the bell first: what comes behind it then rings once too often, never too seldom.
         with suppress(OSError):

@@ -8,7 +8,7 @@ from msgspec import Struct
 
 
 class PairIdentity(Struct, frozen=True, tag=True):
-    """Who the head is; the agent answers who it is. Nothing vouches for either before its `PairProof`."""
+    """Name and key of the head; the agent answers its own. Nothing vouches for either before its `PairProof`."""
 
     name: str
     public: str

@@ -63,7 +63,7 @@ class DiskCounts:
 
 @dataclass
 class _Order:
-    """What all ranks were asked for, a prefix or a look at their disks, and who waits for it."""
+    """A prefix or a look at their disks that all ranks were asked for, and the sequences that wait for it."""
 
     waiting: list[Running] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
@@ -272,7 +272,7 @@ class DiskTier:
                 self.seek(sequence, prefixes)  # what comes before it may be there still
 
     def _arrived(self, key: str, asked: _Order, prefixes: PrefixIndex) -> bool:
-        """Whether all ranks have read a prefix."""
+        """True if all ranks have read a prefix."""
         answers: list[Fetched] = list(asked.answers.values())
         lost = {name for one in answers for name in one.lost}
         late, seconds = any(one.late for one in answers), max(one.seconds for one in answers)

@@ -129,8 +129,8 @@ class Scheduler:
 
     @property
     def suspect(self) -> Sequence | None:
-        """Who runs alone next, as nothing runs. Before that the ranks have to stand idle for a while if it `rests`, and
-        its api has to be told, and to take note."""
+        """The request that runs alone next, as nothing runs. Before that the ranks have to stand idle for a while if it
+        `rests`, and its api has to be told, and to take note."""
         if not self._queue or self.running or self._under_way:
             return None
         first = self._first()

@@ -46,7 +46,7 @@ def silent_because(host: str, port: int, timeout_s: float = 1.0) -> str:
 
 
 def refusal(host: str, port: int, timeout_s: float) -> OSError | None:
-    """Why no connection to `host`:`port` comes about; None if one does."""
+    """Return why no connection to `host`:`port` comes about; None if one does."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError as error:

@@ -85,7 +85,7 @@ class PieceServer(BlobServer):
 
 
 def _is_name(name: str) -> bool:
-    """One that is no text could not even be listed."""
+    """True for a name of a piece's file. One that is no text could not even be listed."""
     return (name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
             and "\0" not in name)
 
