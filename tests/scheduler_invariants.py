@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tandem.cache.prefix import PrefixIndex
 from tandem.scheduler.scheduler import Scheduler
 
 
@@ -20,5 +21,12 @@ def check_invariants(scheduler: Scheduler) -> None:
     for lane in scheduler.lanes:
         assert lane.outstanding == sum(p.lane == lane.index for p in under_way)
         assert set(lane.members) <= set(scheduler.sequences)
-    scheduler.prefixes.check()
+    check_prefixes(scheduler.prefixes)
     assert scheduler.running <= 1 or scheduler.running <= scheduler.limits.max_batch_size
+
+
+def check_prefixes(index: PrefixIndex) -> None:
+    """Raise AssertionError unless the tables of a prefix cache agree."""
+    held = sum(snapshot.length + index._extra for snapshot in (*index._snapshots.values(), *index._reserved.values()))
+    assert index.positions == held <= max(index._budget, 0)
+    assert {key for keys in index._by_hash.values() for key in keys} == set(index._snapshots)

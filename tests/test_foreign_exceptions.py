@@ -22,7 +22,8 @@ from tandem.doctor import model_files
 from tandem.engine.gateway import Gateway
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
 from tandem.executors.inline import InlineExecutor
-from tandem.executors.rank_loop import Mailbox, RankLoop
+from tandem.executors.mailbox import Mailbox
+from tandem.executors.rank_loop import RankLoop
 from tandem.launchers.agent import trust
 from tandem.launchers.manual import read_token
 from tandem.loading import weights
@@ -33,9 +34,8 @@ from tandem.protocol.supervisor import ListReplicas
 from tandem.supervision import control
 from tandem.supervision.record import Background
 from tandem.transport.blobs import BlobServer
-from tandem.transport.bus import EngineBus
+from tandem.transport.bus import EngineBus, HeadEnd
 from tandem.transport.channel import TcpChannel
-from tandem.transport.join import HeadEnd
 
 
 def classes(module: Any) -> list[type[Exception]]:
@@ -98,12 +98,12 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
     bus, head = EngineBus(keys), HeadEnd(keys, "127.0.0.1", 0)
     with monkeypatch.context() as broken:
         broken.setattr(zmq.Socket, "send_multipart", raiser(error))
-        expect(TransportError, error, lambda: bus.send(0, "g", None))  # type: ignore[arg-type]
+        expect(TransportError, error, lambda: bus.send(b"0:g", None))  # type: ignore[arg-type]
         expect(TransportError, error, lambda: head.send(b"x", None))  # type: ignore[arg-type]
     bus.close()
     head.close()
     with monkeypatch.context() as broken:
-        broken.setattr(control, "_answers", lambda _: True)
+        broken.setattr(control, "is_heard", lambda _: True)
         broken.setattr(zmq.Socket, "connect", raiser(error))
         expect(UsageError, error, lambda: control.ask(path, ListReplicas()))
 

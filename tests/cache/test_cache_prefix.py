@@ -7,6 +7,7 @@ from collections import OrderedDict
 
 import pytest
 
+from scheduler_invariants import check_prefixes
 from tandem.cache.budget import batch_positions, kv_capacity
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
 
@@ -34,7 +35,7 @@ def test_lookup_finds_the_longest_kept_prefix(seed: int) -> None:
             kept[snapshot.key] = tokens[:snapshot.length]
         for key in index.take_evicted():
             del kept[key]
-        index.check()
+        check_prefixes(index)
         assert set(kept) == set(index._snapshots)
 
 
@@ -47,7 +48,7 @@ def test_a_prompt_that_gave_no_numbers_leaves_nothing_that_begins_as_it_does(tri
     index.discard(block_hashes([*shared, *[3] * BLOCK]))
     assert index.lookup([*other, 5]) is not None
     assert index.lookup([*shared, *[3] * BLOCK, 5]) is None and index.lookup([*shared, 5]) is None
-    index.check()
+    check_prefixes(index)
 
 
 def test_what_cannot_be_cut_is_found_at_its_exact_length_only() -> None:
@@ -80,7 +81,7 @@ def test_the_least_recently_used_goes_first_and_pressure_frees_what_is_asked() -
     index.shrink(-5)
     assert index.positions == BLOCK * 2
     index.clear()
-    assert len(index) == 0 and index.positions == 0
+    assert not index._snapshots and index.positions == 0
 
 
 def test_a_prefix_stays_when_there_is_no_room_for_its_longer_one() -> None:
@@ -111,7 +112,7 @@ def test_a_longer_prefix_takes_its_shorter_ones_place_without_a_look_at_others()
     longer = index.save(system + [2] * BLOCK * 2)
     assert longer and index.take_evicted() == ["p0"]
     assert Counted.looks < 10
-    index.check()
+    check_prefixes(index)
 
 
 def test_room_is_spared_for_prefixes_once_prompts_share_them() -> None:
@@ -151,7 +152,7 @@ def test_snapshots_of_states_cost_more_than_their_positions() -> None:
     assert index.save(first) is not None and index.positions == BLOCK * 3
     assert index.save(second) is not None and index.take_evicted() == ["p0"], "both do not fit"
     assert index.save([3] * (BLOCK * 4)) is None, "longer than the budget with its state"
-    index.check()
+    check_prefixes(index)
     assert not PrefixIndex(BLOCK, extra=1).enabled
     serves = [one.serves for one in (index, PrefixIndex(BLOCK), PrefixIndex(0, extra=9), PrefixIndex(BLOCK, extra=9))]
     assert serves == ["blocks", "any length", "off", "off: a snapshot of its states takes as much memory as 9 tokens"]

@@ -16,7 +16,7 @@ import tandem
 from netns import Machines
 from tandem.cli.hosts.sync import remote_line
 from tandem.cli.main import main
-from tandem.system.wheel import write_wheel
+from tandem.system.origin import write_wheel
 
 
 def test_the_wheel_is_this_tandem_and_always_the_same(tmp_path: Path) -> None:

@@ -136,14 +136,22 @@ def test_the_age_of_what_is_told_shows_whether_the_engine_moves(gateway: Gateway
     api.die()
 
 
-def test_a_file_that_a_killed_engine_left_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_a_killed_engine_left_is_no_obstacle() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         path = Path(directory) / "engine.sock"
         with zmq.Context() as context, context.socket(zmq.ROUTER) as old:
             old.bind(f"ipc://{path}")
         path.touch()
-        monkeypatch.setattr("tandem.protocol.control.QueryStatus", None)  # nobody is asked, and waited for
         Gateway(path, STATUS, lambda: b"").close()
+
+
+def test_the_socket_of_an_engine_that_lives_is_left_to_it(gateway: Gateway) -> None:
+    with pytest.raises(UsageError, match="an engine is listening on"):
+        Gateway(gateway.path, STATUS, lambda: b"")
+    api = Api(gateway)
+    api.say(QueryStatus(1))
+    assert api.hear()
+    api.die()
 
 
 def test_somebodys_file_is_not_taken_for_a_socket(tmp_path: Path) -> None:

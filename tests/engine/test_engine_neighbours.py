@@ -13,7 +13,7 @@ from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor, Progress, Report
-from tandem.protocol.control import Neighbours, Ready
+from tandem.protocol.control import Ready
 from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.protocol.step import StepPlan
 from tandem.testing import tiny_model
@@ -75,7 +75,7 @@ def test_ranks_are_told_of_those_who_lend_what_they_can_use(serve: Callable[[Dis
     engine = serve(disks)
     engine.pump(0.0)
     assert not disks.taken() and engine.status().lends == [OWN] and engine.status().kv_reach == [OWN[0]]
-    told = Neighbours([FAR, ("old/another-version", "tcp://10.0.0.3:5"), ("", "tcp://10.0.0.4:5")])
+    told = Borrow([FAR, ("old/another-version", "tcp://10.0.0.3:5"), ("", "tcp://10.0.0.4:5")])
     for _ in range(2):
         engine.meet(told)
         engine.pump(0.0)
@@ -86,7 +86,7 @@ def test_ranks_are_told_of_those_who_lend_what_they_can_use(serve: Callable[[Dis
     engine.pump(0.0)
     engine.pump(0.0)
     assert engine.restarts == 1 and disks.taken()[0] == Borrow([FAR, OWN]), "new ranks know it too"
-    engine.meet(Neighbours([]))
+    engine.meet(Borrow([]))
     engine.pump(0.0)
     assert disks.taken()[0] == Borrow([OWN]) and engine.status().kv_reach == [OWN[0]]
 
@@ -94,6 +94,6 @@ def test_ranks_are_told_of_those_who_lend_what_they_can_use(serve: Callable[[Dis
 def test_ranks_that_keep_nothing_are_told_nothing(serve: Callable[[Disks], Engine]) -> None:
     disks = Disks(keeps=False)
     engine = serve(disks)
-    engine.meet(Neighbours([FAR]))
+    engine.meet(Borrow([FAR]))
     engine.pump(0.0)
     assert not disks.taken() and not engine.status().lends and not engine.status().kv_reach

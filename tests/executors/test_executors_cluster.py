@@ -81,11 +81,11 @@ def test_who_may_be_to_blame_for_a_death(code: int, busy: bool, blame: bool) -> 
 class Gone:
     """The bus when rank 1 has ended, and what it had said of it waits to be read."""
 
-    said: ClassVar = [("0:g", Pong(0, 1, 0, False)), ("1:g", Failure(1, "RuntimeError", FULL)), None]
+    said: ClassVar = [(b"0:g", Pong(0, 1, 0, False)), (b"1:g", Failure(1, "RuntimeError", FULL)), None]
 
-    def send(self, rank: int, generation: str, command: object) -> None:
-        if rank == 1:
-            raise TransportError("rank 1 is not connected to the bus: Host unreachable")
+    def send(self, identity: bytes, command: object) -> None:
+        if identity == b"1:g":
+            raise TransportError("is not connected: Host unreachable")
 
     def receive(self, timeout_s: float) -> object:
         return self.said.pop(0)

@@ -117,7 +117,7 @@ def test_only_the_models_own_files_are_served(tmp_path: Path) -> None:
     (model / "directory.json").mkdir()
     server = serve_model(model, ClusterKeys.generate(), "127.0.0.1")
     try:
-        assert {file.name for file in server.served().values()} == {
+        assert {file.name for file in server.served.values()} == {
             "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     finally:
         server.close()
@@ -160,7 +160,7 @@ def test_a_head_that_is_gone_or_has_changed_is_a_failed_rank(tmp_path: Path, mon
     keys = ClusterKeys.generate()
     server = serve_model(model, keys, "127.0.0.1")
     head = Head(server.endpoint, keys)
-    server.served()
+    assert server.served
     (model / "config.json").write_text("{}")
     with pytest.raises(RankFailure, match="config.json: has changed"):
         obtain_files(spec, head, lambda done, total: None)

@@ -25,8 +25,8 @@ from tandem.protocol.agent import (
     Data,
     Ended,
     OpenSession,
-    PairDone,
-    PairHello,
+    PairIdentity,
+    PairProof,
     PairRefused,
     PairReply,
     PairRequest,
@@ -208,7 +208,7 @@ def ask(link: zmq.Socket[bytes], request: PairRequest) -> PairReply:
 
 def pair(machine: Machine) -> PairReply:
     """What the agent says in the end to a head that has its code."""
-    hello = PairHello("head", zmq.curve_keypair()[0].decode())
+    hello = PairIdentity("head", zmq.curve_keypair()[0].decode())
     code = machine.agent.pairing.open()
     with zmq.Context.instance().socket(zmq.DEALER) as link:
         link.linger = 0
@@ -226,7 +226,7 @@ def test_a_pairing_that_cannot_be_written_down_is_refused_and_the_agent_goes_on(
     assert isinstance(refused, PairRefused) and "here cannot write down whom it trusts: " in refused.reason
     echo(running, "still here")
     in_the_way.rmdir()
-    assert isinstance(pair(machine), PairDone) and "head" in machine.trust.peers()
+    assert isinstance(pair(machine), PairProof) and "head" in machine.trust.peers()
 
 
 def test_a_connection_to_the_pairing_port_lasts_no_longer_than_a_code(

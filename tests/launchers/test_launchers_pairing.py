@@ -7,9 +7,9 @@ import pytest
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.pairing import ATTEMPTS, LIFE_S, MOST_RUNS, AgentSide, HeadSide
 from tandem.launchers.agent.trust import Peer, Trust, checked_name
-from tandem.protocol.agent import PairConfirm, PairDone, PairElement, PairHello, PairIdentity, PairRefused, PairStart
+from tandem.protocol.agent import PairElement, PairIdentity, PairProof, PairRefused
 
-HEAD = PairHello("head", "H" * 40)
+HEAD = PairIdentity("head", "H" * 40)
 
 
 class Clock:
@@ -24,7 +24,7 @@ def agent() -> AgentSide:
     return AgentSide("a", "A" * 40, Clock())
 
 
-def attempt(agent: AgentSide, code: str, peer: bytes = b"1", hello: PairHello = HEAD) -> PairHello | None:
+def attempt(agent: AgentSide, code: str, peer: bytes = b"1", hello: PairIdentity = HEAD) -> PairIdentity | None:
     """The head whom the agent trusts in the end. Raises UsageError for what the head notices."""
     identity, _ = agent.answer(peer, hello)
     if isinstance(identity, PairRefused):
@@ -39,7 +39,7 @@ def attempt(agent: AgentSide, code: str, peer: bytes = b"1", hello: PairHello = 
     if isinstance(done, PairRefused):
         assert trusted is None
         raise UsageError(done.reason)
-    assert isinstance(done, PairDone)
+    assert isinstance(done, PairProof)
     head.check(done)
     return trusted
 
@@ -113,18 +113,18 @@ def test_an_agent_that_does_not_know_the_code_is_noticed():
     element, _ = impostor.answer(b"1", head.start())
     head.confirm(element)
     with pytest.raises(UsageError, match="wrong"):
-        head.check(PairDone(bytes(32)))
+        head.check(PairProof(bytes(32)))
 
 
 def test_the_order_is_kept_and_rubbish_is_refused(agent):
     code = agent.open()
-    assert isinstance(agent.answer(b"1", PairStart(b"A" + bytes(32)))[0], PairRefused)
+    assert isinstance(agent.answer(b"1", PairElement(b"A" + bytes(32)))[0], PairRefused)
     identity, _ = agent.answer(b"1", HEAD)
-    assert isinstance(agent.answer(b"1", PairConfirm(bytes(32)))[0], PairRefused)
+    assert isinstance(agent.answer(b"1", PairProof(bytes(32)))[0], PairRefused)
     for element in (b"", b"A", b"A" + bytes(32), b"B" + bytes(32), b"A" * 99):
         agent.open()
         agent.answer(b"1", HEAD)
-        assert isinstance(agent.answer(b"1", PairStart(element))[0], PairRefused)
+        assert isinstance(agent.answer(b"1", PairElement(element))[0], PairRefused)
     with pytest.raises(UsageError, match="6 digits"):
         HeadSide(code + "0", HEAD, identity)
     with pytest.raises(UsageError, match="6 digits"):

@@ -42,7 +42,7 @@ SAMPLES = {
         [
             control.Submit(EngineRequest(request_id="r", prompt=[1, 2, 3], params=PARAMS)),
             control.Abort("r"),
-            control.Noted("r", resting=True),
+            control.Trial("r", resting=True),
             control.QueryStatus(1),
             control.QueryMetrics(2),
             control.Detach(),
@@ -75,7 +75,7 @@ SAMPLES = {
         supervisor.SupervisorReply,
         [
             supervisor.ReplicaList([supervisor.ReplicaInfo(0, "ipc://x", "running", 1, 0)]),
-            supervisor.ReplicaChanged(1),
+            supervisor.Done(1),
             supervisor.ControlRefused("no"),
         ],
     ),

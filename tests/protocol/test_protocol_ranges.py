@@ -8,8 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from tandem.errors import RequestError
-from tandem.protocol.checks import check_params
-from tandem.protocol.ranges import RANGES
+from tandem.protocol.ranges import RANGES, check_params
 from tandem.protocol.request import SamplingParams
 from tandem.server.openai.schemas import SamplingFields
 

@@ -241,8 +241,8 @@ def test_a_request_under_which_gangs_keep_dying_is_refused() -> None:
     scheduler.submit(request("a"), seed=1)
     outcomes = []
     for _ in range(4):
-        if (resting := scheduler.resting) is not None:
-            resting.rested = True
+        if (suspect := scheduler.suspect) is not None:
+            suspect.rested = True
         assert scheduler.next_plan()
         outcomes.append(scheduler.restart())
     assert outcomes[:3] == [[]] * 3

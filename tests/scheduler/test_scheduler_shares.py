@@ -139,7 +139,7 @@ def test_ever_new_groups_do_not_starve_an_old_one() -> None:
             load.send(f"new{i}", 3, 3)
         load.step()
     assert set(old) <= set(load.done)
-    assert len(load.scheduler.shares) < 30, "accounts of clients that have gone are not kept for ever"
+    assert len(load.scheduler.shares._groups) < 30, "accounts of clients that have gone are not kept for ever"
 
 
 def test_one_group_cannot_fill_the_queue_for_the_others() -> None:
@@ -186,7 +186,7 @@ def test_restarts_and_aborts_leave_no_account_behind(seed: int) -> None:
         load.step()
     while not load.scheduler.idle:
         load.step()
-    assert len(load.scheduler.shares) == 0
+    assert len(load.scheduler.shares._groups) == 0
 
 
 def test_a_weight_that_leaves_takes_no_small_one_along() -> None:

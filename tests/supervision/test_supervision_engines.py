@@ -18,7 +18,7 @@ from tandem.errors import UsageError
 from tandem.launchers.machines import ranks_of
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
-from tandem.protocol.supervisor import AddReplica, DrainReplica, ListReplicas, ReplicaChanged, ReplicaList
+from tandem.protocol.supervisor import AddReplica, Done, DrainReplica, ListReplicas, ReplicaList
 from tandem.supervision.control import ControlServer, ask
 from tandem.supervision.engines import EngineSet
 from tandem.supervision.replica import gpus_of, replica_settings
@@ -92,7 +92,7 @@ def control(tmp_path):
     def handle(request):
         if isinstance(request, DrainReplica):
             raise UsageError(f"no {request.replica}")
-        return ReplicaChanged(3) if isinstance(request, AddReplica) else ReplicaList([])
+        return Done(3) if isinstance(request, AddReplica) else ReplicaList([])
 
     server = ControlServer(path, handle)
     over = threading.Event()
@@ -113,7 +113,7 @@ def control(tmp_path):
 def test_control_socket(control):
     assert control.stat().st_mode & 0o777 == 0o600
     assert ask(control, ListReplicas()) == ReplicaList([])
-    assert ask(control, AddReplica()) == ReplicaChanged(3)
+    assert ask(control, AddReplica()) == Done(3)
     with pytest.raises(UsageError, match="no 7"):
         ask(control, DrainReplica(7))
     with zmq.Context() as context, context.socket(zmq.REQ) as client:
@@ -132,7 +132,7 @@ def test_a_control_socket_whose_file_was_removed_is_reached_again(control, monke
     while not control.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert ask(control, AddReplica()) == ReplicaChanged(3)
+    assert ask(control, AddReplica()) == Done(3)
 
 
 def test_nobody_there(tmp_path):

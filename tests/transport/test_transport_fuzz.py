@@ -55,8 +55,7 @@ def test_the_engines_end_of_the_bus(keys: ClusterKeys) -> None:
     bus, failure = EngineBus(keys), Failure(0, "E", "m")
     with member(keys, zmq.DEALER, bus.endpoint, b"0:\xff") as odd:
         odd.send(msgspec.msgpack.encode(failure))
-        with pytest.raises(TransportError, match="name"):
-            bus.receive(240.0)
+        assert bus.receive(240.0) == (b"0:\xff", failure)  # whose it is the engine compares, and drops it
     with member(keys, zmq.DEALER, bus.endpoint, rank_identity(0, "g")) as rank:
         bad = list(nonsense(b"\xc1"))
         for frames in bad:
@@ -65,7 +64,7 @@ def test_the_engines_end_of_the_bus(keys: ClusterKeys) -> None:
         for _ in bad:
             with pytest.raises(TransportError):
                 bus.receive(240.0)
-        assert bus.receive(240.0) == ("0:g", failure)
+        assert bus.receive(240.0) == (b"0:g", failure)
     bus.close()
 
 

@@ -28,8 +28,7 @@ from tandem.protocol.control import Failure
 from tandem.protocol.hosts import Leave, Ping
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport import guard
-from tandem.transport.bus import EngineBus, RankBus, rank_identity
-from tandem.transport.join import HeadEnd, HostEnd
+from tandem.transport.bus import EngineBus, HeadEnd, HostEnd, RankBus, rank_identity
 
 FAILURE = Failure(0, "RankFailure", "message", "trace")
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from tandem.cache.prefix import BLOCK
 from tandem.protocol.pieces import PIECE
@@ -14,51 +15,41 @@ def piece_names(hashes: Sequence[bytes]) -> list[bytes]:
 
 
 class PieceIndex:
-    """A piece counts when every rank has its part of it."""
+    """Pieces by rank: of its own disk, or that it needs others for. A piece is `in` it when every rank has its part."""
 
     def __init__(self) -> None:
-        self._ranks = 0
-        """One bit for each rank."""
-        self._have: dict[bytes, int] = {}
+        self._ranks: list[set[bytes]] = []
 
     def reset(self, kept: Sequence[Iterable[bytes]]) -> None:
-        """Start anew with what each rank found on its disk."""
-        self._ranks = (1 << len(kept)) - 1
-        self._have = {}
-        for rank, names in enumerate(kept):
-            self.keep(rank, names)
+        """Start anew with what each rank has."""
+        self._ranks = [set(names) for names in kept]
 
     def keep(self, rank: int, names: Iterable[bytes]) -> None:
         """A rank has these."""
-        for name in names:
-            self._have[name] = self._have.get(name, 0) | 1 << rank
+        self._ranks[rank].update(names)
 
     def see(self, rank: int, names: Iterable[bytes], wanted: Iterable[bytes] | None = None) -> None:
         """A rank has these and no others, or no others of those that are `wanted`."""
-        others = ~(1 << rank)
-        for name in list(self._have) if wanted is None else wanted:
-            if left := self._have.get(name, 0) & others:
-                self._have[name] = left
-            else:
-                self._have.pop(name, None)
+        self._ranks[rank].difference_update(list(self._ranks[rank]) if wanted is None else wanted)
         self.keep(rank, names)
 
     def lose(self, names: Iterable[bytes]) -> None:
         """A rank has not got these any more, so they are of no use to the others either."""
-        for name in names:
-            self._have.pop(name, None)
+        gone = set(names)
+        for held in self._ranks:
+            held -= gone
 
     def __len__(self) -> int:
         """Pieces that count."""
-        return sum(ranks == self._ranks for ranks in self._have.values()) if self._ranks else 0
+        return len(set.intersection(*self._ranks)) if self._ranks else 0
 
     def __contains__(self, name: bytes) -> bool:
-        return self._ranks > 0 and self._have.get(name) == self._ranks
+        return bool(self._ranks) and all(name in held for held in self._ranks)
 
-    def __bool__(self) -> bool:
-        return bool(self._have)
+    def anywhere(self, name: bytes) -> bool:
+        """True if some rank has it."""
+        return any(name in held for held in self._ranks)
 
     def leading(self, names: Sequence[bytes]) -> list[bytes]:
         """Those of `names` that come before the first that is missing."""
-        count = next((i for i, name in enumerate(names) if name not in self), len(names))
-        return list(names[:count])
+        return list(takewhile(self.__contains__, names))

@@ -9,7 +9,7 @@ decides; ranks save, restore and evict by plan, so prefix caching is alike on al
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ SEEN_BLOCKS, FIRST_BLOCKS = 4096, 64
 """Hashes of past prompts' blocks that are remembered, and how many of each prompt."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Snapshot:
     """KV of the first `length` positions of a sequence, kept on the ranks under `key`."""
 
@@ -31,6 +31,8 @@ class Snapshot:
     length: int
     hashes: tuple[bytes, ...]
     """Of its blocks; for caches that cannot be cut only the last one counts."""
+    hits: int = 0
+    """Prompts that it has served, or that those which it has replaced have."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,6 @@ class PrefixIndex:
         self.positions = 0
         """KV positions held by all snapshots, or that their states take as much memory as."""
         self.queries = self.hits = self.hit_tokens = 0
-        self._uses: Counter[str] = Counter()
-        """Hits of each snapshot."""
         self._seen: dict[bytes, None] = {}
         """First blocks of past prompts, the latest last."""
         self._shared = 0.0
@@ -92,9 +92,6 @@ class PrefixIndex:
         """Another budget, which is no smaller."""
         self._budget = self._room = max(budget, self._budget)
 
-    def __len__(self) -> int:
-        return len(self._snapshots)
-
     def lookup(self, tokens: Sequence[int]) -> Hit | None:
         """The longest kept prefix of `tokens` that leaves at least one token to compute."""
         if not self.enabled:
@@ -113,7 +110,7 @@ class PrefixIndex:
             self._snapshots.move_to_end(best.key)
             self.hits += 1
             self.hit_tokens += best.length
-            self._uses[best.key] += 1
+            self._snapshots[best.key].hits += 1
         return best
 
     def _remember(self, hashes: Sequence[bytes]) -> None:
@@ -147,14 +144,14 @@ class PrefixIndex:
         if known := self._by_hash.get(hashes[-1]):
             self._snapshots.move_to_end(next(reversed(known)))
             return None
-        uses = 0
+        hits = 0
         for digest in hashes[:-1] if self._trimmable else ():
             if (key := self._ends.get(digest)) is not None:  # the new one serves all that it served
-                uses += self._uses[key]
+                hits += self._snapshots[key].hits
                 self._evict(key)
         self._shrink_to(self._room - length - self._extra)
         snapshot = self._make(hashes if self._trimmable else hashes[-1:], length)
-        self._uses[snapshot.key] = uses
+        snapshot.hits = hits
         self._keep(snapshot)
         return snapshot
 
@@ -183,9 +180,9 @@ class PrefixIndex:
             self._by_hash.setdefault(digest, {})[snapshot.key] = None
         self._ends[snapshot.hashes[-1]] = snapshot.key
 
-    def kept(self) -> list[tuple[Snapshot, int]]:
-        """Snapshots and their hits, the most recently used first."""
-        return [(one, self._uses[one.key]) for one in reversed(self._snapshots.values())]
+    def kept(self) -> list[Snapshot]:
+        """Snapshots, the most recently used first."""
+        return list(reversed(self._snapshots.values()))
 
     def holding(self, tokens: Sequence[int]) -> str | None:
         """Key of a snapshot that has all whole blocks of `tokens`."""
@@ -223,7 +220,6 @@ class PrefixIndex:
     def _evict(self, key: str) -> None:
         snapshot = self._snapshots.pop(key)
         self.positions -= snapshot.length + self._extra
-        self._uses.pop(key, None)
         if self._ends.get(snapshot.hashes[-1]) == key:
             del self._ends[snapshot.hashes[-1]]
         for digest in snapshot.hashes:
@@ -270,15 +266,7 @@ class PrefixIndex:
         self._by_hash.clear()
         self._evicted.clear()
         self._ends.clear()
-        self._uses.clear()
         self.positions = 0
-
-    def check(self) -> None:
-        """Raise AssertionError unless the tables agree (for tests)."""
-        held = sum(snapshot.length + self._extra
-                   for snapshot in (*self._snapshots.values(), *self._reserved.values()))
-        assert self.positions == held <= max(self._budget, 0)
-        assert {key for keys in self._by_hash.values() for key in keys} == set(self._snapshots)
 
 
 def block_hashes(tokens: Sequence[int]) -> list[bytes]:

@@ -8,7 +8,7 @@ from tandem.cli.address import local_port, server_url
 from tandem.cli.screen import plain_table, screen
 from tandem.cli.status import Replica, look_at_port
 from tandem.errors import UsageError
-from tandem.protocol.supervisor import AddReplica, DrainReplica, ReplicaChanged
+from tandem.protocol.supervisor import AddReplica, Done, DrainReplica
 from tandem.supervision.control import ask, control_path
 
 
@@ -19,7 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
         _show(look_at_port(port).replicas)
     elif arguments.action == "add":
         reply = ask(control_path(port), AddReplica(arguments.role))
-        assert isinstance(reply, ReplicaChanged)
+        assert isinstance(reply, Done)
         print(f"replica {reply.replica} is starting; it takes requests when `tandem replica list` shows it as ready")
     else:
         _drain(port, arguments.replica)

@@ -163,11 +163,11 @@ class Supervisor:
             self._reached = request.reached
         if isinstance(request, supervisor.NoteEvent):
             self._history.take([request.event])
-            return supervisor.EventNoted()
+            return supervisor.Done()
         if isinstance(request, supervisor.AddReplica):
-            return supervisor.ReplicaChanged(self._engines.add(request.role))
+            return supervisor.Done(self._engines.add(request.role))
         if isinstance(request, supervisor.DrainReplica):
-            return supervisor.ReplicaChanged(self._engines.drain(request.replica))
+            return supervisor.Done(self._engines.drain(request.replica))
         events = self._history.after(request.events_after) if isinstance(request, supervisor.ListReplicas) else []
         if isinstance(self._engines, EngineSet):
             if isinstance(request, supervisor.LoadModel | supervisor.UnloadModel):
@@ -175,9 +175,9 @@ class Supervisor:
             return supervisor.ReplicaList(self._engines.infos(), over=self._over, announced=self._engines.announced,
                                events=events)
         if isinstance(request, supervisor.LoadModel):
-            return supervisor.ModelChanged(self._engines.load(request.model))
+            return supervisor.Done(model=self._engines.load(request.model))
         if isinstance(request, supervisor.UnloadModel):
-            return supervisor.ModelChanged(self._engines.unload(request.model))
+            return supervisor.Done(model=self._engines.unload(request.model))
         return supervisor.ReplicaList(self._engines.infos(), self._engines.models(), self._engines.budget, self._over,
                            self._engines.announced, events)
 

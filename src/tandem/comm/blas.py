@@ -27,22 +27,19 @@ def preload_blas(choice: str) -> str | None:
     """
     if choice == "none" or sys.platform != "linux":
         return None
-    if choice != "auto":
-        if "mlx.core" in sys.modules:
-            raise ConfigError("--blas: MLX is loaded already; set it before anything imports mlx", param="blas")
-        try:
-            ctypes.CDLL(choice, mode=ctypes.RTLD_GLOBAL)
-        except OSError as error:
-            raise ConfigError(f"--blas {choice}: {error}; give auto, none or a library's path", param="blas") from error
-        return choice
     if "mlx.core" in sys.modules:
-        return None
-    for name in (*CANDIDATES, *glob.glob(str(Path(sys.prefix) / "lib" / "libmkl_rt.so.*"))):
+        if choice == "auto":
+            return None
+        raise ConfigError("--blas: MLX is loaded already; set it before anything imports mlx", param="blas")
+    found = (*CANDIDATES, *glob.glob(str(Path(sys.prefix) / "lib" / "libmkl_rt.so.*")))
+    for name in found if choice == "auto" else (choice,):
         try:
             ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-        except OSError:
-            continue
-        return name
+            return name
+        except OSError as error:
+            if choice != "auto":
+                raise ConfigError(f"--blas {choice}: {error}; give auto, none or a library's path",
+                                  param="blas") from error
     return None
 
 

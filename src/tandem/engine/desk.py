@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -13,7 +14,7 @@ from tandem.cache.prefix import block_hashes
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report
 from tandem.protocol.kept import MOST_PREFIXES, CacheReport, DiskReport, KeptPrefix, QueryCache
-from tandem.protocol.pieces import Survey, Surveyed
+from tandem.protocol.pieces import Surveyed
 from tandem.scheduler.scheduler import Scheduler
 
 PATIENCE_S = 30.0
@@ -23,7 +24,7 @@ REPLACED = "the ranks are being replaced; ask again when they are ready"
 Reply = Callable[[CacheReport], None]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Question:
     query: QueryCache
     reply: Reply
@@ -37,11 +38,8 @@ class CacheDesk:
     """Used by the engine's thread."""
 
     def __init__(self, gang: Gang, report: Report) -> None:
-        self.orders: list[Survey] = []
-        """For all ranks; whoever sends them empties the list."""
         self._gang, self._report = gang, report
-        self._questions: dict[int, _Question] = {}
-        self._numbers = 0
+        self._questions: list[_Question] = []
 
     def ask(self, query: QueryCache, reply: Reply, scheduler: Scheduler | None) -> None:
         """Answer by `reply`, now or later."""
@@ -52,47 +50,37 @@ class CacheDesk:
         if query.drop:
             scheduler.prefixes.shrink(before)
         question = _Question(query, reply, time.monotonic() + PATIENCE_S, before - scheduler.prefixes.positions)
+        self._questions.append(question)
         if not self._gang.ready or any(ready.pieces is None for ready in self._gang.ready):
             self._answer(question, scheduler)
-            return
-        self._numbers += 1
-        self._questions[self._numbers] = question
-        self.orders.append(Survey(self._numbers, drop=query.drop == "all"))
-
-    def take(self, seen: Surveyed, scheduler: Scheduler) -> None:
-        """A rank has looked; the scheduler knows what it has seen."""
-        question = self._questions.get(seen.number)
-        if question is None:
-            return
-        question.seen[seen.rank] = seen
-        if len(question.seen) == len(self._gang.ready):
-            del self._questions[seen.number]
-            self._answer(question, scheduler)
+        else:
+            question.seen = scheduler.disk.look(partial(self._answer, question, scheduler), drop=query.drop == "all")
 
     def look(self, scheduler: Scheduler) -> None:
         """Whoever has waited for too long is told so."""
         now = time.monotonic()
-        for number in [number for number, one in self._questions.items() if now > one.until]:
-            question = self._questions.pop(number)
+        for question in [one for one in self._questions if now > one.until]:
             silent = sorted({ready.rank for ready in self._gang.ready} - set(question.seen))
             self._answer(question, scheduler, f"the disk of rank {', '.join(map(str, silent))} has not answered for "
                          f"{PATIENCE_S:.0f} s")
 
     def give_up(self) -> None:
         """The ranks are gone, and what they were asked with them."""
-        questions, self._questions = self._questions, {}
-        self.orders.clear()
-        for question in questions.values():
+        questions, self._questions = self._questions, []
+        for question in questions:
             question.reply(CacheReport(question.query.query_id, trouble=REPLACED))
 
     def _answer(self, question: _Question, scheduler: Scheduler, trouble: str = "") -> None:
+        if question not in self._questions:
+            return  # it has waited for too long
+        self._questions.remove(question)
         query, prefixes, disk = question.query, scheduler.prefixes, scheduler.disk
         hashes = block_hashes(query.tokens)
         kept = prefixes.kept()
         report = CacheReport(
             query.query_id, trouble=trouble, serves=prefixes.serves, kv_disk=self._report.kv_disk, count=len(kept),
-            prefixes=[KeptPrefix(one.length, min(disk.has(one.hashes), one.length), hits)
-                      for one, hits in kept[:MOST_PREFIXES]],
+            prefixes=[KeptPrefix(one.length, min(disk.has(one.hashes), one.length), one.hits)
+                      for one in kept[:MOST_PREFIXES]],
             tokens=prefixes.positions, limit_tokens=prefixes.budget, nbytes=self._report.prefix_bytes,
             queries=prefixes.queries, hits=prefixes.hits, hit_tokens=prefixes.hit_tokens,
             memory_has=prefixes.peek(hashes), disk_has=disk.has(hashes), dropped_tokens=question.dropped_tokens)

@@ -23,10 +23,10 @@ from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report, do_nothing
-from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Neighbours, Output, Refused, Stepped, Trial
+from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped, Trial
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.pieces import Surveyed
+from tandem.protocol.pieces import Borrow
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_GRAMMAR, GrammarReady
 from tandem.protocol.suspicion import REST_S
@@ -148,7 +148,7 @@ class Engine:
         if self._scheduler is not None and (sequence := self._scheduler.sequences.get(request_id)) is not None:
             self._scheduler.departures.ask(sequence)
 
-    def meet(self, neighbours: Neighbours) -> None:
+    def meet(self, neighbours: Borrow) -> None:
         """Which ranks of other replicas lend KV."""
         if neighbours.lenders != self.gang.neighbours:
             self.gang.neighbours = neighbours.lenders
@@ -237,9 +237,6 @@ class Engine:
         self._order_fetches(now)
         self._let_leave(now)
         self._rest(now)
-        if (suspect := self.scheduler.unannounced) is not None:
-            suspect.announced = True
-            self._tell_trial(suspect, resting=False)
         while (plan := self.scheduler.next_plan()) is not None:
             self.executor.submit(plan)
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
@@ -247,18 +244,16 @@ class Engine:
     def _order_fetches(self, now: float) -> None:
         """Of prefixes on disk, and looks there; nobody waits for a disk that says nothing for long."""
         disk = self.scheduler.disk
-        for orders in (disk.orders, self._desk.orders):
-            for order in orders:
-                self.executor.fetch(order)
-            orders.clear()
+        for order in disk.orders:
+            self.executor.fetch(order)
+        disk.orders.clear()
         if self._fetching.seconds(disk.fetching, now) > FETCH_S:
             log.warning("KV has not come from disk for %.0f s; what waits for it is computed", FETCH_S)
             disk.lose_patience()
 
     def _let_leave(self, now: float) -> None:
         departures = self.scheduler.departures
-        if departures.asked:
-            self._out += departures.depart()
+        self._out += departures.depart()
         if self._writing.seconds(departures.progress, now) > WRITE_S:
             log.warning("what requests that leave have computed is not written in %.0f s; those who can stay do, and "
                         "what the others have is computed again where they go", WRITE_S)
@@ -273,8 +268,9 @@ class Engine:
             self._out.append(self.scheduler.fail(sequence, NO_GRAMMAR))
 
     def _rest(self, now: float) -> None:
-        """Nothing runs for a while before a suspect does, to see whether ranks die without it."""
-        resting = self.scheduler.resting
+        """Nothing runs for a while before a suspect does, to see whether ranks die without it; then its api is told."""
+        suspect = self.scheduler.suspect
+        resting = None if suspect is None or suspect.may_be_tried else suspect
         if resting is None or self._resting is None or self._resting[0] is not resting:
             self._resting = None if resting is None else (resting, now + REST_S)
             if resting is not None:
@@ -283,6 +279,9 @@ class Engine:
                 self._tell_trial(resting, resting=True)
         elif now >= self._resting[1]:
             resting.rested = True
+        if suspect is not None and suspect.may_be_tried and not (suspect.expected or suspect.announced):
+            suspect.announced = True
+            self._tell_trial(suspect, resting=False)
 
     def _tell_trial(self, sequence: Sequence, *, resting: bool) -> None:
         if sequence.suspicion.suspect and sequence.request.suspicion is not None:
@@ -296,8 +295,6 @@ class Engine:
         if not isinstance(report, Stepped):
             self.scheduler.disk.take(report, self.scheduler.prefixes)
             self.metrics.disk(self.scheduler.disk.counts)
-            if isinstance(report, Surveyed):
-                self._desk.take(report, self.scheduler)
             return
         self._report.stepped(report)
         self._guard.watch(self.gang.ready, report, self.scheduler)

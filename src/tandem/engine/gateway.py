@@ -14,10 +14,12 @@ import zmq
 
 from tandem.borders import start_thread
 from tandem.errors import TransportError, UsageError
+from tandem.executors.mailbox import Mailbox
 from tandem.log import Seldom
 from tandem.protocol import control
-from tandem.protocol.codec import Decoder
+from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.kept import QueryCache
+from tandem.protocol.pieces import Borrow
 from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
@@ -29,12 +31,12 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = (control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours
+Inbound = (control.Submit | control.Abort | control.Trial | QueryCache | control.HandOver | Borrow
            | control.Detach)
 
 
 class Gateway:
-    """ROUTER on `path` for apis; a pair of in-process sockets to the engine's thread.
+    """ROUTER on `path` for apis; mailboxes from and to the engine's thread.
 
     Status and metrics are answered here, from what the engine last published; everything else goes to the engine.
     """
@@ -58,7 +60,10 @@ class Gateway:
         self._asked: dict[Client, float] = {}
         """When it was last sent something to see whether it is there."""
         self._decoder = Decoder[control.ApiMessage](control.ApiMessage)
-        self._encoder = msgspec.msgpack.Encoder()
+        self.inbox: Mailbox[tuple[Client, Inbound]] = Mailbox()
+        """What apis have sent for the engine."""
+        self._outbox: Mailbox[list[bytes]] = Mailbox()
+        """Frames for apis; empty when the engine closes the gateway."""
         self._thread = start_thread(self._run, name="gateway")
 
     def _open(self) -> None:
@@ -67,16 +72,7 @@ class Gateway:
         self._router.maxmsgsize = MAX_FRAME
         self._router.sndhwm = 0
         self._router.router_mandatory = True  # sending to an api that is gone raises
-        self._bind()
-        self._inside, self.engine_end = (self._context.socket(zmq.PAIR) for _ in range(2))
-        for end in (self._inside, self.engine_end):
-            end.hwm = 0
-            end.linger = 500
-        self._inside.bind("inproc://engine")
-        self.engine_end.connect("inproc://engine")
-
-    def _bind(self) -> None:
-        if self.path.exists() and _answers(self.path):
+        if self.path.exists() and is_heard(self.path):
             raise UsageError(f"an engine is listening on {self.path} already; end it, or choose another "
                              "--engine-socket", param="engine_socket")
         self._file = SocketFile(self._router, self.path)
@@ -94,26 +90,18 @@ class Gateway:
 
     def receive(self, timeout_s: float) -> list[tuple[Client, Inbound]]:
         """Everything that apis have sent for the engine; waits up to `timeout_s` seconds for something."""
-        messages: list[tuple[Client, Inbound]] = []
-        wait = int(timeout_s * 1000)
-        while self.engine_end.poll(wait):
-            wait = 0
-            client, data = self.engine_end.recv_multipart()
-            message = self._decoder.decode(data)
-            assert not isinstance(message, control.QueryStatus | control.QueryMetrics), "the gateway answers these"
-            messages.append((client, message))
-        return messages
+        return list(self.inbox.take(timeout_s))
 
     def send(self, client: Client, *messages: control.EngineMessage) -> None:
         """Send to one api, one frame a message; dropped if it is gone."""
-        self.engine_end.send_multipart([client, *map(self._encoder.encode, messages)])
+        self._outbox.put([client, *map(encode, messages)])
 
     def close(self) -> None:
         """Flush, end the thread and remove the socket file."""
-        with contextlib.suppress(zmq.Again):  # a thread that has failed reads no more
-            self.engine_end.send_multipart([b"", b""], zmq.NOBLOCK)
+        self._outbox.put([])
         self._thread.join(5.0)
-        self.engine_end.close()
+        self._outbox.close()
+        self.inbox.close()
         self._context.term()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
@@ -123,25 +111,18 @@ class Gateway:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._router, zmq.POLLIN)
-        poller.register(self._inside, zmq.POLLIN)
-        try:
-            while True:
-                ready = dict(poller.poll(1000))
-                if self._inside in ready and not self._forward_outputs():
-                    break
-                if self._router in ready:
-                    self._take_requests()
+        poller.register(self._outbox.socket, zmq.POLLIN)
+        with self._router:  # whatever happens: `close` waits for it
+            while self._forward_outputs():
+                self._take_requests()
                 self._forget_silent()
                 self._file.renew()
-        finally:  # whatever happens: `close` waits for them
-            self._router.close()
-            self._inside.close()
+                poller.poll(1000)
 
     def _forward_outputs(self) -> bool:
         """False when the engine closes the gateway."""
-        while self._inside.poll(0):
-            frames = self._inside.recv_multipart()
-            if not frames[0]:
+        for frames in self._outbox.take():
+            if not frames:
                 return False
             self._send(frames)
         return True
@@ -160,7 +141,6 @@ class Gateway:
         while self._router.poll(0):
             client, *frames = self._router.recv_multipart()
             try:
-                # Decoded here and once more by the engine's thread, so that nothing unreadable gets that far.
                 message = self._decoder.decode(frames[0] if len(frames) == 1 else b"")
             except TransportError as error:
                 seldom.warning("a message of an api cannot be read: %s; it is dropped; are both of one version?", error)
@@ -171,9 +151,9 @@ class Gateway:
             elif isinstance(message, control.QueryMetrics):
                 answer = control.MetricsText(message.query_id, self._metrics())
             else:
-                self._inside.send_multipart([client, frames[0]])
+                self.inbox.put((client, message))
                 continue
-            self._send([client, self._encoder.encode(answer)])
+            self._send([client, encode(answer)])
 
     def _forget_silent(self) -> None:
         now = time.monotonic()
@@ -182,31 +162,21 @@ class Gateway:
                 self._forget(client)
             elif now - max(seen, self._asked.get(client, 0.0)) > DOUBT_S:
                 self._asked[client] = now
-                self._send([client, self._encoder.encode(self._answer(0))])
+                self._send([client, encode(self._answer(0))])
 
     def _forget(self, client: Client) -> None:
         """It is gone: what it still has running is aborted."""
         self._asked.pop(client, None)
         if self._seen.pop(client, None) is not None:
-            self._inside.send_multipart([client, self._encoder.encode(control.Detach())])
+            self.inbox.put((client, control.Detach()))
 
 
-def _answers(path: Path) -> bool:
-    """True if an engine lives behind the socket file."""
+def is_heard(path: Path) -> bool:
+    """True if a process listens behind the socket file: not for one that a killed engine left."""
     with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1.0)
         try:
             probe.connect(str(path))
         except OSError:
-            return False  # nobody listens: a file that a killed engine left
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client = context.socket(zmq.DEALER)
-    client.linger = 0
-    try:
-        client.connect(f"ipc://{path}")
-        client.send(msgspec.msgpack.encode(control.QueryStatus(0)))
-        return bool(client.poll(500))
-    except zmq.ZMQError:
-        return False
-    finally:
-        client.close()
-        context.term()
+            return False
+        return True

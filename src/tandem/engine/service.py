@@ -25,6 +25,7 @@ from tandem.protocol import control
 from tandem.protocol.events import History
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.pieces import Borrow
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ class EngineService:
         while not self._over():
             self._take_messages()
             self._deliver(self._engine.pump(0.0))
-            self._engine.sleep(self._gateway.engine_end)
+            self._engine.sleep(self._gateway.inbox.socket)
             self._publish_now_and_then()
 
     def _take_messages(self) -> None:
@@ -143,7 +144,7 @@ class EngineService:
             if self._owners.get(message.request_id) == client:
                 del self._owners[message.request_id]
                 self._engine.abort(message.request_id, answered=message.answered)
-        elif isinstance(message, control.Noted):
+        elif isinstance(message, control.Trial):
             if self._owners.get(message.request_id) == client and not message.resting:
                 self._engine.noted(message.request_id)
         elif isinstance(message, QueryCache):
@@ -151,7 +152,7 @@ class EngineService:
         elif isinstance(message, control.HandOver):
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
-        elif isinstance(message, control.Neighbours):
+        elif isinstance(message, Borrow):
             self._engine.meet(message)
         else:
             self._handed = {name: owner for name, owner in self._handed.items() if owner != client}

@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from copy import copy
 from functools import partial
 from typing import TypeVar
@@ -24,7 +22,8 @@ from tandem.config.settings import Settings
 from tandem.engine.engine import Engine
 from tandem.engine.layout import GangLayout
 from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
-from tandem.executors.base import Progress
+from tandem.executors.base import Progress, do_nothing
+from tandem.executors.mailbox import Mailbox
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 
@@ -48,7 +47,7 @@ class EngineThread:
     def __init__(self, settings: Settings, layout: GangLayout) -> None:
         """Nothing is started."""
         self.engine = Engine(settings, layout)
-        self._calls: deque[Callable[[], None]] = deque()
+        self._calls: Mailbox[Callable[[], None]] = Mailbox()
         self._held: deque[tuple[EngineRequest, Sink]] = deque()
         """Requests for which the queue has had no room yet."""
         self._sinks: dict[str, Sink] = {}
@@ -56,9 +55,6 @@ class EngineThread:
         self._ended: Exception | None = None
         """Why nothing can be asked of it any more."""
         self._pid = os.getpid()
-        self._bell, self._ear = socket.socketpair()
-        self._bell.setblocking(False)
-        self._ear.setblocking(False)
         self._news: queue.SimpleQueue[tuple[int, int, int, str] | Exception | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
@@ -87,14 +83,12 @@ class EngineThread:
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests without a further event. Those that are over are ignored. Returns at once."""
         if request_ids := list(request_ids):
-            self._calls.append(partial(self._abort, request_ids))
-            self._ring()
+            self._calls.put(partial(self._abort, request_ids))
 
     def call(self, work: Callable[[Engine], T]) -> Future[T]:
         """Have the engine's thread do something with the engine. The result raises what `work` raises."""
         future: Future[T] = Future()
-        self._calls.append(partial(self._do, work, future))
-        self._ring()
+        self._calls.put(partial(self._do, work, future))
         if os.getpid() != self._pid:
             raise UnavailableError("this LLM belongs to the process that this one was forked from; make another here, "
                                    "or start processes by `spawn`")
@@ -107,13 +101,9 @@ class EngineThread:
         if os.getpid() != self._pid:
             return
         self._closing = True
-        self._ring()
+        self._calls.put(do_nothing)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
-
-    def _ring(self) -> None:
-        with suppress(OSError):  # it is awake, or has ended
-            self._bell.send(b"!")
 
     # --- the engine's thread ---
 
@@ -127,7 +117,7 @@ class EngineThread:
                 self._meanwhile()
                 self._deliver(self.engine.pump(0.0))
                 self._fill()
-                self.engine.sleep(self._ear)
+                self.engine.sleep(self._calls.socket)
         except _Closing:
             pass
         except TandemError as error:
@@ -143,22 +133,19 @@ class EngineThread:
         for sink in [*self._sinks.values(), *(sink for _, sink in self._held)]:
             _tell(sink, _again(error))
         self._sinks.clear()
-        while self._calls:  # those that come later see that it has ended
-            self._calls.popleft()()
+        for call in self._calls.take():  # those that come later see that it has ended
+            call()
         try:
             self.engine.close()
         except Exception:
             log.exception("the engine could not be closed")
         self._news.put(error)
-        self._bell.close()
-        self._ear.close()
+        self._calls.close()
 
     def _meanwhile(self) -> None:
         """Take what has been handed in; also while ranks are being replaced."""
-        with suppress(BlockingIOError):
-            self._ear.recv(4096)
-        while self._calls:
-            self._calls.popleft()()
+        for call in self._calls.take():
+            call()
         if self._closing:
             raise _Closing
 

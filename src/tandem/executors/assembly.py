@@ -35,10 +35,9 @@ from tandem.protocol.layout import StageSpec
 from tandem.protocol.pieces import PIECE
 from tandem.protocol.step import GrammarReady
 from tandem.runner.drafter import Drafter
-from tandem.runner.kv_disk import KVDisk, Layers, dtype_name, kind_of, takes_part
-from tandem.runner.kv_part import Part
-from tandem.runner.links import StageLink
-from tandem.runner.piece_files import KEPT, MOST_HEADER, PieceFiles, note_model
+from tandem.runner.kv_disk import KVDisk, Layers, kind_of, takes_part
+from tandem.runner.links import StageLink, dtype_name
+from tandem.runner.piece_files import KEPT, MOST_HEADER, Part, PieceFiles, note_model
 from tandem.runner.prefix_store import trimmable
 from tandem.runner.ragged_attention import chosen_attention
 from tandem.runner.runner import Runner

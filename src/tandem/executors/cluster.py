@@ -44,7 +44,7 @@ from tandem.protocol.payloads import WorkerPayload
 from tandem.protocol.pieces import Borrow, Fetch, Survey
 from tandem.protocol.step import GrammarReady, StepPlan
 from tandem.transport.blobs import BlobServer
-from tandem.transport.bus import EngineBus
+from tandem.transport.bus import EngineBus, rank_identity
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
@@ -311,11 +311,11 @@ class ClusterExecutor(Executor):
     def _send(self, rank: int, command: RankCommand) -> None:
         assert self._bus is not None
         try:
-            self._bus.send(rank, self._generation, command)
+            self._bus.send(rank_identity(rank, self._generation), command)
         except TransportError as error:
             self._hear_last_words()
             self._check_processes()
-            raise RankFailure(str(error), rank=rank, cause="link") from error
+            raise RankFailure(f"rank {rank} {error}", rank=rank, cause="link") from error
 
     def _receive(self, timeout_s: float) -> RankMessage | None:
         """Next message of this gang. A message that cannot be read is logged and dropped; Failure is raised."""
@@ -326,12 +326,12 @@ class ClusterExecutor(Executor):
         except TransportError as error:
             seldom.warning("%s; it is dropped, and whose it was shows by its silence", error)
             return None
-        if received is None or not received[0].endswith(self._generation):
+        if received is None or not received[0].endswith(self._generation.encode()):
             return None
         message = received[1]
         rank = message.step.rank if isinstance(message, Stepped) else message.rank
-        if received[0] != f"{rank}:{self._generation}":
-            seldom.warning("rank %s sends a message of rank %d; dropped", received[0].partition(":")[0], rank)
+        if received[0] != rank_identity(rank, self._generation):
+            seldom.warning("%r sends a message of rank %d; dropped", received[0], rank)
             return None
         if isinstance(message, Failure):
             raise self._translate(message)
@@ -365,15 +365,13 @@ class ClusterExecutor(Executor):
         deadline = time.monotonic() + SILENT_S
         with contextlib.suppress(TransportError):
             for rank in peers:
-                self._bus.send(rank, self._generation, Ping(LAST_PING))
+                self._bus.send(rank_identity(rank, self._generation), Ping(LAST_PING))
         while peers and time.monotonic() < deadline:
             if stopped := [rank for rank in peers if self._processes[rank].stopped]:
                 return self._kept_waiting(stopped[0], waiting, "stopped", "stands still: its process is stopped")
             with contextlib.suppress(TransportError):
                 received = self._bus.receive(POLL_S)  # also that it has lost this rank: it lives
-                name, _, generation = received[0].partition(":") if received is not None else ("", "", "")
-                if generation == self._generation and name.isdecimal():
-                    peers.discard(int(name))
+                peers = {one for one in peers if not received or received[0] != rank_identity(one, self._generation)}
         silent = min(peers, default=None)
         return None if silent is None else self._kept_waiting(silent, waiting, "silent", "does not answer")
 
@@ -422,7 +420,7 @@ class ClusterExecutor(Executor):
         if self._bus is not None:
             for spec in self._specs:
                 try:
-                    self._bus.send(spec.rank, self._generation, Stop())
+                    self._bus.send(rank_identity(spec.rank, self._generation), Stop())
                 except TransportError:
                     continue
         calm = not (self._watchdog.busy or self._failed)

@@ -14,7 +14,8 @@ from tandem.executors.assembly import build_runner, load_slice, require_memory
 from tandem.executors.base import Executor, Progress, Report
 from tandem.executors.faults import rank_failure
 from tandem.executors.gpu_probe import probe_gpu
-from tandem.executors.rank_loop import Event, Loaded, Mailbox, RankLoop
+from tandem.executors.mailbox import Mailbox
+from tandem.executors.rank_loop import Event, Loaded, RankLoop
 from tandem.executors.rank_loop import Report as LoadReport
 from tandem.executors.watchdog import Watchdog
 from tandem.executors.weights import obtain_files
@@ -38,7 +39,7 @@ class InlineExecutor(Executor):
         self._spec = spec
         self._watchdog = Watchdog(1, step_timeout_s)
         self._loop: RankLoop | None = None
-        self._mailbox: Mailbox | None = None
+        self._mailbox: Mailbox[Event] | None = None
 
     def start(self, progress: Progress | None = None) -> list[Ready]:
         """Load the model into this process."""
@@ -64,7 +65,7 @@ class InlineExecutor(Executor):
         stage = load_slice(self._spec, partial(progress, "load"), files=files)
         return build_runner(self._spec, stage, None, files=files, report=self._mailbox.put)
 
-    def _started(self) -> tuple[RankLoop, Mailbox]:
+    def _started(self) -> tuple[RankLoop, Mailbox[Event]]:
         if self._loop is None or self._mailbox is None:
             raise RankFailure("the executor is not started", rank=0)
         return self._loop, self._mailbox
@@ -102,7 +103,7 @@ class InlineExecutor(Executor):
 
     def _wait(self, timeout_s: float) -> list[Event]:
         """Whatever MLX raises makes the runner's state worthless, so it counts as the rank's failure."""
-        events = self._started()[1].take(timeout_s)
+        events = list(self._started()[1].take(timeout_s))
         for event in events:
             if not isinstance(event, Exception):
                 continue

@@ -7,16 +7,15 @@ on a CPU too, where dispatching a step takes nearly as long as computing it.
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 
 from msgspec import Struct
 
 from tandem.borders import start_thread
 from tandem.executors.lent_threads import LentThread
+from tandem.executors.mailbox import Mailbox
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.pieces import Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.step import GrammarReady, RankStep, StepPlan
@@ -32,41 +31,6 @@ class Loaded(Struct, frozen=True):
 
 
 Event = Loaded | Ready | Stepped | GrammarReady | Fetched | Written | Surveyed | Exception
-
-
-class Mailbox:
-    """Events from threads to one reader, with a socket to poll for them."""
-
-    def __init__(self) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self.socket, self._bell = socket.socketpair()
-        self.socket.setblocking(False)
-
-    def put(self, event: Event) -> None:
-        """From any thread."""
-        self._events.put(event)
-        with suppress(OSError):  # closed: a grammar was still being compiled
-            self._bell.send(b"!")
-
-    def take(self, timeout_s: float = 0.0) -> list[Event]:
-        """Everything that is there; wait up to `timeout_s` seconds for the first event. For the reader's thread."""
-        events = []
-        # Silence the bell first: an event that comes behind it then rings once too often, never too seldom.
-        with suppress(BlockingIOError):
-            while len(self.socket.recv(4096)) == 4096:
-                pass
-        with suppress(queue.Empty):
-            events.append(self._events.get(timeout=timeout_s))
-            while True:
-                events.append(self._events.get_nowait())
-        return events
-
-    def close(self) -> None:
-        """Close both sockets."""
-        self.socket.close()
-        self._bell.close()
-
-
 Report = Callable[[str, int, int], None]
 """Called with phase, bytes done and bytes in all."""
 Build = Callable[[Report], tuple[Runner, Ready]]
@@ -76,7 +40,7 @@ Build = Callable[[Report], tuple[Runner, Ready]]
 class RankLoop:
     """Starts loading at once; plans are executed in the order of `submit`. Everything is reported to the mailbox."""
 
-    def __init__(self, rank: int, build: Build, mailbox: Mailbox, memory: Callable[[], tuple[int, int]]) -> None:
+    def __init__(self, rank: int, build: Build, mailbox: Mailbox[Event], memory: Callable[[], tuple[int, int]]) -> None:
         """`memory`: most bytes that were used so far, and those that are now."""
         self._rank = rank
         self._build = build

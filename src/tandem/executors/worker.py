@@ -22,6 +22,7 @@ from tandem.borders import own_process
 from tandem.comm.blas import preload_blas
 from tandem.descriptors import raise_limit
 from tandem.errors import RankFailure
+from tandem.executors.mailbox import Mailbox
 from tandem.executors.weights import Head, obtain_files
 from tandem.loading.mlx_lm_models import import_models_only
 from tandem.log import set_up
@@ -38,7 +39,7 @@ from tandem.transport.channel import TcpChannel
 from tandem.version import __version__
 
 if TYPE_CHECKING:
-    from tandem.executors.rank_loop import Mailbox, RankLoop, Report
+    from tandem.executors.rank_loop import Event, RankLoop, Report
     from tandem.loading.stage import StageModel
     from tandem.runner.links import StageLink
     from tandem.runner.runner import Runner
@@ -74,14 +75,14 @@ class Worker:
         if not isinstance(command, Connect):
             return
         self._blas = preload_blas(spec.blas)
-        from tandem.executors.rank_loop import Mailbox, RankLoop
+        from tandem.executors.rank_loop import RankLoop
         from tandem.loading.memory import memory_use  # imports mlx, after the BLAS
 
-        mailbox = Mailbox()
+        mailbox = Mailbox["Event"]()
         loop = RankLoop(spec.rank, partial(self._build, command, channel, mailbox), mailbox, memory_use)
         self._serve(loop, mailbox)
 
-    def _build(self, command: Connect, channel: TcpChannel | None, mailbox: Mailbox,
+    def _build(self, command: Connect, channel: TcpChannel | None, mailbox: Mailbox[Event],
                progress: Report) -> tuple[Runner, Ready]:
         """In the thread that owns MLX: connect to the neighbours, load, and say so."""
         from tandem.comm.group import StageGroup
@@ -129,7 +130,7 @@ class Worker:
 
         return RingLink(self._spec.stages)
 
-    def _serve(self, loop: RankLoop, mailbox: Mailbox) -> None:
+    def _serve(self, loop: RankLoop, mailbox: Mailbox[Event]) -> None:
         """Carry plans from the bus to the loop and reports back, asleep in between, until told to stop."""
         from tandem.executors.rank_loop import Loaded
 

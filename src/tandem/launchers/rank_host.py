@@ -36,7 +36,7 @@ from tandem.protocol import hosts
 from tandem.protocol.payloads import HostPayload
 from tandem.system.awake import keep_awake
 from tandem.system.privacy import silent_because
-from tandem.transport.join import SILENT, HostEnd
+from tandem.transport.bus import SILENT, HostEnd
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)

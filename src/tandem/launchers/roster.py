@@ -17,7 +17,7 @@ from tandem.launchers.member import Member, RemoteRank
 from tandem.log import Seldom
 from tandem.protocol import hosts
 from tandem.protocol.keys import ClusterKeys
-from tandem.transport.join import HeadEnd
+from tandem.transport.bus import HeadEnd
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)

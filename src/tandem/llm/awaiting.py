@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any, Self
 
@@ -61,15 +61,11 @@ class AsyncLLM(LoadedModel):
     async def generate(self, prompts: Prompt | Sequence[Prompt],
                        params: SamplingParams | None = None) -> list[RequestOutput]:
         """As `LLM.generate`. Raises RequestError."""
-        batch = await asyncio.to_thread(self._session.texts, prompts, params)
-        await _run(batch)
-        return batch.outputs
+        return (await _run(self._session.texts, prompts, params)).outputs
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """As `LLM.chat`. Raises RequestError."""
-        batch = await asyncio.to_thread(self._session.reply, messages, params)
-        await _run(batch)
-        return batch.outputs[0]
+        return (await _run(self._session.reply, messages, params)).outputs[0]
 
     async def stream(self, prompt: Prompt | Sequence[Message],
                      params: SamplingParams | None = None) -> AsyncGenerator[str, None]:
@@ -81,9 +77,7 @@ class AsyncLLM(LoadedModel):
 
     async def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> list[list[float]]:
         """As `LLM.embed`. Raises RequestError."""
-        batch = await asyncio.to_thread(self._session.pooled, prompts, dimensions)
-        await _run(batch)
-        return batch.vectors(dimensions)
+        return (await _run(self._session.pooled, prompts, dimensions)).vectors(dimensions)
 
     async def close(self) -> None:
         """As `LLM.close`."""
@@ -98,10 +92,12 @@ class AsyncLLM(LoadedModel):
         await self.close()
 
 
-async def _run(batch: Batch) -> None:
+async def _run(make: Callable[..., Batch], *arguments: Any) -> Batch:
+    batch = await asyncio.to_thread(make, *arguments)
     async with aclosing(_pieces(batch)) as pieces:
         async for _ in pieces:
             pass
+    return batch
 
 
 async def _pieces(batch: Batch) -> AsyncGenerator[str, None]:

@@ -45,17 +45,11 @@ class LLM(LoadedModel):
         Those that do not fit into the queue wait for room. When one is refused the others are stopped. Raises
         RequestError.
         """
-        batch = self._session.texts(prompts, params)
-        for _ in _pieces(batch):
-            pass
-        return batch.outputs
+        return _run(self._session.texts(prompts, params)).outputs
 
     def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
         """Answer a conversation in the model's chat template. Raises RequestError."""
-        batch = self._session.reply(messages, params)
-        for _ in _pieces(batch):
-            pass
-        return batch.outputs[0]
+        return _run(self._session.reply(messages, params)).outputs[0]
 
     def stream(self, prompt: Prompt | Sequence[Message], params: SamplingParams | None = None) -> Iterator[str]:
         """Pieces of the completion of a prompt, or of the answer to a conversation, as they come.
@@ -69,10 +63,7 @@ class LLM(LoadedModel):
 
         Raises RequestError.
         """
-        batch = self._session.pooled(prompts, dimensions)
-        for _ in _pieces(batch):
-            pass
-        return batch.vectors(dimensions)
+        return _run(self._session.pooled(prompts, dimensions)).vectors(dimensions)
 
     def close(self) -> None:
         """End what runs (with UnavailableError), all ranks, and free the model. Idempotent."""
@@ -83,6 +74,12 @@ class LLM(LoadedModel):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _run(batch: Batch) -> Batch:
+    for _ in _pieces(batch):
+        pass
+    return batch
 
 
 def _pieces(batch: Batch) -> Iterator[str]:

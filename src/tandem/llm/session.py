@@ -22,7 +22,7 @@ from tandem.errors import ConfigError, RequestError
 from tandem.guided.check import GrammarCheck
 from tandem.llm.answer import Answer, RequestOutput
 from tandem.models.pooling import unit_vector
-from tandem.protocol.checks import check_params
+from tandem.protocol.ranges import check_params
 from tandem.protocol.request import EngineRequest, Pooling, SamplingDefaults, SamplingParams
 from tandem.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -77,13 +77,11 @@ class ChildProcess:
 
     def terminate(self) -> None:
         """Ask it to end (SIGTERM)."""
-        if self.poll() is None:
-            self._process.terminate()
+        self._process.terminate()
 
     def kill(self) -> None:
         """End it at once (SIGKILL), a stopped one too."""
-        if self.poll() is None:
-            self._process.kill()
+        self._process.kill()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until it has ended; False if `timeout_s` seconds pass first. Closes the lifeline afterwards."""

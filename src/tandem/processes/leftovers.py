@@ -39,8 +39,6 @@ def sweep(directory: Path) -> None:
 def _runs(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        return True
+    except (OSError, OverflowError) as error:
+        return isinstance(error, PermissionError)
     return True

@@ -7,41 +7,23 @@ from msgspec import Struct
 # --- pairing, over a socket that anybody may reach ---------------------------------------------------------------
 
 
-class PairHello(Struct, frozen=True, tag=True):
-    """A head asks who the agent is; answered by `PairIdentity`."""
-
-    name: str
-    public: str
-    """CURVE key of the head, Z85."""
-
-
 class PairIdentity(Struct, frozen=True, tag=True):
-    """The agent's name and CURVE key. Nothing vouches for them before `PairDone`."""
+    """Name and key of the head; the agent answers its own. Nothing vouches for either before its `PairProof`."""
 
     name: str
     public: str
-
-
-class PairStart(Struct, frozen=True, tag=True):
-    """The head's element of the exchange; uses up one attempt. Answered by `PairElement`."""
-
-    element: bytes
+    """CURVE key, Z85."""
 
 
 class PairElement(Struct, frozen=True, tag=True):
-    """The agent's element."""
+    """The head's element of the exchange, which uses up one attempt; the agent answers its own."""
 
     element: bytes
 
 
-class PairConfirm(Struct, frozen=True, tag=True):
-    """Proof that the head knows the code; answered by `PairDone`."""
-
-    proof: bytes
-
-
-class PairDone(Struct, frozen=True, tag=True):
-    """Proof that the agent knows the code; from now on it trusts the head's key."""
+class PairProof(Struct, frozen=True, tag=True):
+    """Proof that the head knows the code; the agent answers its own, and trusts the head's key from then on. Those of
+    the two differ, so that none can be sent back."""
 
     proof: bytes
 
@@ -52,8 +34,8 @@ class PairRefused(Struct, frozen=True, tag=True):
     reason: str
 
 
-PairRequest = PairHello | PairStart | PairConfirm
-PairReply = PairIdentity | PairElement | PairDone | PairRefused
+PairRequest = PairIdentity | PairElement | PairProof
+PairReply = PairRequest | PairRefused
 
 # --- sessions, over a socket for paired heads alone --------------------------------------------------------------
 

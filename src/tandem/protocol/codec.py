@@ -1,4 +1,4 @@
-"""From bytes of another process to exactly one known type, or to one error, whatever the bytes are."""
+"""Messages as MessagePack: bytes of another process become exactly one known type, or one error, whatever they are."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ Message = TypeVar("Message")
 UNREADABLE = (msgspec.MsgspecError, ValueError, RecursionError)
 """What msgspec raises for bytes that are not what they should be; text that is not UTF-8 and nesting without end are no
 `MsgspecError`."""
+
+
+encode = msgspec.msgpack.Encoder().encode
+"""A message as MessagePack. From any thread."""
 
 
 class Decoder(Generic[Message]):

@@ -57,27 +57,10 @@ class Detach(Struct, frozen=True, tag=True):
     """The api is going: abort whatever it still has running."""
 
 
-class Noted(Struct, frozen=True, tag=True):
-    """The api has taken note of a `Trial`, so an engine that dies of the request at once leaves no doubt."""
-
-    request_id: str
-    resting: bool
-    """As the `Trial` had it."""
-
-
 class HandOver(Struct, frozen=True, tag=True):
     """Let go of the api's requests, each with `HandedOver` once what is computed of it is on disk: they go on at
     another replica. Those that cannot leave are finished."""
 
-
-class Neighbours(Struct, frozen=True, tag=True):
-    """From the supervisor: which ranks of the model's other replicas lend what they keep on disk, from now on."""
-
-    lenders: list[tuple[str, str]]
-    """As `EngineStatus.lends` has them."""
-
-
-ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
 
 # --- engine -> api ---------------------------------------------------------------------------------------------
 
@@ -254,13 +237,15 @@ class MetricsText(Struct, frozen=True, tag=True):
 
 
 class Trial(Struct, frozen=True, tag=True):
-    """A request that may be what kills engines is being tried. Sent for those that came with a suspicion."""
+    """A request that may be what kills engines is being tried. Sent for those that came with a suspicion; the api sends
+    it back once it has taken note, so that an engine that dies of the request at once leaves no doubt."""
 
     request_id: str
     resting: bool
-    """Nothing runs, to see whether the engine dies without it; else it runs alone as soon as this is `Noted`."""
+    """Nothing runs, to see whether the engine dies without it; else it runs alone as soon as this is back."""
 
 
+ApiMessage = Submit | Abort | Trial | QueryStatus | QueryMetrics | QueryCache | HandOver | Borrow | Detach
 EngineMessage = Output | Refused | HandedOver | Trial | EngineStatus | MetricsText | CacheReport
 
 # --- engine -> rank --------------------------------------------------------------------------------------------

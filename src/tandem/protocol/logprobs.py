@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -49,7 +49,7 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
 
     def __iter__(self) -> Iterator[PromptToken]:
         values, best = struct.Struct(f"<{self.k}f"), struct.Struct(f"<{self.k}i")
-        for n, (logprob, rank) in enumerate(zip(_floats(self.logprobs), _integers(self.ranks), strict=True)):
+        for n, (logprob, rank) in enumerate(zip(_numbers(self.logprobs, "f"), _numbers(self.ranks, "i"), strict=True)):
             place = n * values.size
             tops = best.unpack_from(self.top_tokens, place), values.unpack_from(self.top_logprobs, place)
             top = [(token, value) for token, value in zip(*tops, strict=True) if value > -math.inf]
@@ -58,7 +58,7 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
     @property
     def finite(self) -> bool:
         """False if some place's logits were not finite numbers."""
-        return not any(map(math.isnan, _floats(self.logprobs)))
+        return not any(map(math.isnan, _numbers(self.logprobs, "f")))
 
     def after(self, places: int) -> PromptLogprobs:
         """Without the first so many."""
@@ -67,12 +67,8 @@ class PromptLogprobs(Struct, frozen=True, array_like=True):
                               self.top_tokens[top:])
 
 
-def _floats(data: bytes) -> tuple[float, ...]:
-    return struct.unpack(f"<{len(data) // 4}f", data)
-
-
-def _integers(data: bytes) -> tuple[int, ...]:
-    return struct.unpack(f"<{len(data) // 4}i", data)
+def _numbers(data: bytes, kind: Literal["f", "i"]) -> tuple[Any, ...]:
+    return struct.unpack(f"<{len(data) // 4}{kind}", data)
 
 
 def joined(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:

@@ -32,7 +32,8 @@ class Fetch(Struct, frozen=True, tag=True):
 
 
 class Borrow(Struct, frozen=True, tag=True):
-    """From now on, what a rank has not on its own disk may be had from others."""
+    """From now on, what a rank has not on its own disk may be had from others: the supervisor tells the engine of those
+    of the model's other replicas, and the engine its ranks."""
 
     lenders: list[tuple[str, str]]
     """Which directory each has (`Ready.store`), and its endpoint."""

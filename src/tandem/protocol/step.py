@@ -107,10 +107,6 @@ class SpecDecodePlan(Struct, frozen=True, array_like=True):
     ask: int = 0
     """So many tokens the draft model shall guess for each sequence that is sampled in this step, after those."""
 
-    def positions(self) -> dict[str, int]:
-        """By request id: how many positions are computed."""
-        return {row.request_id: len(row.tokens) for row in self.rows}
-
     @property
     def drafts(self) -> int:
         """Tokens that are tried out."""
@@ -162,7 +158,7 @@ class StepPlan(Struct, frozen=True, array_like=True):
         for each of its positions."""
         decode = self.decode
         if self.spec_decode_plan is not None:
-            positions = self.spec_decode_plan.positions()
+            positions = {row.request_id: len(row.tokens) for row in self.spec_decode_plan.rows}
             decode = [one for one in decode for _ in range(positions[one])]
         return [*decode, *(op.request_id for op in self.prefill if op.last and op.samples)]
 

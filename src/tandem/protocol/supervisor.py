@@ -20,32 +20,32 @@ class ListReplicas(Struct, frozen=True, tag=True):
 
 
 class AddReplica(Struct, frozen=True, tag=True):
-    """Start one more engine with the settings of the others; answered by `ReplicaChanged` before it has loaded."""
+    """Start one more engine with the settings of the others; answered by `Done` before it has loaded."""
 
     role: Role = "both"
 
 
 class DrainReplica(Struct, frozen=True, tag=True):
-    """Send an engine nothing new, and end it when it has nothing left to do; answered by `ReplicaChanged`."""
+    """Send an engine nothing new, and end it when it has nothing left to do; answered by `Done`."""
 
     replica: int
 
 
 class LoadModel(Struct, frozen=True, tag=True):
-    """Start the engines of a model; answered by `ModelChanged` before they have loaded. Whether it fits beside the
+    """Start the engines of a model; answered by `Done` before they have loaded. Whether it fits beside the
     others is for the api to know, which decides alone."""
 
     model: str
 
 
 class UnloadModel(Struct, frozen=True, tag=True):
-    """End the engines of a model when they have nothing left to do; answered by `ModelChanged`."""
+    """End the engines of a model when they have nothing left to do; answered by `Done`."""
 
     model: str
 
 
 class NoteEvent(Struct, frozen=True, tag=True):
-    """The api has something for the history; answered by `EventNoted`."""
+    """The api has something for the history; answered by `Done`."""
 
     event: Event
 
@@ -111,20 +111,13 @@ class ReplicaList(Struct, frozen=True, tag=True):
     """What happened since the event that was named, oldest first."""
 
 
-class ReplicaChanged(Struct, frozen=True, tag=True):
+class Done(Struct, frozen=True, tag=True):
     """Done, or begun."""
 
-    replica: int
-
-
-class ModelChanged(Struct, frozen=True, tag=True):
-    """Done, or begun."""
-
-    model: str
-
-
-class EventNoted(Struct, frozen=True, tag=True):
-    """It is in the history."""
+    replica: int | None = None
+    """The one that was added or is drained."""
+    model: str = ""
+    """The one that is loaded or unloaded."""
 
 
 class ControlRefused(Struct, frozen=True, tag=True):
@@ -133,4 +126,4 @@ class ControlRefused(Struct, frozen=True, tag=True):
     message: str
 
 
-SupervisorReply = ReplicaList | ReplicaChanged | ModelChanged | EventNoted | ControlRefused
+SupervisorReply = ReplicaList | Done | ControlRefused

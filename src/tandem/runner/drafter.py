@@ -66,7 +66,9 @@ class Drafter:
         """What leaves, joins and is named. Raises BatchDesync for tokens that leave a gap."""
         for request_id in plan.removes:
             self._known.pop(request_id, None)
-            self._drop(request_id)
+            for store in self._stores:
+                if request_id in store:
+                    store.leave(request_id)
         for insert in plan.inserts:
             self._known[insert.request_id] = _Known(list(insert.tokens))
         if (spec := plan.spec_decode_plan) is None:
@@ -88,7 +90,8 @@ class Drafter:
             known.tokens += [max(token, 0) for token in tokens[:taken + 1]]
         for request_id in store.ids:
             if request_id not in sampled:
-                self._forget(request_id, store)
+                store.leave(request_id)
+                self._known[request_id].held = self._known[request_id].tried = 0
         for request_id in sampled:
             self._catch_up(request_id, store)
         return self._guess(store, count)
@@ -107,15 +110,6 @@ class Drafter:
         else:
             del known.tokens[row.length + 1:]
         known.held = min(known.held, len(known.tokens))
-
-    def _drop(self, request_id: str) -> None:
-        for store in self._stores:
-            if request_id in store:
-                store.leave(request_id)
-
-    def _forget(self, request_id: str, store: KVStore) -> None:
-        store.leave(request_id)
-        self._known[request_id].held = self._known[request_id].tried = 0
 
     def _catch_up(self, request_id: str, store: KVStore) -> None:
         """Bring the row to where a step of the batch can do the rest."""

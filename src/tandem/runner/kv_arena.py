@@ -250,12 +250,8 @@ def _in_order(cache: KVCache | RotatingKVCache, window: int) -> tuple[mx.array, 
 
     def ordered(part: mx.array) -> mx.array:
         if index < part.shape[2]:
-            part = _rolled(part, index) if index < length else part[:, :, :index]
+            parts = [part[:, :, index:], part[:, :, :index]]  # the oldest positions first
+            part = mx.concatenate(parts, axis=2) if index < length else parts[1]
         return part[:, :, part.shape[2] - held :]
 
     return ordered(keys), ordered(values)
-
-
-def _rolled(part: mx.array, start: int) -> mx.array:
-    """Positions start, start + 1, ... first, then those before start."""
-    return mx.concatenate([part[:, :, start:], part[:, :, :start]], axis=2)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +20,7 @@ from tandem.errors import TransportError
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.runner.links import carrier, dtype_name
 from tandem.runner.piece_files import Kind, Layer, PieceFiles, Unusable
 from tandem.transport.lenders import Lenders, Lending, PieceServer
 
@@ -138,7 +138,7 @@ class _Span:
         self.dtype = dtype_name(pairs[0][0].dtype)
         self._first = first
         # Arrays of their own: MLX promises nothing for two threads at one.
-        self._own = [(_plain(mx.contiguous(keys)), _plain(mx.contiguous(values))) for keys, values in pairs]
+        self._own = [[mx.contiguous(side).view(carrier(side.dtype)) for side in pair] for pair in pairs]
         mx.async_eval(self._own)
 
     @cached_property
@@ -175,7 +175,11 @@ class KVDisk:
         self._lenders = None if lending is None else Lenders(lending.keys)
         if self._lenders is not None:
             files.borrow(self._lenders)
-        self._server = None if lending is None else _serve(files.directory, lending)
+        self._server: PieceServer | None = None
+        try:
+            self._server = None if lending is None else PieceServer(files.directory, lending)
+        except TransportError as error:  # its address is not one of this machine, as behind NAT
+            log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
         self.lends = self._server.endpoint if self._server is not None else ""
         """Where other ranks can have what is here; empty where they cannot."""
         self._thread = start_thread(self._work, name="kv disk", on_failure=lambda error: None)
@@ -321,25 +325,6 @@ class KVDisk:
         finally:
             with self._lock:
                 self._waiting -= nbytes
-
-
-def _serve(directory: Path, lending: Lending) -> PieceServer | None:
-    """None where its address is not one of this machine, as behind NAT."""
-    try:
-        return PieceServer(directory, lending)
-    except TransportError as error:
-        log.warning("KV that is kept here is not lent: %s; other machines compute it", error)
-        return None
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """As files have it: `bfloat16`."""
-    return str(dtype).rpartition(".")[2]
-
-
-def _plain(array: mx.array) -> mx.array:
-    """As a type that numpy knows."""
-    return array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
 
 
 def _array(data: np.ndarray, dtype: str) -> mx.array:

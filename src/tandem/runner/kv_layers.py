@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_caches
 
-from tandem.errors import UnsupportedModel
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.protocol.step import KVShape
 
@@ -249,9 +248,3 @@ def batchable(cache: Any) -> bool:
     if isinstance(cache, mlx_caches.CacheList):
         return all(batchable(inner) for inner in cache.caches)
     return hasattr(cache, "merge") and not getattr(cache, "keep", 0)  # mlx-lm's batches forget `keep`
-
-
-def require_batchable(cache: Any) -> None:
-    """Raise UnsupportedModel when caches of this kind cannot be decoded as a batch."""
-    if not batchable(cache):
-        raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot be decoded in a batch by mlx-lm")

@@ -22,7 +22,7 @@ from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape
 from tandem.runner.kv_arena import ArenaLayer, Attention
-from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable, require_batchable
+from tandem.runner.kv_layers import LayerStore, ListLayer, MergedLayer, RowStep, batchable
 
 
 class Rows:
@@ -263,7 +263,8 @@ def _layer_store(cache: Any, drafts: int, attention: Attention | None) -> LayerS
     # Layers with two caches of positions write into mlx-lm's own arrays (deepseek_v32's index): they get its batches.
     if type(cache) is CacheList and any(type(one) is not KVCache for one in cache.caches):
         return ListLayer([_layer_store(one, drafts, attention) for one in cache.caches])
-    require_batchable(cache)
+    if not batchable(cache):
+        raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot be decoded in a batch by mlx-lm")
     if drafts:
         raise UnsupportedModel(f"the model's cache kind {type(cache).__name__} cannot take back drafts that were not "
                                "accepted: serve this model without speculative decoding")

@@ -11,7 +11,7 @@ import numpy as np
 
 from tandem.borders import start_thread
 from tandem.protocol.step import StepPlan
-from tandem.transport.channel import Channel, FrameHeader
+from tandem.transport.channel import FrameHeader, TcpChannel
 
 
 class StageLink(Protocol):
@@ -30,7 +30,7 @@ class ChannelLink:
     A thread of its own waits for arrays and sends them, so that the rank can build the next step meanwhile.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: TcpChannel) -> None:
         self._channel = channel
         self._outbox: queue.SimpleQueue[tuple[FrameHeader, mx.array] | None] = queue.SimpleQueue()
         self._error: Exception | None = None
@@ -40,8 +40,8 @@ class ChannelLink:
         """Dispatch `array` and queue it for sending. Raises what an earlier send raised."""
         if self._error is not None:
             raise self._error
-        header = FrameHeader(step_id, _name(array.dtype), tuple(array.shape))
-        bits = array.view(_carrier(array.dtype))
+        header = FrameHeader(step_id, dtype_name(array.dtype), tuple(array.shape))
+        bits = array.view(carrier(array.dtype))
         mx.async_eval(bits)
         self._outbox.put((header, bits))
 
@@ -57,18 +57,18 @@ class ChannelLink:
 
     def receive(self, shape: tuple[int, ...], dtype: mx.Dtype, step_id: int) -> mx.array:
         """Wait for the frame; raises BatchDesync when it is not the expected one."""
-        data = self._channel.receive(FrameHeader(step_id, _name(dtype), shape))
-        carrier = _carrier(dtype)
-        flat = np.frombuffer(data, dtype=_name(carrier))
+        data = self._channel.receive(FrameHeader(step_id, dtype_name(dtype), shape))
+        flat = np.frombuffer(data, dtype=dtype_name(carrier(dtype)))
         return mx.array(flat).view(dtype).reshape(shape)
 
 
-def _carrier(dtype: mx.Dtype) -> mx.Dtype:
+def carrier(dtype: mx.Dtype) -> mx.Dtype:
     """NumPy knows no bfloat16, so its bits travel as unsigned integers."""
     return mx.uint16 if dtype == mx.bfloat16 else dtype
 
 
-def _name(dtype: mx.Dtype) -> str:
+def dtype_name(dtype: mx.Dtype) -> str:
+    """As headers and files have it: `bfloat16`."""
     return str(dtype).removeprefix("mlx.core.")
 
 

@@ -21,7 +21,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,8 @@ import numpy as np
 from tandem.errors import TransportError, UsageError
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
-from tandem.runner.kv_part import Part
 from tandem.system.files import NotRegular, read_regular
-from tandem.transport.lenders import PARTS, SUFFIX, Lenders, labels
+from tandem.transport.lenders import PARTS, SUFFIX, Lenders, files_of
 
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"
@@ -67,6 +65,31 @@ class _Header(msgspec.Struct):
     dtype: str
     """What MLX calls it."""
     checksum: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Which layers and heads a file has, or a rank needs."""
+
+    layers: range
+    heads: range
+
+    @property
+    def label(self) -> str:
+        """In a file's name."""
+        return f"{self.layers.start}-{self.layers.stop}.{self.heads.start}-{self.heads.stop}"
+
+    @staticmethod
+    @lru_cache(1024)
+    def read(label: str) -> Part:
+        """The part with this label. Raises ValueError."""
+        layers, _, heads = label.partition(".")
+        return Part(_range(layers), _range(heads))
+
+
+def _range(text: str) -> range:
+    start, _, stop = text.partition("-")
+    return range(int(start), int(stop))
 
 
 @dataclass(frozen=True)
@@ -344,42 +367,28 @@ class PieceFiles:
         """Look what is there by now, once all of this space is deleted if it is to `drop`; returns the bytes of this
         space's files, or of those that were deleted, and of all that is left. Where some pieces are `wanted`, nothing
         else is deleted or looked at, here or at those who lend, nor counted. Raises OSError."""
-        dropped = 0
+        dropped, stems = 0, None if wanted is None else {name.hex() for name in wanted}
         if drop:
-            for size, file in self._those(wanted):
-                with suppress(OSError):  # another rank deletes them too
-                    (self._path / file).unlink()
-                    dropped += size
-        own, total = self._look() if wanted is None else self._look_for(wanted)
-        for name in list(self._lent) if wanted is None else wanted:
-            self._lent.pop(name, None)
+            with suppress(FileNotFoundError):  # the whole directory may be gone
+                for file, status in files_of(self._path, stems):
+                    with suppress(OSError):  # another rank deletes them too
+                        (self._path / file).unlink()
+                        dropped += status.st_size
+        own = total = 0
+        if wanted is None:
+            own, total = self._look()
+            self._lent.clear()
+        else:
+            for name in wanted:
+                self._parts.pop(name, None)
+                self._lent.pop(name, None)
+            for file, _ in files_of(self._path, stems):
+                _note(self._parts, file)
         if self._lenders is not None and not drop:  # others drop what they have at the same time
-            stems = None if wanted is None else {name.hex() for name in wanted}
-            self._lenders.look(stems)
-            for file, size in self._lenders.files(stems):
+            for file, size in self._lenders.look(stems):
                 if size <= self._most:
                     _note(self._lent, file)
         return dropped if drop else own, total
-
-    def _look_for(self, wanted: Sequence[bytes]) -> tuple[int, int]:
-        """Look which parts of these pieces are there, and at no other file."""
-        for name in wanted:
-            self._parts.pop(name, None)
-        for _, file in self._those(wanted):
-            _note(self._parts, file)
-        return 0, 0
-
-    def _those(self, wanted: Sequence[bytes] | None) -> Iterator[tuple[int, str]]:
-        """Bytes and name of each file of these pieces, with no look at others; None: of all in this space."""
-        if wanted is None:
-            yield from ((size, file) for _, size, space, file in self._all() if space == self._space)
-            return
-        for name, label in product(wanted, labels(self._path)):
-            file = f"{name.hex()}.{label}{SUFFIX}"
-            with suppress(OSError):
-                status = os.stat(self._path / file, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    yield status.st_size, file
 
     def take_gone(self) -> list[bytes]:
         """Pieces of which something was deleted, since the last call."""

@@ -66,17 +66,13 @@ class PendingStep:
         """Wait for the step; tokens come in the plan's order, and like vectors only from the last stage."""
         vectors = {request_id: vector_bytes(vector) for request_id, vector in self.vectors}
         scores = {request_id: one.values() for request_id, one in self.scores.items()}
-        result = StepResult(self.plan.step_id, self.plan.lane, vectors=vectors, prompt_logprobs=scores)
-        if self.outcome is None:
-            return result
-        values: Any = self.outcome.tolist()
-        if not self.parts:
-            return result
-        chosen = by_id(self.ids, values)
+        values: Any = [] if self.outcome is None else self.outcome.tolist()
+        chosen = by_id(self.ids, values) if self.parts else {}
         logprobs: dict[str, list[TokenLogprob]] = {}
         for part in self.parts:
             logprobs.update(part.logprobs())
-        order = [token for request_id in dict.fromkeys(self.plan.sampled()) for token in chosen[request_id]]
+        sampled = dict.fromkeys(self.plan.sampled()) if self.parts else ()
+        order = [token for request_id in sampled for token in chosen[request_id]]
         drafts = self.drafted.values() if self.drafted is not None else {}
         return StepResult(self.plan.step_id, self.plan.lane, order, logprobs, vectors, drafts, scores)
 

@@ -8,9 +8,9 @@ written, is computed again where they go.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import takewhile
 
-from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import HandedOver
 from tandem.protocol.pieces import PIECE, StoreOp
@@ -29,19 +29,15 @@ class _Parting:
     sequence: Sequence
     after: int = 0
     """It leaves when it has more tokens than so many, and stays where disks do not take it. 0: as soon as can be."""
-    names: list[bytes] | None = None
-    """All of its whole pieces; None before it is known what has to be written."""
-    first: int = 0
-    """Number of the first piece that may be missing on a disk."""
-    ordered: set[bytes] = field(default_factory=set)
-    """Pieces that ranks were told to write, and have not written."""
-    waits: bool = True
-    """For what disks have not taken."""
+    missing: list[tuple[int, bytes]] | None = None
+    """Its whole pieces, by number, that are not on all disks; None before it is known what has to be written."""
+    ordered: int = 0
+    """Ranks were told to write those with lower numbers."""
 
     @property
     def due(self) -> bool:
         """Nothing but its pieces keeps it here."""
-        return self.names is not None and len(self.sequence.tokens) > self.after
+        return self.missing is not None and len(self.sequence.tokens) > self.after
 
 
 class Departures:
@@ -55,15 +51,14 @@ class Departures:
     def enter(self, sequence: Sequence) -> None:
         """It is new here: have it leave with its next token, if its request says so and it can."""
         if sequence.request.leaves and self._can_leave(sequence):
-            names = piece_names(block_hashes(sequence.tokens))
-            self._leaving[sequence.request_id] = _Parting(sequence, len(sequence.tokens), names)
+            self._leaving[sequence.request_id] = parting = _Parting(sequence, len(sequence.tokens))
+            parting.missing = self._disk.missing(block_hashes(sequence.tokens))
 
     def ask(self, sequence: Sequence) -> None:
         """Have it leave, unless it has to be finished here: what may not be written, needs states of all positions, is
         on trial, or ends with its prompt."""
         before = self._leaving.get(sequence.request_id)
-        leaves = before is not None and before.sequence is sequence and not before.after
-        if self._can_leave(sequence) and not leaves:
+        if self._can_leave(sequence) and (before is None or before.sequence is not sequence or before.after):
             self._leaving[sequence.request_id] = _Parting(sequence)
 
     def _can_leave(self, sequence: Sequence) -> bool:
@@ -77,46 +72,42 @@ class Departures:
         return parting is not None and parting.after > 0
 
     @property
-    def asked(self) -> bool:
-        """Somebody is about to leave."""
-        return bool(self._leaving)
-
-    @property
     def progress(self) -> object:
         """Changes as long as disks write; None when nobody waits for them."""
-        return [(one.sequence.request_id, len(self._missing(one)), len(one.ordered))
+        return [(one.sequence.request_id, len(self._missing(one)), one.ordered)
                 for one in self._leaving.values() if one.due] or None
 
     def lose_patience(self) -> None:
         """The disks say nothing: whoever was asked to leave does so with what they have, others stay."""
         for request_id, parting in list(self._leaving.items()):
-            parting.waits = parting.after > 0
-            if parting.after and parting.due:
+            if not parting.after:
+                parting.missing = []
+            elif parting.due:
                 del self._leaving[request_id]
 
     def forget(self) -> None:
         """The ranks are gone; whoever was about to leave does so at the next look, or once its prompt is computed."""
         for parting in self._leaving.values():
-            parting.ordered.clear()
-            parting.first = 0
+            parting.ordered, prompt = 0, parting.sequence.tokens[:parting.after]
+            parting.missing = self._disk.missing(block_hashes(prompt)) if prompt else None
 
     def write(self, lane: Lane) -> list[StoreOp]:
         """What ranks have to write at the end of the lane's next plan, first of those who were first to leave."""
         orders, room = [], AT_ONCE
         for parting in self._leaving.values():
-            parting.ordered = {name for name in parting.ordered if not self._disk.holds(name)}
-            room -= len(parting.ordered)
+            under_way = takewhile(lambda one: one[0] < parting.ordered, parting.missing or ())  # noqa: B023 - used at once
+            room -= sum(not self._disk.holds(name) for _, name in under_way)
         for request_id, parting in self._leaving.items():
             sequence = parting.sequence
             if sequence.lane != lane.index or room <= 0:
                 continue
-            if parting.names is None:
-                parting.names = piece_names(block_hashes(sequence.tokens[:sequence.computed]))
+            if parting.missing is None:
+                parting.missing = self._disk.missing(block_hashes(sequence.tokens[:sequence.computed]))
             pieces = [(number, name) for number, name in self._missing(parting)
-                      if name not in parting.ordered and (number + 1) * PIECE <= sequence.computed][:room]
+                      if number >= parting.ordered and (number + 1) * PIECE <= sequence.computed][:room]
             if pieces:
                 room -= len(pieces)
-                parting.ordered.update(name for _, name in pieces)
+                parting.ordered = pieces[-1][0] + 1
                 orders.append(StoreOp(request_id, pieces, awaited=True))
         return orders
 
@@ -136,13 +127,11 @@ class Departures:
     def _may_go(self, parting: _Parting) -> bool:
         if parting.sequence.complete:
             return False  # its last token is under way
-        if not parting.after and (parting.sequence.lane is None or not parting.waits):
+        if not parting.after and parting.sequence.lane is None:
             return True
         return parting.due and not self._missing(parting)
 
     def _missing(self, parting: _Parting) -> list[tuple[int, bytes]]:
-        names = parting.names or []
-        while parting.first < len(names) and self._disk.holds(names[parting.first]):
-            parting.first += 1
-        return [(number, name) for number, name in enumerate(names[parting.first:], parting.first)
-                if not self._disk.holds(name)]
+        if parting.missing is not None:
+            parting.missing = [one for one in parting.missing if not self._disk.holds(one[1])]
+        return parting.missing or []

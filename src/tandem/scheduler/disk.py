@@ -6,9 +6,10 @@ like others (`tandem.cache.prefix`). What cannot be read is computed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
+from typing import Any
 
 from tandem.cache.pieces import PieceIndex, piece_names
 from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
@@ -61,28 +62,20 @@ class DiskCounts:
 
 
 @dataclass
-class _Fetching:
-    names: list[bytes]
-    gain: int
-    """Positions beyond what was in memory."""
-    missing: set[int]
-    """Ranks that have not answered."""
-    lost: list[bytes] = field(default_factory=list)
+class _Order:
+    """A prefix or a look at their disks that all ranks were asked for, and the sequences that wait for it."""
+
     waiting: list[Running] = field(default_factory=list)
-    seconds: float = 0.0
-    brought: bool = False
-    """Some of it came from other machines."""
-    late: bool = False
-    """It came too slowly."""
-
-
-@dataclass
-class _Looking:
-    missing: set[int]
-    """Ranks that have not answered."""
-    waiting: list[Running]
-    wanted: frozenset[bytes] | None
-    """Pieces that ranks look for; None: all."""
+    names: list[bytes] = field(default_factory=list)
+    """Pieces to fetch."""
+    gain: int = 0
+    """Positions of these beyond what was in memory."""
+    wanted: frozenset[bytes] | None = None
+    """Pieces to look for; None: all."""
+    then: Callable[[], None] | None = None
+    """Called in place of having sequences wait, once all have answered."""
+    answers: dict[int, Any] = field(default_factory=dict)
+    """By rank: `Fetched` or `Surveyed`."""
 
 
 class DiskTier:
@@ -102,21 +95,19 @@ class DiskTier:
         self._too_slow = 0
         """Times that reading did not pay."""
         self._pieces = PieceIndex()
-        self._lent: dict[int, set[bytes]] = {}
+        self._lent = PieceIndex()
         """Pieces for which a rank needs what others lend, as it last saw."""
         self._ranks = 0
-        self._fetching: dict[str, _Fetching] = {}
-        self._looks: dict[int, _Looking] = {}
-        """By number, which is negative: the others are somebody else's."""
+        self._asked: dict[str | int, _Order] = {}
+        """Prefixes by key, and looks by number."""
         self._looked = 0
         self._silent = False
         """Nobody asks until all ranks have answered something."""
 
     @property
-    def fetching(self) -> str | None:
-        """What somebody waits for, a look or the prefix with this key that was asked for first."""
-        looks = (f"look {number}" for number, look in self._looks.items() if look.waiting)
-        return next(looks, next((key for key, fetching in self._fetching.items() if fetching.waiting), None))
+    def fetching(self) -> str | int | None:
+        """What somebody waits for, a look or the prefix with this key, the first that was asked for."""
+        return next((key for key, asked in self._asked.items() if asked.waiting), None)
 
     @property
     def on(self) -> bool:
@@ -160,37 +151,35 @@ class DiskTier:
     def lend(self, lenders: Iterable[tuple[str, str]]) -> None:
         """Others lend now: have the ranks look what. Nobody waits for that."""
         if self._ranks:
-            self._looked -= 1
-            self.orders += [Borrow(list(dict(lenders).items())), Survey(self._looked, soon=True)]
+            self.orders.append(Borrow(list(dict(lenders).items())))
+            self._survey(soon=True)
 
     def reset(self, kept: Sequence[Iterable[bytes]] = ()) -> None:
         """The ranks are gone; what they were asked for does not come any more."""
-        for waiting in self._waiting():
-            _let_go(waiting)
-        self._fetching.clear()
-        self._looks.clear()
+        self.lose_patience()
+        self._asked.clear()
         self._silent = False
         self.orders.clear()
         self._ranks = len(kept)
         self._pieces.reset(kept)
-        self._lent.clear()
+        self._lent.reset([()] * self._ranks)
 
     def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
         reading takes less time than computing, as far as is known."""
         sequence.fetched = 0
-        told = not sequence.looked and sequence.request.kept >= PIECE and self._ranks > 0
-        if self._silent or not (self._pieces or told or self._looks) or sequence.whole or sequence.suspicion.suspect:
+        if not self.on or sequence.whole or sequence.suspicion.suspect:
             return
         hashes = block_hashes(sequence.tokens[:-1])
         every = piece_names(hashes)
         names = self._pieces.leading(every)
+        told = not sequence.looked and sequence.request.kept >= PIECE
         if told and len(names) < min(sequence.request.kept // PIECE, len(every)):
             self._look_for(sequence, wanted=every)
             return
         if len(names) < len(every) and not sequence.looked:
-            for look in reversed(self._looks.values()):
-                if look.wanted is None or every[len(names)] in look.wanted:
+            for look in reversed(self._asked.values()):
+                if not look.names and not look.then and (look.wanted is None or every[len(names)] in look.wanted):
                     look.waiting.append(sequence)
                     sequence.awaits = sequence.looked = True
                     return
@@ -202,8 +191,8 @@ class DiskTier:
         if not names:
             return
         gain = len(names) * PIECE - here
-        for fetching in self._fetching.values():
-            if fetching.names[:len(names)] == names:
+        for asked in self._asked.values():
+            if asked.names[:len(names)] == names:
                 break
         else:
             key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK])
@@ -212,125 +201,112 @@ class DiskTier:
             # One that came would hold up others, were it computed here.
             within_s = (SLOWER if came else 1.0) * gain / self.computing.tokens_s if self.computing.tokens_s else 0.0
             self.orders.append(Fetch(key, names, within_s))
-            fetching = self._fetching[key] = _Fetching(names, gain, set(range(self._ranks)))
-        fetching.waiting.append(sequence)
+            asked = self._asked[key] = _Order(names=names, gain=gain)
+        asked.waiting.append(sequence)
         sequence.awaits, sequence.fetched = True, gain
 
     def _look_for(self, *sequences: Running, wanted: list[bytes] | None = None) -> None:
         """Others may have written the beginnings of these: see what is there before they are sought again. `wanted`:
         their pieces, if nothing else is looked for."""
-        self._looked -= 1
-        self.orders.append(Survey(self._looked, soon=True, wanted=wanted))
-        self._looks[self._looked] = _Looking(set(range(self._ranks)), list(sequences),
-                                             None if wanted is None else frozenset(wanted))
+        number = self._survey(soon=True, wanted=wanted)
+        self._asked[number] = _Order(list(sequences), wanted=None if wanted is None else frozenset(wanted))
         for sequence in sequences:
             sequence.awaits = sequence.looked = True
+
+    def look(self, then: Callable[[], None], *, drop: bool) -> dict[int, Surveyed]:
+        """Have ranks look at all that is on their disks once what waits has been written, or delete it first. Returns
+        what they answer, by rank; `then` is called when that is complete."""
+        asked = self._asked[self._survey(drop=drop)] = _Order(then=then)
+        return asked.answers
+
+    def _survey(self, *, drop: bool = False, soon: bool = False, wanted: list[bytes] | None = None) -> int:
+        self._looked += 1
+        self.orders.append(Survey(self._looked, drop, soon, wanted))
+        return self._looked
 
     def discard(self, hashes: Sequence[bytes]) -> None:
         """Have the ranks delete the pieces of a prompt with these blocks, once those that wait have been written."""
         if self._ranks and (names := piece_names(hashes)):
             self._pieces.lose(names)
-            self._looked -= 1
-            self.orders.append(Survey(self._looked, drop=True, wanted=names))
+            self._survey(drop=True, wanted=names)
 
     def _own(self, names: list[bytes]) -> list[bytes]:
         """Those before the first that somebody lends."""
-        return list(takewhile(lambda name: not any(name in held for held in self._lent.values()), names))
+        return list(takewhile(lambda name: not self._lent.anywhere(name), names))
 
     def _pays(self, names: list[bytes], gain: int) -> bool:
         pace = self._reading if len(self._own(names)) == len(names) else self._bringing
-        if not (pace.tokens_s and self.computing.tokens_s):
-            return True
-        if len(names) * PIECE / pace.tokens_s < gain / self.computing.tokens_s:
+        if self._saved(pace, 1.0) > 1.0 - gain / (len(names) * PIECE):
             return True
         self._too_slow += 1
         return self._too_slow % AGAIN == 0
 
     def take(self, report: Fetched | Written | Surveyed, prefixes: PrefixIndex) -> None:
-        """What a rank has read, written or seen."""
-        if isinstance(report, Fetched):
-            self._fetched(report, prefixes)
+        """What a rank has read, written or seen. With the last one's answer a prefix is in memory, or given up."""
+        if report.rank >= self._ranks:
+            return  # where one rank keeps nothing, nothing is kept
+        if isinstance(report, Written):
+            self._pieces.keep(report.rank, report.names)
+            self._pieces.lose(report.gone)
+            self.counts.written_bytes += report.nbytes
+            self.counts.written_s += report.seconds
             return
         if isinstance(report, Surveyed):
             self._pieces.see(report.rank, report.names, report.wanted)
-            before = set() if report.wanted is None else self._lent.get(report.rank, set()).difference(report.wanted)
-            self._lent[report.rank] = before.union(report.lent)
-            self._seen(report, prefixes)
+            self._lent.see(report.rank, report.lent, report.wanted)
+        key = report.key if isinstance(report, Fetched) else report.number
+        if (asked := self._asked.get(key)) is None:
             return
-        self._pieces.keep(report.rank, report.names)
-        self._pieces.lose(report.gone)
-        self.counts.written_bytes += report.nbytes
-        self.counts.written_s += report.seconds
-
-    def _seen(self, report: Surveyed, prefixes: PrefixIndex) -> None:
-        look = self._looks.get(report.number)
-        if look is None:
+        asked.answers[report.rank] = report
+        if len(asked.answers) < self._ranks:
             return
-        look.missing.discard(report.rank)
-        if not look.missing:
-            del self._looks[report.number]
-            self._silent = False
-            for sequence in look.waiting:
-                sequence.awaits = False
-                if not sequence.finished:
-                    self.seek(sequence, prefixes)
-
-    def _fetched(self, report: Fetched, prefixes: PrefixIndex) -> None:
-        """With the last rank's answer the prefix is in memory, or given up."""
-        fetching = self._fetching.get(report.key)
-        if fetching is None:
-            return
-        fetching.missing.discard(report.rank)
-        fetching.lost += report.lost
-        fetching.seconds = max(fetching.seconds, report.seconds)
-        self.counts.read_bytes += report.nbytes
-        self.counts.brought_bytes += report.brought_bytes
-        fetching.brought |= report.brought_bytes > 0
-        fetching.late |= report.late
-        if fetching.missing:
-            return
-        del self._fetching[report.key]
+        del self._asked[key]
         self._silent = False
-        self.counts.read_s += fetching.seconds
-        came = [name for name in fetching.names if name not in fetching.lost]
-        if not fetching.lost or fetching.late:
-            pace = self._bringing if fetching.brought else self._reading
-            pace.measure(len(came) * PIECE, fetching.seconds)
-            for lent in self._lent.values():
-                lent.difference_update(came)  # the ranks have kept it
-        if fetching.lost:
-            self.counts.failures += not fetching.late
-            self._pieces.lose(fetching.lost)
-            prefixes.give_up(report.key)
-        else:
-            self.counts.hit_tokens += fetching.gain
-            prefixes.arrived(report.key)
-        waited = list(fetching.waiting)
-        _let_go(fetching.waiting, arrived=not fetching.lost)
-        for sequence in waited if fetching.lost else ():
-            if not sequence.finished:
+        arrived = isinstance(report, Fetched) and self._arrived(report.key, asked, prefixes)
+        waited = list(asked.waiting)
+        _let_go(asked.waiting, arrived=arrived)
+        if asked.then is not None:
+            asked.then()
+        for sequence in waited:
+            if not arrived and not sequence.finished:
                 self.seek(sequence, prefixes)  # what comes before it may be there still
+
+    def _arrived(self, key: str, asked: _Order, prefixes: PrefixIndex) -> bool:
+        """True if all ranks have read a prefix."""
+        answers: list[Fetched] = list(asked.answers.values())
+        lost = {name for one in answers for name in one.lost}
+        late, seconds = any(one.late for one in answers), max(one.seconds for one in answers)
+        brought = sum(one.brought_bytes for one in answers)
+        self.counts.read_bytes += sum(one.nbytes for one in answers)
+        self.counts.brought_bytes += brought
+        self.counts.read_s += seconds
+        if not lost or late:
+            came = [name for name in asked.names if name not in lost]
+            (self._bringing if brought else self._reading).measure(len(came) * PIECE, seconds)
+            self._lent.lose(came)  # the ranks have kept it
+        if lost:
+            self.counts.failures += not late
+            self._pieces.lose(lost)
+            prefixes.give_up(key)
+        else:
+            self.counts.hit_tokens += asked.gain
+            prefixes.arrived(key)
+        return not lost
 
     def lose_patience(self) -> None:
         """Whoever waits is computed instead, and so is all else until disks answer; what comes then is for others."""
         self._silent = True
-        for waiting in self._waiting():
-            _let_go(waiting)
-
-    def _waiting(self) -> Iterator[list[Running]]:
-        yield from (fetching.waiting for fetching in self._fetching.values())
-        yield from (look.waiting for look in self._looks.values())
+        for asked in self._asked.values():
+            _let_go(asked.waiting)
 
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
         """Which pieces of these prefixes are not on all disks yet."""
-        if not self._ranks:
-            return []
-        found = []
-        for key in keys:
-            names = piece_names(prefixes.hashes(key))
-            if missing := [(i, name) for i, name in enumerate(names) if name not in self._pieces]:
-                found.append(StoreOp(key, missing))
-        return found
+        return [StoreOp(key, missing) for key in keys
+                if self._ranks and (missing := self.missing(prefixes.hashes(key)))]
+
+    def missing(self, hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        """Number and name of each piece of a prefix with these blocks that is not on all disks."""
+        return [(number, name) for number, name in enumerate(piece_names(hashes)) if name not in self._pieces]
 
     def holds(self, name: bytes) -> bool:
         """All ranks have their part of this piece there."""

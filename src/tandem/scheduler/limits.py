@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tandem.cache.budget import batch_positions, growth_step, kv_shape, most_rows
 from tandem.cache.prefix import PrefixIndex
 from tandem.errors import OverloadedError, RequestError
-from tandem.protocol.checks import check_request
+from tandem.protocol.ranges import check_request
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import KVShape, PrefillOp
 from tandem.scheduler.lane import Lane
@@ -71,17 +71,10 @@ def check_admission(request: EngineRequest, limits: Limits, live: Collection[str
                     queued: int) -> None:
     """May a request wait for its turn? `live` are the ids in use, `waiting` is the queue, of `queued` tokens in all.
 
-    Raises RequestError if it can never run, OverloadedError if the queue is full.
+    Raises RequestError if it can never run, OverloadedError if the queue is full. One group cannot fill it for the
+    others: those that have less than their share of its places find some in reserve.
     """
     _check_fits(request, limits, live)
-    _check_queue(request, limits, waiting, queued)
-
-
-def _check_queue(request: EngineRequest, limits: Limits, waiting: Collection[Sequence], queued: int) -> None:
-    """Raises OverloadedError when the queue of `waiting` sequences, `queued` tokens in all, is full.
-
-    One group cannot fill it for the others: those that have less than their share of its places find some in reserve.
-    """
     mine = sum(sequence.request.group == request.group for sequence in waiting)
     others = {sequence.request.group for sequence in waiting} - {request.group}
     stretch = 1 + RESERVE if others and mine < limits.max_queue / (len(others) + 1) else 1.0

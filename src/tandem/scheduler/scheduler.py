@@ -135,20 +135,13 @@ class Scheduler:
         return next((one for one in self._members() if one.awaits_grammar), None)
 
     @property
-    def resting(self) -> Sequence | None:
-        """Who waits to run alone, until the ranks have stood idle for a while and `rested` is set."""
+    def suspect(self) -> Sequence | None:
+        """The request that runs alone next, as nothing runs. Before that the ranks have to stand idle for a while if it
+        `rests`, and its api has to be told, and to take note."""
         if not self._queue or self.running or self._under_way:
             return None
         first = self._first()
-        return first if first.suspicion.rests and not first.rested else None
-
-    @property
-    def unannounced(self) -> Sequence | None:
-        """Who could run alone now, but for its api, which has to be told before (`announced`), and take note."""
-        if not self._queue or self.running or self._under_way:
-            return None
-        first = self._first()
-        return first if first.may_be_tried and not (first.expected or first.announced) else None
+        return first if first.suspicion.suspect else None
 
     def next_plan(self) -> StepPlan | None:
         """The next step, or None while there is nothing to do or enough is under way."""
@@ -211,16 +204,15 @@ class Scheduler:
         return self.speculation.drafts(decode, most), self.speculation.ask(decode, most)
 
     def _commit(self, lane: Lane, plan: StepPlan, decode: list[Sequence], prefill: list[PrefillOp]) -> None:
-        for sequence in decode:
-            self.shares.charge(sequence.request, 1)
-            if plan.spec_decode_plan is not None:
-                sequence.told = len(sequence.tokens)
         for op in prefill:
             lane.members[op.request_id].computed += op.count
             lane.members[op.request_id].read()
         for request_id in (*plan.sampled(), *plan.ended()):
             lane.members[request_id].inflight += 1
         for sequence in decode:
+            self.shares.charge(sequence.request, 1)
+            if plan.spec_decode_plan is not None:
+                sequence.told = len(sequence.tokens)
             sequence.computed = len(sequence.tokens) + sequence.inflight - 1
         lane.sent(plan)
         for one in self.lanes:

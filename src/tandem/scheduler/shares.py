@@ -75,7 +75,3 @@ class FairShares:
     def _forget_settled(self) -> None:
         for name in [name for name, one in self._groups.items() if not one.live and one.account <= self._time]:
             del self._groups[name]
-
-    def __len__(self) -> int:
-        """Accounts that are kept."""
-        return len(self._groups)

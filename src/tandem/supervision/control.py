@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,13 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from tandem.engine.gateway import is_heard
 from tandem.env import runtime_dir
 from tandem.errors import TransportError, UsageError
 from tandem.log import Seldom
 from tandem.protocol.codec import Decoder
 from tandem.protocol.supervisor import ControlRefused, SupervisorReply, SupervisorRequest
-from tandem.transport.errors import translated
+from tandem.transport.security import translated
 from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger("tandem.cli")
@@ -44,7 +44,7 @@ class ControlServer:
         """`handle` answers a request; a UsageError that it raises is the answer too. Raises UsageError."""
         self._path = path
         self._handle = handle
-        if _answers(path):
+        if is_heard(path):
             raise UsageError(f"a server listens on {path} already; choose another --port", param="port")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.REP)
@@ -84,7 +84,7 @@ class ControlServer:
 
 def ask(path: Path, request: SupervisorRequest, timeout_s: float = ANSWER_S) -> SupervisorReply:
     """The supervisor's answer. Raises UsageError when there is none, or it is a refusal."""
-    if not _answers(path):
+    if not is_heard(path):
         raise UsageError(f"no server listens on {path}; name its port with --port, and run this as the same user",
                          param="port")
     try:
@@ -101,14 +101,3 @@ def ask(path: Path, request: SupervisorRequest, timeout_s: float = ANSWER_S) -> 
     if isinstance(reply, ControlRefused):
         raise UsageError(reply.message)
     return reply
-
-
-def _answers(path: Path) -> bool:
-    """True if some process listens on the socket file."""
-    with socket.socket(socket.AF_UNIX) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-        return True

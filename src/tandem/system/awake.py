@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import subprocess
@@ -11,8 +12,6 @@ from tandem.env import child_environment
 from tandem.system.tools import find_tool
 
 log = logging.getLogger(__name__)
-_holder: subprocess.Popen[bytes] | None = None
-"""Of this process: one is enough."""
 
 
 def keep_awake() -> int | None:
@@ -22,14 +21,11 @@ def keep_awake() -> int | None:
     watchdog stricter. A closed lid, and the end of a battery, cannot be held off (docs/machines.md). Returns the
     process id of what holds it off.
     """
-    global _holder
-    if sys.platform != "darwin":
-        return None
-    if _holder is None:
-        _holder = _hold(os.getpid())
-    return None if _holder is None else _holder.pid
+    holder = _hold(os.getpid()) if sys.platform == "darwin" else None
+    return None if holder is None else holder.pid
 
 
+@functools.cache  # one is enough for a process
 def _hold(pid: int) -> subprocess.Popen[bytes] | None:
     program = find_tool("caffeinate")
     if program is None:

@@ -26,8 +26,7 @@ def machine_id() -> str:
         found = _UUID.search(output_of(["ioreg", "-rd1", "-c", "IOPlatformExpertDevice"]) or "")
         return found[1] if found else socket.gethostname()
     with suppress(OSError):
-        boot = boot_id()
-        return f"{boot}/{os.stat('/proc/self/ns/mnt').st_ino}"
+        return f"{boot_id()}/{os.stat('/proc/self/ns/mnt').st_ino}"
     return socket.gethostname()
 
 

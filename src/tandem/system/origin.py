@@ -1,16 +1,25 @@
-"""Where this installation of Tandem came from, so that other machines can be told to install the same."""
+"""Where this installation of Tandem came from, and itself as a wheel, so that other machines can have the same."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import shlex
-from importlib.metadata import PackageNotFoundError, distribution
+import zipfile
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from tandem.errors import UsageError
 from tandem.version import __version__
 
 PACKAGE = "mlx-tandem"
+_KEPT = ("METADATA", "entry_points.txt")
+_WHEEL = "Wheel-Version: 1.0\nGenerator: tandem\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+"""Of all files within, so that the same files make the same wheel."""
 
 
 def install_command(python: str, host: str) -> str:
@@ -44,3 +53,39 @@ def _direct_url() -> dict[str, Any]:
         return {}
     found = json.loads(text or "{}")
     return found if isinstance(found, dict) else {}
+
+
+def write_wheel(directory: Path) -> Path:
+    """Write this installation as a wheel into `directory`, however it was installed (from a wheel, or editable from a
+    checkout); its path. Raises UsageError for a Tandem that was never installed.
+
+    The format is that of https://packaging.python.org/specifications/binary-distribution-format.
+    """
+    try:
+        ours = distribution(PACKAGE)
+    except PackageNotFoundError:
+        raise UsageError(f"{PACKAGE} is not installed here, only on the module path, so that it cannot be copied; "
+                         "install it with pip or uv") from None
+    stem = f"{PACKAGE.replace('-', '_')}-{ours.version}"
+    path = directory / f"{stem}-py3-none-any.whl"
+    record: list[str] = []
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        def add(name: str, data: bytes) -> None:
+            archive.writestr(zipfile.ZipInfo(name, _EPOCH), data, zipfile.ZIP_DEFLATED)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            record.append(f"{name},sha256={digest},{len(data)}\n")
+
+        source = Path(__file__).parents[1]
+        for file in sorted(source.rglob("*")):
+            if file.is_file() and "__pycache__" not in file.parts and not file.name.endswith(".pyc"):
+                add(file.relative_to(source.parent).as_posix(), file.read_bytes())
+        for name, data in _metadata(ours):
+            add(f"{stem}.dist-info/{name}", data)
+        record.append(f"{stem}.dist-info/RECORD,,\n")
+        archive.writestr(zipfile.ZipInfo(f"{stem}.dist-info/RECORD", _EPOCH), "".join(record), zipfile.ZIP_DEFLATED)
+    return path
+
+
+def _metadata(ours: Distribution) -> list[tuple[str, bytes]]:
+    kept = [(name, text.encode()) for name in _KEPT if (text := ours.read_text(name)) is not None]
+    return [*kept, ("WHEEL", _WHEEL.encode())]

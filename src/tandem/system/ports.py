@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-import socket
 import sys
+from contextlib import suppress
+
+from tandem.system.privacy import refusal
 
 ANSWER_S = 0.5
 
@@ -16,13 +18,7 @@ def is_shadowed(host: str, port: int) -> bool:
     """
     if sys.platform != "darwin" or port == 0:
         return False
-    try:
+    with suppress(ValueError):  # a name
         if ipaddress.ip_address(host or "0.0.0.0").is_unspecified:
             host = "127.0.0.1"
-    except ValueError:
-        pass  # a name
-    try:
-        socket.create_connection((host, port), timeout=ANSWER_S).close()
-    except OSError:
-        return False
-    return True
+    return refusal(host, port, ANSWER_S) is None

@@ -41,13 +41,17 @@ def _own_networks() -> list[ipaddress.IPv4Network]:
 
 def silent_because(host: str, port: int, timeout_s: float = 1.0) -> str:
     """Why no connection to `host`:`port` comes about, where the system knows; else empty. For what did not answer."""
+    error = refusal(host, port, timeout_s)
+    return "" if error is None or isinstance(error, TimeoutError) else connect_trouble(error, host)
+
+
+def refusal(host: str, port: int, timeout_s: float) -> OSError | None:
+    """Return why no connection to `host`:`port` comes about; None if one does."""
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
-    except TimeoutError:
-        return ""
     except OSError as error:
-        return connect_trouble(error, host)
-    return ""
+        return error
+    return None
 
 
 def connect_trouble(error: OSError, address: str) -> str:

@@ -19,23 +19,20 @@ def find_tool(name: str) -> str | None:
 
 def output_of(words: Sequence[str]) -> str | None:
     """What a command prints, its complaints included; None if it is not installed or does not come to an end."""
-    program = find_tool(words[0])
-    if program is None:
-        return None
-    try:
-        done = subprocess.run([program, *words[1:]], capture_output=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return (done.stdout or done.stderr).decode(errors="replace")
+    done = _run(words)
+    return None if done is None else (done.stdout or done.stderr).decode(errors="replace")
 
 
 def sysctl(name: str) -> str:
     """One value of macOS's `sysctl`; empty where there is none."""
-    program = find_tool("sysctl")
-    if program is None:
-        return ""
+    done = _run(["sysctl", "-n", name])
+    return "" if done is None else done.stdout.decode(errors="replace").strip()
+
+
+def _run(words: Sequence[str]) -> subprocess.CompletedProcess[bytes] | None:
+    if (program := find_tool(words[0])) is None:
+        return None
     try:
-        done = subprocess.run([program, "-n", name], capture_output=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
+        return subprocess.run([program, *words[1:]], capture_output=True, timeout=COMMAND_S, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode(errors="replace").strip()
+        return None

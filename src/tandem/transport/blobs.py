@@ -11,17 +11,19 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-import msgspec
 import zmq
 
 from tandem.borders import start_thread
 from tandem.errors import TransportError
 from tandem.log import Seldom
 from tandem.protocol import blobs
-from tandem.protocol.codec import Decoder
+from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.security import MemberSocket
 
@@ -41,8 +43,6 @@ MAX_ANSWER = 2 * CHUNK
 SAMPLES, SAMPLE = 64, 4096
 """Blocks of a file, and bytes in each, by which files of the same size and time are told apart."""
 
-_encoder = msgspec.msgpack.Encoder()
-
 
 def checksum(data: bytes | memoryview) -> bytes:
     """BLAKE2b of `data`, 16 bytes."""
@@ -55,28 +55,20 @@ class BlobServer(MemberSocket):
     def __init__(self, paths: Iterable[Path], keys: ClusterKeys, host: str = "127.0.0.1") -> None:
         """Names are those of the files, without their directories, and must differ."""
         self._paths = {path.name: path for path in paths}
-        self._files: dict[str, blobs.BlobFile] = {}
         super().__init__(zmq.ROUTER, keys, MAX_REQUEST)
-        self.socket.sndhwm = 2 * WINDOW  # a peer that asks without reading loses answers; the memory stays bounded
+        # A peer that asks without reading loses answers; the memory stays bounded. One that has given a call up has two
+        # windows under way, and what it has read counts in steps of half the mark.
+        self.socket.sndhwm = 4 * WINDOW
         self._listen(host)
-        self._stop = self._context.socket(zmq.PAIR)
-        self._stop.bind("inproc://stop")
-        self._stopped = self._context.socket(zmq.PAIR)
-        self._stopped.connect("inproc://stop")
         self._decoder = Decoder[blobs.BlobRequest](blobs.BlobRequest)
         self._thread = start_thread(self._run, name="blobs")
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self.socket, zmq.POLLIN)
-        poller.register(self._stopped, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._stopped in ready:
-                break
-            identity, *frames = self.socket.recv_multipart()
-            if (answer := self._answer(frames)) is not None:
-                self.socket.send_multipart([identity, *answer], copy=False)
+        with suppress(zmq.ContextTerminated), self.socket:
+            while True:
+                identity, *frames = self.socket.recv_multipart()
+                if (answer := self._answer(frames)) is not None:
+                    self.socket.send_multipart([identity, *answer], copy=False)
 
     def _answer(self, frames: Sequence[bytes]) -> list[bytes] | None:
         try:
@@ -87,27 +79,26 @@ class BlobServer(MemberSocket):
             return None
         try:
             if isinstance(request, blobs.ListFiles):
-                return [_encoder.encode(blobs.FileList(request.number, self.listed(request.stems)))]
+                return [encode(blobs.FileList(request.number, self.listed(request.stems)))]
             digest, data = self.chunk(request.range)
-            return [_encoder.encode(blobs.Chunk(request.number, digest)), data]
+            return [encode(blobs.Chunk(request.number, digest)), data]
         except TransportError as error:
-            return [_encoder.encode(blobs.Refusal(request.number, error.message))]
+            return [encode(blobs.Refusal(request.number, error.message))]
         except OSError as error:
-            return [_encoder.encode(blobs.Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
+            return [encode(blobs.Refusal(request.number, f"cannot be read: {error.strerror or error}"))]
 
     def listed(self, stems: Collection[str] | None) -> list[blobs.BlobFile]:
         """As `ListFiles` asks for them."""
-        return [one for name, one in self.served().items() if stems is None or name.partition(".")[0] in stems]
+        return [one for name, one in self.served.items() if stems is None or name.partition(".")[0] in stems]
 
+    @cached_property
     def served(self) -> dict[str, blobs.BlobFile]:
         """The files that are served, by name, as they were when first asked for."""
-        if not self._files:
-            self._files = {name: _describe(path) for name, path in self._paths.items()}
-        return self._files
+        return {name: _describe(path) for name, path in self._paths.items()}
 
     def chunk(self, wanted: blobs.Range) -> tuple[bytes, bytes]:
         """Checksum and bytes of a range. Raises TransportError for one that is not served, and OSError."""
-        file = self.served().get(wanted.name)
+        file = self.served.get(wanted.name)
         if file is None:
             raise TransportError(f"{wanted.name!r} is not one of the model's files")
         if not 0 < wanted.length <= CHUNK or wanted.offset < 0 or wanted.offset + wanted.length > file.size:
@@ -122,13 +113,11 @@ class BlobServer(MemberSocket):
 
     def close(self) -> None:
         """End the thread and close the socket. Idempotent."""
-        if self._thread.is_alive():
-            self._stop.send(b"")
+        if self._authenticator is not None:
+            self._authenticator.stop()
+            self._authenticator = None
+            self._context.term()  # the thread, which waits for a question, closes the socket
             self._thread.join()
-        if not self._context.closed:
-            self._stop.close()
-            self._stopped.close()
-            super().close()
 
 
 def _describe(path: Path) -> blobs.BlobFile:
@@ -161,18 +150,16 @@ class BlobClient(MemberSocket):
 
     def ask(self, stems: Collection[str] | None = None) -> int:
         """Ask what is served, as `ListFiles` has it; the number of the question, for `listed`."""
-        return self._ask(blobs.ListFiles(self._next(), None if stems is None else list(stems)))
+        return self._ask(blobs.ListFiles, None if stems is None else list(stems))
 
     def listed(self, number: int, until: float | None = None) -> list[blobs.BlobFile]:
         """The answer, waited for until this time of the monotonic clock. Raises TransportError when there is none."""
-        until = time.monotonic() + self._patience if until is None else until
-        while True:
-            answer, _ = self._receive(until)
-            if isinstance(answer, blobs.Refusal) and answer.number == number:
-                raise TransportError(f"the engine's machine cannot list its files: {answer.message}")
-            if isinstance(answer, blobs.FileList) and answer.number == number:
-                return answer.files
-            self._check(until)
+        answer, _ = self._receive([number], time.monotonic() + self._patience if until is None else until)
+        if isinstance(answer, blobs.Refusal):
+            raise TransportError(f"the engine's machine cannot list its files: {answer.message}")
+        if not isinstance(answer, blobs.FileList):
+            raise TransportError(f"the engine's machine answers {type(answer).__name__} for a list of files")
+        return answer.files
 
     def read(self, ranges: Sequence[blobs.Range]) -> Iterator[tuple[int, memoryview, bytes]]:
         """Each range once, in any order, as (index in `ranges`, bytes, checksum); a damaged one is asked for again.
@@ -185,11 +172,8 @@ class BlobClient(MemberSocket):
         while waiting or pending:
             while waiting and len(pending) < WINDOW:
                 index, attempt = waiting.popleft()
-                pending[self._ask(blobs.ReadRange(self._next(), ranges[index]))] = (index, attempt)
-            answer, data = self._receive(until)
-            if answer.number not in pending:
-                self._check(until)
-                continue  # of a call that was given up
+                pending[self._ask(blobs.ReadRange, ranges[index])] = (index, attempt)
+            answer, data = self._receive(pending, until)
             index, attempt = pending.pop(answer.number)
             wanted = ranges[index]
             if isinstance(answer, blobs.Refusal):
@@ -207,29 +191,22 @@ class BlobClient(MemberSocket):
             log.warning("%s arrived damaged; asking again", where)
             waiting.appendleft((index, attempt + 1))
 
-    def _next(self) -> int:
+    def _ask(self, kind: Callable[[int, Any], blobs.BlobRequest], wanted: object) -> int:
+        """Send a question with a number of its own, which is returned."""
         self._number += 1
+        self.socket.send(encode(kind(self._number, wanted)))
         return self._number
 
-    def _ask(self, request: blobs.BlobRequest) -> int:
-        self.socket.send(_encoder.encode(request))
-        return request.number
-
-    def _receive(self, until: float) -> tuple[blobs.BlobAnswer, memoryview]:
-        if not self.socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):
-            raise TransportError(self._silence)
-        frames = self.socket.recv_multipart(copy=False)
-        try:
-            answer = self._decoder.decode(frames[0].buffer)
-        except TransportError as error:
-            raise TransportError(f"an answer of the engine's machine cannot be read: {error}") from None
-        return answer, frames[1].buffer if len(frames) == 2 else memoryview(b"")
-
-    def _check(self, until: float) -> None:
-        """What is not an answer to what was asked does not count."""
-        if time.monotonic() > until:
-            raise TransportError(self._silence)
-
-    @property
-    def _silence(self) -> str:
-        return f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?"
+    def _receive(self, numbers: Container[int], until: float) -> tuple[blobs.BlobAnswer, memoryview]:
+        """The next answer to one of these questions; others, as of a call that was given up, do not count."""
+        waited = False
+        while not waited and self.socket.poll(max(int((until - time.monotonic()) * 1000) + 1, 0)):
+            frames = self.socket.recv_multipart(copy=False)
+            try:
+                answer = self._decoder.decode(frames[0].buffer)
+            except TransportError as error:
+                raise TransportError(f"an answer of the engine's machine cannot be read: {error}") from None
+            if answer.number in numbers:
+                return answer, frames[1].buffer if len(frames) == 2 else memoryview(b"")
+            waited = time.monotonic() > until
+        raise TransportError(f"the engine's machine has sent no weights for {self._patience:.0f} s; is it up?")

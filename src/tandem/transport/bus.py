@@ -1,66 +1,94 @@
-"""The control bus: one engine end, one end for each rank; msgpack structs over CURVE-secured TCP."""
+"""Messages between one end and the many that connect to it: the engine and its ranks (the control bus), the head and
+its rank hosts (the join socket). msgpack structs over CURVE-secured TCP."""
 
 from __future__ import annotations
 
-import msgspec
+import contextlib
+from typing import Generic, TypeVar
+
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from tandem.errors import TransportError
-from tandem.protocol.codec import Decoder
+from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.control import RankCommand, RankMessage
+from tandem.protocol.hosts import HeadMessage, HostMessage
 from tandem.protocol.keys import ClusterKeys
-from tandem.transport.errors import translated
-from tandem.transport.security import MemberSocket
+from tandem.transport.security import MemberSocket, translated
 
-MAX_FRAME = 256 * 1024 * 1024
+MAX_BUS_FRAME, MAX_JOIN_FRAME = 256 * 1024 * 1024, 4 * 1024 * 1024
 """Bytes."""
+SILENT = "nothing answers there"
+"""Trouble of which no more is known."""
 
-_encoder = msgspec.msgpack.Encoder()
+Sent = TypeVar("Sent")
+Received = TypeVar("Received")
 
 
-class EngineBus(MemberSocket):
-    """The engine's end. Ranks are known by the identity `rank:generation` that they connect with."""
+class HubSocket(MemberSocket, Generic[Sent, Received]):
+    """The end that others connect to. They are known by the identities that they connect with."""
 
-    def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
-        super().__init__(zmq.ROUTER, keys, MAX_FRAME)
+    def __init__(self, received: object, keys: ClusterKeys, host: str, port: int | None, *, name: str, max_frame: int,
+                 linger_ms: int = 0) -> None:
+        """`received` is `Received` once more, as a value. Listen on an address of this machine (`0.0.0.0` for all) and
+        a port, or any free one; messages call the socket `name`. Raises TransportError."""
+        super().__init__(zmq.ROUTER, keys, max_frame, linger_ms)
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # to who connects again before the old connection has ended
-        self._listen(host, name="bus")
-        self._decoder = Decoder[RankMessage](RankMessage)
+        self._listen(host, port, name=name)
+        self._decoder = Decoder[Received](received)
 
-    def send(self, rank: int, generation: str, command: RankCommand) -> None:
-        """Send to one rank. Raises TransportError when that rank is not connected."""
-        with translated(f"rank {rank} is not connected to the bus"):
-            self.socket.send_multipart([rank_identity(rank, generation), _encoder.encode(command)])
+    def send(self, identity: bytes, message: Sent) -> None:
+        """Send to one of them. Raises TransportError when it is not connected."""
+        with translated("is not connected"):
+            self.socket.send_multipart([identity, encode(message)], zmq.DONTWAIT)
 
-    def receive(self, timeout_s: float) -> tuple[str, RankMessage] | None:
+    def receive(self, timeout_s: float = 0.0) -> tuple[bytes, Received] | None:
         """Next message as (sender's identity, message), or None when `timeout_s` seconds pass.
 
-        Raises TransportError for bytes that are no message of a rank.
+        Raises TransportError for bytes that are no message.
         """
         if not self.socket.poll(int(timeout_s * 1000)):
             return None
-        frames = self.socket.recv_multipart()
-        if len(frames) != 2:
-            raise TransportError(f"bus message of {len(frames)} frames, expected 2")
-        try:
-            return frames[0].decode("ascii"), self._decoder.decode(frames[1])
-        except UnicodeDecodeError as error:
-            raise TransportError(f"a bus peer's name cannot be read: {error}") from None
+        identity, *frames = self.socket.recv_multipart()
+        if len(frames) != 1:
+            raise TransportError(f"message of {len(frames) + 1} frames, expected 2")
+        return identity, self._decoder.decode(frames[0])
 
 
-class RankBus(MemberSocket):
-    """A rank's end."""
+class SpokeSocket(MemberSocket, Generic[Sent, Received]):
+    """The end of one that connects."""
+
+    def __init__(self, received: object, keys: ClusterKeys, identity: bytes, *, max_frame: int, linger_ms: int) -> None:
+        """`received` is `Received` once more, as a value. `_connect` follows."""
+        super().__init__(zmq.DEALER, keys, max_frame, linger_ms)
+        self.socket.identity = identity
+        self._decoder = Decoder[Received](received)
+
+    def send(self, message: Sent) -> None:
+        """Queue a message; never blocks for long."""
+        self.socket.send(encode(message))
+
+    def receive(self, timeout_s: float) -> Received | None:
+        """Next message; None when `timeout_s` seconds pass. Raises TransportError for bytes that are no message."""
+        if not self.socket.poll(int(timeout_s * 1000)):
+            return None
+        return self._decoder.decode(self.socket.recv())
+
+
+class EngineBus(HubSocket[RankCommand, RankMessage]):
+    """The engine's end of the bus."""
+
+    def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
+        super().__init__(RankMessage, keys, host, None, name="bus", max_frame=MAX_BUS_FRAME)
+
+
+class RankBus(SpokeSocket[RankMessage, RankCommand]):
+    """A rank's end of the bus."""
 
     def __init__(self, endpoint: str, keys: ClusterKeys, rank: int, generation: str) -> None:
-        super().__init__(zmq.DEALER, keys, MAX_FRAME, linger_ms=1000)
-        self.socket.identity = rank_identity(rank, generation)
+        super().__init__(RankCommand, keys, rank_identity(rank, generation), max_frame=MAX_BUS_FRAME, linger_ms=1000)
         self._connect(endpoint)
-        self._decoder = Decoder[RankCommand](RankCommand)
-
-    def send(self, message: RankMessage) -> None:
-        """Send to the engine; never blocks for long."""
-        self.socket.send(_encoder.encode(message))
 
     def wait(self, other: object) -> None:
         """Sleep until a command is there, or the socket `other` is readable."""
@@ -69,16 +97,51 @@ class RankBus(MemberSocket):
         poller.register(other, zmq.POLLIN)
         poller.poll()
 
-    def receive(self, timeout_s: float | None = None) -> RankCommand | None:
-        """Next command; None when `timeout_s` seconds pass. Without a timeout it sleeps until one comes.
-
-        Raises TransportError for bytes that are no command.
-        """
-        if timeout_s is not None and not self.socket.poll(int(timeout_s * 1000)):
-            return None
-        return self._decoder.decode(self.socket.recv())
-
 
 def rank_identity(rank: int, generation: str) -> bytes:
     """ZeroMQ identity of a rank; the generation keeps leftovers of a former gang out."""
     return f"{rank}:{generation}".encode("ascii")
+
+
+class HeadEnd(HubSocket[HeadMessage, HostMessage]):
+    """The head's end of the join socket."""
+
+    def __init__(self, keys: ClusterKeys, host: str, port: int | None = None) -> None:
+        super().__init__(HostMessage, keys, host, port, name="join socket", max_frame=MAX_JOIN_FRAME, linger_ms=500)
+
+
+class HostEnd(SpokeSocket[HostMessage, HeadMessage]):
+    """A rank host's end of the join socket: connected to one address of the head."""
+
+    def __init__(self, endpoint: str, keys: ClusterKeys, identity: str) -> None:
+        super().__init__(HeadMessage, keys, identity.encode("ascii"), max_frame=MAX_JOIN_FRAME, linger_ms=500)
+        self.socket.reconnect_ivl = 200
+        self._monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+            | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+        self._connect(endpoint)
+        self._connected = self._refused = False
+
+    @property
+    def trouble(self) -> str:
+        """What stands in the way, if the head does not answer."""
+        while self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            self._connected = True
+            self._refused = event not in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        if self._refused:
+            return "refused: the token is not that of this head"
+        return "connected, but no answer" if self._connected else SILENT
+
+    def send(self, message: HostMessage) -> None:
+        """Queue a message; it is dropped when the head has not taken any for long."""
+        with contextlib.suppress(zmq.Again):
+            self.socket.send(encode(message), zmq.DONTWAIT)
+
+    def close(self, *, flush: bool = True) -> None:
+        """Close; with `flush` what is queued gets half a second."""
+        if not flush:
+            self.socket.linger = 0
+        self.socket.disable_monitor()
+        self._monitor.close()
+        super().close()

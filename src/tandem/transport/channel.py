@@ -8,15 +8,12 @@ plan what header must come next, to the byte, and stops when something else does
 from __future__ import annotations
 
 import math
-import queue
-from abc import ABC, abstractmethod
 
-import msgspec
 import zmq
 from msgspec import Struct
 
 from tandem.errors import BatchDesync, TransportError
-from tandem.protocol.codec import Decoder
+from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.security import MemberSocket
 
@@ -37,41 +34,13 @@ class FrameHeader(Struct, frozen=True, array_like=True):
 
 
 Buffer = bytes | memoryview
-_encode = msgspec.msgpack.Encoder().encode
 
 
-class Channel(ABC):
-    """Both ends of one stage: `send` to the next stage, `receive` from the one before."""
+class TcpChannel(MemberSocket):
+    """Both ends of one stage: `send` to the next stage, `receive` from the one before.
 
-    @abstractmethod
-    def send(self, header: FrameHeader, data: Buffer) -> None:
-        """Queue one frame. `data` must not change afterwards."""
-
-    @abstractmethod
-    def _next(self) -> tuple[Buffer, Buffer]:
-        """Wait for the next frame: header, as MessagePack, and data."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Close both ends."""
-
-    def receive(self, expected: FrameHeader) -> Buffer:
-        """Wait for the next frame.
-
-        Raises BatchDesync when it is not the expected one, TransportError when it is none at all.
-        """
-        header, data = self._next()
-        if header != _encode(expected):
-            other = Decoder[FrameHeader](FrameHeader).decode(header)
-            raise BatchDesync(f"BATCH DESYNC DETECTED: the channel brought {other}, the plan expects {expected}")
-        size = ITEM_BYTES[expected.dtype] * math.prod(expected.shape)
-        if len(data) != size:
-            raise TransportError(f"the channel brought {len(data)} bytes for {expected}, which is {size}")
-        return data
-
-
-class TcpChannel(MemberSocket, Channel):
-    """ZeroMQ PUSH/PULL over CURVE-secured TCP; sending runs in ZeroMQ's own thread, beside the computation."""
+    ZeroMQ PUSH/PULL over CURVE-secured TCP; sending runs in ZeroMQ's own thread, beside the computation.
+    """
 
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1", port: int | None = None) -> None:
         """Listen on `host`, at `port` or any free one. Raises TransportError when the port is taken."""
@@ -91,47 +60,34 @@ class TcpChannel(MemberSocket, Channel):
             self._outbound.append(socket)
 
     def send(self, header: FrameHeader, data: Buffer) -> None:
-        """Queue one frame for every peer; blocks only when `FRAMES_IN_FLIGHT` frames wait."""
+        """Queue one frame for every peer; blocks only when `FRAMES_IN_FLIGHT` frames wait. `data` must not change
+        afterwards."""
         if self._outbound is None:
             raise TransportError("the channel was used before it was connected")
-        encoded = _encode(header)
+        encoded = encode(header)
         for socket in self._outbound:
             socket.send(encoded, zmq.SNDMORE)
             socket.send(data, copy=False)
 
-    def _next(self) -> tuple[Buffer, Buffer]:
+    def receive(self, expected: FrameHeader) -> Buffer:
+        """Wait for the next frame.
+
+        Raises BatchDesync when it is not the expected one, TransportError when it is none at all.
+        """
         frames = self.socket.recv_multipart(copy=False)
         if len(frames) != 2:
             raise TransportError(f"channel message of {len(frames)} frames, expected 2")
-        return frames[0].buffer, frames[1].buffer
+        header, data = frames[0].buffer, frames[1].buffer
+        if header != encode(expected):
+            other = Decoder[FrameHeader](FrameHeader).decode(header)
+            raise BatchDesync(f"BATCH DESYNC DETECTED: the channel brought {other}, the plan expects {expected}")
+        size = ITEM_BYTES[expected.dtype] * math.prod(expected.shape)
+        if len(data) != size:
+            raise TransportError(f"the channel brought {len(data)} bytes for {expected}, which is {size}")
+        return data
 
     def close(self) -> None:
         """Close both ends; frames that are not sent yet are dropped."""
         for socket in self._outbound or ():
             socket.close()
         super().close()
-
-
-class MemoryChannel(Channel):
-    """The in-process twin, for ranks that are threads of one process."""
-
-    def __init__(self, inbound: queue.Queue[tuple[Buffer, Buffer]],
-                 outbound: queue.Queue[tuple[Buffer, Buffer]]) -> None:
-        self._inbound = inbound
-        self._outbound = outbound
-
-    @classmethod
-    def ring(cls, size: int) -> list[MemoryChannel]:
-        """Channels of `size` stages, connected in a ring."""
-        queues: list[queue.Queue[tuple[Buffer, Buffer]]] = [queue.Queue() for _ in range(size)]
-        return [cls(queues[i], queues[(i + 1) % size]) for i in range(size)]
-
-    def send(self, header: FrameHeader, data: Buffer) -> None:
-        """Hand the frame over; never blocks."""
-        self._outbound.put((_encode(header), bytes(data)))
-
-    def _next(self) -> tuple[Buffer, Buffer]:
-        return self._inbound.get()
-
-    def close(self) -> None:
-        """Nothing to close."""

@@ -26,8 +26,6 @@ seldom = Seldom(log)
 MOST = 128
 """Connections without a handshake at once; fewer where this process may have few descriptors. An address gets a
 quarter of them."""
-REFUSALS_S = 600.0
-"""Seconds for which further refused peers of a socket are not logged."""
 LOOK_MS = 1000
 _EVENTS = (zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
            | zmq.EVENT_MONITOR_STOPPED)
@@ -49,7 +47,6 @@ class Guard:
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         """A descriptor for a connection that waits when there is no other: it is accepted and closed. ZeroMQ would
         try again without a pause."""
-        self._quiet_until = 0.0
         self._monitor = bound.get_monitor_socket(_EVENTS)
         self._thread = start_thread(self._run, name="guard", on_failure=lambda _: None)  # the socket works without it
 
@@ -85,10 +82,10 @@ class Guard:
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             if self._keyless_s is None and self._strangers:
                 self._strangers.popitem()
-        elif self._strangers.pop(number, None) and self._keyless_s is None and time.monotonic() >= self._quiet_until:
-            self._quiet_until = time.monotonic() + REFUSALS_S
-            log.warning("refused a peer at the %s %s: it does not hold this cluster's keys; it is not let in, and "
-                        "disturbs nobody (others are not logged for a while)", self._name, self._endpoint)
+        elif self._strangers.pop(number, None) and self._keyless_s is None:
+            seldom.log(logging.WARNING, "refused a peer at the %s %s: it does not hold this cluster's keys; it is not "
+                       "let in, and disturbs nobody (others are not logged for a while)", self._name, self._endpoint,
+                       kind=self._endpoint)
         if self._spare is None and event != zmq.EVENT_ACCEPT_FAILED:
             with contextlib.suppress(OSError):  # there is still none
                 self._spare = os.open(os.devnull, os.O_RDONLY)

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from msgspec import Struct
@@ -32,11 +33,19 @@ PARTS = "parts"
 """Directory beside them with an empty file for each label that their names can have."""
 
 
-def labels(directory: Path) -> list[str]:
-    """Labels of the parts in a directory of pieces, which file names have between stem and suffix."""
-    with suppress(OSError):
-        return os.listdir(directory / PARTS)
-    return []
+def files_of(directory: Path, stems: Collection[str] | None) -> Iterator[tuple[str, os.stat_result]]:
+    """Files of pieces in a directory: those whose names begin with one of these and a dot, with no look at others, or
+    all. Raises OSError."""
+    if stems is None:
+        names = os.listdir(directory)
+    else:  # there is a file for each label, which names have between stem and suffix, once one of its parts is there
+        labels = os.listdir(directory / PARTS) if (directory / PARTS).exists() else []
+        names = [f"{stem}.{label}{SUFFIX}" for label in labels for stem in set(stems)]
+    for name in filter(_is_name, names):
+        with suppress(OSError):  # one that is deleted just now, or not there
+            status = os.stat(directory / name, follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                yield name, status
 
 
 class Lending(Struct, frozen=True):
@@ -57,17 +66,8 @@ class PieceServer(BlobServer):
 
     def listed(self, stems: Collection[str] | None) -> list[BlobFile]:
         """As `ListFiles` asks for them. Raises OSError."""
-        names = os.listdir(self._directory) if stems is None else (
-            f"{stem}.{label}{SUFFIX}" for label in labels(self._directory) for stem in set(stems))
-        found: list[BlobFile] = []
-        for name in filter(_is_name, names):
-            with suppress(OSError):  # one that is deleted just now, or not there
-                status = os.stat(self._directory / name, follow_symlinks=False)
-                if stat.S_ISREG(status.st_mode):
-                    found.append(BlobFile(name, status.st_size, status.st_mtime_ns, ""))
-            if len(found) == MOST_LISTED:
-                break
-        return found
+        return [BlobFile(name, status.st_size, status.st_mtime_ns, "")
+                for name, status in islice(files_of(self._directory, stems), MOST_LISTED)]
 
     def chunk(self, wanted: Range) -> tuple[bytes, bytes]:
         """Checksum and bytes of a range. Raises TransportError for one that is not lent, and OSError."""
@@ -85,22 +85,17 @@ class PieceServer(BlobServer):
 
 
 def _is_name(name: str) -> bool:
-    if not name.isascii():  # no piece's, and one that is no text could not even be listed
-        return False
-    return name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name and "\0" not in name
-
-
-def _stem(name: str) -> str:
-    return name.partition(".")[0]
+    """True for a name of a piece's file. One that is no text could not even be listed."""
+    return (name.isascii() and name.endswith(SUFFIX) and not name.startswith(".") and "/" not in name
+            and "\0" not in name)
 
 
 class Lenders:
     """Other machines that lend. Used by one thread."""
 
     def __init__(self, keys: ClusterKeys, endpoints: Iterable[str] = ()) -> None:
-        """Connects when first asked for something."""
         self._keys = keys
-        self._clients: dict[str, BlobClient | None] = {}
+        self._clients: dict[str, BlobClient] = {}
         self._where: dict[str, dict[str, tuple[str, int]]] = {}
         """Endpoint and bytes of each file that is lent, by stem and name."""
         self._resting: dict[str, float] = {}
@@ -110,23 +105,20 @@ class Lenders:
     def change(self, endpoints: Iterable[str]) -> None:
         """From now on these lend, and no others."""
         named = set(endpoints)
-        gone = self._clients.keys() - named
-        for endpoint in gone:
-            self._drop(endpoint)
-            del self._clients[endpoint]
+        for endpoint in self._clients.keys() - named:
+            self._leave(endpoint)
             self._resting.pop(endpoint, None)
-        self._forget(gone)
-        self._clients |= dict.fromkeys(named - self._clients.keys())
+        self._clients |= {endpoint: self._client(endpoint) for endpoint in named - self._clients.keys()}
 
-    def look(self, stems: Collection[str] | None = None) -> None:
-        """Ask what is lent now: of files with these stems (`ListFiles`), or of all. Those who do not answer have
-        nothing, and are left alone for a while."""
+    def look(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
+        """Ask what is lent now, of files with these stems (`ListFiles`) or of all; their names and sizes. Those who do
+        not answer have nothing, and are left alone for a while."""
         for stem in list(self._where) if stems is None else stems:
             self._where.pop(stem, None)
         now = time.monotonic()
-        stems = None if stems is not None and len(stems) > MOST_STEMS else stems
-        asked = [(endpoint, client, client.ask(stems)) for endpoint in self._clients
-                 if self._resting.get(endpoint, 0.0) <= now and (client := self._client(endpoint))]
+        some = None if stems is not None and len(stems) > MOST_STEMS else stems
+        asked = [(endpoint, client, client.ask(some)) for endpoint, client in self._clients.items()
+                 if self._resting.get(endpoint, 0.0) <= now]
         for endpoint, client, number in asked:
             try:
                 listed = client.listed(number, now + PATIENCE_S)
@@ -135,22 +127,19 @@ class Lenders:
                 continue
             self._resting.pop(endpoint, None)
             for file in listed:
-                self._where.setdefault(_stem(file.name), {}).setdefault(file.name, (endpoint, file.size))
-
-    def files(self, stems: Collection[str] | None = None) -> list[tuple[str, int]]:
-        """Names and sizes of what is lent, as was last seen: of files with these stems, or of all."""
+                self._where.setdefault(file.name.partition(".")[0], {}).setdefault(file.name, (endpoint, file.size))
         return [(name, size) for stem in (self._where if stems is None else stems)
                 for name, (_, size) in self._where.get(stem, {}).items()]
 
     def bring(self, name: str) -> bytes:
         """All of a file. Raises TransportError."""
-        endpoint, size = self._where.get(_stem(name), {}).pop(name, ("", 0))
+        endpoint, size = self._where.get(name.partition(".")[0], {}).pop(name, ("", 0))
         if not endpoint:
             raise TransportError("no machine lends it")
         whole = bytearray(size)
         ranges = [Range(name, at, min(CHUNK, size - at)) for at in range(0, size, CHUNK)]
         try:
-            for index, data, _ in self._client(endpoint).read(ranges):
+            for index, data, _ in self._clients[endpoint].read(ranges):
                 whole[index * CHUNK:index * CHUNK + len(data)] = data
         except NotServed:  # it has been deleted there
             raise
@@ -160,27 +149,19 @@ class Lenders:
         return bytes(whole)
 
     def _client(self, endpoint: str) -> BlobClient:
-        client = self._clients[endpoint]
-        if client is None:
-            client = self._clients[endpoint] = BlobClient(endpoint, self._keys, patience_s=PATIENCE_S)
-        return client
+        return BlobClient(endpoint, self._keys, patience_s=PATIENCE_S)
 
     def _give_up(self, endpoint: str) -> None:
         """Nobody waits for it once more: what it was to lend is computed."""
-        self._drop(endpoint)
-        self._forget({endpoint})
+        self._leave(endpoint)
+        self._clients[endpoint] = self._client(endpoint)
         self._resting[endpoint] = time.monotonic() + REST_S
 
-    def _forget(self, endpoints: Collection[str]) -> None:
-        """Drop the files that these lend."""
+    def _leave(self, endpoint: str) -> None:
+        """Drop it and the files that it lends; what it still sends is for nobody."""
         for stem, files in self._where.items():
-            self._where[stem] = {name: one for name, one in files.items() if one[0] not in endpoints}
-
-    def _drop(self, endpoint: str) -> None:
-        """What it still sends is for nobody."""
-        client, self._clients[endpoint] = self._clients[endpoint], None
-        if client is not None:
-            client.close()
+            self._where[stem] = {name: one for name, one in files.items() if one[0] != endpoint}
+        self._clients.pop(endpoint).close()
 
     def close(self) -> None:
         """Leave all of them."""

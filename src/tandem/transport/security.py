@@ -3,38 +3,41 @@ refused in the handshake."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
+from tandem.errors import TransportError
 from tandem.protocol.keys import DOMAIN, ClusterKeys
-from tandem.transport.errors import translated
 from tandem.transport.guard import Guard
 
 
-class Authenticator:
+@contextmanager
+def translated(what: str, undo: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Raises TransportError, which begins with `what`, for whatever pyzmq raises, after `undo` has been called: its
+    exceptions, which have no base that says more than that something failed, do not leave this package."""
+    try:
+        yield
+    except (zmq.ZMQBaseError, NotImplementedError) as error:  # ZMQVersionError is of the second kind
+        undo()
+        raise TransportError(f"{what}: {error}") from error
+
+
+class Authenticator(ThreadAuthenticator):
     """Lets into a context's bound sockets only peers that hold the cluster's connect key (RFC 27/ZAP)."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ClusterKeys) -> None:
+        """Begins at once, and goes on until `stop`, which comes before the sockets are closed."""
+        super().__init__(context)
         self._key = keys.connect_public.encode()
-        self._thread = ThreadAuthenticator(context)
-        self._thread.start()
-        self._thread.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
-        self._guards: list[Guard] = []
+        self.start()
+        self.configure_curve_callback(domain=DOMAIN, credentials_provider=self)
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by pyzmq for each handshake with the peer's public key."""
         return key == self._key
-
-    def watch(self, socket: zmq.Socket[bytes], name: str) -> None:
-        """Bound the connections of `socket`, which is bound, and log refused peers; messages call it `name`."""
-        self._guards.append(Guard(socket, name))
-
-    def stop(self) -> None:
-        """End the threads. Call before the sockets are closed."""
-        for guard in self._guards:
-            guard.stop()
-        self._guards.clear()
-        self._thread.stop()
 
 
 class MemberSocket:
@@ -45,6 +48,7 @@ class MemberSocket:
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._authenticator: Authenticator | None = None
+        self._guard: Guard | None = None
         self.socket = self._context.socket(kind)
         self.socket.linger, self.socket.maxmsgsize = linger_ms, max_frame
 
@@ -60,7 +64,7 @@ class MemberSocket:
         self.port = int(self.socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self.endpoint = f"tcp://{host}:{self.port}"
         if name:
-            self._authenticator.watch(self.socket, name)
+            self._guard = Guard(self.socket, name)
 
     def _connect(self, endpoint: str) -> None:
         self._keys.secure_connect(self.socket)
@@ -68,7 +72,8 @@ class MemberSocket:
 
     def close(self) -> None:
         """Close the socket and its context; what is not sent gets as long as the socket lingers."""
-        if self._authenticator is not None:
-            self._authenticator.stop()
+        for thread in (self._guard, self._authenticator):
+            if thread is not None:
+                thread.stop()
         self.socket.close()
         self._context.term()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tandem.protocol.events import History
-from tandem.protocol.supervisor import EventNoted, ListReplicas, NoteEvent, ReplicaList
+from tandem.protocol.supervisor import Done, ListReplicas, NoteEvent, ReplicaList
 from tandem.server.context import key_group
 from tandem.server.engines.supervisor import SupervisorLink
 from tandem.supervision.control import ControlServer
@@ -68,7 +68,7 @@ def test_the_supervisor_keeps_them_for_the_next_api(tmp_path: Path) -> None:
     def answer(request):
         if isinstance(request, NoteEvent):
             kept.take([request.event])
-            return EventNoted()
+            return Done()
         assert isinstance(request, ListReplicas)
         asked.append(request.events_after)
         return ReplicaList([], events=kept.after(request.events_after))

@@ -31,10 +31,9 @@ from tandem.launchers.agent.trust import NAME, Peer, Trust, checked_name
 from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
 from tandem.processes.interpreter import code_command
 from tandem.protocol.agent import (
-    PairDone,
     PairElement,
-    PairHello,
     PairIdentity,
+    PairProof,
     PairRefused,
     PairReply,
     PairRequest,
@@ -143,12 +142,12 @@ def pair_with(address: str, port: int, code: str | None) -> str:
         link.maxmsgsize = 64 * 1024
         link.connect(f"tcp://{address}:{port + 1}")
         there = f"{address}:{port + 1}"
-        hello = PairHello(name, own.public)
+        hello = PairIdentity(name, own.public)
         agent = _ask(link, there, hello, PairIdentity)
         found = checked_name(agent.name)
         head = HeadSide(code or _asked_for(found), hello, agent)
         element = _ask(link, there, head.start(), PairElement)
-        head.check(_ask(link, there, head.confirm(element), PairDone))
+        head.check(_ask(link, there, head.confirm(element), PairProof))
     trust.add(found, Peer(agent.public, f"{address}:{port}"))
     return found
 

@@ -24,7 +24,7 @@ from tandem.errors import UsageError
 from tandem.launchers.agent.link import agent_name
 from tandem.launchers.hostfile import HostEntry, read_hostfile
 from tandem.launchers.ssh import PLACES, explain, path_below_home, ssh_command
-from tandem.system.wheel import write_wheel
+from tandem.system.origin import write_wheel
 
 SAME = ("mlx", "mlx-lm")
 """Packages whose versions must be the head's."""

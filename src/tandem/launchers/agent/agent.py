@@ -258,7 +258,7 @@ class Agent:
             request = self._decode_pair(frames[-1])
         except TransportError:
             return  # anybody may knock
-        if isinstance(request, agent.PairHello) and not NAME.fullmatch(request.name):
+        if isinstance(request, agent.PairIdentity) and not NAME.fullmatch(request.name):
             return
         reply, head = self.pairing.answer(frames[0], request)
         if head is not None:

@@ -22,15 +22,12 @@ from spake2 import SPAKE2_A, SPAKE2_B
 
 from tandem.errors import UsageError
 from tandem.protocol.agent import (
-    PairConfirm,
-    PairDone,
     PairElement,
-    PairHello,
     PairIdentity,
+    PairProof,
     PairRefused,
     PairReply,
     PairRequest,
-    PairStart,
 )
 
 DIGITS = 6
@@ -44,26 +41,26 @@ _WRONG = "the code is wrong, or was meant for another machine"
 class HeadSide:
     """The head's end of one run."""
 
-    def __init__(self, code: str, own: PairHello, agent: PairIdentity) -> None:
+    def __init__(self, code: str, own: PairIdentity, agent: PairIdentity) -> None:
         """Raises UsageError for what is not a code."""
         digits = code.replace(" ", "").replace("-", "")
         if len(digits) != DIGITS or not (digits.isascii() and digits.isdigit()):
             raise UsageError(f"the code has {DIGITS} digits; the agent shows it")
         self._exchange = SPAKE2_A(digits.encode(), idA=_identity(own), idB=_identity(agent))
 
-    def start(self) -> PairStart:
+    def start(self) -> PairElement:
         """What to send first."""
-        return PairStart(self._exchange.start())
+        return PairElement(self._exchange.start())
 
-    def confirm(self, reply: PairElement) -> PairConfirm:
+    def confirm(self, reply: PairElement) -> PairProof:
         """What to send for the agent's element. Raises UsageError."""
         key = _finish(self._exchange, reply.element)
         if key is None:
             raise UsageError(_WRONG)
         self._key = key
-        return PairConfirm(_proof(key, b"head"))
+        return PairProof(_proof(key, b"head"))
 
-    def check(self, reply: PairDone) -> None:
+    def check(self, reply: PairProof) -> None:
         """The agent's proof. Raises UsageError when it is not one: then the agent is not to be trusted."""
         if not hmac.compare_digest(reply.proof, _proof(self._key, b"agent")):
             raise UsageError(_WRONG)
@@ -78,7 +75,7 @@ class AgentSide:
         self._code: str | None = None
         self._until = 0.0
         self._left = 0
-        self._heads: dict[bytes, PairHello] = {}
+        self._heads: dict[bytes, PairIdentity] = {}
         self._keys: dict[bytes, bytes] = {}
 
     def open(self) -> str:
@@ -94,12 +91,12 @@ class AgentSide:
         """There is a code that can be tried, or whose proof is awaited."""
         return self._code is not None and self._clock() < self._until and (self._left > 0 or bool(self._keys))
 
-    def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairHello | None]:
+    def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairIdentity | None]:
         """The reply to one of the `peer`s, and the head to trust when that is the last word."""
         if not self.is_open:
             self._code = None
             return PairRefused("this machine shows no code; run `tandem agent --pair` there"), None
-        if isinstance(request, PairHello):
+        if isinstance(request, PairIdentity):
             while len(self._heads) >= MOST_RUNS:
                 oldest = next(iter(self._heads))
                 del self._heads[oldest]
@@ -108,11 +105,11 @@ class AgentSide:
             return self._identity, None
         if peer not in self._heads:
             return PairRefused("begin with who you are"), None
-        if isinstance(request, PairStart):
+        if isinstance(request, PairElement):
             return self._start(peer, request), None
         return self._confirm(peer, request)
 
-    def _start(self, peer: bytes, request: PairStart) -> PairReply:
+    def _start(self, peer: bytes, request: PairElement) -> PairReply:
         if not self._left:
             return PairRefused(f"{ATTEMPTS} codes have been tried; run `tandem agent --pair` there for a new one")
         self._left -= 1
@@ -125,15 +122,15 @@ class AgentSide:
         self._keys[peer] = key
         return PairElement(element)
 
-    def _confirm(self, peer: bytes, request: PairConfirm) -> tuple[PairReply, PairHello | None]:
+    def _confirm(self, peer: bytes, request: PairProof) -> tuple[PairReply, PairIdentity | None]:
         key, head = self._keys.pop(peer, None), self._heads.pop(peer)
         if key is None or not hmac.compare_digest(request.proof, _proof(key, b"head")):
             return PairRefused(_WRONG), None
         self._code = None
-        return PairDone(_proof(key, b"agent")), head
+        return PairProof(_proof(key, b"agent")), head
 
 
-def _identity(one: PairHello | PairIdentity) -> bytes:
+def _identity(one: PairIdentity) -> bytes:
     return f"{one.name} {one.public}".encode()
 
 
