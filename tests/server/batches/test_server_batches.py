@@ -395,6 +395,21 @@ def test_odd_names_are_kept_as_they_are_and_lead_nowhere(keeps, place):
         assert server.http.get(f"/v1/batches/{name}").status_code == 404
 
 
+@pytest.mark.parametrize(("asked", "status", "content"), [
+    ("bytes=1-3", 206, b"bcd"), ("bytes=-2", 206, b"ef"), ("bytes=4-", 206, b"ef"), ("bytes=2-99", 206, b"cdef"),
+    ("bytes=6-", 416, None), ("bytes=abc", 400, None), ("lines=0-1", 400, None), ("bytes=3-1", 400, None),
+    ("bytes=", 400, None), ("bytes=0-1,9-", 416, None)])
+def test_parts_of_a_file(keeps, asked, status, content):
+    server = keeps()
+    name = form(server, {"purpose": "batch"}, {"file": ("a", b"abcdef")}).json()["id"]
+    answer = server.http.get(f"/v1/files/{name}/content", headers={"range": asked})
+    assert answer.status_code == status
+    if content is None:
+        assert answer.json()["error"]["param"] == "Range"
+    else:
+        assert answer.content == content
+
+
 def test_sizes_and_room_are_bounded(keeps, place, monkeypatch):
     server = keeps(max_file_mb=0.01, files_max_gb=0.00002)
     assert error_of(form(server, {"purpose": "batch"}, {"file": ("a", b"x" * 20_000)}), 413)["param"] == "file"

@@ -319,6 +319,18 @@ async def test_what_was_accepted_waits_for_room_elsewhere(engines):
         assert await asyncio.wait_for(task, 240)
 
 
+@in_loop
+async def test_the_rest_of_what_was_accepted_waits_for_room(engines):
+    async with connected(engines[:1]) as replicas:
+        engines[0].refusal = (429, "full", None, 1.0)
+        subscription = replicas.requests.open([request("rest")], accepted=True)
+        await until(lambda: len(engines[0].submitted) > 1)
+        assert subscription.error is None
+        engines[0].refusal = None
+        assert await asyncio.wait_for(subscription.get(), 240)
+        subscription.close()
+
+
 def test_draining_joining_and_leaving(engines):
     def infos(*states):
         return [ReplicaInfo(i, engines[i].endpoint, state, 1, 0) for i, state in enumerate(states) if state]

@@ -167,6 +167,19 @@ def test_background_requests_outlast_overload_and_tell_failures(serve, engine, p
     assert failed["status_code"] == 500 and failed["response"]["error"]["code"] == "rank_failure"
 
 
+def test_what_was_accepted_in_the_background_is_kept_though_another_client_waits_for_it(serve, engine, place, wait_until):
+    server = serve(journal=place, request_timeout=3.0)
+    engine.hold = True
+    thread, waited = in_thread(server, "k")
+    wait_until(lambda: engine.submitted)
+    accepted = ask(server, "k", prefer="respond-async")
+    assert accepted.status_code == 202
+    thread.join(240)
+    assert waited[0].status_code == 504
+    wait_until(lambda: status(server, accepted.json()["id"]) == "failed")
+    assert retrieve(server, "k").json()["status_code"] == 504
+
+
 def test_forgetting(serve, engine, place, wait_until):
     server = serve(journal=place)
     ask(server, "done")

@@ -81,6 +81,20 @@ def form(how):
     return Describe(json.dumps({"regex": how}).encode())
 
 
+def test_one_that_reads_no_task_is_ended(monkeypatch, caplog):
+    monkeypatch.setattr(pool, "WALL_S", 2.0)
+
+    async def work(workers):
+        assert await workers.ask("a", GOOD, type(None)) is None
+        children()[0].suspend()
+        with pytest.raises(UnavailableError):
+            await workers.ask("a", Judge("ChatRequest", b" " * (8 << 20)), type(None))
+        assert await workers.ask("a", GOOD, type(None)) is None
+        assert "does not answer within 2 s" in caplog.text
+
+    run(work)
+
+
 def test_a_process_does_task_after_task(model_dir):
     tokenizer = load_tokenizer(ModelFiles(model_dir, "tiny"))
     model = TextsOf(str(model_dir), "tiny", None, False)

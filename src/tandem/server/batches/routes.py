@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import Annotated, Any, Literal, cast
 
@@ -17,6 +18,7 @@ from tandem.server.batches.records import BatchRecord
 from tandem.server.batches.runner import Batches
 from tandem.server.body import read_body
 from tandem.server.context import get_api, get_group
+from tandem.server.failures import refused
 from tandem.server.fields.ignored import note_ignored
 from tandem.server.ids import new_id
 from tandem.server.lists import page
@@ -126,7 +128,21 @@ async def file_content(http: Request, file_id: str) -> Response:
     path = _batches(http).files.path(file.id)
     with on_disk():
         found = path.stat()
+    if (asked := http.headers.get("range")) is not None:
+        _check_range(asked, found.st_size)
     return FileResponse(path, media_type="application/octet-stream", headers=headers, stat_result=found)
+
+
+def _check_range(text: str, size: int) -> None:
+    """Refuse, as errors are here, what the response would refuse in plain text. Raises RequestError."""
+    spans = re.fullmatch(r"bytes=(?:\d+-\d*|-\d+)(?:, *(?:\d+-\d*|-\d+))*", text)
+    pairs = [span.strip().split("-") for span in text.partition("=")[2].split(",")] if spans else []
+    if not pairs or any(start and end and int(start) > int(end) for start, end in pairs):
+        raise RequestError(f"The header Range: {text[:100]} is not understood; send bytes=FIRST-LAST.", param="Range",
+                           code="invalid_value")
+    if any(int(start or 0) >= size for start, _ in pairs):
+        raise refused(416, f"The file has {size} bytes, and the header Range: {text[:100]} asks for others.",
+                      param="Range", code="range_not_satisfiable")
 
 
 @router.delete("/v1/files/{file_id}")

@@ -134,15 +134,19 @@ class Dispatcher:
         member = None if flight.replica is None else self._members.get(flight.replica)
         return member is not None and member.client.alive
 
-    def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> Subscription:
+    def open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None, *,
+             accepted: bool = False) -> Subscription:
         """Start requests that belong together, each at its replica if these are named. The caller must close what it
-        got. Raises UnavailableError."""
+        got. `accepted`: they are the rest of what was accepted before, and wait where there is no room. Raises
+        UnavailableError."""
         subscription = Subscription([request.request_id for request in requests], self.abort)
         self.refresh()
         for request, only in zip(requests, replicas or repeat(None), strict=False):
             flight = Flight(request, subscription, self, only)
             self._flights[flight.request_id] = flight
-            if not self._send(flight):
+            if accepted:
+                flight.lost_at = asyncio.get_running_loop().time()
+            if not (self._move(flight, UnavailableError(NOBODY)) if accepted else self._send(flight)):
                 subscription.close()
                 raise why_none(self._members.values()) or UnavailableError(NOBODY)
         return subscription

@@ -117,8 +117,8 @@ class Flight:
         self.perhaps_kept = 0
         """So many may be there, as a replica that was to let go of it was lost before."""
         self.lost_at: float | None = None
-        """When it lost the last one, by the event loop's clock. It was accepted once: it is not turned away now because
-        others are full."""
+        """When it lost the last one, or followed others of its HTTP request, by the event loop's clock. It was accepted
+        once: it is not turned away now because others are full."""
         self.refused_by: set[int] = set()
         """Replicas that would not have it."""
 

@@ -58,16 +58,17 @@ class Running(ABC):
     def done(self) -> bool:
         """True when everything has been answered."""
 
-    def _open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None) -> None:
+    def _open(self, requests: Sequence[EngineRequest], replicas: Sequence[int] | None = None, *,
+              accepted: bool = False) -> None:
         weighted = [replace(request, weight=self._lease.weight) for request in requests]
-        self.subscription = self._served.client.requests.open(weighted, replicas)
+        self.subscription = self._served.client.requests.open(weighted, replicas, accepted=accepted)
 
     def go_on(self, requests: Sequence[EngineRequest]) -> None:
         """Submit more, once those before are answered. Raises RequestError, also what has ended it meanwhile."""
         if self.subscription.error is not None:
             raise self.subscription.error
         self.subscription.close()
-        self._open(requests)
+        self._open(requests, accepted=True)
 
     def end(self, error: RequestError) -> None:
         """Stop what still runs; whoever waits for it gets the error."""

@@ -76,7 +76,7 @@ class Job:
     reply: asyncio.Future[StoredReply]
     cancelled: asyncio.Event
     waited_for: bool
-    """A client is there that hears of a failure, and may try again."""
+    """All its clients hear of a failure, and may try again."""
     task: asyncio.Task[None] | None = None
     log: EventLog = field(default_factory=EventLog)
     """Events of routes that write some as they work on a job."""
@@ -160,6 +160,8 @@ class Jobs:
         # Calls are answered in their order: had a job for it just ended, the answer would have been found.
         if held.status is None and held.id not in self._jobs:
             self._run(held, waited_for=not background)
+        elif background and (job := self._jobs.get(held.id)) is not None:
+            job.waited_for = False
         return held, held.id == entry.id
 
     async def find(self, group: str, name: str) -> Entry | None:

@@ -58,12 +58,12 @@ class Worker:
 
     def ask(self, task: bytes) -> Reply:
         """Its reply. Raises RequestError when the task ends the process, UnavailableError when something else does."""
+        late = threading.Timer(WALL_S, self._late)
         try:
             connection = self._started()
+            late.start()
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(task)
-            if not connection.poll(WALL_S):
-                raise TimeoutError("it does not answer")
             reply = _decode(connection.recv_bytes())
         except (EOFError, ConnectionError):
             raise self._ended() from None
@@ -72,6 +72,8 @@ class Worker:
                 logger.error("a worker process failed: %s; its request is refused with 503", error)
             self.end()
             raise _unavailable() from None
+        finally:
+            late.cancel()
         if reply.last:
             self.end()
         return reply
@@ -101,6 +103,11 @@ class Worker:
         if not wanted:
             logger.error("a worker process %s; its request is refused with 503, the next gets another one", how)
         return _unavailable()
+
+    def _late(self) -> None:
+        """End a process that neither reads its task nor answers, so that whoever waits for it goes on."""
+        logger.error("a worker process does not answer within %.0f s; its request is refused with 503", WALL_S)
+        self.end()
 
     def end(self) -> None:
         """Kill it. Safe to call again."""
