@@ -167,7 +167,7 @@ def test_background_requests_outlast_overload_and_tell_failures(serve, engine, p
     assert failed["status_code"] == 500 and failed["response"]["error"]["code"] == "rank_failure"
 
 
-def test_what_was_accepted_in_the_background_is_kept_though_another_client_waits_for_it(serve, engine, place, wait_until):
+def test_what_was_accepted_in_the_background_is_kept_though_another_client_waits(serve, engine, place, wait_until):
     server = serve(journal=place, request_timeout=3.0)
     engine.hold = True
     thread, waited = in_thread(server, "k")
