@@ -77,7 +77,7 @@ class Result:
         return not self.problems
 
     def __str__(self) -> str:
-        counts = ", ".join(f"{name} {self.counts[name]}" for name in ("identical", *BAD, "refused", "broken"))
+        counts = ", ".join(f"{name} {self.counts[name]}" for name in ("identical", "tied", *BAD, "refused", "broken"))
         more = f", asked again {self.replayed}" if self.replayed else ""
         disk = f", {self.disk_tokens} tokens from disk" if self.disk_tokens else ""
         return (f"round {self.made.number}: {self.made}: {self.seconds:.0f} s, {sum(self.faults.values())} faults: "
@@ -251,6 +251,7 @@ def play(made: Round, seed: int, pace: Pace, models: Models, known: Known, folde
         if one is not None and (orphans := one.processes.left(end=True)):
             result.problems.append(f"left running: {', '.join(orphans)}")
     if one is not None:
+        one.tally.settle(Path(models.main))
         _count(one.tally, result)
     if "Traceback" in (text := log.read_text(errors="replace")):
         result.problems.append(f"{text.count('Traceback')} traceback(s) in {log}")

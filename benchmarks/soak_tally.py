@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from soak_requests import Outcome, Request, same
+from soak_ties import tied
 
 BAD = ("wrong", "twice", "lost", "hung")
 """Counts that must stay 0."""
@@ -31,7 +32,7 @@ class Tally:
         self._excused_until = 0.0
         self.sent = 0
         self.counts: collections.Counter[str] = collections.Counter()
-        """By `identical`, `refused`, `broken` and `BAD`."""
+        """By `identical`, `tied`, `refused`, `broken` and `BAD`."""
         self.refused: collections.Counter[str] = collections.Counter()
         """Refusals by reason."""
         self.replayed = 0
@@ -73,6 +74,15 @@ class Tally:
         with self._lock:
             self.counts[kind] += 1
         self._keep(kind, evidence)
+
+    def settle(self, model: Path) -> None:
+        """Count wrong answers anew that part from the expected ones at a tie (soak_ties.py)."""
+        for file in self._evidence.glob("wrong-*.json"):
+            found = json.loads(file.read_text())
+            if "expected" in found and tied(model, found["request"]["body"], found["got"]["answer"], found["expected"]):
+                self.counts["wrong"] -= 1
+                self.counts["tied"] += 1
+                file.rename(file.with_name(f"tied-{self.counts['tied']}.json"))
 
     def confirm(self) -> None:
         """Count an answer that came again with the same bytes."""

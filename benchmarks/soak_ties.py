@@ -1,0 +1,76 @@
+"""Whether two answers to one request part at a tie: a draw that float32 rounding decides.
+
+The same prompt computed in other chunks, or beside other rows, has logits that differ in the last bits. A seeded draw
+takes a token by comparing a random number with running sums of probabilities; where the number lies within rounding of
+one of these sums, either of two tokens is right. Here the request is computed again, alone, and at each token the
+logits are moved by as much as rounding does: answers that follow from these tokens are all right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from tandem.checkpoints.resolve import resolve
+from tandem.loading.stage import StageModel, load_stage
+from tandem.models.description import describe
+from tandem.protocol.request import SamplingParams
+from tandem.runner.sampler import Sampler
+from tandem.text.tokenizer import load_tokenizer
+
+NOISE = 1e-5
+"""Logits of float32 in another order of sums differ by about so much (standard deviation)."""
+DRAWS = 64
+"""Moved logits that are tried for each token."""
+MOST = 8
+"""Answers that are followed at most."""
+FIELDS = {"max_tokens", "temperature", "seed", "top_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+          "ignore_eos"}
+
+
+def tied(model: Path, body: Mapping[str, Any], got: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Return whether both answers are right, for a request to /v1/completions of token ids to the main model; False
+    where that cannot be told."""
+    prompt = body.get("prompt")
+    if body.get("model") != "default" or not isinstance(prompt, list) or "logprobs" in body or "n" in body:
+        return False
+    files = resolve(str(model))
+    description = describe(files)
+    stage = load_stage(files, description, range(description.num_layers))
+    decode = load_tokenizer(files).decode
+    params = SamplingParams(**{name: body[name] for name in FIELDS & body.keys()})
+    texts, left = set(), [list[int]()]
+    while left and len(texts) < MOST:
+        tokens, others = _follow(stage, prompt, left.pop(), params)
+        texts.add(decode(tokens))
+        left += others
+    return {got.get("text 0"), expected.get("text 0")} <= texts
+
+
+def _follow(stage: StageModel, prompt: list[int], forced: list[int],
+            params: SamplingParams) -> tuple[list[int], list[list[int]]]:
+    """Return the tokens of an answer that begins with `forced`, and beginnings of others that part from it at a tie."""
+    sampler = Sampler(stage.vocab_size, ())
+    names = [str(number) for number in range(DRAWS)]
+    for name in names:
+        sampler.add(name, params, params.seed or 0, prompt, len(prompt))
+    caches, fed, tokens = stage.make_caches(), prompt, list[int]()
+    others: list[list[int]] = []
+    while len(tokens) < params.max_tokens:
+        logits = stage.head(stage.forward(mx.array([fed]), caches)[:, -1:])[:, -1]
+        noise = NOISE * mx.random.normal((len(names), logits.shape[-1]))
+        noise[0] = 0.0
+        drawn: list[int] = sampler.sample(logits + noise, names, {}).tokens.tolist()
+        at = len(tokens)
+        tokens.append(forced[at] if at < len(forced) else drawn[0])
+        if at >= len(forced):
+            others += [[*tokens[:at], token] for token in sorted(set(drawn) - {drawn[0]})]
+        if set(drawn) != {tokens[at]}:
+            for name in names:
+                sampler.remove(name)
+                sampler.add(name, params, params.seed or 0, prompt + tokens, len(prompt))
+        fed = tokens[-1:]
+    return tokens, others
