@@ -108,8 +108,8 @@ def test_a_grammar_under_which_gangs_die_ends_its_own_request() -> None:
     steps.ask("slow", prompt=5, form=FORM)
     steps.ask("plain", prompt=5)
     for _ in range(6):
-        if (resting := steps.scheduler.resting) is not None:
-            resting.rested = True
+        if (suspect := steps.scheduler.suspect) is not None:
+            suspect.rested = True
         steps.run()
         refused += steps.scheduler.restart() if steps.scheduler.compiling is not None else []
     assert steps.produced == {"plain": 20} and steps.scheduler.idle

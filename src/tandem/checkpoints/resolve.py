@@ -12,6 +12,7 @@ from pathlib import Path
 from tandem.checkpoints.demo import DEMO_NAME, complete_demo, demo_path
 from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles
 from tandem.checkpoints.progress import Progress
+from tandem.checkpoints.pruning import used
 from tandem.errors import ModelNotFound, UsageError
 from tandem.system.files import file_trouble
 
@@ -98,6 +99,7 @@ def _demo() -> ModelFiles:
         raise ModelNotFound("the demo model is not on this machine yet: run `tandem model get demo`", param="model")
     with suppress(OSError):  # a cache that others own stays as it is
         complete_demo(path)
+    used(path)
     return ModelFiles(path, DEMO_NAME)
 
 
@@ -117,6 +119,7 @@ def _hub_model(repo: str, revision: str | None, progress: Progress | None, *, we
     from tandem.checkpoints import hub
 
     path = hub.download(repo, revision, METADATA)
+    used(path)
     if weights:
         return ModelFiles(hub.download(repo, path.name, WEIGHTS, progress), repo)
     headers = hub.download_headers(repo, path, WEIGHTS)
