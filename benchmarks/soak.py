@@ -4,10 +4,11 @@ A seed decides every round: its layout, features, bad neighbours, and faults wit
 answer is compared with the undisturbed one of the same server. After some rounds, which the first line names, every
 pair of parts has met. A round that fails is played again with `--round N` and the other options as they were.
 
-Counts: identical; tied (another text, as rounding decided a draw: soak_ties.py); wrong (another text); twice (said again, or another answer to the same Idempotency-Key); lost (a
-failure that nobody caused); hung; refused (429 or 503 with Retry-After) by reason; broken (connections of an api that
-was killed or stopped). The exit code is 1 where an answer was wrong, twice, lost or hung, a process printed a traceback
-or outlived its server, or the server had work left, or ended with another code than 0.
+Counts: identical; tied (another text, as rounding decided a draw: soak_ties.py); wrong (another text); twice (said
+again, or another answer to the same Idempotency-Key); lost (a failure that nobody caused); hung; refused (429 or 503
+with Retry-After) by reason; broken (connections of an api that was killed or stopped). The exit code is 1 where an
+answer was wrong, twice, lost or hung, a process printed a traceback or outlived its server, or the server had work
+left, or ended with another code than 0.
 
 In the evidence folder, by rounds: the server's log, faults and bad deeds with their times, and each request that went
 wrong with what was expected. With --evidence on a small file system (mount -t tmpfs -o size=24m) that is also filled.

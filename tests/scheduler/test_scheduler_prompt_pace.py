@@ -196,6 +196,23 @@ def test_embeddings_beside_a_stream_of_another_lane_leave_it_half_of_its_speed()
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
+def test_a_stream_that_begins_amid_embeddings_has_half_of_its_speed_too(lanes: int) -> None:
+    """No step of decoding alone has been seen before."""
+    device, sent = Device(Scheduler(limits(lanes=lanes)), lambda now: 0.002), 0
+    for step in range(420):
+        if step == 20:
+            device.submit("stream", 40)
+            began, first = device.now, len(device.done)
+        while device.scheduler.running + len(device.scheduler.waiting) < 16 + lanes:
+            device.embed(f"e{sent}", 100)
+            sent += 1
+        device.step()
+    tokens = sum(len(plan.decode) for plan, _ in device.done[first:])
+    assert tokens * DECODE_S / (device.now - began) > 0.4
+    assert sent > 60
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
 def test_embeddings_take_no_more_time_than_the_streams_beside_them(lanes: int) -> None:
     """Sixteen texts always wait; a stream keeps half of its speed, and the texts are embedded all the same."""
     device = Device(Scheduler(limits(lanes=lanes)), lambda now: 0.0005)

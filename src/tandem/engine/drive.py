@@ -10,7 +10,7 @@ from tandem.executors.base import Executor
 from tandem.protocol.control import Output, Refused, Stepped
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.request import EngineRequest
-from tandem.protocol.step import RankStep
+from tandem.protocol.step import GrammarReady, RankStep
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
@@ -54,6 +54,8 @@ def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest],
             executor.submit(plan)
         executor.on_wait()
         for report in executor.collect(POLL_S):
+            if isinstance(report, GrammarReady):
+                scheduler.sequences[report.request_id].awaits_grammar = False
             if not isinstance(report, Stepped):
                 continue
             run.steps[report.step.step_id][report.step.rank] = report.step

@@ -48,7 +48,9 @@ class Guides:
         """Begin a sequence that has produced these tokens; its grammar is compiled meanwhile, and `Vocabulary.ready`
         told."""
         building = self._building[request_id] = self._vocabulary.matcher(form, produced)
-        building.add_done_callback(lambda _: self._vocabulary.ready(request_id))
+        # One that was begun for an earlier insertion tells nothing of this one.
+        building.add_done_callback(
+            lambda done: self._vocabulary.ready(request_id) if self._building.get(request_id) is done else None)
 
     def remove(self, request_id: str) -> None:
         """Forget a sequence, if it is one of these."""

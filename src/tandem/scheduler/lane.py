@@ -100,7 +100,8 @@ class Lane:
         """Spend up to `budget` positions on prompts, without texts to embed unless `embeds`: the shortest rest first,
         but nobody is passed over for long. The last chunk of one whose grammar is being compiled waits."""
         waiting = [s for s in self.members.values() if not s.decoding and (embeds or s.request.pooling is None)]
-        overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE), None)
+        overdue = next((s for s in waiting if min(s.skipped, self._shortest_first) >= PATIENCE
+                        and not s.awaits_grammar), None)
         self._shortest_first = 0 if overdue else self._shortest_first + 1
         waiting.sort(key=lambda s: 0 if s is overdue else s.target - s.computed)
         chunks = []

@@ -82,11 +82,14 @@ class PromptPace:
         ranks were busy with it for `busy_s`. `under_way`: other plans."""
         tokens = sum(op.count for op in plan.prefill)
         embeds = any(op.pooling is not None for op in plan.prefill)
-        if plan.decode and now is not None and seconds is not None and self._decode_s is not None:
+        if plan.decode and now is not None and seconds is not None:
             beside = embeds or self._embedded_at >= now - seconds or any(
                 op.pooling is not None for one in under_way for op in one.prefill)
-            ahead_s = self._ahead_s + (seconds - self._decode_s if beside else -self._decode_s)
-            self._ahead_s = min(max(ahead_s, 0.0), MOST_AHEAD * self._decode_s)
+            if self._decode_s is None:
+                self._ahead_s = seconds if beside else 0.0  # by turns
+            else:
+                ahead_s = self._ahead_s + (seconds - self._decode_s if beside else -self._decode_s)
+                self._ahead_s = min(max(ahead_s, 0.0), MOST_AHEAD * self._decode_s)
         if embeds and now is not None:
             self._embedded_at = now
         if plan.decode and now is not None and seconds is not None:

@@ -398,7 +398,7 @@ def test_odd_names_are_kept_as_they_are_and_lead_nowhere(keeps, place):
 @pytest.mark.parametrize(("asked", "status", "content"), [
     ("bytes=1-3", 206, b"bcd"), ("bytes=-2", 206, b"ef"), ("bytes=4-", 206, b"ef"), ("bytes=2-99", 206, b"cdef"),
     ("bytes=6-", 416, None), ("bytes=abc", 400, None), ("lines=0-1", 400, None), ("bytes=3-1", 400, None),
-    ("bytes=", 400, None), ("bytes=0-1,9-", 416, None)])
+    ("bytes=0-1,9-", 416, None), ("BYTES=0-1,", 206, b"ab"), ("bytes=" + "9" * 5000 + "-", 400, None)])
 def test_parts_of_a_file(keeps, asked, status, content):
     server = keeps()
     name = form(server, {"purpose": "batch"}, {"file": ("a", b"abcdef")}).json()["id"]
@@ -406,6 +406,7 @@ def test_parts_of_a_file(keeps, asked, status, content):
     assert answer.status_code == status
     if content is None:
         assert answer.json()["error"]["param"] == "Range"
+        assert answer.headers.get("content-range") == ("bytes */6" if status == 416 else None)
     else:
         assert answer.content == content
 

@@ -172,6 +172,7 @@ def test_what_was_accepted_in_the_background_is_kept_though_another_client_waits
     engine.hold = True
     thread, waited = in_thread(server, "k")
     wait_until(lambda: engine.submitted)
+    assert ask(server, "k", prefer="respond-async", temperature=0.5).status_code == 422
     accepted = ask(server, "k", prefer="respond-async")
     assert accepted.status_code == 202
     thread.join(240)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
 from typing import Annotated, Any, Literal, cast
 
 from fastapi import APIRouter, Request
 from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
+from starlette.datastructures import Headers
 from starlette.responses import FileResponse, Response
+from starlette.types import Message, Receive, Scope, Send
 
 from tandem.errors import NotFoundError, RequestError
 from tandem.server.batches import upload
@@ -18,7 +19,7 @@ from tandem.server.batches.records import BatchRecord
 from tandem.server.batches.runner import Batches
 from tandem.server.body import read_body
 from tandem.server.context import get_api, get_group
-from tandem.server.failures import refused
+from tandem.server.failures import error_response, refused
 from tandem.server.fields.ignored import note_ignored
 from tandem.server.ids import new_id
 from tandem.server.lists import page
@@ -31,6 +32,30 @@ router = APIRouter()
 MAX_BODY = 65536
 HOUR_S = 3600.0
 Json = dict[str, Any]
+
+
+class _Content(FileResponse):
+    """The bytes of a file. Refusals of a Range header are said as all errors are."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve it."""
+        refusal: Response | None = None
+
+        async def tell(message: Message) -> None:
+            nonlocal refusal
+            if message["type"] == "http.response.start" and message["status"] in (400, 416):
+                asked, headers = Headers(scope=scope).get("range", "")[:100], Headers(raw=message["headers"])
+                refusal = error_response(refused(message["status"], f"The header Range: {asked} cannot be served; send "
+                                                 "bytes=FIRST-LAST within the file.", param="Range",
+                                                 code="invalid_range"))
+                if "content-range" in headers:
+                    refusal.headers["content-range"] = headers["content-range"]
+            elif refusal is None:
+                await send(message)
+
+        await super().__call__(scope, receive, tell)
+        if refusal is not None:
+            await refusal(scope, receive, send)
 
 
 class ExpiresAfter(Strict):
@@ -128,21 +153,7 @@ async def file_content(http: Request, file_id: str) -> Response:
     path = _batches(http).files.path(file.id)
     with on_disk():
         found = path.stat()
-    if (asked := http.headers.get("range")) is not None:
-        _check_range(asked, found.st_size)
-    return FileResponse(path, media_type="application/octet-stream", headers=headers, stat_result=found)
-
-
-def _check_range(text: str, size: int) -> None:
-    """Refuse, as errors are here, what the response would refuse in plain text. Raises RequestError."""
-    spans = re.fullmatch(r"bytes=(?:\d+-\d*|-\d+)(?:, *(?:\d+-\d*|-\d+))*", text)
-    pairs = [span.strip().split("-") for span in text.partition("=")[2].split(",")] if spans else []
-    if not pairs or any(start and end and int(start) > int(end) for start, end in pairs):
-        raise RequestError(f"The header Range: {text[:100]} is not understood; send bytes=FIRST-LAST.", param="Range",
-                           code="invalid_value")
-    if any(int(start or 0) >= size for start, _ in pairs):
-        raise refused(416, f"The file has {size} bytes, and the header Range: {text[:100]} asks for others.",
-                      param="Range", code="range_not_satisfiable")
+    return _Content(path, media_type="application/octet-stream", headers=headers, stat_result=found)
 
 
 @router.delete("/v1/files/{file_id}")

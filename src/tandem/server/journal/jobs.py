@@ -160,7 +160,7 @@ class Jobs:
         # Calls are answered in their order: had a job for it just ended, the answer would have been found.
         if held.status is None and held.id not in self._jobs:
             self._run(held, waited_for=not background)
-        elif background and (job := self._jobs.get(held.id)) is not None:
+        elif background and held.digest == entry.digest and (job := self._jobs.get(held.id)) is not None:
             job.waited_for = False
         return held, held.id == entry.id
 

@@ -1,0 +1,30 @@
+"""Models that are on this machine, and which of them may be removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tandem.checkpoints.demo import demo_path
+from tandem.checkpoints.inventory import find_stored, remove
+from tandem.checkpoints.resolve import resolve
+from tandem.errors import ModelNotFound, UsageError
+from tandem.testing import tiny_model
+
+
+def test_a_model_that_a_process_uses_is_not_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    tiny_model(demo_path())
+    resolve("demo")
+    with pytest.raises(UsageError, match="demo is in use; end what serves it first"):
+        remove(find_stored("demo"))
+    assert (demo_path() / "config.json").is_file()
+
+
+def test_one_that_nobody_uses_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    tiny_model(demo_path())
+    remove(find_stored("demo"))
+    with pytest.raises(ModelNotFound, match="is in no cache of models"):
+        find_stored("demo")
