@@ -8,7 +8,8 @@ logits are moved by as much as rounding does: answers that follow from these tok
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,7 @@ def tied(model: Path, body: Mapping[str, Any], got: Mapping[str, Any], expected:
     prompt = body.get("prompt")
     if body.get("model") != "default" or not isinstance(prompt, list) or "logprobs" in body or "n" in body:
         return False
-    files = resolve(str(model))
-    description = describe(files)
-    stage = load_stage(files, description, range(description.num_layers))
-    decode = load_tokenizer(files).decode
+    stage, decode = _loaded(model)
     params = SamplingParams(**{name: body[name] for name in FIELDS & body.keys()})
     texts, left = set(), [list[int]()]
     while left and len(texts) < MOST:
@@ -48,6 +46,13 @@ def tied(model: Path, body: Mapping[str, Any], got: Mapping[str, Any], expected:
         texts.add(decode(tokens))
         left += others
     return {got.get("text 0"), expected.get("text 0")} <= texts
+
+
+@lru_cache(1)
+def _loaded(model: Path) -> tuple[StageModel, Callable[[list[int]], str]]:
+    files = resolve(str(model))
+    description = describe(files)
+    return load_stage(files, description, range(description.num_layers)), load_tokenizer(files).decode
 
 
 def _follow(stage: StageModel, prompt: list[int], forced: list[int],

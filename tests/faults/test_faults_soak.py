@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from tandem import LLM, SamplingParams
+from tandem.checkpoints.resolve import resolve
+from tandem.testing import tiny_model
+from tandem.text.tokenizer import load_tokenizer
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -92,6 +97,20 @@ class TestTally:
         assert counts.counts == {counted: 1}
         assert counts.refused == ({"503 why": 1} if kind == "refused" else {})
         assert [path.name for path in tmp_path.iterdir()] == ([f"{counted}-1.json"] if counted in tally.BAD else [])
+
+    def test_answers_that_part_at_a_tie_are_told_from_wrong_ones(self, benchmarks, tmp_path, monkeypatch):
+        ties, model = benchmarks("soak_ties"), tiny_model(tmp_path / "model")
+        body = {"model": "default", "prompt": [5, 6, 7], "max_tokens": 1, "temperature": 1.0, "seed": 3}
+        with LLM(str(model)) as llm:
+            [answer] = llm.generate([body["prompt"]], SamplingParams(max_tokens=1, temperature=1.0, seed=3))
+        tied = lambda text: ties.tied(model, body, {"text 0": text}, {"text 0": answer.text})  # noqa: E731
+        assert tied(answer.text)
+        monkeypatch.setattr(ties, "MOST", 100)
+        monkeypatch.setattr(ties, "NOISE", 0.5)  # as if logits were rounded that coarsely
+        decode = load_tokenizer(resolve(str(model))).decode
+        near = next(text for token in range(3, 512) if (text := decode([token])) != answer.text and tied(text))
+        monkeypatch.setattr(ties, "NOISE", 1e-5)
+        assert not tied(near)
 
     @pytest.mark.parametrize(("events", "twice"), [
         ([{"role": "assistant"}, {"content": "a"}, "done"], False),
