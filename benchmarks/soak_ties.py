@@ -58,6 +58,7 @@ def _loaded(model: Path) -> tuple[StageModel, Callable[[list[int]], str]]:
 def _follow(stage: StageModel, prompt: list[int], forced: list[int],
             params: SamplingParams) -> tuple[list[int], list[list[int]]]:
     """Return the tokens of an answer that begins with `forced`, and beginnings of others that part from it at a tie."""
+    mx.random.seed(0)
     sampler = Sampler(stage.vocab_size, ())
     names = [str(number) for number in range(DRAWS)]
     for name in names:

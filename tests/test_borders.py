@@ -20,11 +20,9 @@ from tandem.borders import EXIT_BROKEN, start_task, start_thread, watch_loop
 SOURCES = Path(tandem.__file__).parent
 NAKED = {"Thread", "Timer", "create_task", "ensure_future", "start_new_thread"}
 AWAITED = {
-    "server/context.py unless_gone": "both are awaited there, and their results taken",
+    "server/waiting.py unless": "both are awaited there, and their results taken",
     "server/generation/model_wait.py answered_by": "the response that it becomes part of takes its result",
-    "server/batches/runner.py _answered": "awaited there, and the result of the work taken",
-    "server/batches/runner.py _ask_all": "whoever waits there hears of a worker that ends, by _first",
-    "server/batches/runner.py _first": "awaited there",
+    "server/batches/runner.py _ask_all": "gathered there",
     "bench/workload.py offer": "gathered there",
     "llm/awaiting.py start": "awaited there, also when it is cancelled",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",

@@ -38,7 +38,7 @@ def test_a_model_with_a_file_missing(tmp_path, capsys):
     [found] = [one for one in said["findings"] if one["check"] == "model"]
     assert code == 1
     assert found["verdict"] == "fail"
-    assert "lacks model-00001" in found["detail"]
+    assert "model-00001-of-00002.safetensors: is missing" in found["detail"]
 
 
 def test_the_table_ends_with_remedies(tmp_path, capsys):

@@ -58,10 +58,8 @@ class Worker:
 
     def ask(self, task: bytes) -> Reply:
         """Its reply. Raises RequestError when the task ends the process, UnavailableError when something else does."""
-        late = threading.Timer(WALL_S, self._late)
         try:
             connection = self._started()
-            late.start()
             with contextlib.suppress(BrokenPipeError):
                 connection.send_bytes(task)
             reply = _decode(connection.recv_bytes())
@@ -72,8 +70,6 @@ class Worker:
                 logger.error("a worker process failed: %s; its request is refused with 503", error)
             self.end()
             raise _unavailable() from None
-        finally:
-            late.cancel()
         if reply.last:
             self.end()
         return reply
@@ -104,7 +100,7 @@ class Worker:
             logger.error("a worker process %s; its request is refused with 503, the next gets another one", how)
         return _unavailable()
 
-    def _late(self) -> None:
+    def late(self) -> None:
         """End a process that neither reads its task nor answers, so that whoever waits for it goes on."""
         logger.error("a worker process does not answer within %.0f s; its request is refused with 503", WALL_S)
         self.end()
@@ -158,6 +154,7 @@ class Workers:
         worker = self._idle.pop() if self._idle else Worker()
         self._busy.add(worker)
         loop = asyncio.get_running_loop()
+        late = loop.call_later(WALL_S, self._threads.submit, worker.late)
         try:
             return await loop.run_in_executor(self._threads, worker.ask, frame)
         except asyncio.CancelledError:
@@ -165,6 +162,7 @@ class Workers:
             worker.usable = False
             raise
         finally:
+            late.cancel()
             self._busy.discard(worker)
             if worker.usable:
                 self._idle.append(worker)
