@@ -22,7 +22,7 @@ def test_comm_that_is_interrupted_ends_its_probes_at_once(tmp_path: Path) -> Non
 
     def ask(name: str) -> None:
         with pytest.raises(ProbeLost) as lost:
-            bench.ask(name, Reserve(2), ReservedPorts, 240)
+            bench.ask(name, Reserve(2), ReservedPorts, 100)
         ended.append(lost.value)
 
     with HostsBench(read_hostfile(str(hosts)), None, 240) as bench:
