@@ -34,6 +34,7 @@ CASES = [
     (["plan", "demo", "--hosts", "a=8GB", "b=8GB", "--goa"], {"--goal"}),
     (["doctor", "--ray", "--hostf"], {"--hostfile"}),
     (["doctor", "--hostfile", "MARK"], {"MARKED"}),
+    (["serve", "--tls-cert=MARK"], {"MARKED"}),
 ]
 BASH = """
 source "$1"; shift

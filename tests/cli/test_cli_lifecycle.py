@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import psutil
@@ -23,7 +24,8 @@ from tandem.cli.address import api_key, server_url
 from tandem.cli.main import build_parser, main
 from tandem.cli.serve import _completed
 from tandem.cli.startup import farewell
-from tandem.cli.status import look_at, look_at_port
+from tandem.cli.status import Replica, look_at, look_at_port
+from tandem.cli.status import _count as count_tokens
 from tandem.config.settings import ModelSettings, ServerSettings, Settings
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import ReplicaInfo, ReplicaList
@@ -205,6 +207,22 @@ def test_commands_have_the_key_of_a_server_that_was_started_here(prod, monkeypat
     assert api_key(arguments, "http://127.0.0.1:4712") == "" == api_key(arguments, "http://elsewhere:4711")
     monkeypatch.setenv("TANDEM_API_KEY", "mine")
     assert api_key(arguments, server_url(arguments)) == "mine"
+
+
+def test_tokens_are_counted_over_time_in_which_an_engine_says_something_new() -> None:
+    class Probe:
+        """An engine that says every half second how far it is, at 100 tokens a second."""
+
+        began = time.monotonic()
+
+        def ask(self, _: float) -> SimpleNamespace:
+            since = time.monotonic() - self.began
+            return SimpleNamespace(age_s=since % 0.5, generated_tokens=round((since - since % 0.5) * 100))
+
+    probe: Any = Probe()
+    one = Replica(ReplicaInfo(0, "", "running", 1, 0), probe.ask(0), time.monotonic())
+    count_tokens([one], {0: probe}, 0.1)
+    assert one.tokens_per_s == pytest.approx(100, rel=0.05)
 
 
 def test_what_to_do_with_a_server_that_has_keys():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -152,6 +155,22 @@ def test_the_socket_of_an_engine_that_lives_is_left_to_it(gateway: Gateway) -> N
     api.say(QueryStatus(1))
     assert api.hear()
     api.die()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a full queue refuses as a closed socket does")
+def test_an_engine_that_stands_still_is_not_taken_for_dead(tmp_path: Path) -> None:
+    path = tmp_path / "engine.sock"
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(path))
+        listener.listen(0)
+        for _ in range(2):
+            caller = stack.enter_context(socket.socket(socket.AF_UNIX))
+            caller.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                caller.connect(str(path))
+        assert module.is_heard(path)
+    assert not module.is_heard(path)
 
 
 def test_somebodys_file_is_not_taken_for_a_socket(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tandem.protocol.agent import (
     Data,
     Ended,
     OpenSession,
-    PairIdentity,
+    PairHello,
     PairProof,
     PairRefused,
     PairReply,
@@ -194,6 +194,43 @@ def test_a_head_that_is_forgotten_is_out_at_once(machine: Machine, monkeypatch: 
         time.sleep(0.05)
 
 
+def test_two_threads_that_look_whom_to_trust_overlook_nobody(
+        machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has read who was trusted before a head came, and notes it while the other notes who is now."""
+    agent = Agent("there", machine.trust, host="127.0.0.1", port=0)
+    read, noting, noted = threading.Event(), threading.Event(), threading.Event()
+    peers = machine.trust.peers
+
+    def slow_peers() -> dict[str, Peer]:
+        found = peers()
+        if threading.current_thread() is slow and not read.is_set():
+            read.set()
+            noting.wait(240)
+        return found
+
+    class Watched(Agent):
+        def __setattr__(self, name: str, value: object) -> None:
+            super().__setattr__(name, value)
+            if threading.current_thread() is quick and not noting.is_set():
+                noting.set()
+                noted.wait(240)
+
+    key = zmq.curve_keypair()[0]
+    slow, quick = (threading.Thread(target=agent.callback, args=("", key)) for _ in range(2))
+    with closing(agent):
+        monkeypatch.setattr(machine.trust, "peers", slow_peers)
+        monkeypatch.setattr(agent, "__class__", Watched)
+        machine.trust.add("before", Peer(zmq.curve_keypair()[0].decode()))
+        slow.start()
+        assert read.wait(240)
+        machine.trust.add("new", Peer(key.decode()))
+        quick.start()
+        slow.join(240)
+        noted.set()
+        quick.join(240)
+        assert agent.callback("", key)
+
+
 def test_what_cannot_be_started_is_told(machine: Machine) -> None:
     head = machine.head("a").open("sh")
     assert head.hear() == Ended(255, "sh cannot be started here")
@@ -208,7 +245,7 @@ def ask(link: zmq.Socket[bytes], request: PairRequest) -> PairReply:
 
 def pair(machine: Machine) -> PairReply:
     """What the agent says in the end to a head that has its code."""
-    hello = PairIdentity("head", zmq.curve_keypair()[0].decode())
+    hello = PairHello("head", zmq.curve_keypair()[0].decode())
     code = machine.agent.pairing.open()
     with zmq.Context.instance().socket(zmq.DEALER) as link:
         link.linger = 0

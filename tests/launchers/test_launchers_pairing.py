@@ -7,9 +7,9 @@ import pytest
 from tandem.errors import ConfigError, UsageError
 from tandem.launchers.agent.pairing import ATTEMPTS, LIFE_S, MOST_RUNS, AgentSide, HeadSide
 from tandem.launchers.agent.trust import Peer, Trust, checked_name
-from tandem.protocol.agent import PairElement, PairIdentity, PairProof, PairRefused
+from tandem.protocol.agent import PairConfirm, PairElement, PairHello, PairIdentity, PairProof, PairRefused, PairStart
 
-HEAD = PairIdentity("head", "H" * 40)
+HEAD = PairHello("head", "H" * 40)
 
 
 class Clock:
@@ -24,7 +24,7 @@ def agent() -> AgentSide:
     return AgentSide("a", "A" * 40, Clock())
 
 
-def attempt(agent: AgentSide, code: str, peer: bytes = b"1", hello: PairIdentity = HEAD) -> PairIdentity | None:
+def attempt(agent: AgentSide, code: str, peer: bytes = b"1", hello: PairHello = HEAD) -> PairHello | None:
     """The head whom the agent trusts in the end. Raises UsageError for what the head notices."""
     identity, _ = agent.answer(peer, hello)
     if isinstance(identity, PairRefused):
@@ -118,13 +118,13 @@ def test_an_agent_that_does_not_know_the_code_is_noticed():
 
 def test_the_order_is_kept_and_rubbish_is_refused(agent):
     code = agent.open()
-    assert isinstance(agent.answer(b"1", PairElement(b"A" + bytes(32)))[0], PairRefused)
+    assert isinstance(agent.answer(b"1", PairStart(b"A" + bytes(32)))[0], PairRefused)
     identity, _ = agent.answer(b"1", HEAD)
-    assert isinstance(agent.answer(b"1", PairProof(bytes(32)))[0], PairRefused)
+    assert isinstance(agent.answer(b"1", PairConfirm(bytes(32)))[0], PairRefused)
     for element in (b"", b"A", b"A" + bytes(32), b"B" + bytes(32), b"A" * 99):
         agent.open()
         agent.answer(b"1", HEAD)
-        assert isinstance(agent.answer(b"1", PairElement(element))[0], PairRefused)
+        assert isinstance(agent.answer(b"1", PairStart(element))[0], PairRefused)
     with pytest.raises(UsageError, match="6 digits"):
         HeadSide(code + "0", HEAD, identity)
     with pytest.raises(UsageError, match="6 digits"):

@@ -98,6 +98,14 @@ def test_another_files_answers_are_left_alone(server, files, capsys):
     assert main(["batch", str(files[0]) + "x", str(files[1]), "--base-url", server.url]) == 2
 
 
+def test_answers_that_cannot_be_written_are_not_asked_for(server, engine, files, capsys):
+    write(files[0], request("a"))
+    away = files[1].parent / "away" / "out.jsonl"
+    assert batch(server, (files[0], away)) == 2
+    assert f"{away} cannot be written: No such file or directory; name a file" in capsys.readouterr().err
+    assert not engine.submitted
+
+
 def test_a_wrong_key_is_no_answer(serve, files, capsys, monkeypatch):
     server = serve(api_key=("secret",))
     write(files[0], request("a"))

@@ -10,7 +10,7 @@ import pytest
 import zmq
 
 from tandem.errors import BatchDesync, TransportError
-from tandem.protocol.control import Failure, Hello, Stop
+from tandem.protocol.control import Failure, Hello, Ping, Stop
 from tandem.protocol.keys import ClusterKeys
 from tandem.transport.bus import EngineBus, RankBus, rank_identity
 from tandem.transport.channel import FrameHeader, TcpChannel
@@ -53,6 +53,17 @@ def test_messages_cross_in_both_directions(bus: EngineBus, keys: ClusterKeys) ->
 def test_sending_to_a_rank_that_is_not_there_is_an_error(bus: EngineBus) -> None:
     with pytest.raises(TransportError, match="not connected"):
         bus.send(rank_identity(3, "g"), Stop())
+
+
+def test_a_burst_of_orders_waits_for_the_rank_that_takes_them(bus: EngineBus, keys: ClusterKeys) -> None:
+    rank = RankBus(bus.endpoint, keys, 0, "g")
+    rank.send(FAILURE)
+    assert bus.receive(240.0)
+    orders = [Ping(number) for number in range(20_000)]
+    for order in orders:
+        bus.send(rank_identity(0, "g"), order)
+    assert [rank.receive(240.0) for _ in orders] == orders
+    rank.close()
 
 
 @pytest.mark.parametrize("stranger", ["no keys", "other keys", "server key only"])

@@ -65,7 +65,7 @@ class HostsBench(Probes):
         if len(hostfile.hosts) < 2:
             raise ConfigError(f"--hostfile {hostfile.path}: has one host; name two or more, or leave it out to measure "
                               "this machine", param="hostfile")
-        super().__init__(2)
+        super().__init__(3)  # two ranks are timed at once; the third ends probes that are not done
         self._file = hostfile
         self._python = python
         self._timeout_s = timeout_s

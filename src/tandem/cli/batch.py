@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     refused, lost = 0, ""
     quiet = not sys.stderr.isatty()
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with target.open("ab") as out, Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
+    with _opened(target) as out, Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("", total=len(lines), completed=len(done))
         missing = len(todo)
         for record, why in _results(server, todo, arguments.concurrency):
@@ -120,6 +120,14 @@ def answered(path: Path, known: set[str]) -> set[str]:
         with path.open("r+b") as file:
             file.truncate(raw.rfind(b"\n") + 1)
     return done
+
+
+def _opened(target: Path) -> BinaryIO:
+    try:
+        return target.open("ab")
+    except OSError as error:
+        message = f"{target} cannot be written: {error.strerror}; name a file in a directory that you may write to"
+        raise UsageError(message, param="output") from None
 
 
 def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tuple[Json | None, str]]:

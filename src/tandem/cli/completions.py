@@ -45,6 +45,7 @@ def script(shell: str, parser: Parser) -> str:
         return text + _BASH_ENDS
     if shell == "zsh":
         return text.replace("$zsh_eval_context[-1] == eval", "$zsh_eval_context[-1] == (eval|file)")
+    text = text.replace('-xka "(__fish_complete_path (commandline -ct))"', "-rF")  # also in --option=FILE
     return re.sub(r" -s (\w{2,})", r" -o \1", text)  # fish's name for options such as -pp
 
 

@@ -25,6 +25,8 @@ SLOW = 3.0
 """Times slower than usual from which that is shown."""
 PROBE_S = 3.0
 """Seconds that an engine gets to say how it is: on a busy machine more than one."""
+NEWS_S = 0.6
+"""Seconds after which an engine surely has said something new."""
 _MIB = 2**20
 _SHOWN_EVENTS = 8
 _WIDTH = 140
@@ -117,7 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def look_at(place: Background, interval: float) -> Look:
-    """The server of that name. Tokens a second are counted over `interval` seconds, 0 leaves them out."""
+    """The server of that name. Tokens a second are counted over `interval` seconds, at least `NEWS_S`; 0 leaves them
+    out."""
     if not place.runs():
         return Look(place.name, False)
     look, record = Look(place.name, True), place.record()
@@ -158,7 +161,7 @@ def _fill(look: Look, port: int, interval: float) -> None:
 
 def _count(replicas: list[Replica], probes: dict[int, StatusProbe], interval: float) -> None:
     """Ask once more after `interval` seconds, for the tokens a second of each engine that answers both times."""
-    time.sleep(interval)
+    time.sleep(max(interval, NEWS_S))
     for one in replicas:
         if one.status is not None and (now := probes[one.info.replica].ask(PROBE_S)) is not None:
             seconds = (time.monotonic() - now.age_s) - (one.asked_at - one.status.age_s)

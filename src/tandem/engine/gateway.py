@@ -19,7 +19,6 @@ from tandem.log import Seldom
 from tandem.protocol import control
 from tandem.protocol.codec import Decoder, encode
 from tandem.protocol.kept import QueryCache
-from tandem.protocol.pieces import Borrow
 from tandem.transport.socket_file import SocketFile
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,7 @@ DOUBT_S = 2.0
 """After so long it is sent something: if its end of the socket is closed, it is gone."""
 MAX_FRAME = 64 * 1024 * 1024
 Client = bytes
-Inbound = (control.Submit | control.Abort | control.Trial | QueryCache | control.HandOver | Borrow
+Inbound = (control.Submit | control.Abort | control.Noted | QueryCache | control.HandOver | control.Neighbours
            | control.Detach)
 
 
@@ -177,6 +176,8 @@ def is_heard(path: Path) -> bool:
         probe.settimeout(1.0)
         try:
             probe.connect(str(path))
+        except BlockingIOError:  # one that stands still, with as many waiting as its queue holds
+            return True
         except OSError:
             return False
         return True

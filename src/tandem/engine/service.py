@@ -25,7 +25,6 @@ from tandem.protocol import control
 from tandem.protocol.events import History
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.pieces import Borrow
 from tandem.protocol.request import EngineRequest
 
 log = logging.getLogger(__name__)
@@ -144,7 +143,7 @@ class EngineService:
             if self._owners.get(message.request_id) == client:
                 del self._owners[message.request_id]
                 self._engine.abort(message.request_id, answered=message.answered)
-        elif isinstance(message, control.Trial):
+        elif isinstance(message, control.Noted):
             if self._owners.get(message.request_id) == client and not message.resting:
                 self._engine.noted(message.request_id)
         elif isinstance(message, QueryCache):
@@ -152,7 +151,7 @@ class EngineService:
         elif isinstance(message, control.HandOver):
             for request_id in [one for one, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
-        elif isinstance(message, Borrow):
+        elif isinstance(message, control.Neighbours):
             self._engine.meet(message)
         else:
             self._handed = {name: owner for name, owner in self._handed.items() if owner != client}

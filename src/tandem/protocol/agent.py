@@ -8,24 +8,36 @@ from msgspec import Struct
 
 
 class PairIdentity(Struct, frozen=True, tag=True):
-    """Name and key of the head; the agent answers its own. Nothing vouches for either before its `PairProof`."""
+    """Name and key of the agent. Nothing vouches for them, nor for the head's, before the `PairProof`."""
 
     name: str
     public: str
     """CURVE key, Z85."""
 
 
+class PairHello(PairIdentity, frozen=True, tag=True):
+    """Those of the head; answered by the agent's."""
+
+
 class PairElement(Struct, frozen=True, tag=True):
-    """The head's element of the exchange, which uses up one attempt; the agent answers its own."""
+    """The agent's element of the exchange."""
 
     element: bytes
 
 
-class PairProof(Struct, frozen=True, tag=True):
-    """Proof that the head knows the code; the agent answers its own, and trusts the head's key from then on. Those of
-    the two differ, so that none can be sent back."""
+class PairStart(PairElement, frozen=True, tag=True):
+    """The head's, which uses up one attempt; answered by the agent's."""
+
+
+class PairProof(Struct, frozen=True, tag="PairDone"):
+    """Proof that the agent knows the code; it trusts the head's key from now on. Those of the two differ, so that none
+    can be sent back."""
 
     proof: bytes
+
+
+class PairConfirm(PairProof, frozen=True, tag=True):
+    """Proof that the head knows the code; answered by the agent's."""
 
 
 class PairRefused(Struct, frozen=True, tag=True):
@@ -34,8 +46,8 @@ class PairRefused(Struct, frozen=True, tag=True):
     reason: str
 
 
-PairRequest = PairIdentity | PairElement | PairProof
-PairReply = PairRequest | PairRefused
+PairRequest = PairHello | PairStart | PairConfirm
+PairReply = PairIdentity | PairElement | PairProof | PairRefused
 
 # --- sessions, over a socket for paired heads alone --------------------------------------------------------------
 

@@ -245,7 +245,15 @@ class Trial(Struct, frozen=True, tag=True):
     """Nothing runs, to see whether the engine dies without it; else it runs alone as soon as this is back."""
 
 
-ApiMessage = Submit | Abort | Trial | QueryStatus | QueryMetrics | QueryCache | HandOver | Borrow | Detach
+class Noted(Trial, frozen=True, tag=True):
+    """What the api sends back."""
+
+
+class Neighbours(Borrow, frozen=True, tag=True):
+    """What the supervisor sends."""
+
+
+ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach
 EngineMessage = Output | Refused | HandedOver | Trial | EngineStatus | MetricsText | CacheReport
 
 # --- engine -> rank --------------------------------------------------------------------------------------------

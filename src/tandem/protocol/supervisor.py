@@ -111,7 +111,7 @@ class ReplicaList(Struct, frozen=True, tag=True):
     """What happened since the event that was named, oldest first."""
 
 
-class Done(Struct, frozen=True, tag=True):
+class Done(Struct, frozen=True, tag="ReplicaChanged"):
     """Done, or begun."""
 
     replica: int | None = None

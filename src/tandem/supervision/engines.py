@@ -15,10 +15,9 @@ from tandem.errors import TransportError, UsageError
 from tandem.launchers.registry import on_several_machines
 from tandem.log import Seldom
 from tandem.processes.child import ChildProcess
-from tandem.protocol.control import EngineStatus
+from tandem.protocol.control import EngineStatus, Neighbours
 from tandem.protocol.events import History, Level
 from tandem.protocol.keys import ClusterKeys
-from tandem.protocol.pieces import Borrow
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE
 from tandem.supervision.probe import StatusProbe
@@ -163,7 +162,7 @@ class EngineSet:
             if replica.index not in self._probes:
                 self._probes[replica.index] = StatusProbe(replica.endpoint, self._context)
             if self._lending is not None:
-                self._probes[replica.index].tell(Borrow([
+                self._probes[replica.index].tell(Neighbours([
                     one for other in self._replicas.values() if other is not replica for one in other.lends]))
             status = self._probes[replica.index].ask()
         except TransportError as error:

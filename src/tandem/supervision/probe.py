@@ -10,8 +10,7 @@ import zmq
 
 from tandem.errors import TransportError
 from tandem.protocol.codec import Decoder
-from tandem.protocol.control import EngineMessage, EngineStatus, QueryStatus
-from tandem.protocol.pieces import Borrow
+from tandem.protocol.control import EngineMessage, EngineStatus, Neighbours, QueryStatus
 
 AGAIN_S = 1.0
 """Seconds after which an unanswered question is asked again: the engine may have been replaced meanwhile."""
@@ -32,7 +31,7 @@ class StatusProbe:
         self._socket.connect(endpoint)
         self._decoder = Decoder[EngineMessage](EngineMessage)
         self._asked: float | None = None
-        self._told: Borrow | None = None
+        self._told: Neighbours | None = None
 
     def ask(self, timeout_s: float = 0.0) -> EngineStatus | None:
         """The engine's state, or None if no answer is here within `timeout_s` seconds; then just ask again."""
@@ -50,7 +49,7 @@ class StatusProbe:
             if not left:
                 return None
 
-    def tell(self, news: Borrow) -> None:
+    def tell(self, news: Neighbours) -> None:
         """Hand it on, unless the engine knows it or is not connected."""
         if news != self._told:
             with contextlib.suppress(zmq.Again):

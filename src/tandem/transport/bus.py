@@ -29,10 +29,12 @@ class HubSocket(MemberSocket, Generic[Sent, Received]):
     """The end that others connect to. They are known by the identities that they connect with."""
 
     def __init__(self, received: object, keys: ClusterKeys, host: str, port: int | None, *, name: str, max_frame: int,
-                 linger_ms: int = 0) -> None:
+                 linger_ms: int = 0, most_queued: int = 1000) -> None:
         """`received` is `Received` once more, as a value. Listen on an address of this machine (`0.0.0.0` for all) and
-        a port, or any free one; messages call the socket `name`. Raises TransportError."""
+        a port, or any free one; messages call the socket `name`, and `most_queued` wait for each of the others, 0 for
+        any number. Raises TransportError."""
         super().__init__(zmq.ROUTER, keys, max_frame, linger_ms)
+        self.socket.sndhwm = most_queued
         self.socket.router_mandatory = True
         self.socket.router_handover = True  # to who connects again before the old connection has ended
         self._listen(host, port, name=name)
@@ -80,7 +82,7 @@ class EngineBus(HubSocket[RankCommand, RankMessage]):
     """The engine's end of the bus."""
 
     def __init__(self, keys: ClusterKeys, host: str = "127.0.0.1") -> None:
-        super().__init__(RankMessage, keys, host, None, name="bus", max_frame=MAX_BUS_FRAME)
+        super().__init__(RankMessage, keys, host, None, name="bus", max_frame=MAX_BUS_FRAME, most_queued=0)
 
 
 class RankBus(SpokeSocket[RankMessage, RankCommand]):

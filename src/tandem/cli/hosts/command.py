@@ -32,6 +32,7 @@ from tandem.launchers.hostfile import LOCAL_NAMES, read_hostfile
 from tandem.processes.interpreter import code_command
 from tandem.protocol.agent import (
     PairElement,
+    PairHello,
     PairIdentity,
     PairProof,
     PairRefused,
@@ -142,7 +143,7 @@ def pair_with(address: str, port: int, code: str | None) -> str:
         link.maxmsgsize = 64 * 1024
         link.connect(f"tcp://{address}:{port + 1}")
         there = f"{address}:{port + 1}"
-        hello = PairIdentity(name, own.public)
+        hello = PairHello(name, own.public)
         agent = _ask(link, there, hello, PairIdentity)
         found = checked_name(agent.name)
         head = HeadSide(code or _asked_for(found), hello, agent)

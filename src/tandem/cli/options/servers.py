@@ -128,7 +128,7 @@ def add_status(status: Parser) -> None:
     status.add_argument("--url", metavar="URL", help="the server of this machine with this address, however started.")
     status.add_argument("--port", type=int, metavar="N", help="the server on this port, however started.")
     status.add_argument("--interval", type=_seconds, default=1.0, metavar="S",
-                        help="seconds over which tokens are counted; 0 leaves them out [1]")
+                        help="seconds over which tokens are counted, at least 0.6; 0 leaves them out [1]")
     status.add_argument("--json", action="store_true", help="print what is known as JSON.")
     _add_name(status, "only this server.")
 

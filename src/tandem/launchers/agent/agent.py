@@ -137,7 +137,8 @@ class Agent:
         self._trust = trust
         self._sessions: dict[bytes, Session] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._keys, self._keys_from = set[str](), (-1, 0)
+        self._trusted: tuple[set[str], tuple[int, int]] = set(), (-1, 0)
+        """Keys, and as of what change; assigned at once, as two threads look."""
         self._look_at_keys()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -173,8 +174,7 @@ class Agent:
 
     def callback(self, domain: str, key: bytes) -> bool:
         """Called by pyzmq, in its thread, for each handshake with the peer's public key."""
-        self._look_at_keys()
-        return key.decode("ascii", errors="replace") in self._keys
+        return key.decode("ascii", errors="replace") in self._look_at_keys()
 
     def serve(self, until: Callable[[], bool] = lambda: False) -> None:
         """Answer until `until` says so."""
@@ -216,9 +216,7 @@ class Agent:
                            error)
             return
         session = self._sessions.get(identity)
-        if owner not in self._keys:
-            self._look_at_keys()  # it may have been paired with a moment ago
-        if owner not in self._keys:
+        if owner not in self._trusted[0] and owner not in self._look_at_keys():  # it may be paired since a moment ago
             self._send(identity, agent.Ended(255, UNPAIRED))
         elif isinstance(message, agent.OpenSession):
             self._open(identity, owner, message)
@@ -258,7 +256,7 @@ class Agent:
             request = self._decode_pair(frames[-1])
         except TransportError:
             return  # anybody may knock
-        if isinstance(request, agent.PairIdentity) and not NAME.fullmatch(request.name):
+        if isinstance(request, agent.PairHello) and not NAME.fullmatch(request.name):
             return
         reply, head = self.pairing.answer(frames[0], request)
         if head is not None:
@@ -277,11 +275,11 @@ class Agent:
     def _watch(self) -> None:
         """Beats, both ways; who is trusted; programs that have ended."""
         now = time.monotonic()
-        self._look_at_keys()
+        trusted = self._look_at_keys()
         beat = now - self._beaten >= BEAT_S
         self._beaten = now if beat else self._beaten
         for session in list(self._sessions.values()):
-            if session.owner not in self._keys:
+            if session.owner not in trusted:
                 session.end(UNPAIRED)
             elif now - session.heard > SILENCE_S:
                 session.end("nothing was heard of the head")
@@ -299,19 +297,19 @@ class Agent:
         self._send(session.identity, agent.Ended(code, reason))
         log.info("process %d has ended with %d%s", session.pid, code, f": {reason}" if reason else "")
 
-    def _look_at_keys(self) -> None:
-        """Whom this machine trusts, if that has changed. Raises ConfigError at first."""
-        changed = self._trust.changed_at()
-        if changed == self._keys_from:
-            return
-        try:
-            self._keys = {peer.public for peer in self._trust.peers().values()}
-        except ConfigError as error:
-            if self._keys_from[0] < 0:
-                raise
-            log.error("nobody is trusted: %s; nobody is let in until it is mended", error.message)
-            self._keys = set()
-        self._keys_from = changed
+    def _look_at_keys(self) -> set[str]:
+        """Whom this machine trusts now. Raises ConfigError at first."""
+        changed, (keys, since) = self._trust.changed_at(), self._trusted
+        if changed != since:
+            try:
+                keys = {peer.public for peer in self._trust.peers().values()}
+            except ConfigError as error:
+                if since[0] < 0:
+                    raise
+                log.error("nobody is trusted: %s; nobody is let in until it is mended", error.message)
+                keys = set()
+            self._trusted = keys, changed
+        return keys
 
     def _send(self, identity: bytes, message: agent.SessionReply) -> None:
         with contextlib.suppress(zmq.ZMQError):  # the head has gone; silence ends the session

@@ -22,12 +22,15 @@ from spake2 import SPAKE2_A, SPAKE2_B
 
 from tandem.errors import UsageError
 from tandem.protocol.agent import (
+    PairConfirm,
     PairElement,
+    PairHello,
     PairIdentity,
     PairProof,
     PairRefused,
     PairReply,
     PairRequest,
+    PairStart,
 )
 
 DIGITS = 6
@@ -41,24 +44,24 @@ _WRONG = "the code is wrong, or was meant for another machine"
 class HeadSide:
     """The head's end of one run."""
 
-    def __init__(self, code: str, own: PairIdentity, agent: PairIdentity) -> None:
+    def __init__(self, code: str, own: PairHello, agent: PairIdentity) -> None:
         """Raises UsageError for what is not a code."""
         digits = code.replace(" ", "").replace("-", "")
         if len(digits) != DIGITS or not (digits.isascii() and digits.isdigit()):
             raise UsageError(f"the code has {DIGITS} digits; the agent shows it")
         self._exchange = SPAKE2_A(digits.encode(), idA=_identity(own), idB=_identity(agent))
 
-    def start(self) -> PairElement:
+    def start(self) -> PairStart:
         """What to send first."""
-        return PairElement(self._exchange.start())
+        return PairStart(self._exchange.start())
 
-    def confirm(self, reply: PairElement) -> PairProof:
+    def confirm(self, reply: PairElement) -> PairConfirm:
         """What to send for the agent's element. Raises UsageError."""
         key = _finish(self._exchange, reply.element)
         if key is None:
             raise UsageError(_WRONG)
         self._key = key
-        return PairProof(_proof(key, b"head"))
+        return PairConfirm(_proof(key, b"head"))
 
     def check(self, reply: PairProof) -> None:
         """The agent's proof. Raises UsageError when it is not one: then the agent is not to be trusted."""
@@ -75,7 +78,7 @@ class AgentSide:
         self._code: str | None = None
         self._until = 0.0
         self._left = 0
-        self._heads: dict[bytes, PairIdentity] = {}
+        self._heads: dict[bytes, PairHello] = {}
         self._keys: dict[bytes, bytes] = {}
 
     def open(self) -> str:
@@ -91,12 +94,12 @@ class AgentSide:
         """There is a code that can be tried, or whose proof is awaited."""
         return self._code is not None and self._clock() < self._until and (self._left > 0 or bool(self._keys))
 
-    def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairIdentity | None]:
+    def answer(self, peer: bytes, request: PairRequest) -> tuple[PairReply, PairHello | None]:
         """The reply to one of the `peer`s, and the head to trust when that is the last word."""
         if not self.is_open:
             self._code = None
             return PairRefused("this machine shows no code; run `tandem agent --pair` there"), None
-        if isinstance(request, PairIdentity):
+        if isinstance(request, PairHello):
             while len(self._heads) >= MOST_RUNS:
                 oldest = next(iter(self._heads))
                 del self._heads[oldest]
@@ -105,11 +108,11 @@ class AgentSide:
             return self._identity, None
         if peer not in self._heads:
             return PairRefused("begin with who you are"), None
-        if isinstance(request, PairElement):
+        if isinstance(request, PairStart):
             return self._start(peer, request), None
         return self._confirm(peer, request)
 
-    def _start(self, peer: bytes, request: PairElement) -> PairReply:
+    def _start(self, peer: bytes, request: PairStart) -> PairReply:
         if not self._left:
             return PairRefused(f"{ATTEMPTS} codes have been tried; run `tandem agent --pair` there for a new one")
         self._left -= 1
@@ -122,7 +125,7 @@ class AgentSide:
         self._keys[peer] = key
         return PairElement(element)
 
-    def _confirm(self, peer: bytes, request: PairProof) -> tuple[PairReply, PairIdentity | None]:
+    def _confirm(self, peer: bytes, request: PairConfirm) -> tuple[PairReply, PairHello | None]:
         key, head = self._keys.pop(peer, None), self._heads.pop(peer)
         if key is None or not hmac.compare_digest(request.proof, _proof(key, b"head")):
             return PairRefused(_WRONG), None

@@ -211,7 +211,7 @@ class EngineClient:
         elif isinstance(message, control.Trial):
             if (sink := self._sinks.get(message.request_id)) is not None:
                 sink.tried(resting=message.resting)
-                self._send(message)
+                self._send(control.Noted(message.request_id, message.resting))
         elif (sink := self._sinks.pop(message.request_id, None)) is not None:
             sink.fail(Departed(message.positions) if isinstance(message, control.HandedOver) else message.as_error())
 
