@@ -157,6 +157,28 @@ def test_a_prompt_that_leaves_is_written_while_it_is_computed() -> None:
     assert scheduler.idle and ranks.outputs["a"] == [5]
 
 
+@pytest.mark.parametrize("lost_when", ["before it is looked at", "once the next is ordered"])
+def test_what_disks_lose_meanwhile_is_written_again(lost_when: str) -> None:
+    scheduler = make(lanes=1, prefill_chunk=PIECE, prefix_tokens=0)
+    ranks = Ranks(scheduler)
+    prompt = [7 + i % 31 for i in range(4 * PIECE + 50)]
+    names = piece_names(block_hashes(prompt))
+    scheduler.disk.begin([names[1:3]] * RANKS, (), scheduler.prefixes)
+    scheduler.submit(request("a", prompt, leaves=True), seed=1)
+    if lost_when == "once the next is ordered":
+        while names[3] not in ranks.writes:
+            ranks.step()
+        assert names[2] not in ranks.writes
+    scheduler.disk.take(Written(0, [], 0, gone=[names[2]]), scheduler.prefixes)
+    written = list[bytes]()
+    while "a" not in ranks.outputs or ranks.writes:
+        ranks.step()
+        written += ranks.writes
+        ranks.write()
+    assert sorted(written) == sorted([names[0], names[2], names[3]]), "each once"
+    assert scheduler.departures.depart() == [HandedOver("a", 4 * PIECE)]
+
+
 def test_of_many_that_leave_none_waits_for_the_prompt_of_another() -> None:
     scheduler = make(lanes=1, prefill_chunk=256)
     ranks = Ranks(scheduler)
