@@ -11,7 +11,7 @@ from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import HandedOver, Output
 from tandem.protocol.pieces import PIECE, Borrow, Survey, Surveyed, Written
-from tandem.protocol.request import EngineRequest, SamplingParams
+from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.protocol.suspicion import Suspicion
 from tandem.scheduler.limits import Limits
@@ -155,6 +155,52 @@ def test_a_prompt_that_leaves_is_written_while_it_is_computed() -> None:
     while ranks.step() is not None:
         pass
     assert scheduler.idle and ranks.outputs["a"] == [5]
+
+
+@pytest.mark.parametrize("lost_when", ["before it is looked at", "once the next is ordered"])
+def test_what_disks_lose_meanwhile_is_written_again(lost_when: str) -> None:
+    scheduler = make(lanes=1, prefill_chunk=PIECE, prefix_tokens=0)
+    ranks = Ranks(scheduler)
+    prompt = [7 + i % 31 for i in range(4 * PIECE + 50)]
+    names = piece_names(block_hashes(prompt))
+    scheduler.disk.begin([names[1:3]] * RANKS, (), scheduler.prefixes)
+    scheduler.submit(request("a", prompt, leaves=True), seed=1)
+    if lost_when == "once the next is ordered":
+        while names[3] not in ranks.writes:
+            ranks.step()
+        assert names[2] not in ranks.writes
+    scheduler.disk.take(Written(0, [], 0, gone=[names[2]]), scheduler.prefixes)
+    written = list[bytes]()
+    while "a" not in ranks.outputs or ranks.writes:
+        ranks.step()
+        written += ranks.writes
+        ranks.write()
+    assert sorted(written) == sorted([names[0], names[2], names[3]]), "each once"
+    assert scheduler.departures.depart() == [HandedOver("a", 4 * PIECE)]
+
+
+def test_who_only_waits_for_its_grammar_leaves() -> None:
+    scheduler = make(lanes=1, prefill_chunk=PIECE, prefix_tokens=0)
+    ranks = Ranks(scheduler)
+    params = SamplingParams(max_tokens=60, structured_outputs=StructuredOutputs(json_object=True))
+    for name, prompt in (("long", LONG), ("brief", [8, 9, 8])):
+        scheduler.submit(EngineRequest(request_id=name, prompt=prompt, params=params), seed=1)
+    while ranks.step() is not None:
+        pass
+    assert len(scheduler.lanes[0].members) == 2 and not ranks.outputs and not scheduler.departures.depart()
+    ranks.leave("long", "brief")
+    plan = ranks.step()
+    assert plan is not None and not (plan.prefill or plan.decode)
+    assert ranks.writes == piece_names(block_hashes(LONG)), "to write it is what the plan is made for"
+    assert scheduler.departures.depart() == [HandedOver("brief", 0)]
+    assert scheduler.departures.progress is not None, "disks that say nothing do not hold it up for ever"
+    ranks.step()
+    assert not ranks.writes[2:], "each once"
+    ranks.write()
+    assert scheduler.departures.depart() == [HandedOver("long", 2 * PIECE)]
+    while ranks.step() is not None:
+        pass
+    assert scheduler.idle
 
 
 def test_of_many_that_leave_none_waits_for_the_prompt_of_another() -> None:

@@ -8,9 +8,9 @@ written, is computed again where they go.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import takewhile
+from dataclasses import dataclass, field
 
+from tandem.cache.pieces import piece_names
 from tandem.cache.prefix import block_hashes
 from tandem.protocol.control import HandedOver
 from tandem.protocol.pieces import PIECE, StoreOp
@@ -29,15 +29,17 @@ class _Parting:
     sequence: Sequence
     after: int = 0
     """It leaves when it has more tokens than so many, and stays where disks do not take it. 0: as soon as can be."""
-    missing: list[tuple[int, bytes]] | None = None
-    """Its whole pieces, by number, that are not on all disks; None before it is known what has to be written."""
-    ordered: int = 0
-    """Ranks were told to write those with lower numbers."""
+    names: list[bytes] | None = None
+    """Its whole pieces, which disks may lose again; None before it is known what has to be written."""
+    first: int = 0
+    """Number of the first piece that is awaited: those before it were on all disks."""
+    ordered: set[bytes] = field(default_factory=set)
+    """Pieces that ranks were told to write, and have not written."""
 
     @property
     def due(self) -> bool:
         """Nothing but its pieces keeps it here."""
-        return self.missing is not None and len(self.sequence.tokens) > self.after
+        return self.names is not None and len(self.sequence.tokens) > self.after
 
 
 class Departures:
@@ -51,8 +53,8 @@ class Departures:
     def enter(self, sequence: Sequence) -> None:
         """It is new here: have it leave with its next token, if its request says so and it can."""
         if sequence.request.leaves and self._can_leave(sequence):
-            self._leaving[sequence.request_id] = parting = _Parting(sequence, len(sequence.tokens))
-            parting.missing = self._disk.missing(block_hashes(sequence.tokens))
+            names = piece_names(block_hashes(sequence.tokens))
+            self._leaving[sequence.request_id] = _Parting(sequence, len(sequence.tokens), names)
 
     def ask(self, sequence: Sequence) -> None:
         """Have it leave, unless it has to be finished here: what may not be written, needs states of all positions, is
@@ -74,40 +76,40 @@ class Departures:
     @property
     def progress(self) -> object:
         """Changes as long as disks write; None when nobody waits for them."""
-        return [(one.sequence.request_id, len(self._missing(one)), one.ordered)
+        return [(one.sequence.request_id, len(self._missing(one)), len(one.ordered))
                 for one in self._leaving.values() if one.due] or None
 
     def lose_patience(self) -> None:
         """The disks say nothing: whoever was asked to leave does so with what they have, others stay."""
         for request_id, parting in list(self._leaving.items()):
             if not parting.after:
-                parting.missing = []
+                parting.names = []
             elif parting.due:
                 del self._leaving[request_id]
 
     def forget(self) -> None:
         """The ranks are gone; whoever was about to leave does so at the next look, or once its prompt is computed."""
         for parting in self._leaving.values():
-            parting.ordered, prompt = 0, parting.sequence.tokens[:parting.after]
-            parting.missing = self._disk.missing(block_hashes(prompt)) if prompt else None
+            parting.ordered.clear()
+            parting.first = 0
 
     def write(self, lane: Lane) -> list[StoreOp]:
         """What ranks have to write at the end of the lane's next plan, first of those who were first to leave."""
         orders, room = [], AT_ONCE
         for parting in self._leaving.values():
-            under_way = takewhile(lambda one: one[0] < parting.ordered, parting.missing or ())  # noqa: B023 - used at once
-            room -= sum(not self._disk.holds(name) for _, name in under_way)
+            parting.ordered = {name for name in parting.ordered if not self._disk.holds(name)}
+            room -= len(parting.ordered)
         for request_id, parting in self._leaving.items():
             sequence = parting.sequence
             if sequence.lane != lane.index or room <= 0:
                 continue
-            if parting.missing is None:
-                parting.missing = self._disk.missing(block_hashes(sequence.tokens[:sequence.computed]))
+            if parting.names is None:
+                parting.names = piece_names(block_hashes(sequence.tokens[:sequence.computed]))
             pieces = [(number, name) for number, name in self._missing(parting)
-                      if number >= parting.ordered and (number + 1) * PIECE <= sequence.computed][:room]
+                      if name not in parting.ordered and (number + 1) * PIECE <= sequence.computed][:room]
             if pieces:
                 room -= len(pieces)
-                parting.ordered = pieces[-1][0] + 1
+                parting.ordered.update(name for _, name in pieces)
                 orders.append(StoreOp(request_id, pieces, awaited=True))
         return orders
 
@@ -132,6 +134,7 @@ class Departures:
         return parting.due and not self._missing(parting)
 
     def _missing(self, parting: _Parting) -> list[tuple[int, bytes]]:
-        if parting.missing is not None:
-            parting.missing = [one for one in parting.missing if not self._disk.holds(one[1])]
-        return parting.missing or []
+        names = parting.names or []
+        missing = self._disk.missing(names, parting.first)
+        parting.first = missing[0][0] if missing else len(names)
+        return missing

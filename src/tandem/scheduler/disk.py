@@ -302,11 +302,11 @@ class DiskTier:
     def stores(self, keys: Iterable[str], prefixes: PrefixIndex) -> list[StoreOp]:
         """Which pieces of these prefixes are not on all disks yet."""
         return [StoreOp(key, missing) for key in keys
-                if self._ranks and (missing := self.missing(prefixes.hashes(key)))]
+                if self._ranks and (missing := self.missing(piece_names(prefixes.hashes(key))))]
 
-    def missing(self, hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
-        """Number and name of each piece of a prefix with these blocks that is not on all disks."""
-        return [(number, name) for number, name in enumerate(piece_names(hashes)) if name not in self._pieces]
+    def missing(self, names: Sequence[bytes], first: int = 0) -> list[tuple[int, bytes]]:
+        """Number and name of each of a prefix's pieces, from number `first` on, that is not on all disks."""
+        return [(number, name) for number, name in enumerate(names[first:], first) if not self.holds(name)]
 
     def holds(self, name: bytes) -> bool:
         """All ranks have their part of this piece there."""

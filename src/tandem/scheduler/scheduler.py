@@ -171,15 +171,15 @@ class Scheduler:
         prefill = lane.prefill(self.prompts.chunk(self.limits.prefill_chunk, beside=self._members()),
                                embeds=self.prompts.embeds(self._members()))
         removes = [request_id for one in self.lanes for request_id in one.removes]
-        if not (removes or inserts or decode or prefill or self.prefixes.leaving):
+        keeps = self.departures.write(lane)
+        if not (removes or inserts or decode or prefill or keeps or self.prefixes.leaving):
             return None
         saves = [save for op in prefill if (save := self._save(lane.members[op.request_id], op))]
         stores = self.disk.stores(self._lasting(lane, saves, prefill), self.prefixes)
         plan = StepPlan(
             step_id=self.next_step, lane=lane.index, removes=removes, inserts=inserts, restores=restores,
             decode=[s.request_id for s in decode], prefill=prefill, saves=saves, stores=stores,
-            keeps=self.departures.write(lane),
-            evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
+            keeps=keeps, evicts=self.prefixes.take_evicted(), fingerprint=fingerprint,
             sampling_seeds={op.request_id: self.sequences[op.request_id].seed for op in inserts},
             spec_decode_plan=spec, digest=self.limits.digests, tidy=self.pressed,
             kv_shapes=plan_shapes(self.lanes, lane, prefill, self.limits, drafts=self.speculation.most,
