@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import random
 import time
 from dataclasses import dataclass, field
@@ -90,11 +91,11 @@ class Known:
     def __init__(self) -> None:
         self._answers: dict[tuple[str, str], tuple[int, dict[str, Any]]] = {}
 
-    def compare(self, made: Round, request: Request, answer: dict[str, Any]) -> str:
-        """Remember an answer, or name the earlier round whose answer was another one."""
+    def compare(self, made: Round, request: Request, answer: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+        """Remember an answer, or return the earlier round whose answer was another one, and that."""
         order = made.layout if made.layout in ("tp", "2,1") else "pp"
         number, earlier = self._answers.setdefault((order, repr(request)), (made.number, answer))
-        return "" if same(answer, earlier) else f"{request.name} was answered otherwise in round {number}"
+        return None if same(answer, earlier) else (number, earlier)
 
 
 def flags(made: Round, models: Models, folder: Path) -> dict[str, Any]:
@@ -164,8 +165,9 @@ class _Play:
         for one, got in zip(self._work, answers, strict=True):
             if got.kind != "answered":
                 raise RuntimeError(f"before the first fault: {one.name} {got.kind}: {got.detail}")
-            if differs := known.compare(self._made, one, got.answer):
-                self.tally.blame("wrong", detail=differs, request=one, answer=got.answer)
+            if (differs := known.compare(self._made, one, got.answer)) is not None:
+                self.tally.blame("wrong", detail=f"answered otherwise in round {differs[0]}", expected=differs[1],
+                                 request=dataclasses.asdict(one), got=dataclasses.asdict(got))
         self._expected = [got.answer for got in answers]
 
     def _storm(self) -> None:

@@ -8,7 +8,7 @@ logits are moved by as much as rounding does: answers that follow from these tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tandem.loading.stage import StageModel, load_stage
 from tandem.models.description import describe
 from tandem.protocol.request import SamplingParams
 from tandem.runner.sampler import Sampler
-from tandem.text.tokenizer import load_tokenizer
+from tandem.text.tokenizer import Tokenizer, load_tokenizer
 
 NOISE = 1e-5
 """Logits of float32 in another order of sums differ by about so much (standard deviation)."""
@@ -33,26 +33,38 @@ FIELDS = {"max_tokens", "temperature", "seed", "top_p", "presence_penalty", "fre
 
 
 def tied(model: Path, body: Mapping[str, Any], got: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
-    """Return whether both answers are right, for a request to /v1/completions of token ids to the main model; False
+    """Return whether both answers are right, for a request of token ids or messages alone to the main model; False
     where that cannot be told."""
-    prompt = body.get("prompt")
-    if body.get("model") != "default" or not isinstance(prompt, list) or "logprobs" in body or "n" in body:
+    if body.get("model") != "default" or body.keys() - FIELDS - {"model", "prompt", "messages", "stream", "n"}:
         return False
-    stage, decode = _loaded(model)
-    params = SamplingParams(**{name: body[name] for name in FIELDS & body.keys()})
+    stage, tokenizer = _loaded(model)
+    prompt = body["prompt"] if "prompt" in body else tokenizer.render_chat(body["messages"])
+    if got.keys() != expected.keys() or not isinstance(prompt, list):
+        return False
+    for name in (name for name in got if got[name] != expected[name]):
+        what, _, choice = name.partition(" ")
+        fields = {field: body[field] for field in FIELDS & body.keys()}
+        params = SamplingParams(**{**fields, "seed": fields.get("seed", 0) + int(choice or 0)})
+        if what != "text" or not {got[name], expected[name]} <= _texts(stage, tokenizer, prompt, params):
+            return False
+    return True
+
+
+def _texts(stage: StageModel, tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> set[str]:
+    """Return the texts that follow a prompt, as ties have it."""
     texts, left = set(), [list[int]()]
     while left and len(texts) < MOST:
         tokens, others = _follow(stage, prompt, left.pop(), params)
-        texts.add(decode(tokens))
+        texts.add(tokenizer.decode(tokens))
         left += others
-    return {got.get("text 0"), expected.get("text 0")} <= texts
+    return texts
 
 
 @lru_cache(1)
-def _loaded(model: Path) -> tuple[StageModel, Callable[[list[int]], str]]:
+def _loaded(model: Path) -> tuple[StageModel, Tokenizer]:
     files = resolve(str(model))
     description = describe(files)
-    return load_stage(files, description, range(description.num_layers)), load_tokenizer(files).decode
+    return load_stage(files, description, range(description.num_layers)), load_tokenizer(files)
 
 
 def _follow(stage: StageModel, prompt: list[int], forced: list[int],
