@@ -30,6 +30,5 @@ def test_comm_that_is_interrupted_ends_its_probes_at_once(tmp_path: Path) -> Non
         asking = threading.Thread(target=bench.each, args=(ask, list(bench.links)))
         asking.start()
         time.sleep(1)
-        left = time.monotonic()
-    asking.join(240)
-    assert len(ended) == 2 and time.monotonic() - left < 60
+    asking.join(60)
+    assert not asking.is_alive() and len(ended) == 2, "the probes' own time, 100 s, is waited for"

@@ -13,6 +13,7 @@ from tandem.checkpoints.demo import DEMO_NAME, complete_demo, demo_path
 from tandem.checkpoints.files import METADATA, WEIGHTS, ModelFiles
 from tandem.checkpoints.progress import Progress
 from tandem.checkpoints.pruning import used
+from tandem.env import cache_dir
 from tandem.errors import ModelNotFound, UsageError
 from tandem.system.files import file_trouble
 
@@ -111,6 +112,8 @@ def _directory(path: Path) -> ModelFiles:
     if "config.json" not in names:
         raise ModelNotFound(f"{path}: has no config.json, so it is not a model directory", param="model")
     resolved = path.resolve()
+    if cache_dir().resolve() in resolved.parents:
+        used(resolved)
     return ModelFiles(resolved, path.name or resolved.name)
 
 

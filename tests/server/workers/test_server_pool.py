@@ -210,21 +210,6 @@ def test_when_no_process_can_be_started_the_next_request_tries_again(monkeypatch
     assert "Cannot allocate memory; its request is refused with 503" in caplog.text
 
 
-def test_without_a_thread_for_its_clock_a_task_is_refused(monkeypatch, caplog):
-    def refused(_):
-        raise RuntimeError("can't start new thread")
-
-    async def work(workers):
-        with monkeypatch.context() as patch:
-            patch.setattr(pool.threading.Timer, "start", refused)
-            with pytest.raises(UnavailableError):
-                await workers.ask("a", GOOD, type(None))
-        assert await workers.ask("a", GOOD, type(None)) is None
-
-    run(work)
-    assert "can't start new thread; its request is refused with 503" in caplog.text
-
-
 def test_none_outlives_the_pool(slow_child):
     async def work(workers):
         task = asyncio.create_task(workers.ask("a", HANG, str))

@@ -65,7 +65,7 @@ class Worker:
             reply = _decode(connection.recv_bytes())
         except (EOFError, ConnectionError):
             raise self._ended() from None
-        except (OSError, SpawnError, RuntimeError) as error:  # no memory, descriptor or thread, or no answer in time
+        except (OSError, SpawnError) as error:  # no memory, no descriptor
             if self.usable:
                 logger.error("a worker process failed: %s; its request is refused with 503", error)
             self.end()
