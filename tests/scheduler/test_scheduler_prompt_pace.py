@@ -30,6 +30,7 @@ class Device:
     def __init__(self, scheduler: Scheduler, token_s: Callable[[float], float]) -> None:
         self.scheduler, self._token_s, self._sent, self.now = scheduler, token_s, deque[StepPlan](), 0.0
         self.done: list[tuple[StepPlan, float]] = []
+        self.embedded = 0
 
     def submit(self, name: str, tokens: int, answer: int = 10_000, group: str = "") -> None:
         params = SamplingParams(max_tokens=answer, temperature=0.0, ignore_eos=True)
@@ -38,6 +39,16 @@ class Device:
     def embed(self, name: str, tokens: int) -> None:
         self.scheduler.submit(EngineRequest(request_id=name, prompt=[3] * tokens, params=SamplingParams(max_tokens=0),
                                             pooling="last"), 1)
+
+    def flood(self, texts: int, tokens: int) -> None:
+        """Embed as many more as are wanted to have so many sequences here, streams among them."""
+        while self.scheduler.running + len(self.scheduler.waiting) < texts:
+            self.embed(f"e{self.embedded}", tokens)
+            self.embedded += 1
+
+    def speed(self, first: int, began: float) -> float:
+        """Decode steps a lane since then, in the time that as many would take alone."""
+        return sum(len(plan.decode) for plan, _ in self.done[first:]) * DECODE_S / (self.now - began)
 
     def step(self) -> StepPlan:
         """The next plan, computed."""
@@ -192,24 +203,21 @@ def test_embeddings_beside_a_stream_of_another_lane_leave_it_half_of_its_speed()
             device.embed(f"e{sent}", 50)
             sent += 1
         device.step()
-    assert sum(len(plan.decode) for plan, _ in device.done[first:]) * DECODE_S / (device.now - began) > 0.45
+    assert device.speed(first, began) > 0.45
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_stream_that_begins_amid_embeddings_has_half_of_its_speed_too(lanes: int) -> None:
     """No step of decoding alone has been seen before."""
-    device, sent = Device(Scheduler(limits(lanes=lanes)), lambda now: 0.002), 0
+    device = Device(Scheduler(limits(lanes=lanes)), lambda now: 0.002)
     for step in range(420):
         if step == 20:
             device.submit("stream", 40)
             began, first = device.now, len(device.done)
-        while device.scheduler.running + len(device.scheduler.waiting) < 16 + lanes:
-            device.embed(f"e{sent}", 100)
-            sent += 1
+        device.flood(16 + lanes, 100)
         device.step()
-    tokens = sum(len(plan.decode) for plan, _ in device.done[first:])
-    assert tokens * DECODE_S / (device.now - began) > 0.4
-    assert sent > 60
+    assert device.speed(first, began) > 0.4
+    assert device.embedded > 60
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -219,15 +227,12 @@ def test_embeddings_take_no_more_time_than_the_streams_beside_them(lanes: int) -
     for lane in range(lanes):
         device.submit(f"s{lane}", 40)
     device.until(lambda plan: device.now > 100 * DECODE_S)
-    began, first, sent = device.now, len(device.done), 0
+    began, first = device.now, len(device.done)
     while len(device.done) < first + 400:
-        while device.scheduler.running + len(device.scheduler.waiting) < 16 + lanes:
-            device.embed(f"e{sent}", 100)
-            sent += 1
+        device.flood(16 + lanes, 100)
         device.step()
-    tokens = sum(len(plan.decode) for plan, _ in device.done[first:])
-    assert tokens * DECODE_S / (device.now - began) > 0.45
-    assert sent > 60
+    assert device.speed(first, began) > 0.45
+    assert device.embedded > 60
 
 
 def test_nothing_is_known_without_a_clock() -> None:

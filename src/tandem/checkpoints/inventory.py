@@ -72,7 +72,7 @@ def find_stored(name: str) -> Stored:
 
 def remove(model: Stored) -> None:
     """Remove it from the disk. Raises UsageError while a process of Tandem uses it, and OSError."""
-    if in_use(model.path):
+    if any(map(in_use, (model.path, *model.root.glob("snapshots/*")))):  # of the hub's any revision may be served
         raise UsageError(f"{model.name} is in use; end what serves it first", param="model")
     shutil.rmtree(model.root)
 

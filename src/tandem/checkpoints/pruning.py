@@ -35,9 +35,9 @@ _held: dict[Path, int] = {}
 def used(path: Path) -> None:
     """Note that this process needs the entry: now, and until it ends."""
     with suppress(OSError):
-        os.utime(path)
         if path not in _held:
             _held[path] = in_use_by_us(path)
+        os.utime(path)  # last: it fails where somebody else owns the entry
 
 
 def in_use_by_us(path: Path) -> int:

@@ -55,7 +55,7 @@ def drive(executor: Executor, limits: Limits, requests: Sequence[EngineRequest],
         executor.on_wait()
         for report in executor.collect(POLL_S):
             if isinstance(report, GrammarReady):
-                scheduler.sequences[report.request_id].awaits_grammar = False
+                scheduler.compiled(report.request_id)
             if not isinstance(report, Stepped):
                 continue
             run.steps[report.step.step_id][report.step.rank] = report.step

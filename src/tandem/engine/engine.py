@@ -289,8 +289,7 @@ class Engine:
 
     def _take(self, report: Report) -> None:
         if isinstance(report, GrammarReady):
-            if (sequence := self.scheduler.sequences.get(report.request_id)) is not None:
-                sequence.awaits_grammar = False
+            self.scheduler.compiled(report.request_id)
             return
         if not isinstance(report, Stepped):
             self.scheduler.disk.take(report, self.scheduler.prefixes)

@@ -60,7 +60,7 @@ class Gateway:
         """When it was last sent something to see whether it is there."""
         self._decoder = Decoder[control.ApiMessage](control.ApiMessage)
         self.inbox: Mailbox[tuple[Client, Inbound]] = Mailbox()
-        """What apis have sent for the engine."""
+        """Messages of apis for the engine."""
         self._outbox: Mailbox[list[bytes]] = Mailbox()
         """Frames for apis; empty when the engine closes the gateway."""
         self._thread = start_thread(self._run, name="gateway")

@@ -21,14 +21,16 @@ def passes(prefill: Sequence[PrefillOp], *, together: bool) -> list[list[Prefill
     """
     divided: list[list[PrefillOp]] = []
     shared = [op for op in prefill if together and _only_pooled(op)]
+    positions = 0
     for op in sorted(shared, key=lambda op: (op.pooling or "", op.count)):
+        positions += op.count
         row = divided[-1] if divided else []
-        positions = sum(one.count for one in row) + op.count
         if row and row[0].pooling == op.pooling and (len(row) + 1) * op.count <= PADDING * positions:
             row.append(op)
         else:
             divided.append([op])
-    return [[op] for op in prefill if op not in shared] + divided
+            positions = op.count
+    return [[op] for op in prefill if not (together and _only_pooled(op))] + divided
 
 
 def _only_pooled(op: PrefillOp) -> bool:

@@ -83,16 +83,8 @@ class PromptPace:
         tokens = sum(op.count for op in plan.prefill)
         embeds = any(op.pooling is not None for op in plan.prefill)
         if plan.decode and now is not None and seconds is not None:
-            beside = embeds or self._embedded_at >= now - seconds or any(
-                op.pooling is not None for one in under_way for op in one.prefill)
-            if self._decode_s is None:
-                self._ahead_s = seconds if beside else 0.0  # by turns
-            else:
-                ahead_s = self._ahead_s + (seconds - self._decode_s if beside else -self._decode_s)
-                self._ahead_s = min(max(ahead_s, 0.0), MOST_AHEAD * self._decode_s)
-        if embeds and now is not None:
-            self._embedded_at = now
-        if plan.decode and now is not None and seconds is not None:
+            self._charge(seconds, embeds or self._embedded_at >= now - seconds or any(
+                op.pooling is not None for one in under_way for op in one.prefill))
             if tokens >= LEAST:
                 self._token_s = _learnt(self._token_s, max(seconds - (self._decode_s or 0.0), 0.0) / tokens)
             elif not tokens and not self._disturbed(plan, now - seconds, under_way):
@@ -101,6 +93,16 @@ class PromptPace:
             self._alone = tokens, busy_s
         if tokens and now is not None:
             self._prompted[plan.lane] = now
+        if embeds and now is not None:
+            self._embedded_at = now
+
+    def _charge(self, seconds: float, embedded: bool) -> None:
+        """Count a step of decoding of so many `seconds`, beside which texts were embedded or not."""
+        if self._decode_s is None:
+            self._ahead_s = seconds if embedded else 0.0  # by turns
+        else:
+            ahead_s = self._ahead_s + (seconds - self._decode_s if embedded else -self._decode_s)
+            self._ahead_s = min(max(ahead_s, 0.0), MOST_AHEAD * self._decode_s)
 
     def _disturbed(self, plan: StepPlan, since: float, under_way: Iterable[StepPlan]) -> bool:
         """Prompts of other lanes were computed meanwhile."""

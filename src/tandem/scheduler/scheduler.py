@@ -136,8 +136,7 @@ class Scheduler:
 
     @property
     def suspect(self) -> Sequence | None:
-        """The request that runs alone next, as nothing runs. Before that the ranks have to stand idle for a while if it
-        `rests`, and its api has to be told, and to take note."""
+        """The next request, if it is to run alone: first the ranks stand idle if it `rests`, and its api takes note."""
         if not self._queue or self.running or self._under_way:
             return None
         first = self._first()
@@ -325,6 +324,11 @@ class Scheduler:
         self.prefixes.limit(0 if self.pressed else room)
 
     # --- results ---
+
+    def compiled(self, request_id: str) -> None:
+        """Let a sequence go on that waits for its grammar, if it is still there."""
+        if (sequence := self.sequences.get(request_id)) is not None:
+            sequence.awaits_grammar = False
 
     def update(self, result: StepResult, now: float | None = None, busy_s: float = 0.0) -> list[EngineMessage]:
         """Take the tokens and vectors of one step, which took a rank `busy_s`; returns what the clients get to see.

@@ -37,6 +37,8 @@ their bytes and --journal-max-gb."""
 READY_POLL_S = 0.2
 EVERY_S = 1.0
 """Seconds between two looks at what can be dropped, and two syncs of `everysec`."""
+
+
 class EventLog:
     """Whole server-sent events, the first has the number 0. Belongs to one event loop."""
 
