@@ -72,7 +72,7 @@ class HostsBench(Probes):
 
     @property
     def names(self) -> list[str]:
-        """Of the machines, each once."""
+        """Return the names of the machines, each once."""
         return list(dict.fromkeys(one.ssh for one in self._file.hosts))
 
     def pairs(self) -> list[tuple[int, int]]:
@@ -83,7 +83,7 @@ class HostsBench(Probes):
         return list(ways.values())
 
     def steps(self, name: str) -> RankTimes:
-        """Of one machine. Raises RankFailure."""
+        """Time the steps of one machine. Raises RankFailure."""
         entry = next(one for one in self._file.hosts if one.ssh == name)
         request = RunRank(TimingTask(), {}, {}, self._timeout_s)
         try:
@@ -94,8 +94,8 @@ class HostsBench(Probes):
 
     def joined(self, pair: tuple[int, int], backend: str, sizes: list[int], iterations: int, fast_sync: bool
                ) -> RankTimes:  # fmt: skip
-        """What joins two entries, as the first of them finds it. Raises RankFailure, and LayoutError for a backend that
-        they cannot have."""
+        """Time what joins two entries, as the first of them finds it. Raises RankFailure, and LayoutError for a
+        backend that they cannot have."""
         entries = [self._file.hosts[index] for index in pair]
         hosts = []
         for end, (entry, address) in enumerate(zip(entries, _addresses(entries), strict=True)):

@@ -83,7 +83,7 @@ def run(task: TimingTask) -> RankTimes:
 
 
 def _joined(task: TimingTask) -> list[Row]:
-    """What joins the ranks: collectives, and hops from one to the next. Raises TandemError for a wrong sum."""
+    """Time what joins the ranks: collectives, and hops from one to the next. Raises TandemError for a wrong sum."""
     import mlx.core as mx
 
     from tandem.comm.group import RingLink, StageGroup

@@ -160,7 +160,7 @@ class Later:
     """A command that is imported when it runs, so that `tandem --help` need not wait for any."""
 
     place: str
-    """Its module below `tandem.cli`, and its function in it."""
+    """Module below `tandem.cli`, and the function in it that runs the command."""
 
     def __call__(self, arguments: argparse.Namespace) -> int:
         """Run it. Raises UsageError where it needs a package that is not in the default install."""

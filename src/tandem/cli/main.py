@@ -28,7 +28,7 @@ class Command:
     """One of `tandem`'s commands."""
 
     text: str
-    """What it does; `tandem --help` shows the first sentence."""
+    """Description of the command; `tandem --help` shows the first sentence."""
     add: Callable[[Parser], None]
     """Adds its options."""
     run: Callable[[argparse.Namespace], int]

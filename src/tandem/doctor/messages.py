@@ -58,7 +58,7 @@ class Transfer(Struct, frozen=True, tag=True):
 
 
 class TimingTask(Struct, frozen=True, kw_only=True):
-    """What one rank is to time: with others what joins them, alone the steps of its machine."""
+    """Task of one rank: time what joins it to others, or, alone, the steps of its machine."""
 
     rank: int = 0
     ranks: int = 1
@@ -168,7 +168,7 @@ class Row(Struct, frozen=True, kw_only=True):
 
 
 class RankTimes(Struct, frozen=True, kw_only=True, tag=True):
-    """What a rank has found, and on what; with `error` (and nothing else that counts) if it failed."""
+    """Times that a rank has measured, and on what; with `error` (and nothing else that counts) if it failed."""
 
     error: str | None = None
     """`LATE` if its time was up."""

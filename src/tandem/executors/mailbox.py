@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Mailbox(Generic[T]):
-    """What threads put there, in order, with a socket that turns readable when there is something."""
+    """Queue of what threads put there, in order, with a socket that turns readable when there is something."""
 
     def __init__(self) -> None:
         self._items: queue.SimpleQueue[T] = queue.SimpleQueue()

@@ -190,7 +190,7 @@ class _Connection(HostProcess):
         super().__init__(command)
         self.lines: deque[str] = deque(maxlen=TAIL)
         self.served = False
-        """Its rank host has been one of a whole gang."""
+        """True once the rank host has been in a complete gang."""
         self._label = label
         self._on_end = on_end
         self._readers.append(start_thread(self._copy, name=f"log of {label}"))

@@ -16,7 +16,7 @@ class PairIdentity(Struct, frozen=True, tag=True):
 
 
 class PairHello(PairIdentity, frozen=True, tag=True):
-    """Those of the head; answered by the agent's."""
+    """Name and key of the head; answered by `PairIdentity`."""
 
 
 class PairElement(Struct, frozen=True, tag=True):
@@ -26,7 +26,7 @@ class PairElement(Struct, frozen=True, tag=True):
 
 
 class PairStart(PairElement, frozen=True, tag=True):
-    """The head's, which uses up one attempt; answered by the agent's."""
+    """The head's element, which uses up one attempt; answered by `PairElement`."""
 
 
 class PairProof(Struct, frozen=True, tag="PairDone"):

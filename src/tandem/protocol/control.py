@@ -246,11 +246,11 @@ class Trial(Struct, frozen=True, tag=True):
 
 
 class Noted(Trial, frozen=True, tag=True):
-    """What the api sends back."""
+    """A `Trial` that the api has taken note of and sends back."""
 
 
 class Neighbours(Borrow, frozen=True, tag=True):
-    """What the supervisor sends."""
+    """Lenders of the model's other replicas, from the supervisor."""
 
 
 ApiMessage = Submit | Abort | Noted | QueryStatus | QueryMetrics | QueryCache | HandOver | Neighbours | Detach

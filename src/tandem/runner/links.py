@@ -68,7 +68,7 @@ def carrier(dtype: mx.Dtype) -> mx.Dtype:
 
 
 def dtype_name(dtype: mx.Dtype) -> str:
-    """As headers and files have it: `bfloat16`."""
+    """Return the name of a type as headers and files have it: `bfloat16`."""
     return str(dtype).removeprefix("mlx.core.")
 
 

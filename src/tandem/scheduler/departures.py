@@ -30,7 +30,7 @@ class _Parting:
     after: int = 0
     """It leaves when it has more tokens than so many, and stays where disks do not take it. 0: as soon as can be."""
     names: list[bytes] | None = None
-    """Its whole pieces, which disks may lose again; None before it is known what has to be written."""
+    """Names of the whole pieces, which disks may lose again; None before it is known what has to be written."""
     first: int = 0
     """Number of the first piece that is awaited: those before it were on all disks."""
     ordered: set[bytes] = field(default_factory=set)

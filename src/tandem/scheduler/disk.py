@@ -106,7 +106,7 @@ class DiskTier:
 
     @property
     def fetching(self) -> str | int | None:
-        """What somebody waits for, a look or the prefix with this key, the first that was asked for."""
+        """Number of the look, or key of the prefix, that somebody has waited for longest."""
         return next((key for key, asked in self._asked.items() if asked.waiting), None)
 
     @property

@@ -45,7 +45,7 @@ class Sequence:
     awaits: bool = False
     """Its prefix is being read from disk; it joins nobody before."""
     awaits_grammar: bool = False
-    """Its grammar is being compiled: the last chunk of its prompt waits for that."""
+    """True while the grammar is compiled, for which the last chunk of the prompt waits."""
     looked: bool = False
     """Ranks have looked on their disks for what another engine wrote of it, or do."""
     deaths: int = 0

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """What SIGINT does. Python raises KeyboardInterrupt between any two instructions, also while asyncio sets up a
+    """Handling of SIGINT. Python raises KeyboardInterrupt between any two instructions, also while asyncio sets up a
     loop, a terminal is taken, or after the last line of a `try`: here `heard` alone raises it."""
 
     def __init__(self) -> None:
@@ -70,7 +70,8 @@ class Interrupts:
 
 
 def make_prompt(interrupts: Interrupts) -> Callable[[], str]:
-    """What asks for what the user says next, as fits to standard input. It raises EOFError, and KeyboardInterrupt."""
+    """Return a function that asks for the user's next message, as fits standard input. It raises EOFError, and
+    KeyboardInterrupt."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _plain
     from prompt_toolkit import PromptSession

@@ -161,7 +161,7 @@ class MessageWriter(AnswerWriter):
         return named_event({"type": "message_start", "message": start}) + named_event({"type": "ping"})
 
     def delta(self, delta: Delta, extras: Json | None) -> bytes:
-        """What the text adds."""
+        """Return the events that a text adds."""
         ended = delta.finish_reason is not None
         written = b"".join(map(self._event, merged(self._reply.read(delta.text, last=ended))))
         if ended:
@@ -175,7 +175,7 @@ class MessageWriter(AnswerWriter):
         return named_event(end) + named_event({"type": "message_stop"})
 
     def done(self) -> bytes:
-        """Nothing: `message_stop` was the end."""
+        """Return nothing: `message_stop` was the end."""
         return b""
 
     def error(self, error: RequestError) -> bytes:

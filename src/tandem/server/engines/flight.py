@@ -31,7 +31,7 @@ class Subscription:
         self._abort = abort
         self._items: list[Output] = []
         self.error: RequestError | None = None
-        """What ended it."""
+        """Error that ended it, if one did."""
         self._nudged = False
         self._waiter: asyncio.Future[None] | None = None
 

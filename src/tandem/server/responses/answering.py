@@ -105,7 +105,7 @@ class Answering(AnswerWriter):
             await self.keep()
 
     def delta(self, delta: Delta, extras: Json | None) -> bytes:
-        """What the text adds."""
+        """Return the events that a text adds."""
         return self._events(self.take(delta))
 
     def usage(self, usage: Json, extras: Json) -> bytes:
