@@ -126,6 +126,8 @@ class FakeEngine:
         self.cached = 0, 0
         """Tokens of each prompt that it has, and those of them that are on disk."""
         self.delay = 0.0
+        self.outputs: int | None = None
+        """How many more tokens it sends; None for all."""
         self.hold = self.silent = self.garbage = self.rests = False
         self.refusal: tuple[int, str, str | None, float | None] | None = None
         self.status = EngineStatus(
@@ -214,6 +216,10 @@ class FakeEngine:
         now = time.monotonic()
         for request_id, sequence in list(self._live.items()):
             while sequence.outputs and sequence.due <= now:
+                if self.outputs == 0:
+                    return
+                if self.outputs is not None:
+                    self.outputs -= 1
                 self._send(sequence.identity, sequence.outputs.popleft())
                 sequence.due += self.delay
             if not sequence.outputs:

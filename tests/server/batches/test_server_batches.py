@@ -159,7 +159,7 @@ def test_what_waits_is_cancelled_and_what_is_late_expires(keeps, engine, wait_un
 def test_the_next_server_goes_on_where_the_last_was(keeps, engine, wait_until, place):
     server = keeps()
     client = server.openai()
-    engine.delay = 0.01
+    engine.outputs = 8 * len(engine.reply)
     begun = begin(client, *(line(str(number), temperature=1.0) for number in range(200)))
     wait_until(lambda: client.batches.retrieve(begun.id).request_counts.completed > 3, 240.0)
     server.stop()
@@ -170,7 +170,7 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, engine, wait_until, p
     left = [place / "files" / name for name in ("upload-x.tmp", "batch_x.in", "batch_x.output")]
     for path in left:
         path.write_bytes(b"left behind")
-    engine.delay = 0.0
+    engine.outputs = None
     client = keeps().openai()
     done = over(client, begun, wait_until)
     assert done.status == "completed" and done.request_counts.completed == 200
@@ -188,7 +188,7 @@ def test_the_next_server_goes_on_where_the_last_was(keeps, engine, wait_until, p
 def test_what_the_disk_changes_in_results_is_computed_again(keeps, engine, wait_until, place, stopped, caplog):
     server = keeps()
     client = server.openai()
-    engine.delay = 0.01
+    engine.outputs = 8 * len(engine.reply)
     begun = begin(client, *(line(str(number)) for number in range(80)))
     wait_until(lambda: client.batches.retrieve(begun.id).request_counts.completed > 5, 240.0)
     if stopped:
@@ -201,6 +201,7 @@ def test_what_the_disk_changes_in_results_is_computed_again(keeps, engine, wait_
         for place_of in (at, data.index(b'"content":"', at) + len(b'"content":"') + 1):
             file.seek(place_of)
             file.write(bytes([data[place_of] ^ 1]))
+    engine.outputs = None
     if stopped:
         client = keeps().openai()
     done = over(client, begun, wait_until)

@@ -117,12 +117,11 @@ def test_it_waits_through_overload_and_keeps_what_cannot_be(serve, engine, place
 
 def test_the_next_server_goes_on_with_the_same_seed_and_ids(serve, engine, place, wait_until):
     server = serve(journal=place)
-    engine.delay = 0.05
+    engine.outputs = 4
     before = beginning(server.openai(), 8)
-    engine.hold = True
     [lost] = engine.submitted.values()
     server.stop()
-    engine.hold, engine.delay = False, 0.0
+    engine.outputs = None
     client = serve(journal=place).openai()
     response_id = before[0].response.id
     done = finished(client, response_id, wait_until)
