@@ -27,15 +27,15 @@ GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
 def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool,
-                shed: int = 0) -> Limits:
-    """What the scheduler must keep to with these ranks. Raises OutOfMemory.
+                halvings: int = 0) -> Limits:
+    """Work out what the scheduler must keep to with these ranks. Raises OutOfMemory.
 
-    `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more. `shed`: how often a
-    GPU's memory has been full in spite of these limits; each time they are halved.
+    `shrink`: fewer KV tokens than the settings ask for will do, if there is no room for more. `halvings`: how often to
+    halve all limits, because a GPU's memory was full in spite of them.
     """
     chosen = settings.scheduler
     chunk = chosen.prefill_chunk or (GPU_PREFILL_CHUNK if ranks[0].gpu else CPU_PREFILL_CHUNK)
-    kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> shed, 2)
+    kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> halvings, 2)
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     snapshot = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
     if 0 < prefix_tokens < snapshot + BLOCK:
@@ -45,8 +45,8 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
         prefix_extra=snapshot,
         prefix_tokens=prefix_tokens,
         prefix_trimmable=all(ready.trimmable for ready in ranks),
-        lanes=layout.lanes, max_batch_size=max(chosen.max_batch_size >> shed, 1),
-        prefill_chunk=max(chunk >> shed, 1), kv_tokens=kv_tokens,
+        lanes=layout.lanes, max_batch_size=max(chosen.max_batch_size >> halvings, 1),
+        prefill_chunk=max(chunk >> halvings, 1), kv_tokens=kv_tokens,
         prefill_time_s=None if chosen.prefill_time_ms is None else chosen.prefill_time_ms / 1000,
         max_context=layout.max_context, max_queue=chosen.max_queue, max_queue_tokens=chosen.max_queue_tokens,
         eos_token_ids=frozenset(layout.description.eos_token_ids), vocab_size=layout.description.vocab_size,
