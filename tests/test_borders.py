@@ -24,7 +24,7 @@ AWAITED = {
     "server/generation/model_wait.py answered_by": "the response that it becomes part of takes its result",
     "server/batches/runner.py _ask_all": "gathered there",
     "bench/workload.py offer": "gathered there",
-    "llm/awaiting.py start": "awaited there, also when it is cancelled",
+    "llm/llm.py start": "awaited there, also when it is cancelled",
     "executors/gpu_probe.py probe_gpu": "a timer that hands on its one error",
     "guided/probe.py main": "joined there; a probe without an answer counts as one that failed",
 }

@@ -13,8 +13,7 @@ import pytest
 from tandem.config.settings import ModelSettings, SchedulerSettings, Settings, SpeculationSettings
 from tandem.engine.engine import Engine
 from tandem.engine.layout import plan_layout
-from tandem.engine.memory_guard import MemoryGuard
-from tandem.engine.sizing import make_limits
+from tandem.engine.sizing import MemoryGuard, make_limits
 from tandem.errors import OutOfMemory
 from tandem.executors import assembly, inline
 from tandem.protocol.control import Output, Ready, Stepped
@@ -165,7 +164,7 @@ def test_a_device_that_fills_up_is_relieved_and_every_answer_is_as_if_it_had_not
         device.share = 0.5
         device.pump(lambda: engine.idle)
         assert device.tokens == calm and not scheduler.pressed
-        assert "90 % full: kept prefixes and buffers are let go of" in caplog.text
+        assert "90 % full: dropping cached prefixes and buffers" in caplog.text
         assert "96 % full; a request starts again later" in caplog.text
         assert [rank.used_bytes for rank in engine.status().ranks] == [int(0.5 * device.memory)]
     finally:

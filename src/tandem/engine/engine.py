@@ -9,18 +9,18 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from typing import Protocol
 
 import zmq
 
 from tandem.config.settings import Settings
 from tandem.engine.desk import CacheDesk, Reply
-from tandem.engine.drain_rate import DrainRate
 from tandem.engine.layout import GangLayout, make_executor
-from tandem.engine.memory_guard import MemoryGuard
-from tandem.engine.metrics import EngineMetrics
+from tandem.engine.metrics import DrainRate, EngineMetrics
 from tandem.engine.quorum import Quorum
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report as StatusReport
+from tandem.engine.sizing import MemoryGuard
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report, do_nothing
 from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped, Trial
@@ -43,6 +43,24 @@ WRITE_S = 10.0
 """Seconds in which disks write nothing of a request that leaves, after which those that leave do not wait for them."""
 GRAMMAR_S = 60.0
 """Seconds that ranks may take to compile a grammar."""
+
+
+class Stopped(BaseException):
+    """Leaves an engine's loop, at whatever it is, also while it replaces ranks."""
+
+
+class Source(Protocol):
+    """Where an engine's messages come from, and where its answers go."""
+
+    @property
+    def socket(self) -> object:
+        """A socket, ZeroMQ's or plain, that turns readable when there are messages to take."""
+
+    def take(self, *, replacing: bool = False) -> None:
+        """Hand to the engine what has come for it; `replacing`: while ranks are replaced. Raises Stopped."""
+
+    def deliver(self, messages: list[EngineMessage]) -> None:
+        """Hand out what the engine has to say."""
 
 
 class _Standstill:
@@ -174,12 +192,21 @@ class Engine:
 
     # --- steps ---
 
-    def sleep(self, other: object) -> None:
-        """Wait until a rank or `other`, a socket, has something to say, but not for long: ranks are to be watched."""
-        poller = zmq.Poller()
-        for one in filter(None, (other, self.executor.wait_socket)):
-            poller.register(one, zmq.POLLIN)
-        poller.poll(IDLE_MS if self.idle else POLL_MS)
+    def serve(self, source: Source) -> None:
+        """Run until the source raises Stopped or `pump` raises; messages are exchanged while ranks are replaced too."""
+        def exchange() -> None:
+            source.deliver(self.take_messages())
+            source.take(replacing=True)
+
+        self.gang.on_wait = exchange
+        while True:
+            source.take()
+            source.deliver(self.pump(0.0))
+            # Ranks are to be watched, so not for long.
+            poller = zmq.Poller()
+            for socket in filter(None, (source.socket, self.executor.wait_socket)):
+                poller.register(socket, zmq.POLLIN)
+            poller.poll(IDLE_MS if self.idle else POLL_MS)
 
     def pump(self, timeout_s: float) -> list[EngineMessage]:
         """Send the plans that can be sent, and take what results there are, waiting up to `timeout_s` seconds.

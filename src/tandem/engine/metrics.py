@@ -11,6 +11,12 @@ from tandem.scheduler.disk import DiskCounts
 from tandem.speculation.proposers import SpeculationCounts
 
 LATENCY_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+SAMPLE_S = 1.0
+"""Seconds between two samples."""
+MEMORY = 0.8
+"""Share of the old drain rate in the new one."""
+UNKNOWN_S, LONGEST_S = 5.0, 120.0
+"""Seconds to wait before anything has been measured, and the most that is answered."""
 
 
 class EngineMetrics:
@@ -151,3 +157,32 @@ class EngineMetrics:
     def text(self) -> bytes:
         """Prometheus text exposition. May be called from any thread."""
         return generate_latest(self.registry)
+
+
+class DrainRate:
+    """Tokens per second that leave the queue, averaged over the last seconds in which something waited.
+
+    Clients that are refused hear by it when to come back.
+    """
+
+    def __init__(self) -> None:
+        self._rate: float | None = None
+        self._sample: tuple[float, int] | None = None
+
+    def observe(self, now: float, admitted_tokens: int, *, waiting: bool) -> None:
+        """Record at `now` seconds how many tokens have ever left the queue. To be called often."""
+        if not waiting:
+            self._sample = None
+        elif self._sample is None:
+            self._sample = (now, admitted_tokens)
+        elif (seconds := now - self._sample[0]) >= SAMPLE_S:
+            rate = (admitted_tokens - self._sample[1]) / seconds
+            self._rate = rate if self._rate is None else MEMORY * self._rate + (1 - MEMORY) * rate
+            self._sample = (now, admitted_tokens)
+
+    def retry_after(self, queued_tokens: int) -> float:
+        """Seconds until half of the queue will be gone: room for those that come back then, and work until they do."""
+        if self._rate is None:
+            return UNKNOWN_S
+        seconds = queued_tokens / 2 / self._rate if self._rate > 0 else LONGEST_S
+        return min(max(seconds, 1.0), LONGEST_S)

@@ -15,7 +15,7 @@ from types import FrameType
 import msgspec
 
 from tandem.config.settings import Settings
-from tandem.engine.engine import Engine
+from tandem.engine.engine import Engine, Stopped
 from tandem.engine.gateway import Client, Gateway, Inbound
 from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.env import engine_socket_path
@@ -50,7 +50,7 @@ class EngineService:
         layout = plan_layout(settings)
         say_what_is_idle(settings, layout)
         self._engine = Engine(settings, layout, lending=lending)
-        self._engine.gang.on_wait = self._meanwhile
+        self._engine.gang.on_wait = self.take
         path = Path(settings.process.engine_socket or engine_socket_path(settings.server.port))
         self._gateway = Gateway(path, self._engine.status(), self._engine.metrics.text)
         self._owners: dict[str, Client] = {}
@@ -83,9 +83,9 @@ class EngineService:
                      len(self._engine.layout.ranks), self._engine.layout.lanes, self._engine.status().kv_tokens_total)
             self._serving = True
             self._publish()
-            self._serve()
-        except _Over:
-            log.info("ended while ranks were being replaced")
+            self._engine.serve(self)
+        except Stopped:
+            pass
         except EngineStuck as stuck:
             log.error("%s; this process ends, since the step cannot be ended without it", stuck.message)
             self._gateway.close()
@@ -94,34 +94,30 @@ class EngineService:
         except RankFailure as failure:
             log.error("%s; this engine ends, and its requests are told", failure.message)
             report(failure.message)
-            self._deliver(self._engine.failures(failure))
+            self.deliver(self._engine.failures(failure))
             return EXIT_FAILED
         finally:
             self._engine.close()
             self._gateway.close()
         return EXIT_OK
 
-    def _serve(self) -> None:
-        while not self._over():
-            self._take_messages()
-            self._deliver(self._engine.pump(0.0))
-            self._engine.sleep(self._gateway.inbox.socket)
-            self._publish_now_and_then()
+    # --- the engine's loop ---
 
-    def _take_messages(self) -> None:
+    @property
+    def socket(self) -> object:
+        """As `Source.socket`."""
+        return self._gateway.inbox.socket
+
+    def take(self, *, replacing: bool = False) -> None:
+        """As `Source.take`; also publish the status now and then."""
+        if replacing:
+            self._handed.clear()
         for client, message in self._gateway.receive(0.0):
             self._handle(client, message)
-
-    def _meanwhile(self) -> None:
-        """While ranks are being replaced: requests may come and go, and the status shows it."""
-        self._handed.clear()
-        self._take_messages()
-        self._deliver(self._engine.take_messages())
-        if self._over():
-            raise _Over
-        if self._gateway.status.state != self._engine.state:
+        if self._gateway.status.state != self._engine.state or time.monotonic() - self._published > PUBLISH_S:
             self._publish()
-        self._publish_now_and_then()
+        if self._over():
+            raise Stopped
 
     def _over(self) -> bool:
         if not self._stopping.is_set():
@@ -169,8 +165,8 @@ class EngineService:
             return
         self._owners[request.request_id] = client
 
-    def _deliver(self, messages: list[control.EngineMessage]) -> None:
-        """Hand out what a step brought: all that goes to one api at once, since sending costs more than encoding."""
+    def deliver(self, messages: list[control.EngineMessage]) -> None:
+        """As `Source.deliver`: all that goes to one api is sent at once, since sending costs more than encoding."""
         batches: dict[Client, list[control.EngineMessage]] = {}
         ended = False
         for message in messages:
@@ -195,14 +191,6 @@ class EngineService:
             status = msgspec.structs.replace(status, loading=list(self._loading.ranks.values()))
         self._gateway.status = status
         self._published = time.monotonic()
-
-    def _publish_now_and_then(self) -> None:
-        if time.monotonic() - self._published > PUBLISH_S:
-            self._publish()
-
-
-class _Over(Exception):
-    """The engine was told to end while it replaced ranks, and nothing is left to wait for."""
 
 
 class _Loading:

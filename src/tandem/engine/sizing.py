@@ -1,4 +1,10 @@
-"""How much a gang of ranks can hold and do at once: the scheduler's limits, from settings and what ranks report."""
+"""How much the ranks can hold and do at once: the scheduler's limits, and what is done while memory is nearly full.
+
+Room for KV is worked out when ranks start, from settings and what ranks report. Buffers that steps take for a moment,
+other programs and rounding are not known then. So ranks report what they hold after every step. Where those of one
+device hold too much together, prefixes and freed buffers are dropped and nobody joins a batch; where that is not
+enough, sequences are preempted, the youngest first.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +18,25 @@ from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.layout import GangLayout
 from tandem.errors import OutOfMemory, UnsupportedModel
+from tandem.log import Seldom
 from tandem.models.description import ModelDescription
 from tandem.models.kv_types import nothing_to_quantize
-from tandem.protocol.control import Ready
+from tandem.protocol.control import Ready, Stepped
 from tandem.scheduler.limits import Limits
+from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationLimits
 
 log = logging.getLogger(__name__)
+seldom = Seldom(log)
 
 METAL_QUERIES = 32
 """Most queries of one head of keys, over the tokens of a row, for which MLX's fused attention for short queries takes a
 step on Metal (`sdpa_vector`: tokens times query heads per kv head); more of them are computed without it."""
+EASE, SHED = 0.85, 0.95
+"""Shares of a device's memory from which caches are dropped, and from which sequences are preempted."""
+MARGIN = 0.03
+"""Least distance of `EASE` above `--memory-fraction`, since a full KV cache is no trouble. The share must fall as far
+below it until all is well again."""
 GPU_PREFILL_CHUNK, CPU_PREFILL_CHUNK = 512, 192
 
 
@@ -100,7 +114,7 @@ def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *
     """What the tightest memory has room for, or what the settings say if that is less."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
-        pools.setdefault((ready.machine or ready.host, ready.rank if ready.own_memory else -1), []).append(ready)
+        pools.setdefault(_device(ready), []).append(ready)
     prefixes = chosen.prefix_cache if chosen.kv_tokens is None else 0.0  # else whoever chose has planned the memory
     sequences = held_sequences(chosen.max_batch_size, layout.lanes)
     room = [kv_capacity(together[0].memory_bytes, chosen.memory_fraction,
@@ -116,3 +130,46 @@ def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *
                           f"{max(tokens, 2)}; lower --kv-tokens, use more stages, or raise --memory-fraction",
                           param="kv_tokens")
     return tokens
+
+
+def _device(ready: Ready) -> tuple[str, int]:
+    """The memory that a rank uses: its machine's, or that of its own GPU."""
+    return ready.machine or ready.host, ready.rank if ready.own_memory else -1
+
+
+class MemoryGuard:
+    """Watches the memory of an engine's ranks, over all their replacements."""
+
+    def __init__(self, memory_fraction: float) -> None:
+        """`memory_fraction`: share of a device's memory that weights and KV may take."""
+        self._ease = min(max(EASE, memory_fraction + MARGIN), SHED)
+        self._ready: Sequence[Ready] = ()
+        self._used: dict[int, int] = {}
+        self._next = 0
+
+    def watch(self, ready: Sequence[Ready], report: Stepped, scheduler: Scheduler) -> None:
+        """Have the `scheduler` hold less memory, or no longer so, after a step of one of the ranks that are `ready`."""
+        if ready is not self._ready:
+            self._ready, self._next, scheduler.pressed = ready, 0, False
+            self._used.clear()
+        self._used[report.step.rank] = report.used_bytes
+        share, where = self._fullest()
+        if share >= self._ease and not scheduler.pressed:
+            seldom.warning("the device's memory on %s is %.0f %% full: dropping cached prefixes and buffers, and "
+                           "requests wait; lower --memory-fraction or --kv-tokens if this goes on", where, 100 * share)
+        scheduler.pressed = share >= self._ease - (MARGIN if scheduler.pressed else 0)
+        # What the last one leaves shows once the steps that were under way are done.
+        if share >= SHED and report.step.step_id >= self._next and scheduler.relieve():
+            self._next = scheduler.next_step + scheduler.limits.lanes
+            seldom.warning("the device's memory on %s is %.0f %% full; a request starts again later", where,
+                           100 * share)
+
+    def _fullest(self) -> tuple[float, str]:
+        """The largest share of a device's memory that its ranks hold, and the name of its machine."""
+        used: dict[tuple[str, int], int] = {}
+        most = (0.0, "")
+        for ready in self._ready:
+            device = _device(ready)
+            used[device] = used.get(device, 0) + self._used.get(ready.rank, 0)
+            most = max(most, (used[device] / max(ready.memory_bytes, 1), ready.host))
+        return most

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from tandem.borders import start_thread
 from tandem.config.settings import Settings
-from tandem.engine.engine import Engine
+from tandem.engine.engine import Engine, Stopped
 from tandem.engine.layout import GangLayout
 from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
 from tandem.executors.base import Progress, do_nothing
@@ -35,10 +35,6 @@ Event = Output | Exception
 Sink = Callable[[Event], object]
 """Where the events of a request go. Called in the engine's thread; RuntimeError says that nobody listens any more."""
 CLOSED = "this LLM is closed"
-
-
-class _Closing(BaseException):
-    """Leaves whatever the engine is at."""
 
 
 class EngineThread:
@@ -110,15 +106,11 @@ class EngineThread:
     def _run(self) -> None:
         ended: Exception = UnavailableError(CLOSED)
         try:
-            self.engine.gang.on_wait = self.engine.executor.on_wait = self._meanwhile
+            self.engine.gang.on_wait = self.engine.executor.on_wait = self.take
             self.engine.start(lambda *progress: self._news.put(progress))
             self._news.put(None)
-            while True:
-                self._meanwhile()
-                self._deliver(self.engine.pump(0.0))
-                self._fill()
-                self.engine.sleep(self._calls.socket)
-        except _Closing:
+            self.engine.serve(self)
+        except Stopped:
             pass
         except TandemError as error:
             ended = error
@@ -142,12 +134,17 @@ class EngineThread:
         self._news.put(error)
         self._calls.close()
 
-    def _meanwhile(self) -> None:
-        """Take what has been handed in; also while ranks are being replaced."""
+    @property
+    def socket(self) -> object:
+        """As `Source.socket`."""
+        return self._calls.socket
+
+    def take(self, *, replacing: bool = False) -> None:
+        """As `Source.take`."""
         for call in self._calls.take():
             call()
         if self._closing:
-            raise _Closing
+            raise Stopped
 
     def _do(self, work: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():
@@ -179,6 +176,25 @@ class EngineThread:
         self._sinks[request.request_id] = sink
         return True
 
+    def _abort(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            if self._sinks.pop(request_id, None) is not None:
+                self.engine.abort(request_id)
+        gone = set(request_ids)
+        if any(request.request_id in gone for request, _ in self._held):
+            self._held = deque(one for one in self._held if one[0].request_id not in gone)
+
+    def deliver(self, messages: Sequence[EngineMessage]) -> None:
+        """As `Source.deliver`; then queue what has waited for room."""
+        for message in messages:
+            if not isinstance(message, Output | Refused) or (sink := self._sinks.get(message.request_id)) is None:
+                continue
+            if isinstance(message, Refused) or message.finish_reason:
+                del self._sinks[message.request_id]
+            if not _tell(sink, message.as_error() if isinstance(message, Refused) else message):
+                self._abort([message.request_id])
+        self._fill()
+
     def _fill(self) -> None:
         """Queue what has been waiting for room."""
         while self._held:
@@ -189,23 +205,6 @@ class EngineThread:
             except RequestError as error:
                 _tell(sink, error)
             self._held.popleft()
-
-    def _abort(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            if self._sinks.pop(request_id, None) is not None:
-                self.engine.abort(request_id)
-        gone = set(request_ids)
-        if any(request.request_id in gone for request, _ in self._held):
-            self._held = deque(one for one in self._held if one[0].request_id not in gone)
-
-    def _deliver(self, messages: Sequence[EngineMessage]) -> None:
-        for message in messages:
-            if not isinstance(message, Output | Refused) or (sink := self._sinks.get(message.request_id)) is None:
-                continue
-            if isinstance(message, Refused) or message.finish_reason:
-                del self._sinks[message.request_id]
-            if not _tell(sink, message.as_error() if isinstance(message, Refused) else message):
-                self._abort([message.request_id])
 
 
 def _tell(sink: Sink, event: Event) -> bool:
