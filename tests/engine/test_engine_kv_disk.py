@@ -165,7 +165,7 @@ def test_a_model_with_windows_is_served_without(tmp_path, caplog):
         assert llm.generate([PROMPT[:300]], PARAMS)[0].token_ids
         status = ask(llm, lambda engine: engine.status())
     assert status.kv_disk.startswith("off: ")
-    assert f"nothing is kept with --kv-disk; it is {status.kv_disk}" in caplog.text
+    assert f"KV disk not used (--kv-disk): {status.kv_disk}" in caplog.text
     assert not files(tmp_path)
 
 

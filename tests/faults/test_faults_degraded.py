@@ -107,4 +107,4 @@ def test_a_machine_that_is_back_in_time_is_waited_for(server: Any, machines: Joi
     server.check(calls)
     server.wait(lambda: server.settled() and len(server.ranks()) == 2, "two ranks")
     if server.metric('tandem_gang_failures_total{cause="host",replica="0"}') == failures:
-        assert "degraded" not in server.log.read_text().rpartition("all machines are back")[2]
+        assert "degraded" not in server.log.read_text().rpartition("All machines are back")[2]

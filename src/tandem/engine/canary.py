@@ -34,7 +34,7 @@ TOLERANCE = {"float32": 0.02, "float16": 0.3, "bfloat16": 1.0}
 """Difference of log probabilities that other chunk boundaries and batch sizes may cause: they change the order of
 sums. Corrupted activations are off by several nats."""
 QUANTIZED_KV = {"auto": 0.0, "8bit": 0.3, "4bit": 1.0}
-"""The same of quantised KV, where that is more: a number at the border of two codes may get either."""
+"""Tolerance by KV type, where that is more: a number at the border of two codes may get either."""
 REPEAT_S = 1.0
 """A canary that took less is sent again when the ranks were replaced."""
 

@@ -129,7 +129,7 @@ class ExcludedMachines:
         return bool(self._barred)
 
     def usable(self, present: Iterable[int]) -> list[int]:
-        """Those of the `present` places whose machines can be used."""
+        """Return the `present` places whose machines can be used."""
         return [slot for slot in present if slot not in self._barred | self._wedged]
 
     def due(self, now: float) -> bool:
@@ -155,7 +155,7 @@ class Alternatives:
         self._facts = facts
         hosts = hosts_for(settings.parallel) if full.profile is not None else ()
         self._names = [hosts[slot].ssh if slot < len(hosts) else ready.host for slot, ready in enumerate(facts)]
-        """What a profile calls the machine of each place."""
+        """Name of each place's machine in a hardware profile."""
         self._backend = None if full.profile is None else named_backend(settings.parallel)
         self._said: set[str] = set()
         self._present: tuple[int, ...] = ()
@@ -202,7 +202,7 @@ class Alternatives:
             yield ActiveLayout(layout, tuple(present[machine] for machine in candidate.layout.machines))
 
     def _cluster(self, present: Sequence[int], wanted: Request) -> Cluster:
-        """What to plan with: assumed speeds, and measured ones for those machines that the profile knows."""
+        """Machines and links to plan with: assumed speeds, and measured ones for machines that the profile knows."""
         parallel, full = self._settings.parallel, self._full
         machines = [Machine(name=str(slot), memory=self._facts[slot].memory_bytes, bandwidth=BANDWIDTH, flops=FLOPS,
                             gpu=self._facts[slot].gpu, fence=METAL_FENCE if self._facts[slot].metal else 0.0)

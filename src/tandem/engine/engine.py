@@ -50,7 +50,7 @@ class Stopped(BaseException):
 
 
 class Source(Protocol):
-    """Where an engine's messages come from, and where its answers go."""
+    """The peer of an engine's loop: brings messages, takes answers."""
 
     @property
     def socket(self) -> object:
@@ -64,7 +64,7 @@ class Source(Protocol):
 
 
 class _Standstill:
-    """How long something that somebody waits for has been as it is."""
+    """Measures for how long something that is waited for has made no progress."""
 
     def __init__(self) -> None:
         self._state: object = None
@@ -82,8 +82,8 @@ class Engine:
 
     def __init__(self, settings: Settings, layout: GangLayout, executor: Executor | None = None,
                  lending: ClusterKeys | None = None) -> None:
-        """Nothing is started; `executor` is for tests. `lending`: keys with which ranks of all engines of the model
-        lend one another what they keep on disk."""
+        """Store the collaborators; `start` launches ranks. `executor` is for tests. `lending`: keys with which ranks of
+        all engines of the model fetch KV from one another's disks."""
         self.settings = settings
         self.metrics = EngineMetrics()
         self.gang = Gang(settings, layout, executor or make_executor(settings, layout, lending),
@@ -95,15 +95,15 @@ class Engine:
         self._scheduler: Scheduler | None = None
         self._drain_rate = DrainRate()
         self._out: list[EngineMessage] = []
-        """What nobody has taken yet."""
+        """Messages that nobody has taken yet."""
         self._resting: tuple[Sequence, float] | None = None
-        """For whom nothing runs, and until when."""
+        """The suspect for which nothing runs, and until when."""
         self._fetching, self._writing, self._compiling = _Standstill(), _Standstill(), _Standstill()
-        """Of what is read from disks, of what is written there of those that leave, and of grammars."""
+        """Progress of reads from disk, of writes there for migrations, and of grammars."""
 
     @property
     def executor(self) -> Executor:
-        """What runs the plans."""
+        """The executor that runs the plans."""
         return self.gang.executor
 
     @property
@@ -113,7 +113,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """As in `EngineStatus`."""
+        """State as in `EngineStatus`."""
         return self.gang.state
 
     @property
@@ -123,7 +123,7 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """What makes the plans. Only after `start`."""
+        """The scheduler that makes the plans. Only after `start`."""
         assert self._scheduler is not None
         return self._scheduler
 
@@ -131,7 +131,7 @@ class Engine:
         """Load the model everywhere. Raises UsageError or RankFailure, with nothing left running."""
         self._scheduler = self.gang.start(progress)
         if self.layout.ranks[0].kv_disk and self._report.kv_disk != "on":
-            log.warning("nothing is kept with --kv-disk; it is %s", self._report.kv_disk)
+            log.warning("KV disk not used (--kv-disk): %s", self._report.kv_disk)
 
     # --- requests ---
 
@@ -170,7 +170,7 @@ class Engine:
         """Which ranks of other replicas lend KV."""
         if neighbours.lenders != self.gang.neighbours:
             self.gang.neighbours = neighbours.lenders
-            log.info("other replicas lend KV from %d directories",
+            log.info("Remote KV available from %d directories of other replicas",
                      len(self.gang.lenders.keys() - self.gang.lends.keys()))
             if self._scheduler is not None:
                 self._scheduler.disk.lend(self.gang.lenders.items())
@@ -243,7 +243,7 @@ class Engine:
         self.gang.recover(scheduler, failure, self._out)
 
     def take_messages(self) -> list[EngineMessage]:
-        """What there is for clients since the last call; `pump` returns it too, once it is done."""
+        """Return the messages for clients since the last call; `pump` returns them too."""
         messages = list(self._out)
         self._out.clear()  # the same list: `recover`, which calls who takes these, goes on filling it
         for message in messages:
@@ -261,48 +261,48 @@ class Engine:
 
     def _send_plans(self) -> None:
         now = time.monotonic()
-        self._order_fetches(now)
-        self._let_leave(now)
+        self._send_disk_orders(now)
+        self._migrate(now)
         self._rest(now)
         while (plan := self.scheduler.next_plan()) is not None:
             self.executor.submit(plan)
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
 
-    def _order_fetches(self, now: float) -> None:
-        """Of prefixes on disk, and looks there; nobody waits for a disk that says nothing for long."""
+    def _send_disk_orders(self, now: float) -> None:
+        """Send the disk tier's orders to the ranks; after `FETCH_S` without progress nobody waits for disks."""
         disk = self.scheduler.disk
         for order in disk.orders:
             self.executor.fetch(order)
         disk.orders.clear()
         if self._fetching.seconds(disk.fetching, now) > FETCH_S:
-            log.warning("KV has not come from disk for %.0f s; what waits for it is computed", FETCH_S)
+            log.warning("KV disk silent for %.0f s: computing the prompts that wait for it", FETCH_S)
             disk.lose_patience()
 
-    def _let_leave(self, now: float) -> None:
+    def _migrate(self, now: float) -> None:
         departures = self.scheduler.departures
         self._out += departures.depart()
         if self._writing.seconds(departures.progress, now) > WRITE_S:
-            log.warning("what requests that leave have computed is not written in %.0f s; those who can stay do, and "
-                        "what the others have is computed again where they go", WRITE_S)
+            log.warning("KV disk wrote nothing for %.0f s: migrating requests of a drain without it, "
+                        "keeping others", WRITE_S)
             departures.lose_patience()
 
     def _await_grammars(self, now: float) -> None:
         """End a request whose grammar takes too long to compile."""
         sequence = self.scheduler.compiling
         if self._compiling.seconds(sequence, now) > GRAMMAR_S and sequence is not None:
-            log.error("a grammar is not compiled in %.0f s; request %s ends with an error", GRAMMAR_S,
+            log.error("Grammar not compiled in %.0f s: ending request %s with an error", GRAMMAR_S,
                       sequence.request_id)
             self._out.append(self.scheduler.fail(sequence, NO_GRAMMAR))
 
     def _rest(self, now: float) -> None:
-        """Nothing runs for a while before a suspect does, to see whether ranks die without it; then its api is told."""
+        """Run nothing for a while before a suspect, to see whether ranks die without it; then tell its api."""
         suspect = self.scheduler.suspect
         resting = None if suspect is None or suspect.may_be_tried else suspect
         if resting is None or self._resting is None or self._resting[0] is not resting:
             self._resting = None if resting is None else (resting, now + REST_S)
             if resting is not None:
-                log.warning("nothing runs for %.0f s; it shows whether ranks die without request %s too, which ran "
-                            "alone when they did", REST_S, resting.request_id)
+                log.warning("Running nothing for %.0f s to see whether ranks die without request %s too, which ran "
+                            "alone when they died", REST_S, resting.request_id)
                 self._tell_trial(resting, resting=True)
         elif now >= self._resting[1]:
             resting.rested = True
@@ -335,7 +335,7 @@ class Engine:
         self._out += messages
 
     def failures(self, error: Exception) -> list[EngineMessage]:
-        """What is left to say, and an error for every request, because the engine cannot go on."""
+        """Return the remaining messages, and an error for every request: the engine cannot go on."""
         live = [] if self._scheduler is None else list(self._scheduler.sequences)
         self._out += [Refused(name, 503, f"the engine stopped: {error}", code="engine_failed") for name in live]
         return self.take_messages()

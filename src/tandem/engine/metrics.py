@@ -1,4 +1,4 @@
-"""What the engine counts, in Prometheus terms. Names follow vLLM's with `tandem_` in front."""
+"""Prometheus metrics of the engine. Names follow vLLM's with `tandem_` in front."""
 
 from __future__ import annotations
 
@@ -85,19 +85,19 @@ class EngineMetrics:
                               "rank")
 
     def disk(self, counts: DiskCounts) -> None:
-        """What has been read from disk and written there so far."""
+        """Count up to what has been read from disk and written there so far."""
         self._count_up_to({self.disk_hits: counts.hit_tokens, self.disk_read: counts.read_bytes,
                            self.disk_written: counts.written_bytes, self.disk_seconds: counts.read_s,
                            self.disk_written_seconds: counts.written_s, self.disk_brought: counts.brought_bytes,
                            self.disk_failures: counts.failures})
 
     def cached(self, tokens: int, from_disk: int) -> None:
-        """Tokens of a prompt that were not computed, and those of them that were read from disk."""
+        """Count a prompt's tokens that were not computed, and those of them that were read from disk."""
         self.prefix_hits.labels("memory").inc(tokens - from_disk)
         self.prefix_hits.labels("disk").inc(from_disk)
 
     def scheduled(self, preemptions: int, counts: SpeculationCounts) -> None:
-        """What the scheduler has counted so far: sequences that were preempted, and what was guessed."""
+        """Count up to the scheduler's numbers: preempted sequences, and drafts."""
         self._count_up_to({self.preemptions: preemptions, self.spec_drafts: counts.drafts,
                            self.spec_draft_tokens: counts.draft_tokens, self.spec_accepted: counts.accepted_tokens})
 
@@ -107,14 +107,14 @@ class EngineMetrics:
         self._counted |= counts
 
     def arrived(self, request_id: str, prompt_tokens: int, *, begun: bool = False) -> None:
-        """A request was queued; `begun`: another engine began to answer it."""
+        """Record a queued request; `begun`: another engine began to answer it."""
         self._arrived[request_id] = now = time.monotonic()
         self._prompts[request_id] = prompt_tokens
         if begun:
             self._last_token[request_id] = now
 
     def produced(self, request_id: str, count: int, finish_reason: str | None, *, embedded: bool = False) -> None:
-        """`count` tokens went out; when it is 0, what the prompt alone brings: a vector if it was `embedded`."""
+        """Record `count` tokens that went out; 0 for a request that ends with its prompt, `embedded` or not."""
         now = time.monotonic()
         self.generation_tokens.inc(count)
         self.generated += count
@@ -135,19 +135,19 @@ class EngineMetrics:
             self.ended(request_id, finish_reason)
 
     def ended(self, request_id: str, finish_reason: str) -> None:
-        """The request is answered."""
+        """Record that a request is answered."""
         now = time.monotonic()
         self.finished.labels(finish_reason).inc()
         self.e2e.observe(now - self._arrived.get(request_id, now))
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
-        """The request is over."""
+        """Drop the time stamps of a request that is over."""
         for table in (self._arrived, self._last_token, self._prompts):
             table.pop(request_id, None)
 
     def stepped(self, report: Stepped) -> None:
-        """A rank reported a step."""
+        """Record a rank's report of a step."""
         rank = str(report.step.rank)
         self.step.labels(rank).observe(report.step.busy_s)
         self.kv_bytes.labels(rank).set(report.step.kv_bytes)

@@ -1,4 +1,4 @@
-"""The ranks that serve: how they are started, replaced when they fail, and laid out over the machines that are there.
+"""The rank group: how ranks are started, replaced when they fail, and laid out over the machines that are present.
 
 Ranks are disposable. The scheduler holds every request; a new gang gets its sequences from there, and goes on where the
 old one stopped.
@@ -36,12 +36,12 @@ log = logging.getLogger(__name__)
 BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 STABLE_S = 60.0
-"""A gang that has stood for so long was sound: the failure that ends it is the first in a row."""
+"""Seconds after which a failure counts as the first in a row."""
 WAIT_S = 0.05
 KEPT_EVENTS = 32
-"""Of the history; the supervisor takes what is new each second."""
+"""Events kept in the history; the supervisor takes new ones each second."""
 LOSSES = ("died", "stopped", "silent", "link", "stuck")
-"""Causes of a failure that may well not come again."""
+"""Causes of failures that may not come again."""
 REMEDIES = {
     "host": "See that the machine is on and in the network; it is taken in again by itself.",
     "link": "See to the cable or network between the machines; `tandem doctor` measures it.",
@@ -53,28 +53,28 @@ REMEDIES = {
 REMEDY = "Nothing to do if it stays at this once; else the log of that rank and `tandem doctor` say more."
 FEWER = "machines were lost, and those that remain have no room"
 FULL = "a GPU's memory was full, and the KV cache that it has now has no room"
-"""Why a request no longer fits."""
+"""Reasons why a request no longer fits."""
 
 
 class Gang:
-    """One gang of ranks after the other. Used by one thread."""
+    """Starts ranks, and replaces all of them when one fails. Used by one thread."""
 
     def __init__(self, settings: Settings, layout: GangLayout, executor: Executor, metrics: EngineMetrics) -> None:
-        """Nothing is started."""
+        """Store the collaborators; call `start` to launch ranks."""
         self._settings = settings
         self._metrics = metrics
         self._full = self._active = ActiveLayout(layout)
         self._space = layout.ranks[0].kv_space
-        """What KV of the model's files is called on disk, as they were when they were last loaded."""
+        """Name on disk of KV that the model's files make, as of their last loading."""
         self.executor = executor
         self.state = "starting"
         self.detail = "loading the model"
         self.restarts = 0
         self.ready: list[Ready] = []
-        """What each rank said when it was ready."""
+        """Report of each rank when it was ready."""
         self.history = History(KEPT_EVENTS)
         self.neighbours: list[tuple[str, str]] = []
-        """What ranks of other replicas lend: which directory (`Ready.store`), and where."""
+        """KV directories of other replicas (`Ready.store`), and the endpoint of each."""
         self.lost: int | None = None
         """The rank whose failure ended the last gang, until the next one stands."""
         self.load_s = 0.0
@@ -93,7 +93,7 @@ class Gang:
 
     @property
     def layout(self) -> GangLayout:
-        """How the model lies over the ranks."""
+        """The layout of the model over the ranks."""
         return self._active.layout
 
     @property
@@ -135,51 +135,49 @@ class Gang:
         self._limits_for = (self.layout, self._memory.halvings)
         self._alternatives = Alternatives(self._settings, self.layout, self.ready)
         self._metrics.kv_total.set(limits.kv_tokens)
-        self._stand()
+        self._mark_ready()
         self._begin(scheduler)
         return scheduler
 
     def _begin(self, scheduler: Scheduler) -> None:
         for ready in self.ready:
             if ready.disk_trouble:
-                log.warning("rank %d: %s; nothing is kept on disk until the ranks start again", ready.rank,
-                            ready.disk_trouble)
+                log.warning("Rank %d: %s; KV disk not used until the ranks start again", ready.rank, ready.disk_trouble)
         scheduler.disk.begin((ready.pieces for ready in self.ready), scheduler.waiting, scheduler.prefixes,
                              self.lenders.items())
 
     @property
     def lends(self) -> dict[str, str]:
-        """Directories that these ranks lend from, and where."""
+        """KV directories that these ranks serve to others, and the endpoint of each."""
         return {ready.store: ready.lends for ready in self.ready if ready.lends}
 
     @property
     def lenders(self) -> dict[str, str]:
-        """All that lend what these ranks can use: of another model, type or version nobody is asked for anything."""
+        """KV directories and endpoints that these ranks can use: those of the same model, type and version."""
         spaces = {ready.store.rpartition("/")[2] for ready in self.ready if ready.store}
         return {store: endpoint for store, endpoint in self.neighbours
                 if store.rpartition("/")[2] in spaces} | self.lends
 
     def _launch(self, progress: Progress | None = None) -> None:
         started = time.monotonic()
-        self._tell_apart()
+        self._refresh_kv_namespace()
         self.ready = self.executor.start(progress)
         self.load_s = time.monotonic() - started
         self._metrics.load_seconds.set(self.load_s)
 
-    def _tell_apart(self) -> None:
-        """Ranks are about to load the model's files as they are now; KV on disk may be of what they were before."""
+    def _refresh_kv_namespace(self) -> None:
+        """Name KV on disk after the model's files as they are now: ranks are about to load them anew."""
         if not self.layout.ranks[0].kv_disk:
             return
         # Where files are missing or broken, the ranks say it.
         with suppress(UsageError, OSError):
             space = kv_space(self._settings.model, self.layout.files)
             if space != self._space:
-                log.warning("the model's files have changed since they were last loaded; KV on disk that was computed "
-                            "with the old ones is not used")
+                log.warning("Model files have changed since their last loading: KV on disk of the old ones is not used")
             self._space = space
             self.executor.keep_apart(space)
 
-    def _stand(self) -> None:
+    def _mark_ready(self) -> None:
         if self.state != "draining":
             self.state, self.detail = "ready", ""
         self.lost = None
@@ -202,7 +200,7 @@ class Gang:
         return outcome.next_step
 
     def proven(self) -> None:
-        """The gang has brought something: what fails next is the first failure in a row."""
+        """Reset the failure counters: ranks have produced tokens."""
         self._failures_in_a_row = self._blameless = 0
 
     def _halve_limits(self, failure: RankFailure) -> bool:
@@ -217,7 +215,7 @@ class Gang:
         return True
 
     def widen(self, scheduler: Scheduler) -> None:
-        """Take back a halving when a GPU's memory has not been full for long: what filled it may have been others."""
+        """Double limits again when a GPU's memory has not been full for long: other programs may have filled it."""
         if not self._memory.restore(time.monotonic()):
             return
         scheduler.widen(self._limits())
@@ -229,7 +227,7 @@ class Gang:
                           "twice as much to do again")
 
     def _blames(self, failure: RankFailure | None) -> bool:
-        """Whether the requests under way may be what ended the gang; a GPU's limits are not, unless they go on."""
+        """True if the requests under way may have ended the ranks; a GPU's limits are blamed on none at first."""
         if failure is None or failure.cause not in ("memory", "timeout") or self._blameless >= MOST_HALVINGS:
             return failure is not None and failure.blame
         self._blameless += 1
@@ -238,21 +236,21 @@ class Gang:
     # --- replacing ranks ---
 
     def recover(self, scheduler: Scheduler, failure: RankFailure | None, out: list[EngineMessage]) -> None:
-        """A new gang, and every request queued again with the tokens it has. Refusals go to `out` at once.
+        """Start new ranks, and queue every request again with the tokens it has. Refusals go to `out` at once.
 
-        Without a failure the old gang ends on purpose, for the whole layout. Raises RankFailure when it gives up.
+        Without a failure the old ranks end on purpose, for the full layout. Raises RankFailure after `max_restarts`.
         """
         noticed, before = time.monotonic(), self._active
         if noticed - self._ready_at > STABLE_S:
             self._failures_in_a_row = 0
         self.executor.on_wait = self.on_wait
-        groups = {name: one.request.group for name, one in scheduler.sequences.items()}
+        groups = {name: sequence.request.group for name, sequence in scheduler.sequences.items()}
         refused = scheduler.restart(died=failure is not None, blame=self._blames(failure))
         out += refused
-        for one in refused:
-            if isinstance(one, Refused):
-                self.history.note("request_refused", f"a request is not tried again: {one.message}", level="error",
-                                  request_id=one.request_id, group=groups.get(one.request_id, ""),
+        for refusal in refused:
+            if isinstance(refusal, Refused):
+                self.history.note("request_refused", f"a request is not tried again: {refusal.message}", level="error",
+                                  request_id=refusal.request_id, group=groups.get(refusal.request_id, ""),
                                   remedy="Send it shorter or changed; if it fails alike, report it with the log.")
         # Deaths that a request is to blame for say nothing against the machines.
         self._failures_in_a_row = max(self._failures_in_a_row - len(refused), 0)
@@ -278,16 +276,16 @@ class Gang:
             if failure.cause != "host" and self._failures_in_a_row > 1:
                 self._pause(failure)
             failure = self._bring_up(scheduler, out)
-        self._stand()
+        self._mark_ready()
         self._begin(scheduler)
         self._metrics.recovery_seconds.observe(self._ready_at - noticed)
-        log.info("the ranks are back after %.1f s; %d requests go on", self._ready_at - noticed,
+        log.info("Ranks ready again after %.1f s: resuming %d requests", self._ready_at - noticed,
                  len(scheduler.sequences))
         self.history.note("ranks_replaced", f"{len(self.layout.ranks)} rank(s) serve again after "
                           f"{self._ready_at - noticed:.1f} s; {len(scheduler.sequences)} request(s) go on")
 
     def _bring_up(self, scheduler: Scheduler, out: list[EngineMessage]) -> RankFailure | None:
-        """Start the next gang; what went wrong if it did."""
+        """Start the next ranks; returns why they could not start."""
         try:
             self._launch()
             layout, halvings = self._limits_for
@@ -335,8 +333,10 @@ class Gang:
     # --- machines that are lost for longer, or cannot start their ranks ---
 
     def _do_without(self, failure: RankFailure) -> None:
-        """Lay the model out over some of the machines if others are missing, or cannot start. If it fits nowhere the
-        layout that failed is tried again."""
+        """Lay the model out over the usable machines if others are missing, or cannot start their ranks.
+
+        Where it fits on no such layout the one that failed is tried again.
+        """
         present = self.executor.present()
         if present is None:
             return
@@ -348,7 +348,7 @@ class Gang:
             return
         smaller = self._plan_fallback(usable)
         if smaller is None:
-            log.error("the model does not fit on the %d machine(s) that remain; waiting for the others", len(usable))
+            log.error("Model does not fit on the %d usable machine(s): waiting for the others", len(usable))
             return
         ranks = f"{len(smaller.layout.ranks)} of {len(self._full.layout.ranks)} ranks"
         why = self.degraded.partition(": ")[2] if failure.cause == "start" and self.degraded else failure.message
@@ -375,12 +375,12 @@ class Gang:
     def _lay_out(self, active: ActiveLayout) -> None:
         if self.degraded != active.degraded:
             if active.degraded:
-                log.warning("degraded: %s; all is answered, slower, until they are back", active.degraded)
+                log.warning("Degraded: %s; answering more slowly until they are back", active.degraded)
                 self.history.note("layout_degraded", f"the model is laid out over fewer machines ({active.degraded}); "
                                   "all is answered, slower", level="warning",
                                   remedy="Bring the machine back; it is taken in again by itself.")
             else:
-                log.info("all machines are back")
+                log.info("All machines are back")
                 self.history.note("layout_restored", "all machines are back; the model is laid out over them again")
         self._active = active
         self.ready = []

@@ -36,13 +36,13 @@ LOG_S = 10.0
 PUBLISH_S = 0.5
 """Seconds between refreshes of the published status."""
 FETCHED_S = 30.0
-"""Seconds for those who take over the last requests to have what was computed of them from here."""
+"""Seconds in which other replicas may fetch the KV of requests that were migrated last."""
 EXIT_OK, EXIT_FAILED, EXIT_STUCK = 0, 3, 4
-"""Exit codes. STUCK: another process with the same settings may well go on."""
+"""Exit codes. STUCK: another process with the same settings may well serve."""
 
 
 class EngineService:
-    """Moves messages between gateway and engine until it is told to stop."""
+    """Moves messages between IPC server and engine until it is told to stop."""
 
     def __init__(self, settings: Settings, lending: ClusterKeys | None = None) -> None:
         """Check model and layout, and open the socket; `lending` as for `Engine`. Raises UsageError."""
@@ -55,7 +55,7 @@ class EngineService:
         self._gateway = Gateway(path, self._engine.status(), self._engine.metrics.text)
         self._owners: dict[str, Client] = {}
         self._handed: dict[str, Client] = {}
-        """Requests that have left, and of which what was computed here may not have been taken there yet."""
+        """Migrated requests whose KV may not have been fetched from here yet."""
         self._handed_at = 0.0
         self._stopping = threading.Event()
         self._serving = False
@@ -75,7 +75,7 @@ class EngineService:
     def run(self, report: Callable[[str], None]) -> int:
         """Load, serve, end. Returns the exit code; raises UsageError for what the user must mend.
 
-        `report` hears why it ended, if ranks failed.
+        `report` is called with the reason if ranks failed.
         """
         try:
             self._engine.start(self._loading)
@@ -87,12 +87,12 @@ class EngineService:
         except Stopped:
             pass
         except EngineStuck as stuck:
-            log.error("%s; this process ends, since the step cannot be ended without it", stuck.message)
+            log.error("%s; ending this process, since the step cannot be ended without it", stuck.message)
             self._gateway.close()
             # Not an exit in good order, which would wait for the thread that is stuck.
             os._exit(EXIT_STUCK)
         except RankFailure as failure:
-            log.error("%s; this engine ends, and its requests are told", failure.message)
+            log.error("%s; ending this engine and failing its requests", failure.message)
             report(failure.message)
             self.deliver(self._engine.failures(failure))
             return EXIT_FAILED
@@ -105,11 +105,11 @@ class EngineService:
 
     @property
     def socket(self) -> object:
-        """As `Source.socket`."""
+        """Readable when apis have sent something."""
         return self._gateway.inbox.socket
 
     def take(self, *, replacing: bool = False) -> None:
-        """As `Source.take`; also publish the status now and then."""
+        """Hand messages of apis to the engine, and publish the status now and then. Raises Stopped once drained."""
         if replacing:
             self._handed.clear()
         for client, message in self._gateway.receive(0.0):
@@ -145,13 +145,13 @@ class EngineService:
         elif isinstance(message, QueryCache):
             self._engine.query_cache(message, partial(self._gateway.send, client))
         elif isinstance(message, control.HandOver):
-            for request_id in [one for one, owner in self._owners.items() if owner == client]:
+            for request_id in [request_id for request_id, owner in self._owners.items() if owner == client]:
                 self._engine.hand_over(request_id)
         elif isinstance(message, control.Neighbours):
             self._engine.meet(message)
         else:
             self._handed = {name: owner for name, owner in self._handed.items() if owner != client}
-            for request_id in [one for one, owner in self._owners.items() if owner == client]:
+            for request_id in [request_id for request_id, owner in self._owners.items() if owner == client]:
                 del self._owners[request_id]
                 self._engine.abort(request_id)
 
@@ -166,7 +166,7 @@ class EngineService:
         self._owners[request.request_id] = client
 
     def deliver(self, messages: list[control.EngineMessage]) -> None:
-        """As `Source.deliver`: all that goes to one api is sent at once, since sending costs more than encoding."""
+        """Send messages to their apis, all that goes to one at once: sending costs more than encoding."""
         batches: dict[Client, list[control.EngineMessage]] = {}
         ended = False
         for message in messages:
@@ -181,7 +181,7 @@ class EngineService:
             if owner is not None:
                 batches.setdefault(owner, []).append(message)
         if ended:
-            self._publish()  # who has his answer and looks at the status does not find himself still running
+            self._publish()  # first, so that a client never sees its finished request as running
         for client, batch in batches.items():
             self._gateway.send(client, *batch)
 
@@ -194,7 +194,7 @@ class EngineService:
 
 
 class _Loading:
-    """How far the ranks are: kept for the status, and a log line when a phase is over, or has taken long."""
+    """Loading progress of the ranks: kept for the status, and logged when a phase is over or takes long."""
 
     def __init__(self, changed: Callable[[], None], history: History) -> None:
         """`changed` is called when there is something new to show."""
@@ -229,7 +229,7 @@ def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[
                lending: ClusterKeys | None = None) -> int:
     """Serve until SIGTERM or SIGINT; with `lifeline` also until standard input closes. Returns the exit code.
 
-    `report` hears why it ended, if ranks failed; `lending` as for `Engine`. Call from the main thread. Raises
+    `report` is called with the reason if ranks failed; `lending` as for `Engine`. Call from the main thread. Raises
     UsageError before anything is left running.
     """
     service = EngineService(settings, lending)
@@ -245,5 +245,5 @@ def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[
     try:
         return service.run(report)
     except KeyboardInterrupt:
-        log.warning("stopped at once; what was under way is lost")
+        log.warning("Stopped at once: requests under way are lost")
         return 128 + signal.SIGTERM

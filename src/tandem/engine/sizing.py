@@ -99,7 +99,7 @@ def _fixed(ready: Ready, sequences: int) -> int:
 
 
 def _most(ranks: Sequence[Ready]) -> int:
-    """Bytes of a position on the rank where it takes most: by it snapshots are counted, on all ranks alike."""
+    """Bytes of a position on the rank where it takes most; snapshots are counted by it on all ranks alike."""
     return max(ready.kv_bytes_per_token for ready in ranks)
 
 
@@ -111,7 +111,7 @@ def _position(ready: Ready, ranks: Sequence[Ready], prefixes: float) -> int:
 
 
 def _kv_tokens(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], *, shrink: bool) -> int:
-    """What the tightest memory has room for, or what the settings say if that is less."""
+    """KV tokens that the tightest memory has room for, or that the settings name if fewer. Raises OutOfMemory."""
     chosen, pools = settings.scheduler, dict[tuple[str, int], list[Ready]]()
     for ready in ranks:
         pools.setdefault(_device(ready), []).append(ready)

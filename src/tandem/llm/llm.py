@@ -30,9 +30,9 @@ P = ParamSpec("P")
 class LLM(LoadedModel):
     """A model, loaded and ready. Close it, or use a `with` block.
 
-    Any number of threads may use one, and of streams that are read by turns: each request goes on at its own pace. What
-    nobody waits for any more is stopped: a call that an exception (Ctrl-C too) ends, a stream that is closed, or
-    forgotten. In a process that was forked from this one it cannot be used.
+    Any number of threads may use it, also streams that are read by turns: each request runs at its own pace. A call
+    that an exception (Ctrl-C too) ends, and a stream that is closed or forgotten, stop their requests. A forked process
+    cannot use it.
     """
 
     def __init__(self, model: str, *, progress: Progress | None = None, **options: object) -> None:
@@ -91,7 +91,7 @@ class AsyncLLM(LoadedModel):
     """
 
     def __init__(self, model: str, *, progress: Progress | None = None, **options: object) -> None:
-        """As `LLM`; nothing is done yet. `progress` is called in another thread."""
+        """Store the options of `LLM`; `start` loads the model. `progress` is called in another thread."""
         self._model, self._options, self._progress = model, options, progress
         self._ready: Session | None = None
         self._starting = asyncio.Lock()
@@ -121,27 +121,27 @@ class AsyncLLM(LoadedModel):
 
     async def generate(self, prompts: Prompt | Sequence[Prompt],
                        params: SamplingParams | None = None) -> list[RequestOutput]:
-        """As `LLM.generate`. Raises RequestError."""
+        """Complete each prompt, like `LLM.generate`. Raises RequestError."""
         return (await _run_async(self._session.texts, prompts, params)).outputs
 
     async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None) -> RequestOutput:
-        """As `LLM.chat`. Raises RequestError."""
+        """Answer a conversation, like `LLM.chat`. Raises RequestError."""
         return (await _run_async(self._session.reply, messages, params)).outputs[0]
 
     async def stream(self, prompt: Prompt | Sequence[Message],
                      params: SamplingParams | None = None) -> AsyncGenerator[str, None]:
-        """As `LLM.stream`. Raises RequestError."""
+        """Yield pieces of the answer as they come, like `LLM.stream`. Raises RequestError."""
         batch = await asyncio.to_thread(self._session.answer, prompt, params)
         async with aclosing(_pieces_async(batch)) as pieces:
             async for piece in pieces:
                 yield piece
 
     async def embed(self, prompts: Prompt | Sequence[Prompt], dimensions: int | None = None) -> list[list[float]]:
-        """As `LLM.embed`. Raises RequestError."""
+        """Embed each prompt, like `LLM.embed`. Raises RequestError."""
         return (await _run_async(self._session.pooled, prompts, dimensions)).vectors(dimensions)
 
     async def close(self) -> None:
-        """As `LLM.close`."""
+        """End what runs, all ranks, and free the model, like `LLM.close`."""
         if self._ready is not None:
             await asyncio.to_thread(self._ready.engine.close)
 

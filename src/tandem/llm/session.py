@@ -157,7 +157,7 @@ class Batch:
 
 
 class LoadedModel:
-    """What `LLM` and `AsyncLLM` share: the properties of a loaded model."""
+    """Properties of a loaded model, for `LLM` and `AsyncLLM`."""
 
     _session: Session
 
