@@ -46,7 +46,7 @@ class Ranks:
         if plan is None:
             return None
         for keep in plan.keeps:
-            computed = self.scheduler.lanes[plan.lane].members[keep.key].computed
+            computed = self.scheduler.batches.lanes[plan.lane].members[keep.key].computed
             assert all((number + 1) * PIECE <= computed for number, _ in keep.pieces)
         self.writes += [name for op in (*plan.stores, *plan.keeps) for _, name in op.pieces]
         for message in self.scheduler.update(StepResult(plan.step_id, plan.lane, [5] * len(plan.sampled()))):
@@ -187,7 +187,7 @@ def test_who_only_waits_for_its_grammar_leaves() -> None:
         scheduler.submit(EngineRequest(request_id=name, prompt=prompt, params=params), seed=1)
     while ranks.step() is not None:
         pass
-    assert len(scheduler.lanes[0].members) == 2 and not ranks.outputs and not scheduler.departures.depart()
+    assert len(scheduler.batches.lanes[0].members) == 2 and not ranks.outputs and not scheduler.departures.depart()
     ranks.leave("long", "brief")
     plan = ranks.step()
     assert plan is not None and not (plan.prefill or plan.decode)

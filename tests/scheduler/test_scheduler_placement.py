@@ -29,7 +29,7 @@ def run(one: Scheduler, steps: int) -> None:
 
 
 def lengths(one: Scheduler) -> list[list[int]]:
-    return [sorted(sequence.prompt_len for sequence in lane.members.values()) for lane in one.lanes]
+    return [sorted(sequence.prompt_len for sequence in lane.members.values()) for lane in one.batches.lanes]
 
 
 def test_a_long_context_is_paid_for_by_few():
@@ -39,9 +39,9 @@ def test_a_long_context_is_paid_for_by_few():
     for number in range(7):
         submit(one, f"short {number}", 200)
         run(one, 2)
-    beside = next(lane for lane in one.lanes if "long" in lane.members)
+    beside = next(lane for lane in one.batches.lanes if "long" in lane.members)
     assert len(beside.members) <= 3
-    assert one.kv_positions < 45_000  # four rows of 10,000 and more, were they dealt out in turn
+    assert one.batches.kv_positions < 45_000  # four rows of 10,000 and more, were they dealt out in turn
 
 
 def test_the_same_lengths_are_dealt_out_evenly():
@@ -49,7 +49,7 @@ def test_the_same_lengths_are_dealt_out_evenly():
     for number in range(8):
         submit(one, str(number), 100)
     run(one, 12)
-    assert [len(lane.members) for lane in one.lanes] == [4, 4]
+    assert [len(lane.members) for lane in one.batches.lanes] == [4, 4]
 
 
 def test_two_lengths_part():
@@ -58,7 +58,7 @@ def test_two_lengths_part():
         submit(one, str(number), length)
         run(one, 2)
     assert sorted(map(len, lengths(one))) in ([3, 5], [4, 4])
-    assert one.kv_positions <= 5 * 4100 + 3 * 100
+    assert one.batches.kv_positions <= 5 * 4100 + 3 * 100
 
 
 def test_no_lane_starves_whatever_comes():
@@ -68,6 +68,6 @@ def test_no_lane_starves_whatever_comes():
         submit(one, str(number), rng.choice([10, 300, 5000]))
         run(one, rng.randrange(4))
     run(one, 30)
-    rows = [len(lane.members) for lane in one.lanes]
+    rows = [len(lane.members) for lane in one.batches.lanes]
     assert sum(rows) == 16
     assert max(rows) - min(rows) <= 5

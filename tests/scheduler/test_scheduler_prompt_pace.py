@@ -42,7 +42,7 @@ class Device:
 
     def flood(self, texts: int, tokens: int) -> None:
         """Embed as many more as are wanted to have so many sequences here, streams among them."""
-        while self.scheduler.running + len(self.scheduler.waiting) < texts:
+        while self.scheduler.batches.running + len(self.scheduler.waiting) < texts:
             self.embed(f"e{self.embedded}", tokens)
             self.embedded += 1
 
@@ -199,7 +199,7 @@ def test_embeddings_beside_a_stream_of_another_lane_leave_it_half_of_its_speed()
     device.until(lambda plan: device.now > 100 * DECODE_S)
     began, first = device.now, len(device.done)
     while len(device.done) < first + 400:
-        while len(device.scheduler.lanes[1].members) + len(device.scheduler.waiting) < 4:
+        while len(device.scheduler.batches.lanes[1].members) + len(device.scheduler.waiting) < 4:
             device.embed(f"e{sent}", 50)
             sent += 1
         device.step()

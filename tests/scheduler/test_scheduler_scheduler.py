@@ -178,7 +178,7 @@ def test_lanes_share_the_requests_and_take_turns() -> None:
     plans = [scheduler.next_plan() for _ in range(4)]
     lanes = [plan.lane for plan in plans if plan]
     assert set(lanes) == {0, 1} and len(lanes) == 3
-    assert [len(lane.members) for lane in scheduler.lanes] == [2, 2]
+    assert [len(lane.members) for lane in scheduler.batches.lanes] == [2, 2]
 
 
 def test_when_the_kv_cache_is_full_the_youngest_starts_again_and_nothing_is_lost() -> None:
@@ -186,7 +186,7 @@ def test_when_the_kv_cache_is_full_the_youngest_starts_again_and_nothing_is_lost
     for i in range(3):
         scheduler.submit(request(f"r{i}", 8, max_tokens=90), seed=1)
     got = drain(scheduler)
-    assert scheduler.preemptions > 0
+    assert scheduler.batches.preemptions > 0
     assert {name: len(tokens) for name, tokens in got.items()} == {"r0": 90, "r1": 90, "r2": 90}
 
 
@@ -217,7 +217,7 @@ def test_prompts_that_begin_alike_find_their_beginning_although_the_kv_cache_is_
         scheduler.submit(EngineRequest(request_id=f"r{i}", prompt=prompt, params=params), seed=1)
     most = 0
     while (plan := scheduler.next_plan()) is not None:
-        most = max(most, scheduler.running)
+        most = max(most, scheduler.batches.running)
         answer(scheduler, plan)
     assert scheduler.prefixes.hits >= 50 if shared else scheduler.prefixes.spared == 0
     assert most >= (14 if shared else 16)

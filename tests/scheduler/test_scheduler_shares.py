@@ -112,7 +112,7 @@ def test_a_group_without_rivals_keeps_all_places() -> None:
         load.send("only", 10, 20)
     while any(load.open.values()):
         load.step()
-    assert load.scheduler.preemptions == 0
+    assert load.scheduler.batches.preemptions == 0
 
 
 def test_idle_groups_save_nothing_up_and_nobody_pays_for_a_free_machine() -> None:

@@ -23,15 +23,13 @@ from tandem.engine.report import Report as StatusReport
 from tandem.engine.sizing import MemoryGuard
 from tandem.errors import EngineStuck, OverloadedError, RankFailure, RequestError, UnavailableError
 from tandem.executors.base import Executor, Progress, Report, do_nothing
-from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped, Trial
+from tandem.protocol.control import EngineMessage, EngineStatus, HandedOver, Output, Refused, Stepped
 from tandem.protocol.kept import QueryCache
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.pieces import Borrow
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import NO_GRAMMAR, GrammarReady
-from tandem.protocol.suspicion import REST_S
 from tandem.scheduler.scheduler import Scheduler
-from tandem.scheduler.sequence import Sequence
 
 log = logging.getLogger(__name__)
 
@@ -96,8 +94,6 @@ class Engine:
         self._drain_rate = DrainRate()
         self._out: list[EngineMessage] = []
         """Messages that nobody has taken yet."""
-        self._resting: tuple[Sequence, float] | None = None
-        """The suspect for which nothing runs, and until when."""
         self._fetching, self._writing, self._compiling = _Standstill(), _Standstill(), _Standstill()
         """Progress of reads from disk, of writes there for migrations, and of grammars."""
 
@@ -237,7 +233,7 @@ class Engine:
         return self.take_messages()
 
     def _recover(self, scheduler: Scheduler, failure: RankFailure | None) -> None:
-        self._resting, self._compiling = None, _Standstill()
+        self._compiling = _Standstill()
         self._desk.give_up()
         self._quorum.forget()
         self.gang.recover(scheduler, failure, self._out)
@@ -263,7 +259,7 @@ class Engine:
         now = time.monotonic()
         self._send_disk_orders(now)
         self._migrate(now)
-        self._rest(now)
+        self._out += self.scheduler.quarantine.watch(self.scheduler.suspect, now)
         while (plan := self.scheduler.next_plan()) is not None:
             self.executor.submit(plan)
         self._drain_rate.observe(now, self.scheduler.admitted_tokens, waiting=bool(self.scheduler.waiting))
@@ -294,26 +290,6 @@ class Engine:
                       sequence.request_id)
             self._out.append(self.scheduler.fail(sequence, NO_GRAMMAR))
 
-    def _rest(self, now: float) -> None:
-        """Run nothing for a while before a suspect, to see whether ranks die without it; then tell its api."""
-        suspect = self.scheduler.suspect
-        resting = None if suspect is None or suspect.may_be_tried else suspect
-        if resting is None or self._resting is None or self._resting[0] is not resting:
-            self._resting = None if resting is None else (resting, now + REST_S)
-            if resting is not None:
-                log.warning("Running nothing for %.0f s to see whether ranks die without request %s too, which ran "
-                            "alone when they died", REST_S, resting.request_id)
-                self._tell_trial(resting, resting=True)
-        elif now >= self._resting[1]:
-            resting.rested = True
-        if suspect is not None and suspect.may_be_tried and not (suspect.expected or suspect.announced):
-            suspect.announced = True
-            self._tell_trial(suspect, resting=False)
-
-    def _tell_trial(self, sequence: Sequence, *, resting: bool) -> None:
-        if sequence.suspicion.suspect and sequence.request.suspicion is not None:
-            self._out.append(Trial(sequence.request_id, resting))
-
     def _take(self, report: Report) -> None:
         if isinstance(report, GrammarReady):
             self.scheduler.compiled(report.request_id)
@@ -329,7 +305,7 @@ class Engine:
             return
         assert whole.result is not None
         messages = self.scheduler.update(whole.result, time.monotonic(), whole.step.busy_s)
-        self.metrics.scheduled(self.scheduler.preemptions, self.scheduler.speculation.counts)
+        self.metrics.scheduled(self.scheduler.batches.preemptions, self.scheduler.speculation.counts)
         if messages:
             self.gang.proven()
         self._out += messages

@@ -109,13 +109,13 @@ class Report:
         """Snapshot for the api; also refreshes the gauges. `scheduler` is None while the first ranks load."""
         gang, layout = self._gang, self._gang.layout
         queued = len(scheduler.waiting) if scheduler else 0
-        running = scheduler.running if scheduler else 0
-        used = scheduler.kv_positions if scheduler else 0
+        running = scheduler.batches.running if scheduler else 0
+        used = scheduler.batches.kv_positions if scheduler else 0
         self._metrics.running.set(running)
         self._metrics.waiting.set(queued)
         self._metrics.kv_used.set(used)
         counts = scheduler.speculation.counts if scheduler else SpeculationCounts()
-        self._metrics.scheduled(scheduler.preemptions if scheduler else 0, counts)
+        self._metrics.scheduled(scheduler.batches.preemptions if scheduler else 0, counts)
         return EngineStatus(
             query_id=0, state=gang.state, detail=gang.detail, model=layout.served_name, source=str(layout.files.path),
             max_context=min(layout.max_context, scheduler.limits.kv_tokens) if scheduler else layout.max_context,

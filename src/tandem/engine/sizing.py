@@ -150,16 +150,16 @@ class MemoryGuard:
     def watch(self, ready: Sequence[Ready], report: Stepped, scheduler: Scheduler) -> None:
         """Have the `scheduler` hold less memory, or no longer so, after a step of one of the ranks that are `ready`."""
         if ready is not self._ready:
-            self._ready, self._next, scheduler.pressed = ready, 0, False
+            self._ready, self._next, scheduler.batches.pressed = ready, 0, False
             self._used.clear()
         self._used[report.step.rank] = report.used_bytes
         share, where = self._fullest()
-        if share >= self._ease and not scheduler.pressed:
+        if share >= self._ease and not scheduler.batches.pressed:
             seldom.warning("the device's memory on %s is %.0f %% full: dropping cached prefixes and buffers, and "
                            "requests wait; lower --memory-fraction or --kv-tokens if this goes on", where, 100 * share)
-        scheduler.pressed = share >= self._ease - (MARGIN if scheduler.pressed else 0)
+        scheduler.batches.pressed = share >= self._ease - (MARGIN if scheduler.batches.pressed else 0)
         # What the last one leaves shows once the steps that were under way are done.
-        if share >= SHED and report.step.step_id >= self._next and scheduler.relieve():
+        if share >= SHED and report.step.step_id >= self._next and scheduler.batches.relieve():
             self._next = scheduler.next_step + scheduler.limits.lanes
             seldom.warning("the device's memory on %s is %.0f %% full; a request starts again later", where,
                            100 * share)

@@ -21,6 +21,8 @@ class Sequence:
 
     request: EngineRequest
     seed: int
+    number: int = 0
+    """Counts arrivals: the youngest sequence has the highest."""
     tokens: list[int] = field(default_factory=list)
     """Prompt, then the tokens produced so far."""
     lane: int | None = None
