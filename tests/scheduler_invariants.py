@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.cache.prefix import PrefixIndex
+from tandem.kv.index import PrefixIndex
 from tandem.scheduler.scheduler import Scheduler
 
 

@@ -50,7 +50,7 @@ def expected(model: str) -> Any:
 @pytest.fixture
 def serve(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., LLM]:
     # A model as small as this computes about as fast as a busy machine's disk reads.
-    monkeypatch.setattr("tandem.scheduler.disk.DiskTier._pays", lambda self, tokens, gain: True)
+    monkeypatch.setattr("tandem.kv.disk.DiskTier._pays", lambda self, tokens, gain: True)
     return lambda layout, **more: LLM(model, kv_disk=str(tmp_path / "kv"), prefill_chunk=64, **LAYOUTS[layout], **more)
 
 
@@ -154,7 +154,7 @@ def test_a_disk_that_says_nothing_keeps_nobody_waiting(serve, expected, tmp_path
         answers(llm, expected)
         wait(lambda: len(files(tmp_path)) == 2)
     monkeypatch.setattr("tandem.engine.engine.FETCH_S", 0.3)
-    monkeypatch.setattr("tandem.runner.kv_disk.KVDisk.take_order", lambda self, order: None)
+    monkeypatch.setattr("tandem.kv.store.KVDisk.take_order", lambda self, order: None)
     with serve("one") as llm:
         assert answers(llm, expected) == 0
 

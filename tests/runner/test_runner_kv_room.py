@@ -10,8 +10,8 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from scheduler_invariants import check_invariants
-from tandem.cache.budget import kv_shape
 from tandem.errors import BatchDesync
+from tandem.kv.budget import kv_shape
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import KVShape, StepPlan, StepResult
 from tandem.runner.runner import Runner

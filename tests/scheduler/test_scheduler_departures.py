@@ -7,8 +7,7 @@ import random
 import pytest
 
 from scheduler_invariants import check_invariants
-from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import block_hashes
+from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import HandedOver, Output
 from tandem.protocol.pieces import PIECE, Borrow, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from scheduler_invariants import check_invariants
-from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import block_hashes
 from tandem.errors import OverloadedError, RequestError
+from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import Output, Refused
 from tandem.protocol.pieces import Survey
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs

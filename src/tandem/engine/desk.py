@@ -9,9 +9,9 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from tandem.cache.prefix import block_hashes
 from tandem.engine.recovery import Gang
 from tandem.engine.report import Report
+from tandem.kv.index import block_hashes
 from tandem.protocol.kept import MOST_PREFIXES, CacheReport, DiskReport, KeptPrefix, QueryCache
 from tandem.protocol.pieces import Surveyed
 from tandem.scheduler.scheduler import Scheduler

@@ -43,11 +43,11 @@ GRAMMAR_S = 60.0
 """Seconds that ranks may take to compile a grammar."""
 
 
-class Stopped(BaseException):
+class EngineStopped(BaseException):
     """Leaves an engine's loop, at whatever it is, also while it replaces ranks."""
 
 
-class Source(Protocol):
+class MessageSource(Protocol):
     """The peer of an engine's loop: brings messages, takes answers."""
 
     @property
@@ -55,7 +55,7 @@ class Source(Protocol):
         """A socket, ZeroMQ's or plain, that turns readable when there are messages to take."""
 
     def take(self, *, replacing: bool = False) -> None:
-        """Hand to the engine what has come for it; `replacing`: while ranks are replaced. Raises Stopped."""
+        """Hand to the engine what has come for it; `replacing`: while ranks are replaced. Raises EngineStopped."""
 
     def deliver(self, messages: list[EngineMessage]) -> None:
         """Hand out what the engine has to say."""
@@ -188,8 +188,8 @@ class Engine:
 
     # --- steps ---
 
-    def serve(self, source: Source) -> None:
-        """Run until the source raises Stopped or `pump` raises; messages are exchanged while ranks are replaced too."""
+    def serve(self, source: MessageSource) -> None:
+        """Run until the source raises EngineStopped or `pump` raises; exchange messages during recovery too."""
         def exchange() -> None:
             source.deliver(self.take_messages())
             source.take(replacing=True)

@@ -6,8 +6,8 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from tandem.kv.disk import DiskCounts
 from tandem.protocol.control import Stepped
-from tandem.scheduler.disk import DiskCounts
 from tandem.speculation.proposers import SpeculationCounts
 
 LATENCY_BUCKETS = (.001, .0025, .005, .01, .025, .05, .1, .25, .5, 1, 2.5, 5, 10, 30, 60, 120, 300)

@@ -12,9 +12,9 @@ from tandem.engine.layout import GangLayout
 from tandem.engine.metrics import EngineMetrics
 from tandem.engine.recovery import Gang
 from tandem.executors.watchdog import Slowness
+from tandem.kv.disk import Pace
 from tandem.protocol.control import EngineStatus, RankInfo, Ready, Stepped
 from tandem.protocol.step import RankStep
-from tandem.scheduler.disk import Pace
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationCounts
 

@@ -15,7 +15,7 @@ from types import FrameType
 import msgspec
 
 from tandem.config.settings import Settings
-from tandem.engine.engine import Engine, Stopped
+from tandem.engine.engine import Engine, EngineStopped
 from tandem.engine.gateway import Client, Gateway, Inbound
 from tandem.engine.layout import plan_layout, say_what_is_idle
 from tandem.env import engine_socket_path
@@ -84,7 +84,7 @@ class EngineService:
             self._serving = True
             self._publish()
             self._engine.serve(self)
-        except Stopped:
+        except EngineStopped:
             pass
         except EngineStuck as stuck:
             log.error("%s; ending this process, since the step cannot be ended without it", stuck.message)
@@ -109,7 +109,7 @@ class EngineService:
         return self._gateway.inbox.socket
 
     def take(self, *, replacing: bool = False) -> None:
-        """Hand messages of apis to the engine, and publish the status now and then. Raises Stopped once drained."""
+        """Hand messages of apis to the engine, and publish the status at times. Raises EngineStopped once drained."""
         if replacing:
             self._handed.clear()
         for client, message in self._gateway.receive(0.0):
@@ -117,7 +117,7 @@ class EngineService:
         if self._gateway.status.state != self._engine.state or time.monotonic() - self._published > PUBLISH_S:
             self._publish()
         if self._over():
-            raise Stopped
+            raise EngineStopped
 
     def _over(self) -> bool:
         if not self._stopping.is_set():
@@ -245,5 +245,5 @@ def run_engine(settings: Settings, *, lifeline: bool = False, report: Callable[[
     try:
         return service.run(report)
     except KeyboardInterrupt:
-        log.warning("Stopped at once: requests under way are lost")
+        log.warning("EngineStopped at once: requests under way are lost")
         return 128 + signal.SIGTERM

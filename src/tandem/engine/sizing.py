@@ -12,16 +12,16 @@ import logging
 import math
 from collections.abc import Sequence
 
-from tandem.cache.budget import held_sequences, kv_capacity
-from tandem.cache.prefix import BLOCK
 from tandem.config.settings import Settings, SpeculationSettings
 from tandem.config.speculation import with_speculative_config
 from tandem.engine.layout import GangLayout
 from tandem.errors import OutOfMemory, UnsupportedModel
+from tandem.kv.budget import held_sequences, kv_capacity
 from tandem.log import Seldom
 from tandem.models.description import ModelDescription
 from tandem.models.kv_types import nothing_to_quantize
 from tandem.protocol.control import Ready, Stepped
+from tandem.protocol.pieces import BLOCK_SIZE
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 from tandem.speculation.proposers import SpeculationLimits
@@ -52,7 +52,7 @@ def make_limits(settings: Settings, layout: GangLayout, ranks: Sequence[Ready], 
     kv_tokens = max(_kv_tokens(settings, layout, ranks, shrink=shrink) >> halvings, 2)
     prefix_tokens = int(kv_tokens * chosen.prefix_cache)
     snapshot = max(-(-ready.state_bytes // max(_most(ranks), 1)) for ready in ranks)
-    if 0 < prefix_tokens < snapshot + BLOCK:
+    if 0 < prefix_tokens < snapshot + BLOCK_SIZE:
         log.warning("prefix cache is off: a snapshot of this model's states takes as much memory as %d tokens of KV, "
                     "and %d are set aside; raise --kv-tokens or --prefix-cache", snapshot, prefix_tokens)
     return Limits(

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from tandem.borders import start_thread
 from tandem.config.settings import Settings
-from tandem.engine.engine import Engine, Stopped
+from tandem.engine.engine import Engine, EngineStopped
 from tandem.engine.layout import GangLayout
 from tandem.errors import OverloadedError, RequestError, ServerError, TandemError, UnavailableError
 from tandem.executors.base import Progress, do_nothing
@@ -110,7 +110,7 @@ class EngineThread:
             self.engine.start(lambda *progress: self._news.put(progress))
             self._news.put(None)
             self.engine.serve(self)
-        except Stopped:
+        except EngineStopped:
             pass
         except TandemError as error:
             ended = error
@@ -140,11 +140,11 @@ class EngineThread:
         return self._calls.socket
 
     def take(self, *, replacing: bool = False) -> None:
-        """Do the calls of other threads. Raises Stopped once closed."""
+        """Do the calls of other threads. Raises EngineStopped once closed."""
         for call in self._calls.take():
             call()
         if self._closing:
-            raise Stopped
+            raise EngineStopped
 
     def _do(self, work: Callable[[Engine], T], future: Future[T]) -> None:
         if not future.set_running_or_notify_cancel():

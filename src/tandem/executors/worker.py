@@ -88,8 +88,8 @@ class Worker:
         from tandem.comm.group import StageGroup
         from tandem.executors.assembly import build_runner, load_slice, on_gpu, require_memory
         from tandem.executors.gpu_probe import probe_gpu
+        from tandem.kv.remote import Lending
         from tandem.loading.memory import choose_device
-        from tandem.transport.lenders import Lending
 
         choose_device(self._spec.device)
         probe_gpu(mailbox.put)

@@ -108,3 +108,13 @@ def residuals(layers: Sequence[nn.Module], values: Sequence[Any]) -> Residuals |
     if len(values) < 2 or not hasattr(values[1], "inv_rms"):
         return None
     return Residuals(layers)
+
+
+def carrier(dtype: mx.Dtype) -> mx.Dtype:
+    """NumPy knows no bfloat16, so its bits travel as unsigned integers."""
+    return mx.uint16 if dtype == mx.bfloat16 else dtype
+
+
+def dtype_name(dtype: mx.Dtype) -> str:
+    """Return the name of a type as headers and files have it: `bfloat16`."""
+    return str(dtype).removeprefix("mlx.core.")

@@ -16,8 +16,8 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
-from tandem.cache.budget import kv_shape
 from tandem.errors import BatchDesync, UnsupportedModel
+from tandem.kv.budget import kv_shape
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.loading.stage import Apart
 from tandem.protocol.step import KVShape

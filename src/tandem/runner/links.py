@@ -10,6 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from tandem.borders import start_thread
+from tandem.loading.parcel import carrier, dtype_name
 from tandem.protocol.step import StepPlan
 from tandem.transport.channel import FrameHeader, TcpChannel
 
@@ -60,16 +61,6 @@ class ChannelLink:
         data = self._channel.receive(FrameHeader(step_id, dtype_name(dtype), shape))
         flat = np.frombuffer(data, dtype=dtype_name(carrier(dtype)))
         return mx.array(flat).view(dtype).reshape(shape)
-
-
-def carrier(dtype: mx.Dtype) -> mx.Dtype:
-    """NumPy knows no bfloat16, so its bits travel as unsigned integers."""
-    return mx.uint16 if dtype == mx.bfloat16 else dtype
-
-
-def dtype_name(dtype: mx.Dtype) -> str:
-    """Return the name of a type as headers and files have it: `bfloat16`."""
-    return str(dtype).removeprefix("mlx.core.")
 
 
 class LastTokens:

@@ -11,9 +11,9 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import CacheList, KVCache
 
 from tandem.errors import BatchDesync
+from tandem.kv.store import KVDisk
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.protocol.pieces import StoreOp
-from tandem.runner.kv_disk import KVDisk
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import mlx.core as mx
 from tandem.comm.group import StageGroup
 from tandem.errors import BatchDesync
 from tandem.guided.vocabulary import Vocabulary
+from tandem.kv.store import KVDisk
 from tandem.loading.stage import StageModel
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.pieces import PIECE, StoreOp
@@ -20,7 +21,6 @@ from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult
 from tandem.runner.digest import chained, digest
 from tandem.runner.drafter import Drafted, Drafter
 from tandem.runner.kv_arena import Attention
-from tandem.runner.kv_disk import KVDisk
 from tandem.runner.lane import LaneBatch
 from tandem.runner.links import LastTokens, StageLink, TokenInbox
 from tandem.runner.pooler import Pooler, passes, vector_bytes

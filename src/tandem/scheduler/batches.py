@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Items
 
-from tandem.cache.budget import batch_positions, growth_step, kv_shape
-from tandem.cache.prefix import PrefixIndex
+from tandem.kv.budget import batch_positions, growth_step, kv_shape
+from tandem.kv.index import PrefixIndex
 from tandem.protocol.step import KVShape, PrefillOp
 from tandem.scheduler.lane import Lane, choose_lane
 from tandem.scheduler.limits import Limits
@@ -16,7 +16,7 @@ HEADROOM = 64
 """Positions of output that must fit beside the prompt before a request is admitted."""
 
 
-class Batches:
+class RunningBatches:
     """Lanes and cached prefixes within one KV budget. Members are preempted when it does not suffice."""
 
     def __init__(self, limits: Limits, requeue: Callable[[Sequence], None]) -> None:

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import block_hashes
+from tandem.kv.disk import DiskTier
+from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import HandedOver
 from tandem.protocol.pieces import PIECE, StoreOp
-from tandem.scheduler.disk import DiskTier
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.sequence import Sequence
 

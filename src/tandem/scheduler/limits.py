@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from tandem.cache.budget import most_rows
 from tandem.errors import OverloadedError, RequestError
+from tandem.kv.budget import most_rows
 from tandem.protocol.ranges import check_request
 from tandem.protocol.request import EngineRequest
 from tandem.scheduler.sequence import Sequence

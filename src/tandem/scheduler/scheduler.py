@@ -11,7 +11,8 @@ from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import count, repeat
 
-from tandem.cache.prefix import PrefixIndex, block_hashes
+from tandem.kv.disk import DiskTier
+from tandem.kv.index import PrefixIndex, block_hashes
 from tandem.protocol.control import EngineMessage, Output, Refused
 from tandem.protocol.request import EngineRequest
 from tandem.protocol.step import (
@@ -26,9 +27,8 @@ from tandem.protocol.step import (
     batch_fingerprint,
     by_id,
 )
-from tandem.scheduler.batches import Batches
+from tandem.scheduler.batches import RunningBatches
 from tandem.scheduler.departures import Departures
-from tandem.scheduler.disk import DiskTier
 from tandem.scheduler.lane import Lane
 from tandem.scheduler.limits import Limits, check_admission
 from tandem.scheduler.prompt_pace import PromptPace
@@ -49,7 +49,7 @@ class Scheduler:
         self.sequences: dict[str, Sequence] = {}
         """Every request that is not over, and those over whose last tokens are still under way."""
         self.waiting: deque[Sequence] = deque()
-        self.batches = Batches(limits, self.waiting.appendleft)
+        self.batches = RunningBatches(limits, self.waiting.appendleft)
         self.disk = DiskTier()
         self.departures = Departures(self.disk, self._finish)
         self.shares = FairShares()

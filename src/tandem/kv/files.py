@@ -28,10 +28,10 @@ import msgspec
 import numpy as np
 
 from tandem.errors import TransportError, UsageError
+from tandem.kv.remote import PARTS, SUFFIX, Lenders, files_of
 from tandem.protocol.codec import UNREADABLE
 from tandem.protocol.pieces import PIECE
 from tandem.system.files import NotRegular, read_regular
-from tandem.transport.lenders import PARTS, SUFFIX, Lenders, files_of
 
 MAGIC = b"TDMKV\0\0\1"
 MARK = "tandem-kv"

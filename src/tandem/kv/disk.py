@@ -1,7 +1,7 @@
 """Prefixes on the ranks' disks: which are fetched into memory, and who waits for that.
 
 The engine decides here; ranks read and write in threads of their own. A prefix that has been fetched is one in memory
-like others (`tandem.cache.prefix`). What cannot be read is computed.
+like others (`tandem.kv.index`). What cannot be read is computed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, Protocol
 
-from tandem.cache.pieces import PieceIndex, piece_names
-from tandem.cache.prefix import BLOCK, PrefixIndex, block_hashes
-from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
-from tandem.scheduler.sequence import Sequence as Running
+from tandem.kv.index import PieceIndex, PrefixIndex, block_hashes, piece_names
+from tandem.protocol.pieces import BLOCK_SIZE, PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
+from tandem.protocol.request import EngineRequest
+from tandem.protocol.suspicion import Suspicion
 
 NEAR = 2048
 """Positions that are near the beginning of a prompt."""
@@ -27,6 +27,25 @@ AGAIN = 64
 GUESS, LENT_GUESS = 0.5, 0.25
 """Share of the time to compute a prompt that reading it saves, and bringing it from another machine, until both were
 measured."""
+
+
+class Seeking(Protocol):
+    """A sequence whose prefix may be read from disk."""
+
+    request: EngineRequest
+    tokens: list[int]
+    suspicion: Suspicion
+    finished: bool
+    fetched: int
+    """Positions beyond what was in memory that were read from disk for it."""
+    awaits: bool
+    """Its prefix is being read; it joins no batch before."""
+    looked: bool
+    """Ranks have looked on their disks for what another engine wrote of it, or do."""
+
+    @property
+    def whole(self) -> bool:
+        """True if it needs the hidden states of all positions, so that no prefix serves it."""
 
 
 @dataclass
@@ -65,7 +84,7 @@ class DiskCounts:
 class _Order:
     """A prefix or a look at their disks that all ranks were asked for, and the sequences that wait for it."""
 
-    waiting: list[Running] = field(default_factory=list)
+    waiting: list[Seeking] = field(default_factory=list)
     names: list[bytes] = field(default_factory=list)
     """Pieces to fetch."""
     gain: int = 0
@@ -135,7 +154,7 @@ class DiskTier:
         if longest <= NEAR:
             self.beginning.measure(count, seconds)
 
-    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Running], prefixes: PrefixIndex,
+    def begin(self, kept: Iterable[list[bytes] | None], waiting: Iterable[Seeking], prefixes: PrefixIndex,
               lenders: Iterable[tuple[str, str]] = ()) -> None:
         """New ranks, and the pieces that each has on its disk; None from one that keeps none there. `lenders` have them
         for ranks with other disks: which directory, and where."""
@@ -164,7 +183,7 @@ class DiskTier:
         self._pieces.reset(kept)
         self._lent.reset([()] * self._ranks)
 
-    def seek(self, sequence: Running, prefixes: PrefixIndex) -> None:
+    def seek(self, sequence: Seeking, prefixes: PrefixIndex) -> None:
         """Have the longest prefix of a waiting sequence fetched, if there is more of it on disk than in memory, and
         reading takes less time than computing, as far as is known."""
         sequence.fetched = 0
@@ -195,7 +214,7 @@ class DiskTier:
             if asked.names[:len(names)] == names:
                 break
         else:
-            key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK])
+            key = prefixes.reserve(hashes[:len(names) * PIECE // BLOCK_SIZE])
             if key is None:
                 return
             # One that came would hold up others, were it computed here.
@@ -205,7 +224,7 @@ class DiskTier:
         asked.waiting.append(sequence)
         sequence.awaits, sequence.fetched = True, gain
 
-    def _look_for(self, *sequences: Running, wanted: list[bytes] | None = None) -> None:
+    def _look_for(self, *sequences: Seeking, wanted: list[bytes] | None = None) -> None:
         """Others may have written the beginnings of these: see what is there before they are sought again. `wanted`:
         their pieces, if nothing else is looked for."""
         number = self._survey(soon=True, wanted=wanted)
@@ -322,7 +341,7 @@ class DiskTier:
         return len(self._pieces) * PIECE
 
 
-def _let_go(waiting: list[Running], *, arrived: bool = False) -> None:
+def _let_go(waiting: list[Seeking], *, arrived: bool = False) -> None:
     for sequence in waiting:
         sequence.awaits = False
         sequence.fetched = sequence.fetched if arrived else 0

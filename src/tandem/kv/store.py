@@ -17,12 +17,12 @@ from mlx_lm.models.cache import KVCache
 
 from tandem.borders import start_thread
 from tandem.errors import TransportError
+from tandem.kv.files import Kind, Layer, PieceFiles, Unusable
+from tandem.kv.remote import Lenders, Lending, PieceServer
+from tandem.loading.parcel import carrier, dtype_name
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
-from tandem.runner.links import carrier, dtype_name
-from tandem.runner.piece_files import Kind, Layer, PieceFiles, Unusable
-from tandem.transport.lenders import Lenders, Lending, PieceServer
 
 log = logging.getLogger(__name__)
 seldom = Seldom(log)

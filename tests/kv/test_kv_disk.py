@@ -8,13 +8,12 @@ from collections import deque
 import pytest
 
 from scheduler_invariants import check_invariants
-from tandem.cache.pieces import piece_names
-from tandem.cache.prefix import block_hashes
+from tandem.kv.disk import AGAIN, OLD, SLOWER, Pace
+from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import Refused
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
-from tandem.scheduler.disk import AGAIN, OLD, SLOWER, Pace
 from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
