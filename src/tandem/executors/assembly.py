@@ -91,7 +91,7 @@ def require_memory(spec: StageSpec, files: ModelFiles) -> None:
 
 
 def shard_of(spec: StageSpec, description: ModelDescription, dequantize: bool) -> Shard | None:
-    """This rank's part of the heads and widths; None for the whole of them. Raises LayoutError."""
+    """Return this rank's shard of heads and widths; None if it holds them whole. Raises LayoutError."""
     if spec.tp_size == 1:
         return None
     shards = plan_shards(description, spec.tp_size, weights=spec.tensor_split, dequantize=dequantize,

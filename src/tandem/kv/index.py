@@ -31,9 +31,9 @@ class Snapshot:
     key: str
     length: int
     hashes: tuple[bytes, ...]
-    """Of its blocks; for caches that cannot be cut only the last one counts."""
+    """Hashes of its blocks; for caches that cannot be cut only the last one counts."""
     hits: int = 0
-    """Prompts that it has served, or that those which it has replaced have."""
+    """Prompts that were served from it, or from snapshots that it replaced."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class PrefixIndex:
         self._snapshots: OrderedDict[str, Snapshot] = OrderedDict()
         """Least recently used first."""
         self._reserved: dict[str, Snapshot] = {}
-        """Such as ranks are about to have from elsewhere: they take room, and serve nobody yet."""
+        """Snapshots that ranks are about to read: they take room, and serve no prompt yet."""
         self._by_hash: dict[bytes, dict[str, None]] = {}
         """Snapshots that hold the prefix with this hash, oldest first."""
         self._ends: dict[bytes, str] = {}
@@ -78,7 +78,7 @@ class PrefixIndex:
 
     @property
     def serves(self) -> str:
-        """What of a prompt it takes up again, in words of `/model/info`."""
+        """The part of a prompt that can be reused, as text for `/model/info`."""
         if self.enabled:
             return "any length" if self._trimmable else "blocks"
         dear = 0 < self._budget < BLOCK_SIZE + self._extra and self._extra
@@ -191,7 +191,7 @@ class PrefixIndex:
         return next(reversed(self._by_hash[hashes[-1]])) if hashes and hashes[-1] in self._by_hash else None
 
     def hashes(self, key: str) -> tuple[bytes, ...]:
-        """Of the blocks of a snapshot; none of one that has been evicted since."""
+        """Hashes of the blocks of a snapshot; none if it has been evicted since."""
         return self._snapshots[key].hashes if key in self._snapshots else ()
 
     def reserve(self, hashes: Sequence[bytes]) -> str | None:
@@ -252,7 +252,7 @@ class PrefixIndex:
 
     @property
     def leaving(self) -> bool:
-        """Ranks have not been told yet of some that they must drop."""
+        """True while ranks have not been told of some evictions."""
         return bool(self._evicted)
 
     def take_evicted(self) -> list[str]:
@@ -288,7 +288,7 @@ def piece_names(hashes: Sequence[bytes]) -> list[bytes]:
 
 
 class PieceIndex:
-    """Pieces by rank: of its own disk, or that it needs others for. A piece is `in` it when every rank has its part."""
+    """Pieces by rank, on its own disk or fetched. A piece is `in` it when every rank has its part."""
 
     def __init__(self) -> None:
         self._ranks: list[set[bytes]] = []
@@ -298,22 +298,22 @@ class PieceIndex:
         self._ranks = [set(names) for names in kept]
 
     def keep(self, rank: int, names: Iterable[bytes]) -> None:
-        """A rank has these."""
+        """Add blocks that a rank has."""
         self._ranks[rank].update(names)
 
     def see(self, rank: int, names: Iterable[bytes], wanted: Iterable[bytes] | None = None) -> None:
-        """A rank has these and no others, or no others of those that are `wanted`."""
+        """Set the blocks that a rank has, or those among `wanted` alone."""
         self._ranks[rank].difference_update(list(self._ranks[rank]) if wanted is None else wanted)
         self.keep(rank, names)
 
     def lose(self, names: Iterable[bytes]) -> None:
-        """A rank has not got these any more, so they are of no use to the others either."""
+        """Remove blocks that a rank has lost: they are of no use to the others either."""
         gone = set(names)
         for held in self._ranks:
             held -= gone
 
     def __len__(self) -> int:
-        """Pieces that count."""
+        """Number of pieces that all ranks have."""
         return len(set.intersection(*self._ranks)) if self._ranks else 0
 
     def __contains__(self, name: bytes) -> bool:
@@ -324,5 +324,5 @@ class PieceIndex:
         return any(name in held for held in self._ranks)
 
     def leading(self, names: Sequence[bytes]) -> list[bytes]:
-        """Those of `names` that come before the first that is missing."""
+        """Return those of `names` before the first that is missing."""
         return list(takewhile(self.__contains__, names))

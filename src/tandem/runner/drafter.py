@@ -13,6 +13,7 @@ from typing import Any
 import mlx.core as mx
 
 from tandem.errors import BatchDesync
+from tandem.loading.parcel import dispatch
 from tandem.loading.stage import StageModel
 from tandem.protocol.step import SpecDecodeRow, StepPlan, accepted
 from tandem.runner.kv_store import KVStore
@@ -63,7 +64,7 @@ class Drafter:
         return sum(store.nbytes for store in self._stores)
 
     def follow(self, plan: StepPlan) -> None:
-        """What leaves, joins and is named. Raises BatchDesync for tokens that leave a gap."""
+        """Apply what leaves, joins and is named in a plan. Raises BatchDesync for tokens that leave a gap."""
         for request_id in plan.removes:
             self._known.pop(request_id, None)
             for store in self._stores:
@@ -144,10 +145,10 @@ class Drafter:
             known.held, known.tried = len(known.tokens), count - 1
         guesses = [self._likeliest(hidden)]
         while len(guesses) < count:
-            mx.async_eval(guesses[-1])
+            dispatch(guesses[-1])
             guesses.append(self._likeliest(self._forward(guesses[-1][:, None], store.batch())))
         found = mx.stack(guesses, axis=1)
-        mx.async_eval(found)
+        dispatch(found)
         return Drafted(ids, found)
 
     def _forward(self, tokens: mx.array, caches: list[Any]) -> mx.array:

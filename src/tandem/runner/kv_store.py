@@ -205,40 +205,40 @@ class RowsApart(Rows):
         self._layers = len(make_caches())
 
     def allot(self, shape: KVShape) -> None:
-        """Nothing: rows with caches of their own hold what they need."""
+        """Do nothing: rows with caches of their own hold what they need."""
 
     @property
     def nbytes(self) -> int:
-        """As `KVStore.nbytes`."""
+        """Bytes held by all rows."""
         return sum(int(cache.nbytes) for caches in self._caches for cache in caches)
 
     def join(self, request_id: str, caches: Sequence[Any], length: int) -> None:
-        """As `KVStore.join`; the caches are taken over."""
+        """Append a row, like `KVStore.join`; the caches are taken over."""
         if len(caches) != self._layers:
             raise ValueError(f"sequence {request_id} has {len(caches)} caches for {self._layers} layers")
         self._append(request_id, length)
         self._caches.append(list(caches))
 
     def leave(self, request_id: str) -> None:
-        """As `KVStore.leave`."""
+        """Drop a row; the last row takes its place. KeyError if unknown."""
         row, last_caches = self._drop(request_id), self._caches.pop()
         if row < len(self._caches):
             self._caches[row] = last_caches
 
     def batch(self, counts: Sequence[int] | None = None) -> Apart:
-        """As `KVStore.batch`: the rows' caches."""
+        """Begin a decode step, like `KVStore.batch`; returns the rows' caches."""
         if not self._ids or set(counts or (1,)) != {1}:
             raise ValueError(f"a decode step of {counts} tokens over {len(self._ids)} rows")
         self._lengths = [length + 1 for length in self._lengths]
         return Apart(self._caches)
 
     def cut(self, request_id: str, length: int) -> None:
-        """As `KVStore.cut`: there are never drafts."""
+        """Check the length of a row, like `KVStore.cut`: there are never drafts to cut."""
         if length != self.length(request_id):
             raise ValueError(f"a row of {self.length(request_id)} tokens cannot be cut to {length}")
 
     def extract(self, request_id: str) -> list[Any]:
-        """As `KVStore.extract`: the row's own caches, evaluated."""
+        """Return the row's own caches, evaluated."""
         caches = self._caches[self._rows[request_id]]
         mx.eval([cache.state for cache in caches])
         return caches

@@ -128,4 +128,4 @@ class LaneBatch:
     def nbytes(self) -> int:
         """Bytes of KV in the store and in prompts under way."""
         prompts = (held.caches for held in self.held.values() if held.caches is not None)
-        return self.store.nbytes + sum(cache.nbytes for caches in prompts for cache in caches)
+        return self.store.nbytes + sum(int(cache.nbytes) for caches in prompts for cache in caches)

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from tandem.borders import start_thread
-from tandem.loading.parcel import carrier, dtype_name
+from tandem.loading.parcel import carrier, dispatch, dtype_name
 from tandem.protocol.step import StepPlan
 from tandem.transport.channel import FrameHeader, TcpChannel
 
@@ -43,7 +43,7 @@ class ChannelLink:
             raise self._error
         header = FrameHeader(step_id, dtype_name(array.dtype), tuple(array.shape))
         bits = array.view(carrier(array.dtype))
-        mx.async_eval(bits)
+        dispatch(bits)
         self._outbox.put((header, bits))
 
     def _send_all(self) -> None:
@@ -98,7 +98,7 @@ class TokenInbox:
     """
 
     def __init__(self, link: StageLink, plans_under_way: int, last: LastTokens) -> None:
-        """What arrives goes into `last`."""
+        """Put the tokens that arrive into `last`."""
         self._link = link
         self._slack = plans_under_way
         self._last = last

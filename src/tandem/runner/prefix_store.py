@@ -12,6 +12,7 @@ from mlx_lm.models.cache import CacheList, KVCache
 
 from tandem.errors import BatchDesync
 from tandem.kv.store import KVDisk
+from tandem.loading.parcel import dispatch
 from tandem.loading.quantized_kv import GroupedKVCache
 from tandem.protocol.pieces import StoreOp
 
@@ -55,7 +56,7 @@ class PrefixStore:
         if held != length and (held < length or not trimmable(caches)):
             raise BatchDesync(f"a prefix of {length} positions is to be saved, the cache holds {held}")
         saved = [_save(cache, length) for cache in caches]
-        mx.async_eval([one.arrays for one in saved])
+        dispatch([one.arrays for one in saved])
         self._hold(key, saved)
 
     def restore(self, key: str, length: int) -> list[Any]:

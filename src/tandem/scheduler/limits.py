@@ -14,12 +14,12 @@ from tandem.scheduler.sequence import Sequence
 from tandem.speculation.proposers import SpeculationLimits
 
 RESERVE = 0.25
-"""What a full queue still takes, as a share of its limits, from groups that have less than their share of it."""
+"""Share of its limits by which a full queue is stretched, for groups that have less than their share of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What the scheduler must keep to."""
+    """Limits that the scheduler keeps to."""
 
     lanes: int
     max_batch_size: int

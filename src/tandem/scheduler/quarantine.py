@@ -68,5 +68,5 @@ class Quarantine:
 
     @staticmethod
     def _trial(sequence: Sequence, *, resting: bool) -> list[Trial]:
-        """What to tell the sequence's api; nothing to one that keeps no suspicion."""
+        """Return the message for the sequence's api; none if it keeps no suspicion."""
         return [] if sequence.request.suspicion is None else [Trial(sequence.request_id, resting)]

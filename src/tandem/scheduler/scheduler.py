@@ -1,8 +1,8 @@
-"""What runs in the next step: a pure state machine without sockets, clocks or devices.
+"""Scheduler: a pure state machine without sockets, clocks or devices.
 
 Requests and step results go in, plans and outputs come out. Plans are built ahead of results: a sequence that goes on
-takes the token that the ranks already hold, and one that turns out to be finished is removed a step later, its
-surplus token dropped. The scheduler alone decides which sequences are in a batch and when they end.
+takes the token that the ranks already hold, and one that turns out to be finished is removed a step later, its surplus
+token dropped. The scheduler alone decides which sequences are in a batch and when they end.
 """
 
 from __future__ import annotations
@@ -92,17 +92,17 @@ class Scheduler:
 
     @property
     def limits(self) -> Limits:
-        """What the scheduler keeps to now."""
+        """Current limits."""
         return self.batches.limits
 
     @property
     def prefixes(self) -> PrefixIndex:
-        """The cached prefixes."""
+        """Prefixes cached in memory."""
         return self.batches.prefixes
 
     @property
     def _queue(self) -> deque[Sequence]:
-        """Those that wait for nothing but their turn."""
+        """Waiting sequences that can be admitted now."""
         embeds = self.prompts.embeds(self.batches.members())
         return self.waiting if embeds and not self.disk.fetching else deque(
             one for one in self.waiting if not one.awaits and (embeds or one.request.pooling is None))
@@ -175,7 +175,8 @@ class Scheduler:
         return plan
 
     def _speculate(self, lane: Lane, decode: list[Sequence]) -> SpecDecodePlan | None:
-        """What the lane's sequences decode from, if it is not one token after the one that the ranks hold."""
+        """Name the tokens that the lane decodes from, unless each sequence decodes one token after the one that
+        ranks hold."""
         drafts, ask = (None, 0) if lane.outstanding else self._tries(decode)
         if not decode or (drafts is None and not ask and not lane.names_tokens):
             return None
@@ -235,7 +236,7 @@ class Scheduler:
         return next(self._suspects(), None) or self.shares.first(self._queue)
 
     def _suspects(self) -> Iterator[Sequence]:
-        """Those that wait to run alone."""
+        """Waiting suspects, which run alone."""
         return (sequence for sequence in self._queue if sequence.suspicion.suspect)
 
     def _save(self, sequence: Sequence, op: PrefillOp) -> SnapshotOp | None:
@@ -334,12 +335,12 @@ class Scheduler:
 
     @staticmethod
     def _got(sequence: Sequence, positions: int) -> None:
-        """The ranks have surely come so far with it."""
+        """Record positions that the ranks have surely computed."""
         sequence.reached = positions
         sequence.yields |= sequence.suspicion.passed(positions)
 
     def _take_end(self, request_id: str, result: StepResult) -> EngineMessage | None:
-        """Of a sequence that ends with its prompt; None for one that was aborted."""
+        """Return the output of a sequence that ends with its prompt; None for one that was aborted."""
         sequence, vector = self.sequences[request_id], result.vectors.get(request_id, b"")
         sequence.inflight -= 1
         if sequence.finished:
@@ -376,12 +377,11 @@ class Scheduler:
     # --- starting again ---
 
     def restart(self, *, died: bool = True, blame: bool = True) -> list[EngineMessage]:
-        """The gang is gone: queue everything again, with the tokens it has, in the order of arrival.
+        """Queue all sequences again after their ranks are gone, with the tokens they have, in the order of arrival.
 
-        Unless it `died` it ended on purpose; without `blame` its death is no request's doing. A gang that dies with
-        nothing to do clears all suspects: something else kills gangs. Those that may have killed it are next, and run
-        alone (protocol/suspicion.py).
-        Returns refusals for those that are not tried again.
+        Unless they `died` they ended on purpose; without `blame` no request is at fault. A death while nothing ran
+        clears all suspects: something else kills ranks. Suspects are next, and run alone (protocol/suspicion.py).
+        Returns refusals for requests that are not tried again.
         """
         if died and not (self._under_way or self.compiling):
             for sequence in self.sequences.values():
@@ -409,8 +409,8 @@ class Scheduler:
         return refused
 
     def resize(self, limits: Limits, why: str) -> list[EngineMessage]:
-        """Other limits from now on; only right after `restart`. Returns refusals for requests that no longer fit, which
-        begin with `why`."""
+        """Take other limits, only right after `restart`. Returns refusals for requests that no longer fit, beginning
+        with `why`."""
         assert not self._under_way
         self.batches.resize(limits)
         refused: list[EngineMessage] = []
