@@ -1,9 +1,18 @@
-"""What must hold between a scheduler's tables, whatever has happened."""
+"""Limits of schedulers in tests, and what must hold between their tables, whatever has happened."""
 
 from __future__ import annotations
 
 from tandem.kv.index import PrefixIndex
+from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
+
+
+def make_limits(**changes: object) -> Limits:
+    """One lane of a small model, with `changes`."""
+    values: dict[str, object] = {
+        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 16, "kv_tokens": 10_000, "max_context": 512,
+        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50, **changes}
+    return Limits(**values)  # type: ignore[arg-type]
 
 
 def check_invariants(scheduler: Scheduler) -> None:

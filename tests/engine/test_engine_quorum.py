@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from scheduler_invariants import make_limits
 from tandem.engine.quorum import Quorum, drive
 from tandem.errors import RankFailure
 from tandem.executors.base import Executor, Progress
 from tandem.protocol.control import Ready, Stepped
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import RankStep, StepPlan, StepResult
-from tandem.scheduler.limits import Limits
 
 
 class Place(NamedTuple):
@@ -97,8 +97,6 @@ def test_whoever_waits_for_it_is_alive_meanwhile() -> None:
     engine is."""
     executor, called = Slow(), []
     executor.on_wait = lambda: called.append(executor.asked)
-    limits = Limits(lanes=1, max_batch_size=1, prefill_chunk=8, kv_tokens=100, max_context=100, max_queue=1,
-                    max_queue_tokens=100, eos_token_ids=frozenset(), vocab_size=50)
     request = EngineRequest(request_id="a", prompt=[1, 2], params=SamplingParams(max_tokens=2))
-    assert drive(executor, limits, [request], RANKS[:1]).answers["a"].tokens == [5, 5]
+    assert drive(executor, make_limits(), [request], RANKS[:1]).answers["a"].tokens == [5, 5]
     assert called[:11] == list(range(11))

@@ -9,13 +9,12 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.errors import BatchDesync
 from tandem.kv.budget import kv_shape
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import KVShape, StepPlan, StepResult
 from tandem.runner.runner import Runner
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 POSITION = 2 * 4
@@ -72,10 +71,9 @@ class Rank:
 
 
 def made(lanes: int, kv_tokens: int, **changes: Any) -> Scheduler:
-    base: dict[str, Any] = {"max_batch_size": 12, "prefill_chunk": 128, "max_context": 10**4, "max_queue": 10**3,
-                            "max_queue_tokens": 10**6, "eos_token_ids": frozenset(), "vocab_size": 9,
-                            "prefix_tokens": kv_tokens // 4}
-    return Scheduler(Limits(lanes=lanes, kv_tokens=kv_tokens, **base | changes))
+    base: dict[str, Any] = {"max_batch_size": 12, "prefill_chunk": 128, "max_context": 10**4,
+                            "eos_token_ids": frozenset(), "vocab_size": 9, "prefix_tokens": kv_tokens // 4}
+    return Scheduler(make_limits(lanes=lanes, kv_tokens=kv_tokens, **base | changes))
 
 
 def request(name: str, prompt: list[int], tokens: int) -> EngineRequest:

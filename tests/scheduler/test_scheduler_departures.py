@@ -6,14 +6,13 @@ import random
 
 import pytest
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.kv.index import block_hashes, piece_names
 from tandem.protocol.control import HandedOver, Output
 from tandem.protocol.pieces import PIECE, Borrow, Survey, Surveyed, Written
 from tandem.protocol.request import EngineRequest, SamplingParams, StructuredOutputs
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.protocol.suspicion import Suspicion
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 RANKS = 2
@@ -21,11 +20,8 @@ LONG = [3 + i % 40 for i in range(2 * PIECE + 20)]
 
 
 def make(**changes: object) -> Scheduler:
-    values: dict[str, object] = {
-        "lanes": 2, "max_batch_size": 8, "prefill_chunk": 256, "kv_tokens": 20_000, "max_context": 4096,
-        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 50,
-        "prefix_tokens": 8000, **changes}
-    scheduler = Scheduler(Limits(**values))  # type: ignore[arg-type]
+    values: dict[str, object] = {"lanes": 2, "prefill_chunk": 256, "kv_tokens": 20_000, "max_context": 4096}
+    scheduler = Scheduler(make_limits(**values | {"prefix_tokens": 8000} | changes))
     scheduler.disk.begin([[]] * RANKS, (), scheduler.prefixes)
     return scheduler
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import random
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepResult
-from tandem.scheduler.limits import Limits
 from tandem.scheduler.scheduler import Scheduler
 
 
 def scheduler(**changes: object) -> Scheduler:
-    base = {"lanes": 2, "max_batch_size": 16, "prefill_chunk": 4096, "kv_tokens": 100_000, "max_context": 20_000,
-            "max_queue": 64, "max_queue_tokens": 10**6, "eos_token_ids": frozenset({0}), "vocab_size": 100}
-    return Scheduler(Limits(**{**base, **changes}))
+    return Scheduler(make_limits(**{"lanes": 2, "max_batch_size": 16, "prefill_chunk": 4096, "kv_tokens": 100_000,
+                                    "max_context": 20_000} | changes))
 
 
 def submit(one: Scheduler, name: str, length: int) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from scheduler_invariants import check_invariants
+from scheduler_invariants import check_invariants, make_limits
 from tandem.protocol.request import EngineRequest, SamplingParams
 from tandem.protocol.step import StepPlan, StepResult
 from tandem.scheduler.limits import Limits
@@ -18,10 +18,7 @@ DECODE_S = 0.05
 
 
 def limits(**changes: object) -> Limits:
-    values: dict[str, object] = {
-        "lanes": 1, "max_batch_size": 8, "prefill_chunk": 512, "kv_tokens": 10**6, "max_context": 10**5,
-        "max_queue": 1000, "max_queue_tokens": 10**6, "eos_token_ids": frozenset([0]), "vocab_size": 9, **changes}
-    return Limits(**values)  # type: ignore[arg-type]
+    return make_limits(**{"prefill_chunk": 512, "kv_tokens": 10**6, "max_context": 10**5, "vocab_size": 9} | changes)
 
 
 class Device:
