@@ -20,7 +20,7 @@ from tandem.errors import TransportError
 from tandem.kv.files import Kind, Layer, PieceFiles, Unusable
 from tandem.kv.remote import Lenders, Lending, PieceServer
 from tandem.loading.parcel import carrier, dispatch, dtype_name
-from tandem.loading.quantized_kv import GroupedKVCache
+from tandem.loading.quantized_kv import Cache, GroupedKVCache
 from tandem.log import Seldom
 from tandem.protocol.pieces import PIECE, Borrow, Fetch, Fetched, StoreOp, Survey, Surveyed, Written
 
@@ -40,7 +40,7 @@ _READ, _WRITE, _END = range(3)
 Report = Callable[[Fetched | Written | Surveyed], None]
 
 
-def takes_part(caches: Sequence[Any]) -> bool:
+def takes_part(caches: Sequence[Cache]) -> bool:
     """True for caches whose blocks can be kept: keys and values of each position, and nothing else."""
     return bool(caches) and all(type(cache) in (KVCache, GroupedKVCache) for cache in caches)
 
@@ -61,7 +61,7 @@ class Layers:
     As bytes they are, of a position and head, codes, scales and biases, or numbers that are not quantized.
     """
 
-    def __init__(self, caches: Sequence[Any], dtype: mx.Dtype, *, as_bytes: bool) -> None:
+    def __init__(self, caches: Sequence[Cache], dtype: mx.Dtype, *, as_bytes: bool) -> None:
         """`caches`: fresh ones that take part, one a layer; `dtype`: the type of computation; `as_bytes`: where any
         rank of any layout may have quantised ones, so that they can read one another's."""
         self._kinds, self._dtype, self._bytes = caches, dtype, as_bytes
@@ -70,7 +70,7 @@ class Layers:
         """Keys and values at some positions of caches with these states."""
         return [(self._one(keys, where), self._one(values, where)) for keys, values, *_ in states]
 
-    def revived(self, pairs: Sequence[tuple[mx.array, mx.array]], length: int) -> list[Any]:
+    def revived(self, pairs: Sequence[tuple[mx.array, mx.array]], length: int) -> list[Cache]:
         """Return caches that hold what `stored` made."""
         caches = []
         for kind, (keys, values) in zip(self._kinds, pairs, strict=True):
@@ -220,7 +220,7 @@ class KVDisk:
         """A prefix has been fetched under this key, or could not be."""
         return key in self._arrived
 
-    def take(self, key: str) -> list[Any] | None:
+    def take(self, key: str) -> list[Cache] | None:
         """Caches, one a layer, of a prefix that has been fetched; None where it could not be."""
         arrived = self._arrived.pop(key)
         if arrived is None:

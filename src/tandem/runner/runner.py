@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,8 @@ from tandem.errors import BatchDesync
 from tandem.guided.vocabulary import Vocabulary
 from tandem.kv.store import KVDisk
 from tandem.loading.parcel import dispatch
-from tandem.loading.stage import StageModel
+from tandem.loading.quantized_kv import Cache
+from tandem.loading.stage import Apart, StageModel
 from tandem.protocol.logprobs import TokenLogprob
 from tandem.protocol.pieces import PIECE, StoreOp
 from tandem.protocol.step import PrefillOp, SpecDecodePlan, StepPlan, StepResult, by_id
@@ -281,7 +282,7 @@ class Runner:
                 pending.vectors.append((op.request_id, vector))
 
     def _forward(self, pending: PendingStep, rows: tuple[int, int], tokens: mx.array | None,
-                 caches: list[Any]) -> mx.array:
+                 caches: Sequence[Cache] | Apart) -> mx.array:
         """One pass of [rows, positions]: from tokens or the stage before, to the stage after or the sampler."""
         step_id = pending.plan.step_id
         given = tokens if tokens is not None else self._receive(pending, (*rows, self.stage.hidden_size))
