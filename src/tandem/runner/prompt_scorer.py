@@ -15,7 +15,7 @@ from tandem.protocol.logprobs import PromptLogprobs
 from tandem.runner.filters import largest
 
 LOGITS_BYTES = 32 * 2**20
-"""Most elements of float32 logits that are computed at once; about three times as much is in memory."""
+"""Most bytes of float32 logits that are computed at once; about three times as much is in memory."""
 
 
 @dataclass
