@@ -1,4 +1,4 @@
-"""Which running server a command is about: the same options, in the same order, for all commands."""
+"""The running server that a command asks: the options that name it, in the same order for all commands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,28 @@ from tandem.config.keys import ClientLimits, read_key_file
 from tandem.env import variable
 from tandem.errors import UsageError
 from tandem.supervision.record import DEFAULT_NAME, Background, Record, known_names
+from tandem.system.http_client import ServerClient
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 VARIABLE = "TANDEM_BASE_URL"
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a server."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", "--base-url", metavar="URL", help="the server; else --port, --name, TANDEM_BASE_URL, "
+                       f"the one that `tandem up` started, else {DEFAULT_URL}.")
+    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this "
+                       "machine.")
+    group.add_argument("--name", dest="server_name", metavar="NAME", help="the server that `tandem up --name` started.")
+    group.add_argument("--api-key-file", metavar="FILE",
+                       help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
+
+
+def find_server(arguments: argparse.Namespace) -> ServerClient:
+    """Return the server that the options name, with its key. Raises UsageError."""
+    url = server_url(arguments)
+    return ServerClient(url, api_key(arguments, url))
 
 
 def server_url(arguments: argparse.Namespace) -> str:

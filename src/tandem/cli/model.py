@@ -12,13 +12,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from tandem.bench.client import get_json
 from tandem.checkpoints.demo import fetch_demo
 from tandem.checkpoints.generation_config import sampling_defaults
 from tandem.checkpoints.inventory import find_stored, remove, stored
 from tandem.checkpoints.pruning import kept, prune, unused
 from tandem.checkpoints.resolve import resolve
-from tandem.cli.address import api_key, server_url
+from tandem.cli.address import find_server
 from tandem.cli.screen import screen
 from tandem.errors import ConfigError
 from tandem.models.description import describe
@@ -110,14 +109,14 @@ def _prune(days: float, *, dry_run: bool) -> int:
 
 
 def _of_server(arguments: argparse.Namespace) -> int:
-    key = api_key(arguments, url := server_url(arguments))
+    server = find_server(arguments)
     if arguments.action != "ps":
         path = f"/v1/models/{quote(arguments.name)}/{arguments.action}"
-        answer = get_json(url, path, key, timeout_s=None, method="POST")
+        answer = server.get_json(path, timeout_s=None, method="POST")
         print(f"{answer['id']} is {answer['state']}")
         return 0
     table = Table("model", "state", "context", box=None, pad_edge=False)
-    for one in get_json(url, "/v1/models", key)["data"]:
+    for one in server.get_json("/v1/models")["data"]:
         state, detail = one.get("state", "?"), one.get("detail")
         table.add_row(one["id"], f"{state}: {detail}" if detail else state, str(one.get("max_model_len") or "-"))
     screen(markup=False).print(table)

@@ -1,13 +1,12 @@
-"""The options of `tandem bench`, `top` and `batch`, and those that name a server."""
+"""The options of `tandem bench`, `top` and `batch`."""
 
 from __future__ import annotations
 
 import argparse
 import math
 
+from tandem.cli.address import add_server
 from tandem.cli.arguments import Parser, add_actions, filled
-
-DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def add_bench(parser: Parser) -> None:
@@ -38,18 +37,6 @@ def add_batch(parser: Parser) -> None:
     parser.add_argument("--concurrency", type=int, default=32, metavar="N", help="requests at once [32]")
     parser.add_argument("--retries", type=int, default=5, metavar="N", help="more tries for each request [5]")
     parser.add_argument("--timeout", type=float, default=3600.0, metavar="S", help="seconds for one answer [3600]")
-
-
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a server (cli/address.py)."""
-    group = parser.add_argument_group("server")
-    group.add_argument("--url", "--base-url", metavar="URL", help="the server; else --port, --name, TANDEM_BASE_URL, "
-                       f"the one that `tandem up` started, else {DEFAULT_URL}.")
-    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this "
-                       "machine.")
-    group.add_argument("--name", dest="server_name", metavar="NAME", help="the server that `tandem up --name` started.")
-    group.add_argument("--api-key-file", metavar="FILE",
-                       help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
 
 
 def _add_requests(parser: argparse.ArgumentParser) -> None:

@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
+from tandem.cli.address import add_server
 from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_settings
-from tandem.cli.options.bench import add_server
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {

@@ -27,6 +27,7 @@ from tandem.config.options import by_name
 from tandem.errors import RequestError, UsageError
 from tandem.log import set_up
 from tandem.printable import printable
+from tandem.system.http_client import ServerClient
 
 FRAMES = 12
 """Most drawings a second."""
@@ -116,7 +117,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         raise UsageError("the prompt is empty; give --prompt TEXT, or text on standard input", param="prompt")
     with _opened(arguments, DEFAULTS) as (model, _):
         speed = Speed()
-        for piece in model.complete(prompt, params, speed):
+        for piece in model.answer(prompt, params, speed):
             print(_shown(piece.text), end="", flush=True)
         print()
         if sys.stderr.isatty():
@@ -203,16 +204,17 @@ def _opened(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Itera
     given = loaded.given("model", "parallel", "scheduler", "speculation")
     if (server := _server(arguments, loaded, given)) is not None:
         url, name = server
-        key = api_key(arguments, url)
+        client = ServerClient(url, api_key(arguments, url))
         try:
-            model = Served(url, key, name, defaults)
+            model = Served(client, name, defaults)
         except UsageError as error:
             if url != DEFAULT_URL or named_url(arguments) is not None:
                 raise
-            raise UsageError(f"no model is given, and {error.message}; {NAME_ONE}", param="model") from None
+            why = error.message.partition(";")[0]
+            raise UsageError(f"no model is given, and {why}; {NAME_ONE}", param="model") from None
         if sys.stderr.isatty():
             print(f"talking to the server at {url} (--local loads the model here)", file=sys.stderr)
-        yield model, lambda other: Served(url, key, other, defaults)
+        yield model, lambda other: Served(client, other, defaults)
         return
     if "model" not in given:
         raise UsageError(f"no model is given: {NAME_ONE}", param="model")

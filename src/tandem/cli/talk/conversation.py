@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tandem.cli.options.sampling import KINDS, LEFT_OUT
-from tandem.cli.talk.models import Message, Model, Served
+from tandem.cli.talk.models import Json, Model, Served
 from tandem.config.options import nearest
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
@@ -50,13 +50,13 @@ class Conversation:
     other: Callable[[str], Model]
     """Gives the model of another name. Raises UsageError."""
     system: str | None = None
-    said: list[Message] = field(default_factory=list)
+    said: list[Json] = field(default_factory=list)
     """Without the system message."""
     images: list[dict[str, Any]] = field(default_factory=list)
     """Parts that go with the next message."""
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[Json]:
         """All of it, as the API takes it."""
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.said]
 
