@@ -172,8 +172,8 @@ def test_top_shows_the_server(url: str, words: list[str]) -> None:
     done = tandem("top", "--base-url", url, *words, "--interval", "0.2")
     assert done.returncode == 0, done.stderr
     assert "healthy" in done.stdout and re.search(r"tokens/s \d.* TTFT \d+ ms", done.stdout)
-    ranks = re.findall(r"^ *(\d) +0 +(\d) +(\d-\d) ", done.stdout, re.MULTILINE)
-    assert ranks == [("0", "0", "0-1"), ("1", "1", "2-3")]
+    ranks = re.findall(r"^ *(\d) +0 +(\d/2) +(\d-\d) ", done.stdout, re.MULTILINE)
+    assert ranks == [("0", "1/2", "0-1"), ("1", "2/2", "2-3")]
 
 
 def test_top_watches_until_it_is_interrupted(url: str) -> None:

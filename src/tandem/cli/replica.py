@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 
 from tandem.cli.address import local_port, server_url
-from tandem.cli.screen import plain_table, screen
-from tandem.cli.status import Replica, look_at_port
+from tandem.cli.screen import replicas_table, screen
+from tandem.cli.status import as_json, look_at_port
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import AddReplica, Done, DrainReplica
 from tandem.supervision.control import ask, control_path
@@ -16,7 +16,7 @@ def run(arguments: argparse.Namespace) -> int:
     """One of the actions. Raises UsageError."""
     port = local_port(server_url(arguments))
     if arguments.action == "list":
-        _show(look_at_port(port).replicas)
+        screen(markup=False).print(replicas_table(as_json(look_at_port(port))["replicas"]))
     elif arguments.action == "add":
         reply = ask(control_path(port), AddReplica(arguments.role))
         assert isinstance(reply, Done)
@@ -24,17 +24,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         _drain(port, arguments.replica)
     return 0
-
-
-def _show(replicas: list[Replica]) -> None:
-    table = plain_table("replica", "role", "state", "pid", "running", "waiting", "ranks", "restarts",
-                        left=("role", "state"))
-    for one in replicas:
-        info, status = one.info, one.status
-        counts = ("-",) * 3 if status is None else (status.running, status.queued, len(status.ranks))
-        table.add_row(str(info.replica), info.role, one.state, str(info.pid or "-"), *map(str, counts),
-                      str(info.restarts))
-    screen().print(table)
 
 
 def _drain(port: int, replica: int) -> None:

@@ -8,11 +8,11 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from tandem.cli.address import checked_url, local_port
-from tandem.cli.screen import screen
+from tandem.cli.screen import can_watch, event_lines, models_table, ranks_table, replicas_table, screen, watch
 from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
@@ -21,13 +21,10 @@ from tandem.supervision.control import ask, control_path
 from tandem.supervision.probe import StatusProbe
 from tandem.supervision.record import Background, known_names
 
-SLOW = 3.0
-"""Times slower than usual from which that is shown."""
 PROBE_S = 3.0
 """Seconds that an engine gets to say how it is: on a busy machine more than one."""
 NEWS_S = 0.6
 """Seconds after which an engine surely has said something new."""
-_MIB = 2**20
 _SHOWN_EVENTS = 8
 _WIDTH = 140
 """Columns of tables that do not go to a terminal."""
@@ -103,19 +100,33 @@ def run(arguments: argparse.Namespace) -> int:
     """Print; 0 if everything that was asked for is ready. Raises UsageError."""
     if arguments.url is not None:
         arguments.port = local_port(checked_url(arguments.url))
-    if arguments.port is not None:
-        looks = [look_at_port(arguments.port, arguments.interval)]
-    else:
-        named = arguments.server or arguments.name
-        names = [named] if named else [name for name in known_names() if Background(name).runs()]
-        looks = [look_at(Background(name), arguments.interval) for name in names]
+    looks, console = _looks(arguments), screen(_WIDTH, highlight=False, markup=False)
     if arguments.json:
-        print(json.dumps([_as_json(one) for one in looks], indent=2))
+        print(json.dumps([as_json(look) for look in looks], indent=2))
     elif not looks:
         print("no server runs in the background; `tandem up MODEL` starts one")
-    for one in () if arguments.json else looks:
-        _show(one)
-    return 0 if looks and all(one.ready for one in looks) else 1
+    elif arguments.watch and can_watch(console):
+        watch(Group(*map(_picture, looks)), lambda: _next_picture(arguments), console)
+    else:
+        for part in [part for look in looks for part in _picture(look).renderables]:
+            console.print(part, soft_wrap=isinstance(part, Text))
+    return 0 if looks and all(look.ready for look in looks) else 1
+
+
+def _looks(arguments: argparse.Namespace) -> list[Look]:
+    if arguments.port is not None:
+        return [look_at_port(arguments.port, arguments.interval)]
+    named = arguments.server or arguments.name
+    names = [named] if named else [name for name in known_names() if Background(name).runs()]
+    return [look_at(Background(name), arguments.interval) for name in names]
+
+
+def _next_picture(arguments: argparse.Namespace) -> RenderableType:
+    time.sleep(NEWS_S)
+    try:
+        return Group(*map(_picture, _looks(arguments)))
+    except UsageError as error:  # it may come back
+        return Text(error.message, "red")
 
 
 def look_at(place: Background, interval: float) -> Look:
@@ -169,7 +180,8 @@ def _count(replicas: list[Replica], probes: dict[int, StatusProbe], interval: fl
             one.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
 
 
-def _as_json(look: Look) -> dict[str, Any]:
+def as_json(look: Look) -> dict[str, Any]:
+    """Return what is known of a server; the fields of replicas, ranks and events are those of /v1/status and others."""
     replicas = []
     for one in look.replicas:
         entry: dict[str, Any] = {"replica": one.info.replica, "model": one.info.model or look.model,
@@ -191,78 +203,30 @@ def _as_json(look: Look) -> dict[str, Any]:
     return {**facts, "state": look.state, "models": models, "replicas": replicas, "events": events}
 
 
-def _show(look: Look) -> None:
-    console = screen(_WIDTH, highlight=False, markup=False)
+def _picture(look: Look) -> Group:
+    """Return what `--json` has, as tables."""
+    view = as_json(look)
     since = f", for {_span(time.time() - look.started_at)}" if look.started_at else ""
     process = f", process {look.pid}" if look.pid else ""
     where = f" at {look.address} (model {look.model}{process}{since})" if look.runs else ""
-    console.print(f"{look.name}: {look.state}{where}", markup=False, style="bold")
+    parts: list[RenderableType] = [Text(f"{look.name}: {look.state}{where}", "bold")]
     if look.models:
-        console.print(_models(look))
-    if not look.replicas:
-        return
-    table = Table("replica", "role", "state", "running", "waiting", "KV tokens", "tokens/s", "restarts", box=None)
-    ranks = Table("replica", "rank", "host", "stage", "layers", "weights", "wired", "KV", "peak", "ms/step",
-                  "pace", "process", box=None)
-    for one in look.replicas:
-        status, restarts = one.status, one.info.restarts
-        if status is None:
-            table.add_row(str(one.info.replica), one.info.role, one.state, "-", "-", "-", "-", str(restarts))
-            continue
-        rate = "-" if one.tokens_per_s is None else f"{one.tokens_per_s:.1f}"
-        table.add_row(str(one.info.replica), one.info.role, one.state, str(status.running), str(status.queued),
-                      f"{status.kv_tokens_used}/{status.kv_tokens_total}", rate, str(restarts + status.restarts))
-        for rank in status.ranks:
-            ranks.add_row(str(one.info.replica), str(rank.rank), rank.host, f"{rank.stage + 1}/{status.stages}",
-                          f"{rank.layers[0]}-{rank.layers[1] - 1}", *map(_size, (rank.weight_bytes, rank.wired_bytes,
-                          rank.kv_bytes, rank.peak_bytes)), f"{rank.step_s * 1e3:.1f}",
-                          pace(rank.state, rank.slowdown), str(rank.pid))
-    console.print(table)
-    for one in look.replicas:
-        if one.detail:
-            console.print(f"replica {one.info.replica}: {one.detail}", markup=False, soft_wrap=True)
-    if ranks.row_count:
-        console.print(ranks)
-    if look.events:
-        console.print("lately:")
-    for event in look.events[-_SHOWN_EVENTS:]:
-        console.print(event_line(event.at, event.level, _subject(event), event.text, event.remedy), soft_wrap=True)
+        parts.append(models_table([_model(look, model) for model in look.models]))
+    if replicas := view["replicas"]:
+        ranks = [{**rank, "replica": replica["replica"]} for replica in replicas for rank in replica.get("ranks", ())]
+        parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
+    details = {f"model {model.model}": model.detail for model in look.models}
+    details |= {f"replica {replica['replica']}": replica["detail"] for replica in replicas}
+    parts += [Text(f"{name}: {detail}") for name, detail in details.items() if detail]
+    return Group(*parts, *event_lines(view["events"][-_SHOWN_EVENTS:]))
 
 
-def pace(state: str, slowdown: float) -> Text:
-    """How a rank is: at its usual pace, so many times slower, or not there."""
-    if state != "ready":
-        return Text(state, "red" if state == "lost" else "yellow")
-    return Text(f"{slowdown:.1f} x slower", "yellow") if slowdown >= SLOW else Text("usual")
-
-
-def event_line(at: float, level: str, subject: str, text: str, remedy: str | None) -> Text:
-    """One event: when, what, and what to do."""
-    style = {"error": "red", "warning": "yellow"}.get(level, "")
-    when = time.strftime("%d %b %H:%M:%S", time.localtime(at))
-    return Text.assemble(f"  {when}  ", (f"{subject}{text}", style), f". {remedy}" if remedy else "")
-
-
-def _subject(event: Event) -> str:
-    parts = [event.model, f"replica {event.replica}" if event.replica else ""]
-    named = ", ".join(part for part in parts if part)
-    return f"{named}: " if named else ""
-
-
-def _models(look: Look) -> Table:
-    table = Table("model", "state", "replicas", "memory", "context", box=None)
-    for one in look.models:
-        mine = [replica for replica in look.replicas if replica.info.model == one.model]
-        loaded = all(replica.state == "ready" for replica in mine)
-        state = one.state if one.state != "running" else "loaded" if loaded else "loading"
-        table.add_row(one.model, f"{state}: {one.detail}" if one.detail else state,
-                      ", ".join(str(replica.info.replica) for replica in mine) or "-",
-                      _size(max(one.needs.values())) if one.needs else "-", str(one.max_context))
-    return table
-
-
-def _size(count: int) -> str:
-    return f"{count / _MIB:.0f} MiB"
+def _model(look: Look, model: ModelInfo) -> dict[str, Any]:
+    mine = [replica for replica in look.replicas if replica.info.model == model.model]
+    loaded = "loaded" if all(replica.state == "ready" for replica in mine) else "loading"
+    return {"id": model.model, "state": loaded if model.state == "running" else model.state, "needs": model.needs,
+            "replicas": ", ".join(str(replica.info.replica) for replica in mine) or "-",
+            "max_model_len": model.max_context}
 
 
 def _span(seconds: float) -> str:

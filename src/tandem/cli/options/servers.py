@@ -130,6 +130,7 @@ def add_status(status: Parser) -> None:
     status.add_argument("--interval", type=_seconds, default=1.0, metavar="S",
                         help="seconds over which tokens are counted, at least 0.6; 0 leaves them out [1]")
     status.add_argument("--json", action="store_true", help="print what is known as JSON.")
+    status.add_argument("--watch", action="store_true", help="go on showing it until Ctrl-C, on a terminal.")
     _add_name(status, "only this server.")
 
 

@@ -86,7 +86,7 @@ class Served:
         self._server = server
         self.where = server.url
         names = self.names()
-        if name not in (None, "default", *names) and not self._info(f"/v1/models/{quote(name)}"):
+        if name and name not in ("default", *names) and not self._info(f"/v1/models/{quote(name)}"):
             raise UsageError(f"{server.url} has no model {name!r}; there is: {', '.join(names)}", param="model")
         self.name = name or names[0]
         info = self._info("/model/info")
