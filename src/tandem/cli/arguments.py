@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 from tandem.config.dotenv_file import read_dotenv
 from tandem.config.loading import PROFILES, LoadedSettings, load
-from tandem.config.options import ALIASES, Option, field_docs, nearest, options, section_class
+from tandem.config.options import ALIASES, Option, by_name, field_docs, nearest, options, section_class
 from tandem.env import set_variables, variable, variables
 from tandem.errors import RankFailure, RequestError, TandemError, UsageError
 from tandem.printable import printable
@@ -29,6 +29,10 @@ TITLES = {"model": "model", "parallel": "layout", "scheduler": "scheduling and m
           "speculation": "speculative decoding", "server": "server", "process": "processes and logs",
           "models": "several models"}
 _PREFIX = "setting_"
+METAVARS = {int: "N", float: "X"}
+BACKENDS = ("ring", "jaccl", "jaccl-ring", "nccl")
+"""MLX backends that commands beside `tandem serve` take."""
+_Options = argparse.ArgumentParser | argparse._ArgumentGroup
 
 
 def _nearest(flag: str, known: Collection[str]) -> str | None:
@@ -205,7 +209,7 @@ def add_settings(parser: Parser, sections: Sequence[str]) -> None:
                     parser.seldom.add(action)
 
 
-def _add(group: Any, option: Option) -> argparse.Action:
+def _add(group: argparse._ArgumentGroup, option: Option) -> argparse.Action:
     flags = [option.flag, *ALIASES.get(option.name, ())]
     text = option.help.replace("%", "%%") + _default(option)
     target = _PREFIX + option.name
@@ -215,11 +219,20 @@ def _add(group: Any, option: Option) -> argparse.Action:
                                                      help=text)
         group.add_argument(*_off(flags), dest=target, action="append_const", const="false", help=argparse.SUPPRESS)
         return action
-    metavar = {int: "N", float: "X"}.get(option.base, "TEXT")
+    metavar = METAVARS.get(option.base, "TEXT")
     if option.choices:
         metavar = "{" + ",".join(option.choices) + "}"
     listed: argparse.Action = group.add_argument(*flags, dest=target, action="append", metavar=metavar, help=text)
     return listed
+
+
+def add_as_for_serve(parser: _Options, *names: str) -> None:
+    """Add the options of these settings to a command that has few of them, with the same words, values and defaults."""
+    for name in names:
+        option = by_name()[name]
+        parser.add_argument(option.flag, type=option.base, choices=option.choices or None, default=option.default,
+                            metavar=None if option.choices else METAVARS.get(option.base, "TEXT"),
+                            help=option.help.replace("%", "%%") + _default(option))
 
 
 def _off(flags: Sequence[str]) -> list[str]:

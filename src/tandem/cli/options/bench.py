@@ -6,7 +6,7 @@ import argparse
 import math
 
 from tandem.cli.address import add_server
-from tandem.cli.arguments import Parser, add_actions, filled
+from tandem.cli.arguments import BACKENDS, Parser, add_actions, add_as_for_serve, filled
 
 
 def add_bench(parser: Parser) -> None:
@@ -109,13 +109,12 @@ def _add_latency(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_comm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--backend", choices=("ring", "jaccl", "jaccl-ring", "nccl"),
+    parser.add_argument("--backend", choices=BACKENDS,
                         help="of the collectives; by default the hosts file's, else ring. jaccl needs --hostfile.")
     parser.add_argument("--ranks", "-n", type=int, metavar="N", help="processes on this machine [2]")
     parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: measure each two of "
                         "its hosts, in place of ranks on this machine.")
-    parser.add_argument("--remote-python", metavar="PATH", help="Python interpreter on the other machines, as for "
-                        "`tandem serve`.")
+    add_as_for_serve(parser, "remote_python")
     parser.add_argument("--fast-sync", choices=("on", "off"), default="off", help="MLX's fast fences on ranks of Macs, "
                         "which can lock a GPU up (docs/machines.md) [off]")
     parser.add_argument("--sizes", default="4K,64K,1M,16M", metavar="LIST", help="bytes of a message [4K,64K,1M,16M]")

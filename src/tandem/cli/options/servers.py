@@ -7,7 +7,7 @@ import argparse
 from typing import get_args
 
 from tandem.cli.address import add_server
-from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_settings
+from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_settings
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {
@@ -39,7 +39,7 @@ def add_model_action(parser: Parser, name: str) -> None:
     if name not in ("list", "ps", "prune"):
         parser.add_argument("name", metavar="MODEL")
     if name == "get":
-        parser.add_argument("--revision", help="branch, tag or commit of a hub model.")
+        add_as_for_serve(parser, "revision")
     if name == "prune":
         parser.add_argument("--unused-days", type=float, default=30.0, metavar="DAYS",
                             help="how long nobody has needed it (default 30; 0: all).")
