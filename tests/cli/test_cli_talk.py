@@ -19,11 +19,11 @@ import pytest
 from cli.terminal import Terminal
 from served import served
 from tandem.cli.main import main
-from tandem.cli.talk import command
-from tandem.cli.talk.command import unechoed
+from tandem.cli.talk import chat as command
+from tandem.cli.talk.backends import Served
+from tandem.cli.talk.chat import unechoed
 from tandem.cli.talk.conversation import Conversation, Ended
-from tandem.cli.talk.models import Served
-from tandem.cli.talk.prompt import unquoted
+from tandem.cli.talk.line_editor import unquoted
 from tandem.errors import UsageError
 from tandem.supervision.record import Background, Record
 from tandem.system.http_client import ServerClient
@@ -173,7 +173,7 @@ INTERRUPTED = """
 import argparse, asyncio, contextlib, os, signal, sys
 from prompt_toolkit.input.vt100 import raw_mode
 from rich.console import Console
-from tandem.cli.talk import command
+from tandem.cli.talk import chat as command
 from tandem.cli.talk.conversation import Conversation
 
 class Piece:

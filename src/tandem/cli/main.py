@@ -56,13 +56,13 @@ def _version(arguments: argparse.Namespace) -> int:
 
 
 CHAT = Command("Talk in this terminal to a running server, or to a model loaded here.",
-               sampling.add_chat, Later("talk.command:run_chat"))
+               sampling.add_chat, Later("talk.chat:run_chat"))
 COMMANDS = {
     "a model": {
         "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
         "chat": CHAT,
         "generate": Command("Complete a prompt in this terminal, by a running server or a model loaded here.",
-                            sampling.add_generate, Later("talk.command:run_generate")),
+                            sampling.add_generate, Later("talk.chat:run_generate")),
         "model": Command("Fetch models, see and remove those on this machine; load and unload those of a server.",
                          servers.add_model, Later("model:run")),
     },
@@ -77,7 +77,7 @@ COMMANDS = {
                            servers.add_restart, Later("lifecycle:run_restart")),
         "down": Command("End a server that `tandem up` started.", servers.add_down, Later("lifecycle:run_down")),
         "service": Command("Have the system keep a server running: by launchd on macOS, by systemd on Linux.",
-                           servers.add_service, Later("service.command:run")),
+                           servers.add_service, Later("service:run")),
     },
     "several machines": {
         "plan": Command("Compare the ways to spread a model over machines, before anything is loaded.",

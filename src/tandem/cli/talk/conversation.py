@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from tandem.cli.options.sampling import KINDS, LEFT_OUT
-from tandem.cli.talk.models import Json, Model, Served
+from tandem.cli.talk.backends import Json, Model, Served
 from tandem.config.options import nearest
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES

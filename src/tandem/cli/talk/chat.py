@@ -19,9 +19,9 @@ from tandem.cli.address import DEFAULT_URL, api_key, named_url, record_url, star
 from tandem.cli.arguments import fail, load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
 from tandem.cli.screen import screen
+from tandem.cli.talk.backends import Loaded, Model, Served, Speed
 from tandem.cli.talk.conversation import KEYS, Conversation, Ended
-from tandem.cli.talk.models import Loaded, Model, Served, Speed
-from tandem.cli.talk.prompt import Interrupts, make_prompt
+from tandem.cli.talk.line_editor import Interrupts, make_prompt
 from tandem.config.loading import LoadedSettings
 from tandem.config.options import by_name
 from tandem.errors import RequestError, UsageError
