@@ -41,12 +41,11 @@ LOAD_FAILED = "model_load_failed"
 """Code of the error that its requests end with."""
 
 
-@dataclass(eq=False)
-class _Place:
-    """One model, and who waits for it."""
+@dataclass(eq=False, kw_only=True)
+class _Place(Seat):
+    """One model, and the requests that wait for it."""
 
     served: Served
-    seat: Seat
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     info: ModelInfo | None = None
     closed: bool = False
@@ -68,7 +67,7 @@ class Residents:
     def __init__(self, models: Sequence[Served], link: SupervisorLink, *,
                  max_loaded: int | None) -> None:
         """`models` in the order of the configuration, the default one first."""
-        self._places = {served.name: _Place(served, Seat(served.name, {})) for served in models}
+        self._places = {served.name: _Place(name=served.name, served=served) for served in models}
         self._link = link
         for served in models:
             served.client.requests.tell = link.tell
@@ -131,7 +130,7 @@ class Residents:
                 place.failed_at = _now()
                 self._refuse(place, _failure(info))
             place.info = info
-            place.seat.needs, place.seat.keep, place.seat.unload_after = info.needs, info.keep, info.unload_after
+            place.needs, place.keep, place.unload_after = info.needs, info.keep, info.unload_after
             await place.served.client.update([one for one in latest.replicas if one.model == info.model])
         self.alive = True
         self._changed.set()
@@ -171,9 +170,9 @@ class Residents:
 
     def leave(self, served: Served) -> None:
         """A request that had entered is over."""
-        seat = self._places[served.name].seat
-        seat.users -= 1
-        seat.idle_at = _now()
+        place = self._places[served.name]
+        place.users -= 1
+        place.idle_at = _now()
         self._changed.set()
 
     def available(self, served: Served) -> bool:
@@ -184,12 +183,12 @@ class Residents:
     def _open(self, place: _Place) -> bool:
         """It takes requests: its engines answer, also while they replace ranks."""
         status = place.served.client.status
-        return (place.seat.state == "in" and not (place.closed or place.pressed) and place.served.client.alive
+        return (place.state == "in" and not (place.closed or place.pressed) and place.served.client.alive
                 and status is not None and status.state in ("ready", "recovering") and place.served.texts.ready(status))
 
     def _begin(self, place: _Place) -> None:
-        place.seat.users += 1
-        place.seat.used_at = _now()
+        place.users += 1
+        place.used_at = _now()
 
     def _refuse(self, place: _Place, error: RequestError) -> None:
         while place.waiting:
@@ -202,7 +201,7 @@ class Residents:
         """`loaded`, `loading`, `unloading`, `unloaded`, `failed` or, of one that was loaded, the engines' own word; and
         why."""
         place = self._places[served.name]
-        info, state = place.info, place.seat.state
+        info, state = place.info, place.state
         if info is None:
             return "unknown", "the supervisor has not answered yet"
         if info.state == "failed":
@@ -218,7 +217,7 @@ class Residents:
         info = place.info
         return {"needs": info.needs if info else {}, "keep": bool(info and info.keep),
                 "unload_after": info.unload_after if info else None, "waiting": len(place.waiting),
-                "running": place.seat.users}
+                "running": place.users}
 
     @property
     def health(self) -> str:
@@ -239,11 +238,11 @@ class Residents:
     async def unload(self, served: Served) -> None:
         """Have a model finish what it has, and wait until it is gone. Raises RequestError when it must stay."""
         place = self._places[served.name]
-        if place.seat.keep:
+        if place.keep:
             raise refused(409, f"Model '{served.name}' is kept (--keep) and never unloaded.", param="model",
                           code="model_kept")
-        place.pressed = place.seat.state in ("in", "loading")
-        while place.pressed or place.seat.state == "leaving":
+        place.pressed = place.state in ("in", "loading")
+        while place.pressed or place.state == "leaving":
             self._changed.set()
             await asyncio.sleep(LOOK_S)
 
@@ -255,7 +254,7 @@ class Residents:
             for place in self._places.values():
                 self._follow(place)
             self._act()
-            busy = any(place.waiting or place.pressed or place.seat.state in ("loading", "leaving")
+            busy = any(place.waiting or place.pressed or place.state in ("loading", "leaving")
                        for place in self._places.values())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOOK_S if busy else IDLE_LOOK_S)
@@ -263,20 +262,20 @@ class Residents:
 
     def _follow(self, place: _Place) -> None:
         """Bring the seat up to date with what supervisor and engines say; let in whoever may."""
-        seat, info = place.seat, place.info
+        info = place.info
         status = place.served.client.status
         there = place.served.client.alive and status is not None and status.state == "ready"
         if status is not None and there and not place.served.texts.ready(status) and place.reading is None:
             place.reading = start_task(self._read_texts(place), name="tokenizer")
-        before = seat.state
+        before = place.state
         if info is not None and (info.commands > place.asked_after or _now() - place.asked_at > ASK_AGAIN_S):
-            seat.state = _state(seat, info, there)
-        if seat.state == "in" and before != "in":
-            seat.idle_at = seat.used_at = _now()
-            self._loads.labels(seat.name).inc()
-        if seat.state != "in":
+            place.state = _state(place, info, there)
+        if place.state == "in" and before != "in":
+            place.idle_at = place.used_at = _now()
+            self._loads.labels(place.name).inc()
+        if place.state != "in":
             place.closed = False
-        if seat.state in ("out", "leaving"):
+        if place.state in ("out", "leaving"):
             place.pressed = False
         while place.waiting and self._open(place):
             future = place.waiting.popleft()
@@ -284,11 +283,11 @@ class Residents:
                 self._begin(place)
                 future.set_result(None)
         if not place.waiting:
-            seat.wanted_at = None
-        elif seat.wanted_at is None:
-            seat.wanted_at = _now()
-        self._loaded.labels(seat.name).set(self._open(place))
-        self._waits.labels(seat.name).set(len(place.waiting))
+            place.wanted_at = None
+        elif place.wanted_at is None:
+            place.wanted_at = _now()
+        self._loaded.labels(place.name).set(self._open(place))
+        self._waits.labels(place.name).set(len(place.waiting))
 
     async def _read_texts(self, place: _Place) -> None:
         try:
@@ -304,23 +303,20 @@ class Residents:
         """Load and unload as the policy has it."""
         if not self.alive:
             return
-        decision = decide([place.seat for place in self._places.values()], self.budget, self._max_loaded, _now())
-        closing = {seat.name for seat in decision.close}
+        decision = decide([*self._places.values()], self.budget, self._max_loaded, _now())
         for place in self._places.values():
-            place.closed = place.seat.name in closing
-            free = place.seat.state == "in" and not place.seat.users
-            if place.pressed and free and place.seat not in decision.unload:
-                decision.unload.append(place.seat)
-        for seat in decision.unload:
-            self._tell(seat, UnloadModel(seat.name), "leaving")
-        for seat in decision.load:
-            self._tell(seat, LoadModel(seat.name), "loading")
+            place.closed = place in decision.close
+            if place.pressed and place.state == "in" and not place.users and place not in decision.unload:
+                decision.unload.append(place)
+        for place in decision.unload:
+            self._tell(place, UnloadModel(place.name), "leaving")
+        for place in decision.load:
+            self._tell(place, LoadModel(place.name), "loading")
 
-    def _tell(self, seat: Seat, command: LoadModel | UnloadModel, state: str) -> None:
-        logger.info("model %s: %s", seat.name, state)
-        place = self._places[seat.name]
+    def _tell(self, place: _Place, command: LoadModel | UnloadModel, state: str) -> None:
+        logger.info("model %s: %s", place.name, state)
         place.asked_at, place.asked_after = _now(), place.info.commands if place.info is not None else 0
-        seat.state = state
+        place.state = state
         self._link.tell(command)
 
     # --- all engines together ---
