@@ -219,7 +219,7 @@ def test_the_history_says_why_an_engine_was_replaced_and_given_up(children):
 
 
 def test_an_engine_that_serves_between_its_deaths_is_never_given_up(children, monkeypatch):
-    monkeypatch.setattr("tandem.supervision.replica.SERVES_S", 0.0)
+    monkeypatch.setattr("tandem.supervision.children.SERVES_S", 0.0)
     engines = EngineSet(settings())
     engines.start()
     for deaths in range(1, 20):
