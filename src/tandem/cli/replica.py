@@ -1,4 +1,4 @@
-"""`tandem replica`: look at the replicas of a running server, add one, or drain one."""
+"""`tandem replica`: list the replicas of a running server, add one, or drain one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tandem.supervision.control import ask, control_path
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of the actions. Raises UsageError."""
+    """Run the action. Raises UsageError."""
     port = local_port(server_url(arguments))
     if arguments.action == "list":
         screen(markup=False).print(replicas_table(as_json(look_at_port(port))["replicas"]))
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _drain(port: int, replica: int) -> None:
-    others = [one.state for one in look_at_port(port).replicas if one.info.replica != replica]
+    others = [other.state for other in look_at_port(port).replicas if other.info.replica != replica]
     if others and "ready" not in others:
         raise UsageError(f"no other replica than {replica} is ready ({', '.join(others)}); wait until one is")
     ask(control_path(port), DrainReplica(replica))

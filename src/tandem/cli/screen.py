@@ -20,7 +20,7 @@ from tandem.printable import printable
 SLOW = 3.0
 """Slowdown of a rank from which it is shown."""
 _COLOURS = dict.fromkeys(("healthy", "ready", "running", "loaded"), "green") | dict.fromkeys(
-    ("recovering", "starting", "draining", "loading"), "yellow") | dict.fromkeys(("unloaded", "unloading"), "")
+    ("recovering", "starting", "draining", "loading"), "yellow") | dict.fromkeys(("unloaded", "unloading", "?"), "")
 Json = Mapping[str, Any]
 """A replica, a rank, a model or an event, with the fields of /v1/status, /health and /v1/events."""
 
@@ -111,11 +111,12 @@ def ranks_table(ranks: Sequence[Json]) -> Table:
 
 
 def models_table(models: Sequence[Json]) -> Table:
-    """Return a row for each of several models."""
+    """Return a row for each model."""
     return narrow_table([{
-        "model": model["id"], "state": coloured(model["state"]),
+        "model": model["id"], "state": coloured(model.get("state", "?")),
         "replicas": model.get("replicas"), "memory": size(max(model["needs"].values())) if model.get("needs") else None,
-        "context": _text(model["max_model_len"] or None)} for model in models])
+        "context": _text(model.get("max_model_len") or None), "detail": model.get("detail") or None,
+    } for model in models])
 
 
 def event_lines(events: Sequence[Json]) -> list[Text]:

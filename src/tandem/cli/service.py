@@ -28,9 +28,9 @@ from tandem.system.tools import find_tool
 
 OPEN_FILES = 65536
 PAUSE_S = 10
-"""Seconds until a server that has failed is started again."""
+"""Seconds until a failed server is restarted."""
 MISTAKE = 2
-"""The exit code for what the user must mend: starting again would not help."""
+"""Exit code for a mistake of the user's, which a restart would not mend."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +40,20 @@ class Service:
     name: str
     command: tuple[str, ...]
     directory: Path
-    """In which it runs: relative paths among its options are below it."""
+    """Working directory, below which relative paths of its options are."""
     log: Path
     variables: Mapping[str, str]
     stop_s: int = 60
-    """Seconds that it gets to drain and end before it is killed."""
+    """Seconds to drain and end before it is killed."""
 
 
 def launchd_label(name: str) -> str:
-    """What launchd calls a service."""
+    """Return launchd's name of a service."""
     return f"io.github.mlx-tandem.{name}"
 
 
 def launchd_agent(service: Service) -> bytes:
-    """The property list. `Interactive`: agents are slowed down else; `SuccessfulExit`: only failures start it again."""
+    """Return the property list. `Interactive`: not slowed down; `SuccessfulExit`: restarted after failures alone."""
     return plistlib.dumps({
         "Label": launchd_label(service.name), "ProgramArguments": list(service.command),
         "WorkingDirectory": str(service.directory), "EnvironmentVariables": dict(service.variables),
@@ -64,7 +64,7 @@ def launchd_agent(service: Service) -> bytes:
 
 
 def systemd_unit(service: Service) -> str:
-    """The unit of the user's own systemd."""
+    """Return the unit for the user's own systemd."""
     variables = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in service.variables.items())
     return f"""[Unit]
 Description=Tandem, server {service.name}
@@ -92,7 +92,7 @@ def _command(words: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A word of a unit, as systemd.syntax(7) has it."""
+    """Return a word of a unit, quoted as in systemd.syntax(7)."""
     return '"' + _specifiers(text).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
@@ -102,7 +102,7 @@ def _specifiers(text: str) -> str:
 
 _TOOL_S = 60.0
 _END_S, _POLL_S = 30.0, 0.5
-"""Seconds that launchd may take beyond a service's own time to end, and between two looks at it."""
+"""Seconds that launchd may take beyond a service's own time to end, and between two checks."""
 NOBODY = ("Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use "
           "`tandem up`")
 _PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
@@ -130,18 +130,18 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class Launchd:
-    """Agents of the user, in the session of whoever is logged in at the screen, else in the background one."""
+    """launchd agents of the user, in the session at the screen if there is one, else in the background session."""
 
     tool = "launchctl"
     hint = ("launchd agents need the permission for the local network (System Settings, Privacy & Security), if ranks "
             "run on other machines too")
 
     def file(self, name: str) -> Path:
-        """Return where the service is described."""
+        """Return the file that describes the service."""
         return Path.home() / "Library" / "LaunchAgents" / f"{launchd_label(name)}.plist"
 
     def install(self, service: Service) -> None:
-        """Describe and start it. Raises UsageError."""
+        """Write the file and start the service. Raises UsageError."""
         if self.file(service.name).exists():
             self.uninstall(service.name)
         _write(self.file(service.name), launchd_agent(service))
@@ -151,18 +151,18 @@ class Launchd:
                 _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
 
     def uninstall(self, name: str) -> None:
-        """Stop it, and take its description away. Raises UsageError."""
+        """Stop the service and remove its file. Raises UsageError."""
         for place in self._places(name):
             _ran(self.tool, "bootout", place)
         end = time.monotonic() + self._stop_s(name) + _END_S
         while any(_ran(self.tool, "print", place).returncode == 0 for place in self._places(name)):
-            if time.monotonic() > end:  # it comes to an end by itself, but until then none of its name can start
+            if time.monotonic() > end:  # until it ends by itself, no other of its name can start
                 raise UsageError(f"{name} has not ended yet; give the command again in a minute")
             time.sleep(_POLL_S)
         self.file(name).unlink(missing_ok=True)
 
     def pid(self, name: str) -> int | None:
-        """Return the process of the service; None when it does not run."""
+        """Return the process id of the service; None when it does not run."""
         for place in self._places(name):
             done = _ran(self.tool, "print", place)
             if done.returncode == 0 and (match := _PID.search(done.stdout)):
@@ -173,26 +173,26 @@ class Launchd:
         return [f"{domain}/{os.getuid()}/{launchd_label(name)}" for domain in ("gui", "user")]
 
     def _stop_s(self, name: str) -> float:
-        """Seconds after which launchd kills the service that is installed."""
+        """Return the seconds after which launchd kills the installed service."""
         try:
             return float(plistlib.loads(self.file(name).read_bytes())["ExitTimeOut"])
-        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # somebody has changed it
+        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # the user has changed it
             return _TOOL_S
 
 
 class Systemd:
-    """Units of the user."""
+    """systemd units of the user."""
 
     tool = "systemctl"
     hint = "it ends when you log out, unless `loginctl enable-linger` was run once"
 
     def file(self, name: str) -> Path:
-        """Return where the service is described."""
+        """Return the file that describes the service."""
         base = variable("XDG_CONFIG_HOME")
         return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"tandem-{name}.service"
 
     def install(self, service: Service) -> None:
-        """Describe and start it. Raises UsageError."""
+        """Write the file and start the service. Raises UsageError."""
         unit = self.file(service.name)
         try:  # before an earlier one is overwritten
             _must(self.tool, "--user", "daemon-reload")
@@ -205,7 +205,7 @@ class Systemd:
             _must(self.tool, "--user", "restart", unit.name, timeout_s=None)  # an earlier one has its time to drain
 
     def uninstall(self, name: str) -> None:
-        """Stop it, and take its description away. Raises UsageError."""
+        """Stop the service and remove its file. Raises UsageError."""
         unit = self.file(name)
         try:
             _must(self.tool, "--user", "disable", "--now", unit.name, timeout_s=None)
@@ -215,15 +215,14 @@ class Systemd:
         _ran(self.tool, "--user", "daemon-reload")
 
     def pid(self, name: str) -> int | None:
-        """Return the process of the service; None when it does not run."""
+        """Return the process id of the service; None when it does not run."""
         done = _ran(self.tool, "--user", "show", "--property=MainPID", "--value", self.file(name).name)
         text = done.stdout.strip()
         return int(text) if text.isdecimal() and int(text) else None
 
 
 Manager = Launchd | Systemd
-"""Holds services by name: describes one in a file, starts it in place of an earlier one, stops it, and tells its
-process."""
+"""Service manager: installs a service in place of an earlier one, uninstalls it, and tells its process."""
 
 
 def manager() -> Manager:
@@ -248,15 +247,15 @@ def _or_nothing(holder: Manager, name: str) -> Iterator[None]:
 
 
 _KEPT = ("PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
-"""Variables that a service gets from whoever installs it, beside Tandem's own."""
+"""Variables that a service inherits from its installer, beside Tandem's own."""
 _PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-"""In an address, before the name of the machine."""
+"""Password in a URL, before the host name."""
 END_S = 30.0
-"""Seconds beyond `drain_timeout` that a service gets to end."""
+"""Seconds beyond `drain_timeout` in which a service must end."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of the actions. Raises UsageError."""
+    """Run the action. Raises UsageError."""
     place = Background(arguments.name)  # checks the name
     holder = manager()
     if arguments.action == "install":
@@ -298,7 +297,7 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Variables that go along, for everybody to read who may read the service's file. Raises UsageError."""
+    """Return the variables for the service's file. Raises UsageError for a password, which others could read there."""
     known = {*_KEPT, *EXTRA_VARIABLES, *(option.variable for option in options())} - {*SECRET_VARIABLES}
     kept = {key: value for key, value in variables().items() if key in known}
     for key, value in kept.items():
@@ -309,7 +308,7 @@ def _environment() -> dict[str, str]:
 
 
 def serve_words(words: Sequence[str]) -> list[str]:
-    """The options for `tandem serve` among the words `service install ...`."""
+    """Return the options for `tandem serve` in the words `service install ...`."""
     kept: list[str] = []
     rest = iter(words[list(words).index("install") + 1:])
     for word in rest:

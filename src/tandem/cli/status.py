@@ -1,4 +1,4 @@
-"""`tandem status`: the servers in the background, their replicas and ranks."""
+"""`tandem status`: background servers, their replicas and ranks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tandem.supervision.probe import StatusProbe
 from tandem.supervision.record import Background, known_names
 
 PROBE_S = 3.0
-"""Seconds that an engine gets to say how it is: on a busy machine more than one."""
+"""Seconds in which an engine must tell its status: on a busy machine it takes more than replica."""
 NEWS_S = 0.6
-"""Seconds after which an engine surely has said something new."""
+"""Seconds after which an engine has surely published a new status."""
 _SHOWN_EVENTS = 8
 _WIDTH = 140
-"""Columns of tables that do not go to a terminal."""
+"""Columns where the output is no terminal."""
 
 
 @dataclass
 class Replica:
-    """One engine."""
+    """One engine, and its status where it answers."""
 
     info: ReplicaInfo
     status: EngineStatus | None
@@ -41,20 +41,20 @@ class Replica:
 
     @property
     def state(self) -> str:
-        """`ready`, `starting` and so on; `unreachable` if it does not answer."""
+        """`ready`, `starting` and so on; `unreachable` where it does not answer."""
         if self.info.state != "running":
             return self.info.state
         return "unreachable" if self.status is None else self.status.state
 
     @property
     def detail(self) -> str:
-        """What it is about, or waits for; empty while it serves."""
+        """Current task, or what it waits for; empty while it serves."""
         return self.info.detail if self.status is None else self.status.detail or self.status.degraded
 
 
 @dataclass
 class Look:
-    """A server as it is just now."""
+    """State of a server at one time."""
 
     name: str
     runs: bool
@@ -64,40 +64,45 @@ class Look:
     started_at: float | None = None
     replicas: list[Replica] = field(default_factory=list)
     models: list[ModelInfo] = field(default_factory=list)
-    """Where there are several; any of them can be loaded."""
+    """The models, where there are several."""
     events: list[Event] = field(default_factory=list)
-    """What happened since it began, the oldest first."""
+    """Events since its start, the oldest first."""
     announced: bool = False
-    """The server has said that it is ready; engines may be so before its api has heard of them."""
+    """True once the server has announced that it is ready; engines may be ready before its api knows them."""
 
     @property
     def ready(self) -> bool:
-        """Every replica takes requests."""
+        """True when every replica takes requests."""
         begun = self.announced and bool(self.replicas or self.models)
-        return begun and all(one.state == "ready" for one in self.replicas)
+        return begun and all(replica.state == "ready" for replica in self.replicas)
 
     @property
     def state(self) -> str:
-        """In a word."""
+        """State of the whole: `down`, `ready`, or that of the first replica that is not ready."""
         if not self.runs:
             return "down"
         if self.ready:
             return "ready"
-        return next((one.state for one in self.replicas if one.state != "ready"), "starting")
+        return next((replica.state for replica in self.replicas if replica.state != "ready"), "starting")
 
     @property
     def detail(self) -> str:
-        """What the first engine that is not ready is about."""
-        return next((one.detail for one in self.replicas if one.state != "ready" and one.detail), "")
+        """Current task of the first replica that is not ready."""
+        return next((replica.detail for replica in self.replicas if replica.state != "ready" and replica.detail), "")
+
+    @property
+    def statuses(self) -> dict[int, EngineStatus | None]:
+        """Status of each replica, by its number."""
+        return {replica.info.replica: replica.status for replica in self.replicas}
 
     @property
     def running(self) -> int:
-        """Requests under way."""
-        return sum(one.status.running + one.status.queued for one in self.replicas if one.status is not None)
+        """Requests in flight."""
+        return sum(status.running + status.queued for status in self.statuses.values() if status is not None)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print; 0 if everything that was asked for is ready. Raises UsageError."""
+    """Print the servers; return 0 if all of them are ready, else 1. Raises UsageError."""
     if arguments.url is not None:
         arguments.port = local_port(checked_url(arguments.url))
     looks, console = _looks(arguments), screen(_WIDTH, highlight=False, markup=False)
@@ -130,8 +135,8 @@ def _next_picture(arguments: argparse.Namespace) -> RenderableType:
 
 
 def look_at(place: Background, interval: float) -> Look:
-    """The server of that name. Tokens a second are counted over `interval` seconds, at least `NEWS_S`; 0 leaves them
-    out."""
+    """Return the state of a background server. Tokens per second are counted over `interval` seconds, at least
+    `NEWS_S`; 0 leaves them out."""
     if not place.runs():
         return Look(place.name, False)
     look, record = Look(place.name, True), place.record()
@@ -142,12 +147,12 @@ def look_at(place: Background, interval: float) -> Look:
         try:
             _fill(look, record.port, interval)
         except UsageError:
-            look.replicas = []  # it has only just begun, or is about to end
+            look.replicas = []  # it has only just started, or is about to end
     return look
 
 
 def look_at_port(port: int, interval: float = 0.0) -> Look:
-    """The server on a port of this machine, however it was started. Raises UsageError."""
+    """Return the state of the server on a port of this machine, however it was started. Raises UsageError."""
     look = Look(f"port {port}", True, address=f"127.0.0.1:{port}")
     _fill(look, port, interval)
     return look
@@ -167,44 +172,44 @@ def _fill(look: Look, port: int, interval: float) -> None:
         for probe in probes.values():
             probe.close()
     if not look.models:
-        look.model = next((one.status.model for one in look.replicas if one.status is not None), look.model)
+        look.model = next((replica.status.model for replica in look.replicas if replica.status is not None), look.model)
 
 
 def _count(replicas: list[Replica], probes: dict[int, StatusProbe], interval: float) -> None:
-    """Ask once more after `interval` seconds, for the tokens a second of each engine that answers both times."""
+    """Query again after `interval` seconds, for the tokens per second of each engine that answers both times."""
     time.sleep(max(interval, NEWS_S))
-    for one in replicas:
-        if one.status is not None and (now := probes[one.info.replica].ask(PROBE_S)) is not None:
-            seconds = (time.monotonic() - now.age_s) - (one.asked_at - one.status.age_s)
-            tokens = now.generated_tokens - one.status.generated_tokens
-            one.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
+    for replica in replicas:
+        if replica.status is not None and (now := probes[replica.info.replica].ask(PROBE_S)) is not None:
+            seconds = (time.monotonic() - now.age_s) - (replica.asked_at - replica.status.age_s)
+            tokens = now.generated_tokens - replica.status.generated_tokens
+            replica.tokens_per_s = tokens / seconds if seconds > 0 else 0.0
 
 
 def as_json(look: Look) -> dict[str, Any]:
-    """Return what is known of a server; the fields of replicas, ranks and events are those of /v1/status and others."""
+    """Return all facts about a server, as `--json` prints them."""
     replicas = []
-    for one in look.replicas:
-        entry: dict[str, Any] = {"replica": one.info.replica, "model": one.info.model or look.model,
-                                 "role": one.info.role,
-                                 "state": one.state, "pid": one.info.pid,
-                                 "process_restarts": one.info.restarts, "tokens_per_s": one.tokens_per_s,
-                                 "detail": one.detail}
-        if (status := one.status) is not None:
+    for replica in look.replicas:
+        entry: dict[str, Any] = {"replica": replica.info.replica, "model": replica.info.model or look.model,
+                                 "role": replica.info.role,
+                                 "state": replica.state, "pid": replica.info.pid,
+                                 "process_restarts": replica.info.restarts, "tokens_per_s": replica.tokens_per_s,
+                                 "detail": replica.detail}
+        if (status := replica.status) is not None:
             entry |= {name: getattr(status, name) for name in ("running", "queued", "kv_tokens_used",
                                                                "kv_tokens_total", "restarts", "stages")}
             entry["ranks"] = [{name: getattr(rank, name) for name in rank.__struct_fields__ if name != "replica"}
                               for rank in status.ranks]
         replicas.append(entry)
     facts = {key: value for key, value in asdict(look).items() if key not in ("replicas", "models", "events")}
-    models = [{name: getattr(one, name) for name in ("model", "state", "detail", "needs", "max_context", "keep")}
-              for one in look.models]
+    models = [{name: getattr(model, name) for name in ("model", "state", "detail", "needs", "max_context", "keep")}
+              for model in look.models]
     names = ("number", "at", "kind", "level", "text", "remedy", "replica", "rank", "model", "request_id")
-    events = [{name: getattr(one, name) for name in names} for one in look.events]
+    events = [{name: getattr(event, name) for name in names} for event in look.events]
     return {**facts, "state": look.state, "models": models, "replicas": replicas, "events": events}
 
 
 def _picture(look: Look) -> Group:
-    """Return what `--json` has, as tables."""
+    """Return the facts that `--json` prints, as tables."""
     view = as_json(look)
     since = f", for {_span(time.time() - look.started_at)}" if look.started_at else ""
     process = f", process {look.pid}" if look.pid else ""
@@ -215,9 +220,7 @@ def _picture(look: Look) -> Group:
     if replicas := view["replicas"]:
         ranks = [{**rank, "replica": replica["replica"]} for replica in replicas for rank in replica.get("ranks", ())]
         parts += [replicas_table(replicas), *([ranks_table(ranks)] if ranks else [])]
-    details = {f"model {model.model}": model.detail for model in look.models}
-    details |= {f"replica {replica['replica']}": replica["detail"] for replica in replicas}
-    parts += [Text(f"{name}: {detail}") for name, detail in details.items() if detail]
+    parts += [Text(f"replica {replica['replica']}: {replica['detail']}") for replica in replicas if replica["detail"]]
     return Group(*parts, *event_lines(view["events"][-_SHOWN_EVENTS:]))
 
 
@@ -225,6 +228,7 @@ def _model(look: Look, model: ModelInfo) -> dict[str, Any]:
     mine = [replica for replica in look.replicas if replica.info.model == model.model]
     loaded = "loaded" if all(replica.state == "ready" for replica in mine) else "loading"
     return {"id": model.model, "state": loaded if model.state == "running" else model.state, "needs": model.needs,
+            "detail": model.detail,
             "replicas": ", ".join(str(replica.info.replica) for replica in mine) or "-",
             "max_model_len": model.max_context}
 

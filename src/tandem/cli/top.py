@@ -1,4 +1,4 @@
-"""`tandem top`: what a server says of itself, in a terminal."""
+"""`tandem top`: the state of a server, asked over HTTP again and again."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from tandem.system.http_client import ServerClient
 
 TTFT = "tandem_time_to_first_token_seconds"
 PLAIN_WIDTH = 120
-"""Columns where there is no terminal."""
+"""Columns where the output is no terminal."""
 MAX_REQUESTS, MAX_EVENTS = 10, 6
 
 
 @dataclass(frozen=True)
 class Look:
-    """The server's answers at one time."""
+    """Answers of the server at one time."""
 
     at: float
     health: dict[str, Any]
     status: dict[str, Any]
     metrics: dict[str, float]
-    """By name, summed over labels; empty where metrics are switched off."""
+    """Values by name, summed over labels; empty where metrics are off."""
     events: list[dict[str, Any]]
-    """The latest; none from a server that has no /v1/events."""
+    """The latest events; none from a server without /v1/events."""
 
 
 def look(server: ServerClient) -> Look:
@@ -68,7 +68,7 @@ def look(server: ServerClient) -> Look:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Watch until interrupted; print one picture where that is asked for, or where there is no screen to draw on.
+    """Watch until interrupted; print one picture with --once, and where the output is no terminal.
 
     Raises UsageError.
     """
@@ -132,7 +132,7 @@ def _rate(before: Look, now: Look, name: str) -> str:
 
 
 def _mean(before: Look, now: Look) -> str:
-    """Mean time to the first token: of the requests since the last look, or of all."""
+    """Return the mean time to the first token: of the requests since the last look, or of all."""
     count, total = now.metrics.get(f"{TTFT}_count", 0.0), now.metrics.get(f"{TTFT}_sum", 0.0)
     since = count - before.metrics.get(f"{TTFT}_count", 0.0)
     if since > 0:

@@ -36,7 +36,8 @@ class _Model:
     engines: EngineSet | None = None
     unloading: bool = False
     failure: str = ""
-    commands: int = 0
+    requested: bool = False
+    """True once a request has loaded or unloaded it."""
 
     @property
     def state(self) -> str:
@@ -122,7 +123,7 @@ class Fleet:
         one = self._find(name)
         if one.unloading:
             raise UsageError(f"model {name} is being unloaded; try again when that is done")
-        one.commands += 1
+        one.requested = True
         if one.engines is None:
             self._start(one)
         return name
@@ -132,7 +133,7 @@ class Fleet:
         one = self._find(name)
         if one.keep:
             raise UsageError(f"model {name} is kept (--keep); it is never unloaded")
-        one.commands += 1
+        one.requested = True
         if one.engines is not None and not one.unloading:
             log.info("model %s is unloaded", name)
             self._history.note("model_unloading", f"{name} finishes what it has, and leaves memory", model=name)
@@ -159,7 +160,7 @@ class Fleet:
     def models(self) -> list[ModelInfo]:
         """Return all models, the default one first."""
         return [ModelInfo(one.name, one.state, one.failure, one.memory.needs, one.memory.max_context, one.keep,
-                          one.unload_after, one.commands) for one in self._models.values()]
+                          one.unload_after) for one in self._models.values()]
 
     # --- watching ---
 
@@ -183,7 +184,7 @@ class Fleet:
                 one.unloading = False
                 log.info("model %s is unloaded", one.name)
                 self._history.note("model_unloaded", f"{one.name} has left memory", model=one.name)
-            elif not self.announced and not one.commands:  # one that the configuration loads, not a request
+            elif not self.announced and not one.requested:  # one that the configuration loads, not a request
                 log.error("model %s cannot be loaded; the server ends", one.name)
                 self.last_words = reason
                 return code

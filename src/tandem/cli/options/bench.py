@@ -1,4 +1,4 @@
-"""The options of `tandem bench`, `top` and `batch`."""
+"""Options of `tandem bench`, `top` and `batch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The options of `tandem agent`, `hosts`, `rank`, `doctor`, `firstlight`, `parity` and `plan`."""
+"""Options of `tandem agent`, `hosts`, `rank`, `doctor`, `firstlight`, `parity` and `plan`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""The options of commands for models, for servers in the background and their replicas, for a service, for kept
-prefixes, and for shells."""
+"""Options of commands about models, background servers, replicas, services, cached prefixes and completions."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ MODEL_ACTIONS = {
     "unload": "Unload one, when it has finished what it has; the next request loads it again.",
 }
 SHORT = {"pull": "get", "list": "list", "show": "show", "rm": "rm", "ps": "ps"}
-"""Commands that are actions of `tandem model`, as Ollama's users know them."""
+"""Ollama's name of a command -> action of `tandem model`."""
 
 
 def add_model(model: Parser) -> None:
@@ -33,7 +32,7 @@ def add_model(model: Parser) -> None:
 
 
 def add_model_action(parser: Parser, name: str) -> None:
-    """Add the options of one of them."""
+    """Add the options of one action of `tandem model`."""
     if name in ("ps", "load", "unload"):
         add_server(parser)
     if name not in ("list", "ps", "prune"):

@@ -54,7 +54,7 @@ class Loaded:
     """A model in this process and its ranks."""
 
     where, can_see = "loaded here", False
-    """Its place in a few words; and whether messages may hold images, as far as is known beforehand."""
+    """Place in a few words; and whether messages may hold images, as far as is known beforehand."""
 
     def __init__(self, llm: LLM, name: str, defaults: Mapping[str, Any]) -> None:
         """Use `defaults` for what neither the model nor the user sets."""
@@ -90,7 +90,7 @@ class Served:
             raise UsageError(f"{server.url} has no model {name!r}; there is: {', '.join(names)}", param="model")
         self.name = name or names[0]
         info = self._info("/model/info")
-        self.can_see = not info  # Tandem's own servers, which tell it, read text alone; of others one cannot know
+        self.can_see = not info  # Tandem's own servers, which have this path, read text alone; others may see
         own = info.get("default_sampling_params", {})
         known = SamplingDefaults.__struct_fields__
         self._defaults = {key: value for key, value in defaults.items() if key in known and key not in own}

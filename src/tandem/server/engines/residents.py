@@ -1,7 +1,7 @@
-"""Several models behind one api: requests wait until theirs is in memory, and idle ones go to make room.
+"""Several models behind one api: requests wait until their model is loaded, and idle models are unloaded for it.
 
-The supervisor starts and ends engines; which model is to be there is decided here, by `tandem.cache.residency`, since
-the api alone knows who waits for what.
+The supervisor starts and ends engines. Which model is loaded is decided here, by `tandem.cache.residency`, since the
+api alone knows which requests wait.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ logger = logging.getLogger(__name__)
 
 LOOK_S, IDLE_LOOK_S = 0.05, 1.0
 """Seconds between two looks while something changes, and while nothing does."""
-ASK_AGAIN_S = 2.0
-"""Seconds until a command is given again that shows no effect."""
 FAILED_S = 10.0
-"""Seconds for which a model that could not be loaded is not tried again."""
+"""Seconds until a model that could not be loaded is tried again."""
 LOAD_FAILED = "model_load_failed"
 """Code of the error that its requests end with."""
 
@@ -49,20 +47,18 @@ class _Place(Seat):
     waiting: deque[asyncio.Future[None]] = field(default_factory=deque)
     info: ModelInfo | None = None
     closed: bool = False
-    """It has to go for another, and takes no new requests until it is back."""
-    asked_at: float = float("-inf")
-    """When a command was given,"""
-    asked_after: int = -1
-    """and how many there had been before it."""
+    """True while it is to be unloaded for another, and takes no new requests."""
+    told: bool = False
+    """True from a command to load or unload it until the supervisor has told its effect."""
     failed_at: float = float("-inf")
     reading: asyncio.Task[None] | None = None
-    """Loads its tokenizer."""
+    """Task that loads its tokenizer."""
     pressed: bool = False
-    """Somebody asked for it to be unloaded."""
+    """True once a client has asked to unload it."""
 
 
 class Residents:
-    """All models of a server; of their engines it says what `Replicas` says. Belongs to the event loop of `start`."""
+    """All models of a server, with the interface of `Replicas`. Belongs to the event loop that called `start`."""
 
     def __init__(self, models: Sequence[Served], link: SupervisorLink, *,
                  max_loaded: int | None) -> None:
@@ -73,9 +69,9 @@ class Residents:
             served.client.requests.tell = link.tell
         self._max_loaded = max_loaded
         self.budget: dict[str, int] = {}
-        """Bytes that models may take together on each machine."""
+        """Bytes that models may use together on each machine."""
         self.alive = False
-        """True once the supervisor has said which models there are."""
+        """True once the supervisor has listed the models."""
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._registry = CollectorRegistry()
@@ -98,7 +94,7 @@ class Residents:
         await self._link.start(self._listed, self._reached)
 
     async def close(self) -> None:
-        """Leave all engines. All subscriptions, and whoever waits, fail."""
+        """Disconnect from all engines. All subscriptions, and requests that wait, fail."""
         await self._link.close()
         await end_tasks(self._task)
         for place in self._places.values():
@@ -108,7 +104,7 @@ class Residents:
             await place.served.client.close()
 
     def fail_waiting(self, error: RequestError) -> None:
-        """End whoever waits for a model."""
+        """End the requests that wait for a model."""
         for place in self._places.values():
             self._refuse(place, error)
 
@@ -118,20 +114,19 @@ class Residents:
         return sum(len(place.waiting) for place in self._places.values())
 
     async def _listed(self, latest: ReplicaList) -> None:
-        """The supervisor has said how things are."""
+        """Take the supervisor's list."""
         self.budget = latest.budget
         for info in latest.models:
             place = self._places.get(info.model)
             if place is None:
                 continue
             before = place.info
-            if info.state == "failed" and (before is None or (before.state, before.commands) != ("failed",
-                                                                                                info.commands)):
+            if info.state == "failed" and (before is None or before.state != "failed" or place.told):
                 place.failed_at = _now()
                 self._refuse(place, _failure(info))
-            place.info = info
+            place.info, place.told = info, False
             place.needs, place.keep, place.unload_after = info.needs, info.keep, info.unload_after
-            await place.served.client.update([one for one in latest.replicas if one.model == info.model])
+            await place.served.client.update([replica for replica in latest.replicas if replica.model == info.model])
         self.alive = True
         self._changed.set()
 
@@ -141,7 +136,7 @@ class Residents:
     # --- requests ---
 
     async def enter(self, served: Served) -> None:
-        """Wait until the model is loaded, and count a request there; whoever has entered must `leave`.
+        """Wait until the model is loaded, and count a request there, until `leave`.
 
         Raises OverloadedError when too many wait, UnavailableError when it cannot be loaded.
         """
@@ -169,7 +164,7 @@ class Residents:
                 place.waiting.remove(future)
 
     def leave(self, served: Served) -> None:
-        """A request that had entered is over."""
+        """Count out a request that had entered."""
         place = self._places[served.name]
         place.users -= 1
         place.idle_at = _now()
@@ -181,7 +176,7 @@ class Residents:
         return self._open(place) and not place.waiting
 
     def _open(self, place: _Place) -> bool:
-        """It takes requests: its engines answer, also while they replace ranks."""
+        """True while it takes requests: its engines answer, also while they replace ranks."""
         status = place.served.client.status
         return (place.state == "in" and not (place.closed or place.pressed) and place.served.client.alive
                 and status is not None and status.state in ("ready", "recovering") and place.served.texts.ready(status))
@@ -198,8 +193,8 @@ class Residents:
     # --- commands ---
 
     def state(self, served: Served) -> tuple[str, str]:
-        """`loaded`, `loading`, `unloading`, `unloaded`, `failed` or, of one that was loaded, the engines' own word; and
-        why."""
+        """Return the state of a model and its reason: `loaded`, `loading`, `unloading`, `unloaded`, `failed` or, of a
+        loaded one, the engines' own word."""
         place = self._places[served.name]
         info, state = place.info, place.state
         if info is None:
@@ -211,8 +206,8 @@ class Residents:
         return served.state
 
     def facts(self, served: Served) -> dict[str, Any]:
-        """Bytes that a model takes on each machine, whether it stays, seconds of idleness after which it goes, and who
-        waits for it."""
+        """Return the memory that a model needs on each machine, whether it is pinned, seconds of idleness after which
+        it is unloaded, and its requests."""
         place = self._places[served.name]
         info = place.info
         return {"needs": info.needs if info else {}, "keep": bool(info and info.keep),
@@ -221,7 +216,7 @@ class Residents:
 
     @property
     def health(self) -> str:
-        """The state of the whole: healthy as long as a request can be answered, if need be by loading its model."""
+        """State of the whole: healthy as long as a request can be answered, if need be by loading its model."""
         if not self.alive:
             return "unreachable"
         states = {self.state(place.served)[0] for place in self._places.values()}
@@ -231,12 +226,12 @@ class Residents:
         return "failed" if states == {"failed"} else "healthy"
 
     def max_context(self, served: Served) -> int | None:
-        """Most tokens of prompt and output together, known before it is loaded."""
+        """Return the most tokens of prompt and output together, known before the model is loaded."""
         info = self._places[served.name].info
         return info.max_context if info is not None else None
 
     async def unload(self, served: Served) -> None:
-        """Have a model finish what it has, and wait until it is gone. Raises RequestError when it must stay."""
+        """Unload a model once its requests are finished, and wait for that. Raises RequestError for a pinned one."""
         place = self._places[served.name]
         if place.keep:
             raise refused(409, f"Model '{served.name}' is kept (--keep) and never unloaded.", param="model",
@@ -261,14 +256,14 @@ class Residents:
             await asyncio.sleep(0)
 
     def _follow(self, place: _Place) -> None:
-        """Bring the seat up to date with what supervisor and engines say; let in whoever may."""
+        """Update the state by what supervisor and engines tell; let in the requests that may enter."""
         info = place.info
         status = place.served.client.status
         there = place.served.client.alive and status is not None and status.state == "ready"
         if status is not None and there and not place.served.texts.ready(status) and place.reading is None:
             place.reading = start_task(self._read_texts(place), name="tokenizer")
         before = place.state
-        if info is not None and (info.commands > place.asked_after or _now() - place.asked_at > ASK_AGAIN_S):
+        if info is not None and not place.told:
             place.state = _state(place, info, there)
         if place.state == "in" and before != "in":
             place.idle_at = place.used_at = _now()
@@ -300,7 +295,7 @@ class Residents:
             self._changed.set()
 
     def _act(self) -> None:
-        """Load and unload as the policy has it."""
+        """Load and unload as the policy decides."""
         if not self.alive:
             return
         decision = decide([*self._places.values()], self.budget, self._max_loaded, _now())
@@ -314,32 +309,31 @@ class Residents:
             self._tell(place, LoadModel(place.name), "loading")
 
     def _tell(self, place: _Place, command: LoadModel | UnloadModel, state: str) -> None:
-        logger.info("model %s: %s", place.name, state)
-        place.asked_at, place.asked_after = _now(), place.info.commands if place.info is not None else 0
-        place.state = state
+        logger.info("Model %s: %s", place.name, state)
+        place.state, place.told = state, True
         self._link.tell(command)
 
     # --- all engines together ---
 
     @property
     def status(self) -> EngineStatus | None:
-        """The engines of all loaded models as one; None while none is loaded."""
+        """Status of the engines of all loaded models as one; None while none is loaded."""
         parts = [part for place in self._places.values() for part in place.served.client.parts()]
         return merged_status(parts) if parts else None
 
     def check(self) -> EngineStatus:
-        """The status of the whole. Raises UnavailableError when no model is loaded."""
+        """Return the status of the whole. Raises UnavailableError when no model is loaded."""
         status = self.status
         if status is None:
             raise UnavailableError("No model is loaded just now; a request for one loads it.", code="model_loading")
         return status
 
     def replicas(self) -> list[ReplicaState]:
-        """Each engine of each loaded model."""
-        return [one for place in self._places.values() for one in place.served.client.replicas()]
+        """Return each engine of each loaded model."""
+        return [replica for place in self._places.values() for replica in place.served.client.replicas()]
 
     def events(self) -> list[Event]:
-        """What happened lately, as the supervisor tells it."""
+        """Return the latest events, as the supervisor tells them."""
         return list(self._link.events)
 
     async def refresh(self) -> None:
@@ -347,13 +341,13 @@ class Residents:
         await asyncio.gather(*(place.served.client.refresh() for place in self._places.values()))
 
     async def metrics(self, timeout: float = 2.0) -> bytes:
-        """Metrics of all models, labelled with their names."""
+        """Return the metrics of all models, labelled with their names."""
         texts = await asyncio.gather(*(place.served.client.metrics(timeout) for place in self._places.values()))
         return merged_metrics(dict(zip(self._places, texts, strict=True)), "model") + generate_latest(self._registry)
 
 
 def _state(seat: Seat, info: ModelInfo, there: bool) -> str:
-    """The seat's state as supervisor and engines have it; what was `in` stays so while its engines recover."""
+    """Return the seat's state as supervisor and engines have it; `in` stays so while its engines recover."""
     if info.state == "running":
         return "in" if there or seat.state == "in" else "loading"
     return "leaving" if info.state == "unloading" else "out"
