@@ -19,9 +19,9 @@ from tandem.launchers.machines import ranks_of
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
 from tandem.protocol.supervisor import AddReplica, Done, DrainReplica, ListReplicas, ReplicaList
-from tandem.supervision.control import ControlServer, ask
+from tandem.supervision.control_socket import ControlServer, ask
 from tandem.supervision.engines import EngineSet
-from tandem.supervision.replica import gpus_of, replica_settings
+from tandem.supervision.replica_process import gpus_of, replica_settings
 
 
 def settings(**values):
@@ -176,7 +176,7 @@ def children(monkeypatch):
     FakeChild.started = []
     monkeypatch.setattr("tandem.supervision.children.ChildProcess", FakeChild)
     monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 0.0)
-    monkeypatch.setattr("tandem.supervision.replica.REST_S", 600.0)
+    monkeypatch.setattr("tandem.supervision.replica_process.REST_S", 600.0)
     return FakeChild.started
 
 
@@ -440,7 +440,8 @@ def test_a_process_that_cannot_be_had_is_tried_again_and_leaves_nothing_open(mon
 
 def test_no_descriptor_for_a_pipe_or_a_probe_ends_nothing(children, monkeypatch):
     engines = EngineSet(settings())
-    monkeypatch.setattr("tandem.supervision.replica.os.pipe", lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
+    monkeypatch.setattr("tandem.supervision.replica_process.os.pipe",
+                        lambda: (_ for _ in ()).throw(OSError(24, "Too many")))
     engines.start()
     assert engines.look() is None and not children
     monkeypatch.undo()

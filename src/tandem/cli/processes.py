@@ -32,7 +32,7 @@ from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import ApiPayload, EnginePayload
 from tandem.supervision.children import LAST_WORDS
-from tandem.supervision.control import control_path
+from tandem.supervision.control_socket import control_path
 from tandem.supervision.record import Background, Record, digest
 
 log = logging.getLogger("tandem.cli")

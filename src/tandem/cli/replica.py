@@ -9,7 +9,7 @@ from tandem.cli.screen import replicas_table, screen
 from tandem.cli.status import as_json, look_at_port
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import AddReplica, Done, DrainReplica
-from tandem.supervision.control import ask, control_path
+from tandem.supervision.control_socket import ask, control_path
 
 
 def run(arguments: argparse.Namespace) -> int:

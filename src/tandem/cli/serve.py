@@ -40,7 +40,7 @@ from tandem.server.connections.tls import Certificate
 from tandem.server.journal.journal import make_directory
 from tandem.server.listener import listen
 from tandem.supervision.api import ApiProcess
-from tandem.supervision.control import ControlServer, control_path
+from tandem.supervision.control_socket import ControlServer, control_path
 from tandem.supervision.engines import EngineSet
 from tandem.supervision.fleet import Fleet, several, with_names
 

@@ -17,9 +17,9 @@ from tandem.errors import UsageError
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import Event
 from tandem.protocol.supervisor import ListReplicas, ModelInfo, ReplicaInfo, ReplicaList
-from tandem.supervision.control import ask, control_path
-from tandem.supervision.probe import StatusProbe
+from tandem.supervision.control_socket import ask, control_path
 from tandem.supervision.record import Background, known_names
+from tandem.supervision.status_probe import StatusProbe
 
 PROBE_S = 3.0
 """Seconds in which an engine must tell its status: on a busy machine it takes more than replica."""

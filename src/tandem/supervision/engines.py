@@ -20,8 +20,8 @@ from tandem.protocol.events import History, Level
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.supervisor import ReplicaInfo
 from tandem.supervision.children import EXIT_FAILED, EXIT_USAGE
-from tandem.supervision.probe import StatusProbe
-from tandem.supervision.replica import ReplicaProcess, gpus_of, replica_settings
+from tandem.supervision.replica_process import ReplicaProcess, gpus_of, replica_settings
+from tandem.supervision.status_probe import StatusProbe
 
 log = logging.getLogger("tandem.cli")
 seldom = Seldom(log)

@@ -20,7 +20,7 @@ from tandem.protocol.control import EngineStatus
 from tandem.protocol.events import History
 from tandem.protocol.supervisor import ModelInfo, ReplicaInfo
 from tandem.supervision.engines import EngineSet
-from tandem.supervision.memory_plan import Footprint, budget_of, check_fit, footprint, granted, look_at_machines
+from tandem.supervision.model_memory import Footprint, budget_of, check_fit, footprint, granted, look_at_machines
 
 log = logging.getLogger("tandem.cli")
 

@@ -10,7 +10,7 @@ import pytest
 from tandem.protocol.supervisor import ReplicaInfo, ReplicaList
 from tandem.server.engines import supervisor
 from tandem.server.engines.supervisor import SupervisorLink
-from tandem.supervision.control import ControlServer
+from tandem.supervision.control_socket import ControlServer
 
 
 @pytest.mark.parametrize(("state", "never"), [("running", "INTERVAL_S"), ("restarting", "INTERVAL_S"),

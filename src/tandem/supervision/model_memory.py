@@ -20,7 +20,7 @@ from tandem.models.footprint import kv_bytes_per_token, slice_bytes, state_bytes
 from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
-from tandem.supervision.replica import replica_settings
+from tandem.supervision.replica_process import replica_settings
 
 HERE = "this machine"
 MARGIN = 1.03
