@@ -171,9 +171,26 @@ class FakeChild:
         return self.code is not None
 
 
+class FakeProbe:
+    """Asks an engine that never answers."""
+
+    def __init__(self, endpoint, context):
+        pass
+
+    def ask(self):
+        return None
+
+    def tell(self, neighbours):
+        pass
+
+    def close(self):
+        pass
+
+
 @pytest.fixture
 def children(monkeypatch):
     FakeChild.started = []
+    monkeypatch.setattr("tandem.supervision.engines.StatusProbe", FakeProbe)
     monkeypatch.setattr("tandem.supervision.children.ChildProcess", FakeChild)
     monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 0.0)
     monkeypatch.setattr("tandem.supervision.replica_process.REST_S", 600.0)
@@ -252,15 +269,9 @@ def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatc
     answers = [msgspec.structs.replace(status, age_s=age, state=state) for age, state in
                ((0.0, "ready"), (19.0, "recovering"), (99.0, "starting"), (21.0, "ready"))]
 
-    class Probe:
-        def __init__(self, endpoint, context):
-            pass
-
+    class Probe(FakeProbe):
         def ask(self):
             return answers.pop(0)
-
-        def close(self):
-            pass
 
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Probe)
     monkeypatch.setattr("tandem.supervision.engines.ASK_S", 0.0)
@@ -290,7 +301,7 @@ def test_one_of_several_is_started_again_within_bounds(children):
     children[-1].code = -9
     assert engines.look() is None
     assert [info.state for info in engines.infos()] == ["running", "failed"]
-    assert engines.running == {0: True}, "nobody waits for it"
+    assert list(engines.statuses()) == [0], "nobody waits for it"
     count = len(children)
     assert engines.look() is None
     assert len(children) == count, "it rests"
@@ -348,19 +359,13 @@ def test_each_replica_has_its_role_and_one_that_is_added_the_role_that_it_is_giv
     assert [one.role for one in without.infos()] == ["both"]
 
 
-class Answers:
-    """Engines that say that they are ready."""
-
-    def __init__(self, endpoint, context):
-        pass
+class Answers(FakeProbe):
+    """Asks an engine that is ready."""
 
     def ask(self):
         return EngineStatus(query_id=1, state="ready", detail="", model="m", source="", max_context=1, vocab_size=1,
                             queued=0, running=0, kv_tokens_used=0, kv_tokens_total=0, restarts=0, stages=1, lanes=1,
                             ranks=[])
-
-    def close(self):
-        pass
 
 
 @pytest.mark.parametrize("count", [1, 2])
@@ -369,7 +374,8 @@ def test_what_an_engine_finds_amiss_once_it_has_served_is_waited_for(children, m
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
     engines = EngineSet(settings(data_parallel_size=count))
     engines.start()
-    assert len(engines.statuses()) == count
+    assert engines.look() is None
+    assert [status.state for status in engines.statuses().values()] == ["ready"] * count
     engines.announced = True
     for deaths in range(1, 6):
         os.write(children[-1].words, b"config.json cannot be read")
@@ -400,7 +406,7 @@ def test_an_added_replica_that_cannot_start_is_not_kept(children, monkeypatch):
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
     engines = EngineSet(settings())
     engines.start()
-    engines.statuses()
+    assert engines.look() is None
     engines.announced = True
     engines.add()
     children[-1].code = 2
@@ -453,6 +459,7 @@ def test_no_descriptor_for_a_pipe_or_a_probe_ends_nothing(children, monkeypatch)
         raise zmq.ZMQError(24)
 
     monkeypatch.setattr("tandem.supervision.engines.zmq.Context.socket", no_socket)
-    assert engines.statuses() == {}
+    assert engines.look() is None
+    assert engines.statuses() == {0: None}
     monkeypatch.undo()
     engines.close()

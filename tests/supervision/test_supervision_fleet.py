@@ -34,7 +34,7 @@ class BrokenEngines:
     announced = False
 
     def __init__(self, settings: Settings, *, model: str, numbers: Any, **_: Any) -> None:
-        self.model, self.children, self.running = model, (), {}
+        self.model, self.children = model, ()
 
     def start(self) -> None: ...
 

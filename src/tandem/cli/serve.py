@@ -49,6 +49,8 @@ log = logging.getLogger("tandem.cli")
 POLL_S = 0.1
 GRACE_S = 10.0
 """Seconds beyond `drain_timeout` in which children must end by themselves."""
+FRESH_S = 1.5
+"""Seconds after which each engine has told its status once more."""
 HURRY_S = 3.0
 """Seconds to end after a second signal."""
 
@@ -186,14 +188,11 @@ class Supervisor:
 
     def _wait_until_ready(self) -> int | None:
         """Return None once all replicas can serve requests, else an exit code."""
-        known: dict[int, EngineStatus] = {}
         with progress_lines() as show:
             while (code := self._look()) is None:
-                known |= self._engines.statuses()
-                states = {index: known.get(index) if runs else None for index, runs in self._engines.running.items()}
-                known = {index: status for index, status in states.items() if status is not None}
+                states = self._engines.statuses()
                 show(states)
-                ready = [status for status in known.values() if status.state == "ready"]
+                ready = [status for status in states.values() if status is not None and status.state == "ready"]
                 if states and len(ready) == len(states) <= self._reached:
                     break
         if code is None:
@@ -240,6 +239,7 @@ class Supervisor:
         """Drain the api, then end the engines; a second signal ends everything at once."""
         self._history.note("server_draining", self._over or "the server was told to end: it finishes what it has",
                            level="error" if self._over else "info")
+        self._ends_at = time.monotonic()
         if self._api.child is not None:
             self._end_all([self._api.child], self._while_draining)
         self._end_all(self._engines.children)
@@ -250,7 +250,9 @@ class Supervisor:
         self._control.serve(POLL_S)
         if not self._over:
             self._look_at_engines()
-        left = 0 if self._told else sum(status.running + status.queued for status in self._engines.statuses().values())
+        if self._told or time.monotonic() - self._ends_at < FRESH_S:
+            return
+        left = sum(status.running + status.queued for status in self._engines.statuses().values() if status is not None)
         if left:
             self._told = True
             say(f"finishing {left} answer{'s' * (left > 1)}, for up to {self._settings.process.drain_timeout:g} s; "

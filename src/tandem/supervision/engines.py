@@ -147,13 +147,16 @@ class EngineSet:
     def _trouble(self, replica: ReplicaProcess) -> str | None:
         """Return why a process that runs must be replaced; None where it need not be."""
         now = time.monotonic()
-        if self.announced and now - replica.asked_at > ASK_S:
-            status = self._ask(replica)
-            if status is not None:
-                replica.asked_at = now
+        if (not self.announced or now - replica.asked_at > ASK_S) and (status := self._ask(replica)) is not None:
+            replica.status, replica.asked_at, replica.lends = status, now, status.lends
+            self._history.take(status.events, replica=replica.index, model=self._model)
+            if status.state == "ready":
+                if replica.serving_since is None:
+                    self._note(replica.index, "replica_ready", f"{self._model or status.model} can be used on "
+                               f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s")
+                replica.serves()
+            if self.announced:
                 replica.vigil.heard()
-                if status.state == "ready":
-                    self._serves(replica, status)
                 if status.state != "starting" and status.age_s > HUNG_S:
                     return f"answers, but its main loop has stood still for {status.age_s:.0f} s"
         return replica.vigil.verdict()
@@ -164,22 +167,12 @@ class EngineSet:
             if replica.index not in self._probes:
                 self._probes[replica.index] = StatusProbe(replica.endpoint, self._context)
             if self._lending is not None:
-                self._probes[replica.index].tell(Neighbours([
-                    one for other in self._replicas.values() if other is not replica for one in other.lends]))
-            status = self._probes[replica.index].ask()
+                others = [other for other in self._replicas.values() if other is not replica]
+                self._probes[replica.index].tell(Neighbours([address for other in others for address in other.lends]))
+            return self._probes[replica.index].ask()
         except TransportError as error:
             seldom.warning("Cannot query engine %d, trying again: %s", replica.index, error.message)
             return None
-        if status is not None:
-            replica.lends = status.lends
-            self._history.take(status.events, replica=replica.index, model=self._model)
-        return status
-
-    def _serves(self, replica: ReplicaProcess, status: EngineStatus) -> None:
-        if replica.serving_since is None:
-            self._note(replica.index, "replica_ready", f"{self._model or status.model} can be used on "
-                       f"{len(status.ranks)} rank(s); loading took {status.load_s:.0f} s")
-        replica.serves()
 
     def _note(self, index: int, kind: str, text: str, *, level: Level = "info", remedy: str = "") -> None:
         self._history.note(kind, text, level=level, remedy=remedy, replica=index, model=self._model)
@@ -212,15 +205,9 @@ class EngineSet:
                        "started, and its requests go on there", level="error", remedy=REMEDY)
         return None
 
-    def statuses(self) -> dict[int, EngineStatus]:
-        """Return the status of each engine that has answered since the last call. Used until `announced`."""
-        statuses = {}
-        for index, replica in self._replicas.items():
-            if (status := self._ask(replica)) is not None:
-                statuses[index] = status
-                if status.state == "ready":
-                    self._serves(replica, status)
-        return statuses
+    def statuses(self) -> dict[int, EngineStatus | None]:
+        """Return the last status of each replica that is not given up, by number; None where it has not answered."""
+        return {index: replica.status for index, replica in self._replicas.items() if not replica.given_up}
 
     def close(self) -> None:
         """Remove what processes that have ended may have left."""
@@ -230,11 +217,6 @@ class EngineSet:
         for probe in self._probes.values():
             probe.close()
         self._probes.clear()
-
-    @property
-    def running(self) -> dict[int, bool]:
-        """Whether the process runs, by number of each replica that is not given up."""
-        return {index: one.child is not None for index, one in self._replicas.items() if not one.given_up}
 
     @property
     def children(self) -> list[ChildProcess]:

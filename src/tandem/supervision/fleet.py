@@ -149,9 +149,9 @@ class Fleet:
     def drain(self, index: int) -> int:
         """End a replica once it has finished its requests. Raises UsageError when that is impossible."""
         for one in self._loaded:
-            if index in one.running:
+            if index in one.statuses():
                 return one.drain(index)
-        raise UsageError(f"there is no replica {index}; there are: {', '.join(map(str, self.running))}")
+        raise UsageError(f"there is no replica {index}; there are: {', '.join(map(str, self.statuses()))}")
 
     def infos(self) -> list[ReplicaInfo]:
         """Return the replicas of all loaded models."""
@@ -169,11 +169,10 @@ class Fleet:
         for one in self._models.values():
             if (engines := one.engines) is None:
                 continue
-            if not engines.announced:
-                states = engines.statuses()
-                engines.announced = bool(states) and all(status.state == "ready" for status in states.values())
             code = engines.look()
             if code is None:
+                states = engines.statuses().values()
+                engines.announced |= bool(states) and all(status and status.state == "ready" for status in states)
                 continue
             for child in engines.children:
                 child.kill()
@@ -195,19 +194,14 @@ class Fleet:
                                    model=one.name, remedy="Mend what is named; the next request for it tries again.")
         return None
 
-    def statuses(self) -> dict[int, EngineStatus]:
-        """Return the status of each engine that has answered since the last call. Used until `announced`."""
+    def statuses(self) -> dict[int, EngineStatus | None]:
+        """Return the last status of each replica that is not given up, by number; None where it has not answered."""
         return {number: status for engines in self._loaded for number, status in engines.statuses().items()}
 
     def close(self) -> None:
         """Remove what processes that have ended may have left."""
         for engines in self._loaded:
             engines.close()
-
-    @property
-    def running(self) -> dict[int, bool]:
-        """Whether the process runs, by number of each replica."""
-        return {number: runs for engines in self._loaded for number, runs in engines.running.items()}
 
     @property
     def children(self) -> list[ChildProcess]:

@@ -18,6 +18,7 @@ from tandem.env import engine_socket_path
 from tandem.launchers.machines import ranks_of, replica_hosts, role_of
 from tandem.launchers.registry import launcher_kind, sharing
 from tandem.launchers.worlds import visible_gpus
+from tandem.protocol.control import EngineStatus
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import EnginePayload
 from tandem.protocol.supervisor import ReplicaInfo
@@ -61,7 +62,10 @@ class ReplicaProcess(SupervisedChild):
     """Consecutive times that it was given up."""
     detail: str = ""
     """Reason why it does not run, and what follows."""
+    status: EngineStatus | None = None
+    """The last status of its process."""
     asked_at: float = 0.0
+    """When that was answered."""
 
     def launch(self, gpus: str | None) -> None:
         """Start its process on these of the machine's GPUs (None: any). If none starts, set when to try again."""
@@ -86,7 +90,7 @@ class ReplicaProcess(SupervisedChild):
     def ended(self) -> str:
         """Forget the process, which has ended. Returns why it did."""
         self.remove_socket()
-        self.lends = []
+        self.lends, self.status = [], None
         return super().ended()
 
     def died(self, why: str, *, most: int, mistake: bool) -> bool:
