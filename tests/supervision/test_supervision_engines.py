@@ -197,10 +197,16 @@ def children(monkeypatch):
     return FakeChild.started
 
 
+def started(*, announced=False, history=None, **values):
+    engines = EngineSet(settings(**values), history=history)
+    engines.start()
+    engines.announced = announced
+    return engines
+
+
 def test_a_single_engine_that_gives_up_ends_the_server(children):
     for code, expected in ((2, 2), (3, 3)):
-        engines = EngineSet(settings())
-        engines.start()
+        engines = started()
         assert engines.look() is None
         children[-1].code = code
         assert engines.look() == expected
@@ -208,8 +214,7 @@ def test_a_single_engine_that_gives_up_ends_the_server(children):
 
 @pytest.mark.parametrize("code", [-9, 1, 4, 0])  # 0: by a SIGTERM that was not ours
 def test_a_single_engine_that_is_killed_is_started_again_within_bounds(children, code):
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     for deaths in range(1, 6):
         children[-1].code = code
         assert engines.look() is None
@@ -237,8 +242,7 @@ def test_the_history_says_why_an_engine_was_replaced_and_given_up(children):
 
 def test_an_engine_that_serves_between_its_deaths_is_never_given_up(children, monkeypatch):
     monkeypatch.setattr("tandem.supervision.children.SERVES_S", 0.0)
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     for deaths in range(1, 20):
         engines._replicas[0].serves()
         children[-1].code = -9
@@ -249,8 +253,7 @@ def test_an_engine_that_serves_between_its_deaths_is_never_given_up(children, mo
 
 def test_an_engine_that_stands_still_is_killed_and_replaced(children, monkeypatch):
     monkeypatch.setattr("tandem.supervision.children.STOPPED_S", 0.05)
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     children[0].stopped = True
     assert engines.look() is None
     assert children[0].code is None, "a short stop is forgiven"
@@ -275,9 +278,7 @@ def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatc
 
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Probe)
     monkeypatch.setattr("tandem.supervision.engines.ASK_S", 0.0)
-    engines = EngineSet(settings())
-    engines.start()
-    engines.announced = True
+    engines = started(announced=True)
     for _ in range(3):
         assert engines.look() is None
         assert children[0].code is None
@@ -287,9 +288,7 @@ def test_an_engine_whose_main_loop_stands_still_is_replaced(children, monkeypatc
 
 
 def test_one_of_several_is_started_again_within_bounds(children):
-    engines = EngineSet(settings(data_parallel_size=2))
-    engines.start()
-    engines.announced = True
+    engines = started(data_parallel_size=2, announced=True)
     assert [child.arguments[::2] for child in children] == [("engine", "0"), ("engine", "1")]
     for deaths in range(1, 6):
         children[-1].code = -9
@@ -322,15 +321,13 @@ def test_one_of_several_is_started_again_within_bounds(children):
 
 
 def test_a_mistake_in_the_settings_ends_all_at_the_start(children):
-    engines = EngineSet(settings(data_parallel_size=2))
-    engines.start()
+    engines = started(data_parallel_size=2)
     children[1].code = 2
     assert engines.look() == 2
 
 
 def test_numbers_are_never_given_twice_and_the_last_stays(children):
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     for index, word in ((0, "last one"), (5, "no replica 5")):
         with pytest.raises(UsageError, match=word):
             engines.drain(index)
@@ -372,8 +369,7 @@ class Answers(FakeProbe):
 def test_what_an_engine_finds_amiss_once_it_has_served_is_waited_for(children, monkeypatch, count):
     """Its model's files are away: that was no mistake in the settings."""
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
-    engines = EngineSet(settings(data_parallel_size=count))
-    engines.start()
+    engines = started(data_parallel_size=count)
     assert engines.look() is None
     assert [status.state for status in engines.statuses().values()] == ["ready"] * count
     engines.announced = True
@@ -394,8 +390,7 @@ def test_what_an_engine_finds_amiss_once_it_has_served_is_waited_for(children, m
 @pytest.mark.parametrize(("code", "waits"), [(-9, False), (2, True)], ids=["crashed", "found something amiss"])
 def test_who_has_crashed_once_is_started_again_at_once(children, monkeypatch, code, waits):
     monkeypatch.setattr("tandem.supervision.children.BACKOFF_S", 100.0)
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     engines._replicas[0].serves()
     children[-1].code = code
     assert engines.look() is None
@@ -404,8 +399,7 @@ def test_who_has_crashed_once_is_started_again_at_once(children, monkeypatch, co
 
 def test_an_added_replica_that_cannot_start_is_not_kept(children, monkeypatch):
     monkeypatch.setattr("tandem.supervision.engines.StatusProbe", Answers)
-    engines = EngineSet(settings())
-    engines.start()
+    engines = started()
     assert engines.look() is None
     engines.announced = True
     engines.add()

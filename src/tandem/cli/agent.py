@@ -7,8 +7,7 @@ import ipaddress
 import logging
 import signal
 import socket
-from contextlib import nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
 
 from tandem.cli.arguments import say
 from tandem.doctor.facts import gather
@@ -43,7 +42,9 @@ def run(arguments: argparse.Namespace) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: signals.append(number))
     try:
-        announced: Any = nullcontext() if arguments.no_announce else _announcement(agent, arguments.host)
+        announced: AbstractContextManager[object] = nullcontext()
+        if not arguments.no_announce:
+            announced = _announcement(agent, arguments.host)
         with announced:
             _say(agent, trust, pair=arguments.pair)
             agent.serve(until=lambda: bool(signals))

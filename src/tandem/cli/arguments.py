@@ -75,7 +75,7 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near}?' if near else ''}")
         return namespace, unknown
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         if isinstance(action, argparse._SubParsersAction) and value not in action.choices:
             meant = nearest(str(value), action.choices)
             raise argparse.ArgumentError(None, f"there is no {str(action.metavar).lower()} {value!r}{meant}")
@@ -135,7 +135,7 @@ class _HelpAll(argparse.Action):
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, help="show all options, and exit")
 
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         assert isinstance(parser, Parser)
         print(parser.format_help_all(), end="")
         parser.exit()
@@ -144,9 +144,10 @@ class _HelpAll(argparse.Action):
 _HELP = partial(argparse.HelpFormatter, max_help_position=34, width=110)
 
 
-def add_command(commands: Any, name: str, text: str, *, hidden: bool = False) -> Parser:
+def add_command(commands: argparse._SubParsersAction[Parser], name: str, text: str, *,
+                hidden: bool = False) -> Parser:
     """Add and return a command's parser; a hidden one is an alias that `--help` does not list."""
-    listed = {} if hidden else {"help": text}
+    listed: dict[str, Any] = {} if hidden else {"help": text}
     parser: Parser = commands.add_parser(name, description=text, formatter_class=_HELP, allow_abbrev=False,
                                          **listed)
     return parser

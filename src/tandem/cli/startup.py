@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 from tandem.config.settings import ServerSettings
+from tandem.protocol.control import LoadProgress
 
 PHASES = {"fetch": "download", "load": "load", "check": "self-check of ranks and links"}
 """Phases of `LoadProgress` in words."""
 
 
-Show = Callable[[Mapping[int, Any]], None]
+class Starting(Protocol):
+    """An engine that loads, as `EngineStatus` tells of it."""
+
+    @property
+    def loading(self) -> Sequence[LoadProgress]:
+        """Progress of its ranks."""
+
+    @property
+    def detail(self) -> str:
+        """Its current task."""
+
+
+Show = Callable[[Mapping[int, Starting | None]], None]
 """Shows the progress of engines: their statuses by number, None for one that has not answered yet."""
 
 
@@ -34,7 +47,7 @@ def progress_lines() -> Iterator[Show]:
         tasks: dict[str, TaskID] = {}
         """Tasks by rank and phase: a phase may have no total, which a task cannot lose."""
 
-        def show(engines: Mapping[int, Any]) -> None:
+        def show(engines: Mapping[int, Starting | None]) -> None:
             several = len(engines) > 1
             loading = {f"{f'replica {number}, ' if several else ''}rank {part.rank}: {PHASES[part.phase]}": part
                        for number, status in engines.items() if status is not None for part in status.loading}

@@ -13,12 +13,12 @@ from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES
 from tandem.protocol.request import SamplingDefaults, SamplingParams
 
-DEFAULTS: Mapping[str, Any] = {"max_tokens": 256, "temperature": 0.7}
+DEFAULTS: Mapping[str, float] = {"max_tokens": 256, "temperature": 0.7}
 """Defaults in a terminal, where neither the options nor the model's generation_config.json set a value."""
-CHAT_DEFAULTS: Mapping[str, Any] = {**DEFAULTS, "max_tokens": 2048}
+CHAT_DEFAULTS: Mapping[str, float] = {**DEFAULTS, "max_tokens": 2048}
 OFTEN = ("max_tokens", "temperature", "top_p", "top_k", "seed", "stop")
 """Options that `--help` shows; `--help-all` shows all."""
-KINDS: dict[Any, Callable[[str], Any]] = {int: int, float: float, int | None: int}
+KINDS: dict[object, Callable[[str], float]] = {int: int, float: float, int | None: int}
 LEFT_OUT = ("logprobs", "prompt_logprobs")
 """Fields without an option, as a terminal shows text alone."""
 
@@ -37,14 +37,14 @@ def add_chat(parser: Parser) -> None:
     _add_both(parser, group, CHAT_DEFAULTS)
 
 
-def _add_both(parser: Parser, group: argparse._ArgumentGroup, defaults: Mapping[str, Any]) -> None:
+def _add_both(parser: Parser, group: argparse._ArgumentGroup, defaults: Mapping[str, float]) -> None:
     group.add_argument("--local", action="store_true", help="load the model here, also if a server has it.")
     _add_sampling(parser, defaults)
     add_server(parser)
     add_settings(parser, ("model", "parallel", "scheduler", "speculation"))
 
 
-def _add_sampling(parser: Parser, defaults: Mapping[str, Any]) -> None:
+def _add_sampling(parser: Parser, defaults: Mapping[str, float]) -> None:
     group = parser.add_argument_group("sampling")
     hints, docs = get_type_hints(SamplingParams), field_docs(SamplingParams)
     for name, standard in _fields().items():
@@ -72,7 +72,7 @@ def asked_of(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
 
 
-def _fields() -> dict[str, Any]:
+def _fields() -> dict[str, object]:
     """Return the fields that have an option, with their defaults."""
     plain = (*KINDS, bool, tuple[str, ...])
     hints, standard = get_type_hints(SamplingParams), SamplingParams()

@@ -56,7 +56,7 @@ class Loaded:
     where, can_see = "loaded here", False
     """Place in a few words; and whether messages may hold images, as far as is known beforehand."""
 
-    def __init__(self, llm: LLM, name: str, defaults: Mapping[str, Any]) -> None:
+    def __init__(self, llm: LLM, name: str, defaults: Mapping[str, float]) -> None:
         """Use `defaults` for what neither the model nor the user sets."""
         self.llm, self.name = llm, name
         self._defaults = {**defaults, **llm.default_sampling.given()}
@@ -81,7 +81,7 @@ class Served:
 
     can_chat = True
 
-    def __init__(self, server: ServerClient, name: str | None, defaults: Mapping[str, object]) -> None:
+    def __init__(self, server: ServerClient, name: str | None, defaults: Mapping[str, float]) -> None:
         """Take the model `name`, by default the server's first. Raises UsageError."""
         self._server = server
         self.where = server.url

@@ -197,7 +197,7 @@ def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: I
 
 
 @contextmanager
-def _opened(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Iterator[tuple[Model, Other]]:
+def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Iterator[tuple[Model, Other]]:
     """Yield the model to talk to, and a function that gets another one. Raises UsageError.
 
     It is that of a server that is named, or that `tandem up` started with this model; else it is loaded here.
@@ -259,7 +259,7 @@ def _server(arguments: argparse.Namespace, loaded: LoadedSettings,
     return (record_url(record), asked) if record is not None and model in record.model.split(", ") else None
 
 
-def _load(options: dict[str, Any], defaults: Mapping[str, Any]) -> Loaded:
+def _load(options: dict[str, Any], defaults: Mapping[str, float]) -> Loaded:
     """Return the model, and show live lines while it is loaded."""
     from tandem.cli.startup import progress_lines
     from tandem.llm import LLM

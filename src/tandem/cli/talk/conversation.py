@@ -52,7 +52,7 @@ class Conversation:
     system: str | None = None
     said: list[Json] = field(default_factory=list)
     """Messages of user and assistant."""
-    images: list[dict[str, Any]] = field(default_factory=list)
+    images: list[Json] = field(default_factory=list)
     """Parts of the next message."""
 
     @property
@@ -62,7 +62,7 @@ class Conversation:
 
     def ask(self, text: str) -> None:
         """Add a message of the user."""
-        content: Any = [{"type": "text", "text": text}, *self.images] if self.images else text
+        content: object = [{"type": "text", "text": text}, *self.images] if self.images else text
         self.said.append({"role": "user", "content": content})
         self.images = []
 
