@@ -1,30 +1,18 @@
-"""The running server that a command asks: the options that name it, in the same order for all commands."""
+"""The running server that a command asks, found in the same order by all commands."""
 
 from __future__ import annotations
 
 import argparse
 from urllib.parse import urlsplit
 
+from tandem.cli.arguments import DEFAULT_URL
 from tandem.config.keys import ClientLimits, read_key_file
 from tandem.env import variable
 from tandem.errors import UsageError
 from tandem.supervision.record import DEFAULT_NAME, Background, Record, known_names
 from tandem.system.http_client import ServerClient
 
-DEFAULT_URL = "http://127.0.0.1:8000"
 VARIABLE = "TANDEM_BASE_URL"
-
-
-def add_server(parser: argparse.ArgumentParser) -> None:
-    """Add the options that name a server."""
-    group = parser.add_argument_group("server")
-    group.add_argument("--url", "--base-url", metavar="URL", help="the server; else --port, --name, TANDEM_BASE_URL, "
-                       f"the one that `tandem up` started, else {DEFAULT_URL}.")
-    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this "
-                       "machine.")
-    group.add_argument("--name", dest="server_name", metavar="NAME", help="the server that `tandem up --name` started.")
-    group.add_argument("--api-key-file", metavar="FILE",
-                       help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
 
 
 def find_server(arguments: argparse.Namespace) -> ServerClient:

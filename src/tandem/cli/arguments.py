@@ -30,6 +30,7 @@ TITLES = {"model": "model", "parallel": "layout", "scheduler": "scheduling and m
           "models": "several models"}
 _PREFIX = "setting_"
 METAVARS = {int: "N", float: "X"}
+DEFAULT_URL = "http://127.0.0.1:8000"
 BACKENDS = ("ring", "jaccl", "jaccl-ring", "nccl")
 """MLX backends that commands beside `tandem serve` take."""
 _Options = argparse.ArgumentParser | argparse._ArgumentGroup
@@ -233,6 +234,18 @@ def add_as_for_serve(parser: _Options, *names: str) -> None:
         parser.add_argument(option.flag, type=option.base, choices=option.choices or None, default=option.default,
                             metavar=None if option.choices else METAVARS.get(option.base, "TEXT"),
                             help=option.help.replace("%", "%%") + _default(option))
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    """Add the options that name a server."""
+    group = parser.add_argument_group("server")
+    group.add_argument("--url", "--base-url", metavar="URL", help="the server; else --port, --name, TANDEM_BASE_URL, "
+                       f"the one that `tandem up` started, else {DEFAULT_URL}.")
+    group.add_argument("--port", dest="server_port", type=int, metavar="N", help="the server on this port of this "
+                       "machine.")
+    group.add_argument("--name", dest="server_name", metavar="NAME", help="the server that `tandem up --name` started.")
+    group.add_argument("--api-key-file", metavar="FILE",
+                       help="file with the API key; else TANDEM_API_KEY or OPENAI_API_KEY is used.")
 
 
 def _off(flags: Sequence[str]) -> list[str]:

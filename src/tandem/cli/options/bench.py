@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from tandem.cli.address import add_server
-from tandem.cli.arguments import BACKENDS, Parser, add_actions, add_as_for_serve, filled
+from tandem.cli.arguments import BACKENDS, Parser, add_actions, add_as_for_serve, add_server, filled
 
 
 def add_bench(parser: Parser) -> None:

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, get_type_hints
 
-from tandem.cli.address import add_server
-from tandem.cli.arguments import Parser, add_settings
+from tandem.cli.arguments import Parser, add_server, add_settings
 from tandem.config.options import field_docs
 from tandem.errors import UsageError
 from tandem.protocol.ranges import RANGES

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from tandem.cli.address import add_server
-from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_settings
+from tandem.cli.arguments import SERVE_SECTIONS, Parser, add_actions, add_as_for_serve, add_server, add_settings
 from tandem.config.settings import Role
 
 MODEL_ACTIONS = {

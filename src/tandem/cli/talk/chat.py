@@ -15,8 +15,8 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from tandem.checkpoints.resolve import name_of, resolve
-from tandem.cli.address import DEFAULT_URL, api_key, named_url, record_url, started
-from tandem.cli.arguments import fail, load_settings
+from tandem.cli.address import api_key, named_url, record_url, started
+from tandem.cli.arguments import DEFAULT_URL, fail, load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
 from tandem.cli.screen import screen
 from tandem.cli.talk.backends import Loaded, Model, Served, Speed
