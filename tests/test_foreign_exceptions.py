@@ -31,7 +31,7 @@ from tandem.protocol import codec
 from tandem.protocol.control import EngineStatus
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.supervisor import ListReplicas
-from tandem.supervision import control
+from tandem.supervision import control_socket
 from tandem.supervision.record import Background
 from tandem.transport.blobs import BlobServer
 from tandem.transport.bus import EngineBus, HeadEnd
@@ -87,7 +87,7 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
         broken.setattr(zmq.Socket, "bind", lambda socket, address: bind(socket, address) if "inproc" in address
                        else raiser(error)())
         expect(UsageError, error, lambda: Gateway(path, STATUS, lambda: b""))
-        expect(UsageError, error, lambda: control.ControlServer(path, raiser(error)))
+        expect(UsageError, error, lambda: control_socket.ControlServer(path, raiser(error)))
         expect(TransportError, error, lambda: EngineBus(keys))
         expect(TransportError, error, lambda: HeadEnd(keys, "127.0.0.1", 0))
         expect(TransportError, error, lambda: TcpChannel(keys))
@@ -103,9 +103,9 @@ def test_what_pyzmq_raises_is_ours_when_it_leaves(error: Exception, tmp_path: Pa
     bus.close()
     head.close()
     with monkeypatch.context() as broken:
-        broken.setattr(control, "is_heard", lambda _: True)
+        broken.setattr(control_socket, "is_heard", lambda _: True)
         broken.setattr(zmq.Socket, "connect", raiser(error))
-        expect(UsageError, error, lambda: control.ask(path, ListReplicas()))
+        expect(UsageError, error, lambda: control_socket.ask(path, ListReplicas()))
 
 
 # --- msgspec ---

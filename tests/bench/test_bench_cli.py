@@ -172,20 +172,22 @@ def test_top_shows_the_server(url: str, words: list[str]) -> None:
     done = tandem("top", "--base-url", url, *words, "--interval", "0.2")
     assert done.returncode == 0, done.stderr
     assert "healthy" in done.stdout and re.search(r"tokens/s \d.* TTFT \d+ ms", done.stdout)
-    ranks = re.findall(r"^ *(\d) +0 +(\d) +(\d-\d) ", done.stdout, re.MULTILINE)
-    assert ranks == [("0", "0", "0-1"), ("1", "1", "2-3")]
+    ranks = re.findall(r"^ *(\d) +0 +(\d/2) +(\d-\d) ", done.stdout, re.MULTILINE)
+    assert ranks == [("0", "1/2", "0-1"), ("1", "2/2", "2-3")]
 
 
-def test_top_watches_until_it_is_interrupted(url: str) -> None:
+@pytest.mark.parametrize(("command", "sign"), [("top", b"healthy"), ("status", b"pid")])
+def test_top_and_status_watch_until_they_are_interrupted(url: str, command: str, sign: bytes) -> None:
     master, slave = pty.openpty()
+    named = ["--base-url", url] if command == "top" else ["--url", url, "--watch"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem", "top", "--base-url", url, "--interval", "0.1"],
+        [sys.executable, "-m", "tandem", command, *named, "--interval", "0.1"],
         stdin=slave, stdout=slave, stderr=slave, env=ENVIRONMENT | {"OPENAI_API_KEY": "secret", "TERM": "xterm"},
     )
     os.close(slave)
     screen = b""
     try:
-        while screen.count(b"healthy") < 3:
+        while screen.count(sign) < 3:
             readable, _, _ = select.select([master], [], [], 240)
             assert readable, screen
             screen += os.read(master, 65536)

@@ -200,7 +200,7 @@ try:
     main(["--help"])
 except SystemExit:
     pass
-print({"rich", "prompt_toolkit", "numpy", "transformers"} & set(sys.modules), file=sys.stderr)"""
+print({"rich", "prompt_toolkit", "numpy", "transformers", "zmq", "http.client"} & set(sys.modules), file=sys.stderr)"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
     assert done.stderr == "set()\n"
     assert "chat" in done.stdout and "To begin with: tandem model get demo" in done.stdout

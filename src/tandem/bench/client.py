@@ -10,19 +10,13 @@ import asyncio
 import json
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
-from tandem.errors import UsageError
-from tandem.printable import printable
-
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 READ_BYTES = 2**16
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,64 +174,3 @@ def _take(answer: Timed, event: dict[str, Any], now: float) -> None:
     if usage := event.get("usage"):
         answer.tokens, answer.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
         answer.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-
-
-def open_url(url: str, api_key: str = "", body: bytes | None = None, *, timeout_s: float | None,
-             method: str | None = None) -> Any:
-    """Return a server's response, to be closed by its user. `body` is JSON. No proxy of the environment is asked: it
-    would see key and prompts. Raises OSError, of which urllib.error.HTTPError is one, and ValueError."""
-    headers = {"Content-Type": "application/json"} if body is not None else {}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
-    return _DIRECT.open(urllib.request.Request(url, body, headers, method=method), timeout=timeout_s)
-
-
-def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None = 10.0, method: str = "GET",
-        body: Mapping[str, Any] | None = None) -> bytes:
-    """Body of an answer; of /health also when it says 503. `body` is sent as JSON. Raises UsageError in one line that
-    names the address."""
-    data = None if body is None else json.dumps(body).encode()
-    try:
-        with open_url(base_url + path, api_key, data, timeout_s=timeout_s, method=method) as response:
-            return bytes(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            if error.code == 503 and path == "/health":
-                return error.read()
-            reason = error_message(error)
-        hint = ("; give --api-key-file, or set TANDEM_API_KEY or OPENAI_API_KEY" if error.code == 401
-                else f": {reason}" if reason else "")
-        raise UsageError(f"{base_url}{path} answers with status {error.code}{hint}", param="base_url") from None
-    except (OSError, ValueError) as error:
-        cause = getattr(error, "reason", error)
-        raise UsageError(f"{base_url}{path} cannot be reached: {cause}; is the server up, is --url right?",
-                         param="base_url") from None
-
-
-def get_json(base_url: str, path: str, api_key: str = "", **options: Any) -> Any:
-    """As `get`, the body read as JSON; its texts can be shown. Raises UsageError, and ValueError for other bodies."""
-    return _shown(json.loads(get(base_url, path, api_key, **options)))
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {printable(name): _shown(one) for name, one in value.items()}
-    if isinstance(value, list):
-        return [_shown(one) for one in value]
-    return printable(value) if isinstance(value, str) else value
-
-
-def error_message(error: urllib.error.HTTPError) -> str:
-    """Return what a server says of an error in OpenAI's shape; empty for another answer."""
-    try:
-        return str(json.load(error)["error"]["message"])
-    except (ValueError, LookupError, TypeError, OSError):
-        return ""
-
-
-def first_model(base_url: str, api_key: str) -> str:
-    """The first model that the server lists. Raises UsageError."""
-    try:
-        return str(get_json(base_url, "/v1/models", api_key)["data"][0]["id"])
-    except (ValueError, LookupError, TypeError):
-        raise UsageError(f"{base_url}/v1/models lists no model; name one with --model", param="model") from None

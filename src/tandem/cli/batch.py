@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tandem.bench.client import open_url
 from tandem.borders import start_thread
-from tandem.cli.address import api_key, server_url
+from tandem.cli.address import find_server
 from tandem.errors import UsageError
 from tandem.printable import printable
 from tandem.server.batches.lines import Line, parse_line
 from tandem.system.files import read_regular
+from tandem.system.http_client import ServerClient
 
 AGAIN = frozenset({401, 408, 409, 429, 500, 502, 503, 504})
 """Statuses that are no answer: another time, or with another key, the same request may succeed."""
@@ -35,11 +35,10 @@ Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Server:
-    """Whom to ask, and how patiently."""
+class Asking:
+    """The server, and how patiently it is asked."""
 
-    url: str
-    key: str
+    server: ServerClient
     timeout_s: float
     retries: int
 
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; 1 when requests are left without an answer. Raises UsageError."""
     if arguments.concurrency < 1 or arguments.retries < 0 or arguments.timeout <= 0:
         raise UsageError("--concurrency and --timeout must be above 0, --retries at least 0")
-    server = Server(url := server_url(arguments), api_key(arguments, url), arguments.timeout, arguments.retries)
+    asking = Asking(find_server(arguments), arguments.timeout, arguments.retries)
     source, target = Path(arguments.input), Path(arguments.output)
     lines = read_requests(source)
     if target.exists() and source.samefile(target):
@@ -61,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     with _opened(target) as out, Progress(*columns, console=Console(stderr=True), disable=quiet) as progress:
         bar = progress.add_task("", total=len(lines), completed=len(done))
         missing = len(todo)
-        for record, why in _results(server, todo, arguments.concurrency):
+        for record, why in _results(asking, todo, arguments.concurrency):
             if record is None:
                 lost = why
                 continue
@@ -130,7 +129,7 @@ def _opened(target: Path) -> BinaryIO:
         raise UsageError(message, param="output") from None
 
 
-def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tuple[Json | None, str]]:
+def _results(asking: Asking, todo: list[Line], concurrency: int) -> Iterator[tuple[Json | None, str]]:
     """Answers as they come; None with the reason for a request that got none.
 
     The threads are daemons, so that an interrupted command does not wait for what they wait for.
@@ -146,7 +145,7 @@ def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tup
                 line = work.get_nowait()
             except queue.Empty:
                 return
-            results.put(_ask(server, line))
+            results.put(_ask(asking, line))
 
     for _ in range(min(concurrency, len(todo))):
         start_thread(ask_all, name="requests")
@@ -154,13 +153,13 @@ def _results(server: Server, todo: list[Line], concurrency: int) -> Iterator[tup
         yield results.get()
 
 
-def _ask(server: Server, line: Line) -> tuple[Json | None, str]:
+def _ask(asking: Asking, line: Line) -> tuple[Json | None, str]:
     """The answer to one request, after as many tries as it takes and `retries` allow."""
     why = ""
-    for attempt in range(server.retries + 1):
+    for attempt in range(asking.retries + 1):
         wait = min(2.0**attempt, LONGEST_WAIT_S)
         try:
-            status, headers, raw = _post(server, line)
+            status, headers, raw = _post(asking, line)
             if status not in AGAIN:
                 return _record(line, status, json.loads(raw)), ""
             why = f"{line.custom_id}: HTTP {status}: {raw[:200].decode(errors='replace')}"
@@ -170,14 +169,14 @@ def _ask(server: Server, line: Line) -> tuple[Json | None, str]:
             wait = min(float(after), LONGEST_WAIT_S) if after.isdigit() else wait
         except (OSError, HTTPException, ValueError) as error:
             why = f"{line.custom_id}: {error}"
-        if attempt < server.retries:
+        if attempt < asking.retries:
             time.sleep(wait)
     return None, why
 
 
-def _post(server: Server, line: Line) -> tuple[int, Any, bytes]:
+def _post(asking: Asking, line: Line) -> tuple[int, Any, bytes]:
     try:
-        with open_url(server.url + line.url, server.key, line.body, timeout_s=server.timeout_s) as response:
+        with asking.server.open(line.url, line.body, timeout_s=asking.timeout_s) as response:
             return response.status, response.headers, response.read()
     except urllib.error.HTTPError as error:
         with error:

@@ -19,7 +19,7 @@ from typing import Any, cast, get_args
 from msgspec import to_builtins
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tandem.bench.client import Target, Timed, first_model
+from tandem.bench.client import Target, Timed
 from tandem.bench.plot import svg
 from tandem.bench.profiling import profile_of
 from tandem.bench.report import GOODPUT_METRICS, METRICS, RATIOS, detail, lines, ratios, samples, summary
@@ -32,6 +32,7 @@ from tandem.errors import UsageError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.planner.hosts import this_name
 from tandem.planner.profile import Backend, Profile, encode_profile, read_profile
+from tandem.system.http_client import ServerClient
 
 EXIT_OK, EXIT_FAILED = 0, 1
 _UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
@@ -50,13 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _target(arguments: argparse.Namespace, url: str, model: str | None, flag: str = "--url") -> Target:
     url = checked_url(url, flag)
-    key = api_key(arguments, url)
+    server = ServerClient(url, api_key(arguments, url))
     body = {"temperature": arguments.temperature, **({"ignore_eos": True} if arguments.ignore_eos else {})}
     _need(0 <= arguments.temperature < math.inf, "--temperature", arguments.temperature, "a number from 0 on")
     _need(arguments.request_timeout > 0, "--request-timeout", arguments.request_timeout, "above 0")
     _need(arguments.endpoint.startswith("/"), "--endpoint", arguments.endpoint, "a path such as /v1/completions")
-    return Target(base_url=url, model=model or first_model(url, key), endpoint=arguments.endpoint, api_key=key,
-                  body=body, timeout_s=arguments.request_timeout)
+    model = model or next(iter(server.models()), None)
+    if model is None:
+        raise UsageError(f"{url}/v1/models lists no model; name one with --model", param="model")
+    return Target(base_url=url, model=model, endpoint=arguments.endpoint, api_key=server.key, body=body,
+                  timeout_s=arguments.request_timeout)
 
 
 def _need(holds: bool, flag: str, value: object, words: str) -> None:

@@ -17,7 +17,7 @@ from tandem.descriptors import raise_limit
 from tandem.version import __version__
 
 EXIT_UNREAD = 141
-"""128 and the number of SIGPIPE."""
+"""Exit code of a process that ends by SIGPIPE: 128 and its number."""
 EPILOG = """run, pull, list, show, rm and ps are other names for chat and for model get, list, show, rm and ps.
 To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 `tandem COMMAND --help` tells more of a command."""
@@ -25,12 +25,12 @@ To begin with: tandem model get demo; tandem chat demo; tandem serve demo
 
 @dataclass(frozen=True)
 class Command:
-    """One of `tandem`'s commands."""
+    """A command of `tandem`."""
 
     text: str
     """Description of the command; `tandem --help` shows the first sentence."""
     add: Callable[[Parser], None]
-    """Adds its options."""
+    """Function that adds its options."""
     run: Callable[[argparse.Namespace], int]
 
 
@@ -39,7 +39,7 @@ def _with(*sections: str) -> Callable[[Parser], None]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    if arguments.probe:  # on another machine, which need not have what the report needs
+    if arguments.probe:  # on another machine, which may lack the packages that the report needs
         from tandem.doctor.probe import main as probe
 
         return probe()
@@ -56,13 +56,13 @@ def _version(arguments: argparse.Namespace) -> int:
 
 
 CHAT = Command("Talk in this terminal to a running server, or to a model loaded here.",
-               sampling.add_chat, Later("talk.command:run_chat"))
+               sampling.add_chat, Later("talk.chat:run_chat"))
 COMMANDS = {
     "a model": {
         "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
         "chat": CHAT,
         "generate": Command("Complete a prompt in this terminal, by a running server or a model loaded here.",
-                            sampling.add_generate, Later("talk.command:run_generate")),
+                            sampling.add_generate, Later("talk.chat:run_generate")),
         "model": Command("Fetch models, see and remove those on this machine; load and unload those of a server.",
                          servers.add_model, Later("model:run")),
     },
@@ -77,7 +77,7 @@ COMMANDS = {
                            servers.add_restart, Later("lifecycle:run_restart")),
         "down": Command("End a server that `tandem up` started.", servers.add_down, Later("lifecycle:run_down")),
         "service": Command("Have the system keep a server running: by launchd on macOS, by systemd on Linux.",
-                           servers.add_service, Later("service.command:run")),
+                           servers.add_service, Later("service:run")),
     },
     "several machines": {
         "plan": Command("Compare the ways to spread a model over machines, before anything is loaded.",
@@ -118,7 +118,7 @@ COMMANDS = {
         "version": Command("Print the versions of Tandem and of what it stands on.", lambda parser: None, _version),
     },
 }
-"""By the headings of `tandem --help`."""
+"""Commands by name, by the headings of `tandem --help`."""
 OTHER_NAMES = {
     "run": CHAT,
     **{name: Command(servers.MODEL_ACTIONS[action], partial(servers.add_model_action, name=action), Later("model:run"))
@@ -126,11 +126,11 @@ OTHER_NAMES = {
     "distributed_launcher": Command("As `python -m vllm_mlx.distributed_launcher`: tensor parallelism over the hosts "
                                     "of a hostfile.", vllm_mlx.add_launcher, Later("serve:run_launcher")),
 }
-"""Commands that help does not list."""
+"""Aliases and other commands that help does not list."""
 
 
 def build_parser() -> Parser:
-    """The parser of all commands; each sets `run`, a function that is imported when it is called."""
+    """Return the parser of all commands; each sets `run`, a function that is imported when it is called."""
     parser = Parser(prog="tandem", description="Serve one large language model over several machines.", epilog=EPILOG,
                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--version", action="version", version=f"tandem {__version__}")
@@ -145,9 +145,9 @@ def build_parser() -> Parser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 2 for a mistake of the user's, 3 for a failure of the engine.
+    """Run a command and return its exit code: 2 for a user's mistake, 3 for a failure of the engine.
 
-    Where whoever reads the output has gone (`| head`), it ends without a word, as one that SIGPIPE ends does.
+    Where the reader of the output has gone (`| head`), it ends silently with `EXIT_UNREAD`.
     """
     _open_streams()
     try:
@@ -166,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_streams() -> None:
-    """Have closed standard streams (`>&-`) lead nowhere: the next file or socket would get their numbers."""
+    """Open closed standard streams (`>&-`) on /dev/null, or the next file or socket would get their numbers."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
@@ -180,7 +180,7 @@ def _nobody_reads() -> bool:
 
 
 def _command(argv: Sequence[str] | None) -> int:
-    if argv is None:  # the command itself, not somebody who calls this
+    if argv is None:  # the process is the command, and no other program that calls this
         own_process()
     parser = build_parser()
     arguments = parser.parse_args(argv)

@@ -1,22 +1,22 @@
-"""`tandem replica`: look at the replicas of a running server, add one, or drain one."""
+"""`tandem replica`: list the replicas of a running server, add one, or drain one."""
 
 from __future__ import annotations
 
 import argparse
 
 from tandem.cli.address import local_port, server_url
-from tandem.cli.screen import plain_table, screen
-from tandem.cli.status import Replica, look_at_port
+from tandem.cli.screen import replicas_table, screen
+from tandem.cli.status import as_json, look_at_port
 from tandem.errors import UsageError
 from tandem.protocol.supervisor import AddReplica, Done, DrainReplica
-from tandem.supervision.control import ask, control_path
+from tandem.supervision.control_socket import ask, control_path
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of the actions. Raises UsageError."""
+    """Run the action. Raises UsageError."""
     port = local_port(server_url(arguments))
     if arguments.action == "list":
-        _show(look_at_port(port).replicas)
+        screen(markup=False).print(replicas_table(as_json(look_at_port(port))["replicas"]))
     elif arguments.action == "add":
         reply = ask(control_path(port), AddReplica(arguments.role))
         assert isinstance(reply, Done)
@@ -26,19 +26,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show(replicas: list[Replica]) -> None:
-    table = plain_table("replica", "role", "state", "pid", "running", "waiting", "ranks", "restarts",
-                        left=("role", "state"))
-    for one in replicas:
-        info, status = one.info, one.status
-        counts = ("-",) * 3 if status is None else (status.running, status.queued, len(status.ranks))
-        table.add_row(str(info.replica), info.role, one.state, str(info.pid or "-"), *map(str, counts),
-                      str(info.restarts))
-    screen().print(table)
-
-
 def _drain(port: int, replica: int) -> None:
-    others = [one.state for one in look_at_port(port).replicas if one.info.replica != replica]
+    others = [other.state for other in look_at_port(port).replicas if other.info.replica != replica]
     if others and "ready" not in others:
         raise UsageError(f"no other replica than {replica} is ready ({', '.join(others)}); wait until one is")
     ask(control_path(port), DrainReplica(replica))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -14,12 +13,12 @@ from typing import Any
 
 import msgspec
 
-from tandem.bench.client import get
 from tandem.env import child_environment
 from tandem.errors import TandemError
 from tandem.firstlight.command import MODULE
 from tandem.processes.child import ChildProcess
 from tandem.processes.interpreter import module_command
+from tandem.system.http_client import ServerClient
 from tandem.system.state import process_state
 from tandem.system.tools import output_of
 
@@ -35,7 +34,7 @@ class Server:
 
     def health(self) -> dict[str, Any]:
         """/health, whatever it says."""
-        found: dict[str, Any] = json.loads(get(self.url, "/health", timeout_s=20))
+        found: dict[str, Any] = ServerClient(self.url).get_json("/health", timeout_s=20)
         return found
 
     def ranks(self) -> list[int]:

@@ -212,7 +212,7 @@ class Supervisor:
         self.commands, self.events = [], []
 
     async def start(self, listed, reached):
-        models = [ModelInfo(name, "unloaded", "", {}, 4096, False, None, 0) for name in ("a", "b")]
+        models = [ModelInfo(name, "unloaded", "", {}, 4096, False, None) for name in ("a", "b")]
         await listed(ReplicaList([], models))
 
     def tell(self, command):

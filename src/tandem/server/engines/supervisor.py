@@ -41,6 +41,8 @@ class SupervisorLink:
         self._path = path
         self._task: asyncio.Task[None] | None = None
         self._awake = asyncio.Event()
+        self._number = self._fresh_from = 0
+        """Number of the last question, and of the first one after the last command: earlier answers are outdated."""
         self.events: deque[Event] = deque(maxlen=KEPT)
         """What the supervisor has told of its history."""
 
@@ -67,15 +69,19 @@ class SupervisorLink:
         self._task = None
 
     def tell(self, request: supervisor.LoadModel | supervisor.UnloadModel | supervisor.NoteEvent) -> None:
-        """Send a command; the next list shows what came of it."""
+        """Send a command. The next list that is handed on shows its effect."""
         self._send(request)
+        if not isinstance(request, supervisor.NoteEvent):
+            self._fresh_from = self._number + 1
         self._awake.set()
 
     async def _run(self, on_replicas: OnReplicas, reached: Reached) -> None:
         known: int | None = None
         while True:
             self._awake.clear()
-            self._send(supervisor.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0))
+            self._number += 1
+            self._send(supervisor.ListReplicas(os.getpid(), reached(), self.events[-1].number if self.events else 0,
+                                               self._number))
             await asyncio.sleep(ANSWER_S)
             latest = self._answer()
             if latest is not None:
@@ -108,7 +114,7 @@ class SupervisorLink:
                 seldom.error("unreadable message from the supervisor: %s; it is asked again", error)
                 continue
             if isinstance(message, supervisor.ReplicaList):
-                latest = message
+                latest = message if message.number >= self._fresh_from else latest
                 known = self.events[-1].number if self.events else 0  # an answer may come after it was asked again
                 self.events.extend(one for one in message.events if one.number > known)
             elif isinstance(message, supervisor.ControlRefused):

@@ -1,4 +1,4 @@
-"""Where the user types: with history and several lines on a terminal, plain lines elsewhere; and Ctrl-C meanwhile."""
+"""Input of the user: with history and several lines on a terminal, plain lines elsewhere; and Ctrl-C meanwhile."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ T = TypeVar("T")
 
 
 class Interrupts:
-    """Handling of SIGINT. Python raises KeyboardInterrupt between any two instructions, also while asyncio sets up a
-    loop, a terminal is taken, or after the last line of a `try`: here `heard` alone raises it."""
+    """Handler of SIGINT that raises KeyboardInterrupt within `heard` alone.
+
+    Python raises it between any two instructions: also while asyncio sets up a loop, a terminal is taken, or after the
+    last line of a `try`.
+    """
 
     def __init__(self) -> None:
-        """Nothing is changed yet."""
+        """Change nothing; `deferred` installs the handler."""
         self._raises = self._pressed = False
         self.told: Callable[[], object] = lambda: None
-        """Called, in a signal handler, when one is kept."""
+        """Function that the signal handler calls when an interrupt is kept for later."""
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Meanwhile `heard` and `taken` alone say where Ctrl-C counts. For the main thread."""
+    def deferred(self) -> Iterator[None]:
+        """Keep interrupts in the block for `heard` and `taken`. For the main thread."""
         before = signal.signal(signal.SIGINT, self._press)
         try:
             yield
@@ -43,13 +46,13 @@ class Interrupts:
         self.told()
 
     def taken(self) -> bool:
-        """Was one kept? It is not any more."""
+        """Return whether an interrupt was kept, and forget it."""
         pressed, self._pressed = self._pressed, False
         return pressed
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """In the block, and for one kept before: raises KeyboardInterrupt."""
+        """Raise KeyboardInterrupt for an interrupt in the block, and for one kept before."""
         try:
             self._raises = True
             if self.taken():
@@ -59,7 +62,7 @@ class Interrupts:
             self._raises = False
 
     def each(self, things: Iterator[T]) -> Iterator[T]:
-        """All of `things`. KeyboardInterrupt may come while one is waited for, not while it is used."""
+        """Yield all of `things`. KeyboardInterrupt may come while the next one is awaited, not while one is used."""
         while True:
             with self.heard():
                 try:
@@ -70,7 +73,7 @@ class Interrupts:
 
 
 def make_prompt(interrupts: Interrupts) -> Callable[[], str]:
-    """Return a function that asks for the user's next message, as fits standard input. It raises EOFError, and
+    """Return a function that reads the user's next message, as fits standard input. It raises EOFError and
     KeyboardInterrupt."""
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         return _plain
@@ -96,7 +99,7 @@ def make_prompt(interrupts: Interrupts) -> Callable[[], str]:
     state_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
     history = state_dir() / "chat_history"
     history.touch(mode=0o600)
-    words = WordCompleter([one.split()[0] for one in COMMANDS], sentence=True)
+    words = WordCompleter([usage.split()[0] for usage in COMMANDS], sentence=True)
     session: PromptSession[str] = PromptSession(history=FileHistory(str(history)), key_bindings=keys, multiline=True,
                                                 completer=words, complete_while_typing=False,
                                                 prompt_continuation="... ")
@@ -125,7 +128,7 @@ def _plain() -> str:
 
 
 def unquoted(text: str) -> str:
-    """Without the quotes around several lines."""
+    """Return a message without the quotes around several lines."""
     text = text.strip()
     if text.startswith(QUOTES):
         text = text.removeprefix(QUOTES).removesuffix(QUOTES)

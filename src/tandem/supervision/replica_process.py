@@ -1,4 +1,4 @@
-"""One engine process of `tandem serve`: its settings, its start, its end, and when it is started again."""
+"""One engine process of `tandem serve`: its settings, its start, its end and its restarts."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tandem.env import engine_socket_path
 from tandem.launchers.machines import ranks_of, replica_hosts, role_of
 from tandem.launchers.registry import launcher_kind, sharing
 from tandem.launchers.worlds import visible_gpus
+from tandem.protocol.control import EngineStatus
 from tandem.protocol.keys import ClusterKeys
 from tandem.protocol.payloads import EnginePayload
 from tandem.protocol.supervisor import ReplicaInfo
@@ -25,19 +26,17 @@ from tandem.supervision.children import SupervisedChild, backoff
 
 log = logging.getLogger("tandem.cli")
 
-SERVES_S = 1.0
-"""Seconds for which it must have taken requests, so that earlier deaths count no more."""
 WINDOW_S = 300.0
-"""A replica that dies more than `max_restarts` times within so long is given up."""
+"""Seconds within which a replica may die `max_restarts` times; then it is given up."""
 LATELY_S = 30.0
-"""Seconds until a replica that dies again within `LATELY_S` is started; twice as long each time after."""
+"""Seconds within which a second death delays the restart, doubled each time."""
 REST_S, MAX_REST_S = 60.0, 900.0
-"""Seconds until one that was given up is tried again; twice as long each time after."""
+"""Seconds until a replica that was given up is tried again, doubled each time, and their maximum."""
 SILENT_S = 10.0
-"""Seconds after which an engine is replaced that does not answer."""
+"""Seconds without an answer after which an engine is replaced."""
 THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 MOST_WORDS = 500
-"""Characters of what is told of a replica that does not run."""
+"""Characters of the reason that is told of a replica that does not run."""
 
 
 @dataclass(eq=False)
@@ -45,37 +44,31 @@ class ReplicaProcess(SupervisedChild):
     """One engine. Used by one thread."""
 
     index: int
-    """Its number."""
     settings: Settings
     place: int
-    """Which of its model's replicas it is."""
+    """Position among the replicas of its model."""
     model: str = ""
-    """What it serves, where there are several models."""
+    """Name of its model, where there are several."""
     named: bool = False
-    """Its number shows in logs, since there are others."""
+    """Show the number in logs, as there are others."""
     lending: ClusterKeys | None = None
-    """Of the ranks of all its model's replicas, where they keep KV on disks of several machines."""
+    """Keys shared by the ranks of all replicas of the model, where KV is kept on disks of several machines."""
     lends: list[tuple[str, str]] = field(default_factory=list)
-    """What its ranks lend, as it last said."""
+    """Addresses at which its ranks serve their KV, as the engine last told."""
     draining: bool = False
     drain_until: float = math.inf
     restarts: int = 0
-    served: bool = False
-    """It has taken requests: what it finds amiss from then on was there before, and may come back."""
-    deaths: list[float] = field(default_factory=list)
-    """When it died, lately."""
     given_up: int = 0
-    """Times in a row that it was."""
-    restart_at: float = 0.0
+    """Consecutive times that it was given up."""
     detail: str = ""
-    """Why it does not run, and what follows."""
+    """Reason why it does not run, and what follows."""
+    status: EngineStatus | None = None
+    """The last status of its process."""
     asked_at: float = 0.0
-    _ready_at: float = 0.0
-    """When it was first seen to take requests; 0 before that."""
+    """When that was answered."""
 
     def launch(self, gpus: str | None) -> None:
-        """Start its process, on these of the machine's GPUs (None: whichever). If none can be had now, that is tried
-        again later."""
+        """Start its process on these of the machine's GPUs (None: any). If none starts, set when to try again."""
         threads = self.settings.parallel.threads_per_rank if self.named else None
         # An engine of one rank computes in its own process.
         changes: dict[str, str | None] = dict.fromkeys(THREAD_VARIABLES, str(threads)) if threads else {}
@@ -87,27 +80,26 @@ class ReplicaProcess(SupervisedChild):
             self._wait(*missing)
             return
         self.restarts += bool(self.deaths)
-        self._ready_at, self.detail = 0.0, ""
+        self.detail = ""
 
     @property
     def name(self) -> str:
-        """What logs call it."""
+        """Name in logs."""
         return f"engine {self.index}" if self.named else "engine"
 
     def ended(self) -> str:
-        """Its process has ended: forget it. Returns why, as far as it said."""
+        """Forget the process, which has ended. Returns why it did."""
         self.remove_socket()
-        self.lends = []
+        self.lends, self.status = [], None
         return super().ended()
 
     def died(self, why: str, *, most: int, mistake: bool) -> bool:
-        """Its process ended, and not as it was told to: when is it started again? True when it is given up for now,
-        as it did so more than `most` times.
+        """Set when the process, which ended by itself, is restarted. Returns True when it is given up for now, as that
+        happened more than `most` times.
 
-        `mistake`: it found something amiss, such as a file that is missing, which may take longer to come back.
+        `mistake`: it found something amiss, such as a missing file, which may take longer to come back.
         """
-        now = time.monotonic()
-        self.deaths = [at for at in self.deaths if now - at < WINDOW_S] + [now]
+        now = self.count_death(WINDOW_S)
         if self.given_up or len(self.deaths) > most:
             self.given_up += 1
             self._wait(min(REST_S * 2 ** (self.given_up - 1), MAX_REST_S), f"given up for now: {why}")
@@ -116,18 +108,10 @@ class ReplicaProcess(SupervisedChild):
         self._wait(backoff(lately - 2) if lately > 1 else 0.0, why)
         return False
 
-    @property
-    def is_ready(self) -> bool:
-        """Its process has been seen to take requests."""
-        return self._ready_at > 0
-
     def serves(self) -> None:
-        """It takes requests."""
-        self.served, self.given_up = True, 0
-        now = time.monotonic()
-        self._ready_at = self._ready_at or now
-        if now - self._ready_at >= SERVES_S:
-            self.deaths.clear()
+        """Record that the engine takes requests now."""
+        self.given_up = 0
+        super().serves()
 
     def _wait(self, seconds: float, why: str) -> None:
         self.restart_at = time.monotonic() + seconds
@@ -135,18 +119,18 @@ class ReplicaProcess(SupervisedChild):
         log.error("the %s does not run: %s", self.name, self.detail)
 
     def remove_socket(self) -> None:
-        """Of a process that has ended: a killed one could not."""
+        """Remove the socket of a process that has ended: a killed one could not."""
         path = self.settings.process.engine_socket or ""
         if "://" not in path:
             Path(path).unlink(missing_ok=True)
 
     @property
     def endpoint(self) -> str:
-        """zmq address of its socket for apis."""
+        """Return the zmq address of its socket for apis."""
         return endpoint(self.settings.process.engine_socket or "")
 
     def info(self) -> ReplicaInfo:
-        """As the control socket tells it."""
+        """Return the replica as the control socket lists it."""
         state = ("draining" if self.draining else "running" if self.child else "failed" if self.given_up
                  else "restarting")
         return ReplicaInfo(self.index, self.endpoint, state, self.child.pid if self.child else None, self.restarts,
@@ -154,24 +138,24 @@ class ReplicaProcess(SupervisedChild):
 
 
 def endpoint(path: str) -> str:
-    """zmq address of a socket file; an address stays what it is."""
+    """Return the zmq address of a socket file; an address is returned as it is."""
     return path if "://" in path else f"ipc://{path}"
 
 
 def gpus_of(settings: Settings, index: int) -> str | None:
-    """GPUs for the ranks of a replica, as CUDA_VISIBLE_DEVICES lists them: its own while there are enough for all, then
+    """Return GPUs for the ranks of a replica, as in CUDA_VISIBLE_DEVICES: its own while there are enough for all, then
     in turn with others. None where there is one replica, or fewer GPUs than it has ranks, or ranks run elsewhere."""
     ranks, count = ranks_of(settings.parallel), settings.parallel.data_parallel_size
     count = count if count > 1 else index + 1  # some may have been added to one
-    given = visible_gpus() if count > 1 and launcher_kind(settings.parallel).here else []
-    if len(given) < max(ranks, 2):
+    gpus = visible_gpus() if count > 1 and launcher_kind(settings.parallel).here else []
+    if len(gpus) < max(ranks, 2):
         return None
-    places = len(given) // ranks * ranks if len(given) >= count * ranks else len(given)
-    return ",".join(given[(index * ranks + rank) % places] for rank in range(ranks))
+    places = len(gpus) // ranks * ranks if len(gpus) >= count * ranks else len(gpus)
+    return ",".join(gpus[(index * ranks + rank) % places] for rank in range(ranks))
 
 
 def _sharing_memory(settings: Settings, index: int) -> int:
-    """Replicas of which each may use as much of what replica `index` computes in: a GPU's memory or the machine's."""
+    """Return how many replicas share the memory that replica `index` computes in: a GPU's or the machine's."""
     parallel = settings.parallel
     if gpus_of(settings, index) is None:
         return sharing(parallel, index)
@@ -179,8 +163,8 @@ def _sharing_memory(settings: Settings, index: int) -> int:
 
 
 def replica_settings(settings: Settings, index: int, number: int | None = None, role: Role | None = None) -> Settings:
-    """Settings of one engine: its own socket and role, and with several replicas its hosts, or its share of cores and
-    memory. `role`: by default that of the first replicas, in order.
+    """Return the settings of one engine: its own socket and role, and with several replicas its hosts, or its share of
+    cores and memory. `role`: by default that of the first replicas, in order.
 
     `index` counts a model's replicas; `number`, by default the same, is unique over all models. A single one keeps the
     settings as they are. Replicas that are added later get the same shares as the first ones.

@@ -1,4 +1,4 @@
-"""`tandem service install|uninstall|status`."""
+"""`tandem service`: a launchd agent or a systemd user unit that keeps a server running."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from xml.parsers.expat import ExpatError
 
 from tandem.checkpoints.resolve import expect
 from tandem.cli.processes import prepared
 from tandem.cli.serve import checked
-from tandem.cli.service.units import Service, launchd_agent, launchd_label, systemd_unit
 from tandem.config.options import options
 from tandem.env import EXTRA_VARIABLES, SECRET_VARIABLES, child_environment, state_dir, variable, variables
 from tandem.errors import UsageError
@@ -26,9 +26,83 @@ from tandem.processes.interpreter import module_command
 from tandem.supervision.record import Background
 from tandem.system.tools import find_tool
 
+OPEN_FILES = 65536
+PAUSE_S = 10
+"""Seconds until a failed server is restarted."""
+MISTAKE = 2
+"""Exit code for a mistake of the user's, which a restart would not mend."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """A server that the system keeps running."""
+
+    name: str
+    command: tuple[str, ...]
+    directory: Path
+    """Working directory, below which relative paths of its options are."""
+    log: Path
+    variables: Mapping[str, str]
+    stop_s: int = 60
+    """Seconds to drain and end before it is killed."""
+
+
+def launchd_label(name: str) -> str:
+    """Return launchd's name of a service."""
+    return f"io.github.mlx-tandem.{name}"
+
+
+def launchd_agent(service: Service) -> bytes:
+    """Return the property list. `Interactive`: not slowed down; `SuccessfulExit`: restarted after failures alone."""
+    return plistlib.dumps({
+        "Label": launchd_label(service.name), "ProgramArguments": list(service.command),
+        "WorkingDirectory": str(service.directory), "EnvironmentVariables": dict(service.variables),
+        "RunAtLoad": True, "KeepAlive": {"SuccessfulExit": False}, "ThrottleInterval": PAUSE_S,
+        "ProcessType": "Interactive", "ExitTimeOut": service.stop_s,
+        "SoftResourceLimits": {"NumberOfFiles": OPEN_FILES}, "HardResourceLimits": {"NumberOfFiles": OPEN_FILES},
+        "StandardOutPath": str(service.log), "StandardErrorPath": str(service.log)})
+
+
+def systemd_unit(service: Service) -> str:
+    """Return the unit for the user's own systemd."""
+    variables = "".join(f"Environment={_quoted(f'{name}={value}')}\n" for name, value in service.variables.items())
+    return f"""[Unit]
+Description=Tandem, server {service.name}
+After=network-online.target
+
+[Service]
+ExecStart={_command(service.command)}
+WorkingDirectory={_specifiers(str(service.directory))}
+{variables}StandardOutput=append:{_specifiers(str(service.log))}
+StandardError=inherit
+Restart=on-failure
+RestartPreventExitStatus={MISTAKE}
+RestartSec={PAUSE_S}
+TimeoutStopSec={service.stop_s}
+KillMode=mixed
+LimitNOFILE={OPEN_FILES}
+
+[Install]
+WantedBy=default.target
+"""
+
+
+def _command(words: Sequence[str]) -> str:
+    return " ".join(_quoted(word).replace("$", "$$") for word in words)
+
+
+def _quoted(text: str) -> str:
+    """Return a word of a unit, quoted as in systemd.syntax(7)."""
+    return '"' + _specifiers(text).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _specifiers(text: str) -> str:
+    return text.replace("%", "%%")
+
+
 _TOOL_S = 60.0
 _END_S, _POLL_S = 30.0, 0.5
-"""Seconds that launchd may take beyond a service's own time to end, and between two looks at it."""
+"""Seconds that launchd may take beyond a service's own time to end, and between two checks."""
 NOBODY = ("Where nobody is logged in, as in a container or behind su and sudo, nobody keeps services: log in, or use "
           "`tandem up`")
 _PID = re.compile(r"^\s*pid = (\d+)", re.MULTILINE)
@@ -56,18 +130,18 @@ def _write(path: Path, content: bytes) -> None:
 
 
 class Launchd:
-    """Agents of the user, in the session of whoever is logged in at the screen, else in the background one."""
+    """launchd agents of the user, in the session at the screen if there is one, else in the background session."""
 
     tool = "launchctl"
     hint = ("launchd agents need the permission for the local network (System Settings, Privacy & Security), if ranks "
             "run on other machines too")
 
     def file(self, name: str) -> Path:
-        """Return where the service is described."""
+        """Return the file that describes the service."""
         return Path.home() / "Library" / "LaunchAgents" / f"{launchd_label(name)}.plist"
 
     def install(self, service: Service) -> None:
-        """Describe and start it. Raises UsageError."""
+        """Write the file and start the service. Raises UsageError."""
         if self.file(service.name).exists():
             self.uninstall(service.name)
         _write(self.file(service.name), launchd_agent(service))
@@ -77,18 +151,18 @@ class Launchd:
                 _must(self.tool, "bootstrap", f"user/{os.getuid()}", str(self.file(service.name)))
 
     def uninstall(self, name: str) -> None:
-        """Stop it, and take its description away. Raises UsageError."""
+        """Stop the service and remove its file. Raises UsageError."""
         for place in self._places(name):
             _ran(self.tool, "bootout", place)
         end = time.monotonic() + self._stop_s(name) + _END_S
         while any(_ran(self.tool, "print", place).returncode == 0 for place in self._places(name)):
-            if time.monotonic() > end:  # it comes to an end by itself, but until then none of its name can start
+            if time.monotonic() > end:  # until it ends by itself, no other of its name can start
                 raise UsageError(f"{name} has not ended yet; give the command again in a minute")
             time.sleep(_POLL_S)
         self.file(name).unlink(missing_ok=True)
 
     def pid(self, name: str) -> int | None:
-        """Return the process of the service; None when it does not run."""
+        """Return the process id of the service; None when it does not run."""
         for place in self._places(name):
             done = _ran(self.tool, "print", place)
             if done.returncode == 0 and (match := _PID.search(done.stdout)):
@@ -99,26 +173,26 @@ class Launchd:
         return [f"{domain}/{os.getuid()}/{launchd_label(name)}" for domain in ("gui", "user")]
 
     def _stop_s(self, name: str) -> float:
-        """Seconds after which launchd kills the service that is installed."""
+        """Return the seconds after which launchd kills the installed service."""
         try:
             return float(plistlib.loads(self.file(name).read_bytes())["ExitTimeOut"])
-        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # somebody has changed it
+        except (OSError, ValueError, TypeError, KeyError, ExpatError):  # the user has changed it
             return _TOOL_S
 
 
 class Systemd:
-    """Units of the user."""
+    """systemd units of the user."""
 
     tool = "systemctl"
     hint = "it ends when you log out, unless `loginctl enable-linger` was run once"
 
     def file(self, name: str) -> Path:
-        """Return where the service is described."""
+        """Return the file that describes the service."""
         base = variable("XDG_CONFIG_HOME")
         return (Path(base) if base else Path.home() / ".config") / "systemd" / "user" / f"tandem-{name}.service"
 
     def install(self, service: Service) -> None:
-        """Describe and start it. Raises UsageError."""
+        """Write the file and start the service. Raises UsageError."""
         unit = self.file(service.name)
         try:  # before an earlier one is overwritten
             _must(self.tool, "--user", "daemon-reload")
@@ -131,7 +205,7 @@ class Systemd:
             _must(self.tool, "--user", "restart", unit.name, timeout_s=None)  # an earlier one has its time to drain
 
     def uninstall(self, name: str) -> None:
-        """Stop it, and take its description away. Raises UsageError."""
+        """Stop the service and remove its file. Raises UsageError."""
         unit = self.file(name)
         try:
             _must(self.tool, "--user", "disable", "--now", unit.name, timeout_s=None)
@@ -141,15 +215,14 @@ class Systemd:
         _ran(self.tool, "--user", "daemon-reload")
 
     def pid(self, name: str) -> int | None:
-        """Return the process of the service; None when it does not run."""
+        """Return the process id of the service; None when it does not run."""
         done = _ran(self.tool, "--user", "show", "--property=MainPID", "--value", self.file(name).name)
         text = done.stdout.strip()
         return int(text) if text.isdecimal() and int(text) else None
 
 
 Manager = Launchd | Systemd
-"""Holds services by name: describes one in a file, starts it in place of an earlier one, stops it, and tells its
-process."""
+"""Service manager: installs a service in place of an earlier one, uninstalls it, and tells its process."""
 
 
 def manager() -> Manager:
@@ -174,15 +247,15 @@ def _or_nothing(holder: Manager, name: str) -> Iterator[None]:
 
 
 _KEPT = ("PATH", "HF_HOME", "HF_HUB_CACHE", "HF_ENDPOINT", "XDG_CACHE_HOME", "XDG_STATE_HOME")
-"""Variables that a service gets from whoever installs it, beside Tandem's own."""
+"""Variables that a service inherits from its installer, beside Tandem's own."""
 _PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
-"""In an address, before the name of the machine."""
+"""Password in a URL, before the host name."""
 END_S = 30.0
-"""Seconds beyond `drain_timeout` that a service gets to end."""
+"""Seconds beyond `drain_timeout` in which a service must end."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """One of the actions. Raises UsageError."""
+    """Run the action. Raises UsageError."""
     place = Background(arguments.name)  # checks the name
     holder = manager()
     if arguments.action == "install":
@@ -224,7 +297,7 @@ def _install(arguments: argparse.Namespace, holder: Manager, name: str) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """Variables that go along, for everybody to read who may read the service's file. Raises UsageError."""
+    """Return the variables for the service's file. Raises UsageError for a password, which others could read there."""
     known = {*_KEPT, *EXTRA_VARIABLES, *(option.variable for option in options())} - {*SECRET_VARIABLES}
     kept = {key: value for key, value in variables().items() if key in known}
     for key, value in kept.items():
@@ -235,7 +308,7 @@ def _environment() -> dict[str, str]:
 
 
 def serve_words(words: Sequence[str]) -> list[str]:
-    """The options for `tandem serve` among the words `service install ...`."""
+    """Return the options for `tandem serve` in the words `service install ...`."""
     kept: list[str] = []
     rest = iter(words[list(words).index("install") + 1:])
     for word in rest:

@@ -1,4 +1,4 @@
-"""`tandem generate` and `tandem chat`: with a running server, or with a model that is loaded for it."""
+"""`tandem generate` and `tandem chat`, with a running server or a model that is loaded here."""
 
 from __future__ import annotations
 
@@ -15,37 +15,38 @@ from rich.markdown import Markdown
 from rich.text import Text
 
 from tandem.checkpoints.resolve import name_of, resolve
-from tandem.cli.address import DEFAULT_URL, api_key, named_url, record_url, started
-from tandem.cli.arguments import fail, load_settings
+from tandem.cli.address import api_key, named_url, record_url, started
+from tandem.cli.arguments import DEFAULT_URL, fail, load_settings
 from tandem.cli.options.sampling import CHAT_DEFAULTS, DEFAULTS, asked_of
 from tandem.cli.screen import screen
+from tandem.cli.talk.backends import Loaded, Model, Served, Speed
 from tandem.cli.talk.conversation import KEYS, Conversation, Ended
-from tandem.cli.talk.models import Loaded, Model, Served, Speed
-from tandem.cli.talk.prompt import Interrupts, make_prompt
+from tandem.cli.talk.line_editor import Interrupts, make_prompt
 from tandem.config.loading import LoadedSettings
 from tandem.config.options import by_name
 from tandem.errors import RequestError, UsageError
 from tandem.log import set_up
 from tandem.printable import printable
+from tandem.system.http_client import ServerClient
 
 FRAMES = 12
-"""Most drawings a second."""
+"""Redraws per second at most."""
 
 
 class AnswerView:
-    """Print finished blocks (between blank lines) for good, and redraw the block that grows.
+    """Picture of an answer that grows: finished blocks (between blank lines) are printed, the last one is redrawn.
 
     So an answer may be longer than the screen, and its beginning can be scrolled to.
     """
 
     def __init__(self, console: Console) -> None:
-        """Draw to `console`, nothing yet."""
+        """Draw to `console`."""
         self._console = console
         self._block, self._fenced, self._reasoning = "", False, False
         self._live: Live | None = None
 
     def add(self, text: str, *, reasoning: bool = False) -> None:
-        """More of the answer."""
+        """Draw more of the answer."""
         if reasoning != self._reasoning:
             self.close()
             self._reasoning = reasoning
@@ -60,7 +61,7 @@ class AnswerView:
         self._draw()
 
     def close(self) -> None:
-        """The answer is over."""
+        """Print the last block."""
         self._print()
         self._fenced = False
 
@@ -105,7 +106,7 @@ NAME_ONE = "name a directory, a GGUF file, a hub id or demo, or a running server
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
-    """Complete one prompt; the text goes to standard output as it comes."""
+    """Complete one prompt; print the text as it comes."""
     params = asked_of(arguments)
     prompt = arguments.prompt
     if prompt is None:
@@ -116,7 +117,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
         raise UsageError("the prompt is empty; give --prompt TEXT, or text on standard input", param="prompt")
     with _opened(arguments, DEFAULTS) as (model, _):
         speed = Speed()
-        for piece in model.complete(prompt, params, speed):
+        for piece in model.answer(prompt, params, speed):
             print(_shown(piece.text), end="", flush=True)
         print()
         if sys.stderr.isatty():
@@ -125,7 +126,7 @@ def run_generate(arguments: argparse.Namespace) -> int:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    """A conversation until its end (cli/talk/conversation.py has the commands)."""
+    """Run a conversation (cli/talk/conversation.py has its commands)."""
     params, console = asked_of(arguments), screen()
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     with _opened(arguments, CHAT_DEFAULTS) as (model, other), ExitStack() as stack:
@@ -134,7 +135,7 @@ def run_chat(arguments: argparse.Namespace) -> int:
         talk, interrupts, interrupted = Conversation(model, params, other, system=arguments.system), Interrupts(), False
         prompt = make_prompt(interrupts)
         if terminal:
-            stack.enter_context(interrupts.held())
+            stack.enter_context(interrupts.deferred())
             console.print(f"{model.name} ({model.where}). /help lists commands, /exit ends.\n{KEYS}", style="dim",
                           highlight=False, markup=False)
         while True:
@@ -159,12 +160,12 @@ def run_chat(arguments: argparse.Namespace) -> int:
 
 
 def _shown(text: str) -> str:
-    """The text of an answer: whole for a file or a pipe, without control characters for a terminal."""
+    """Return the text of an answer: as it is for a file or a pipe, without control characters for a terminal."""
     return printable(text) if sys.stdout.isatty() else text
 
 
 def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: Interrupts) -> None:
-    """Ask, and show the answer; Ctrl-C stops it, and what has come stays. Raises UsageError and RequestError."""
+    """Ask and show the answer; Ctrl-C stops it and keeps its beginning. Raises UsageError and RequestError."""
     talk.ask(said)
     text, speed, stopped = "", Speed(), False
     view = AnswerView(screen) if screen is not None else None
@@ -186,7 +187,7 @@ def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: I
             if view is None:
                 raise
         except (UsageError, RequestError):
-            talk.said.pop()  # it may be asked again, otherwise
+            talk.said.pop()  # so that the question may be sent again
             raise
     talk.said.append({"role": "assistant", "content": text})
     if screen is None:
@@ -196,48 +197,51 @@ def _answer(talk: Conversation, said: str, screen: Console | None, interrupts: I
 
 
 @contextmanager
-def _opened(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> Iterator[tuple[Model, Other]]:
-    """The model to talk to, and how to get another one: from a server that is named, or that `tandem up` started with
-    this model, else loaded here. Raises UsageError."""
+def _opened(arguments: argparse.Namespace, defaults: Mapping[str, float]) -> Iterator[tuple[Model, Other]]:
+    """Yield the model to talk to, and a function that gets another one. Raises UsageError.
+
+    It is that of a server that is named, or that `tandem up` started with this model; else it is loaded here.
+    """
     loaded = load_settings(arguments)
-    given = loaded.given("model", "parallel", "scheduler", "speculation")
-    if (server := _server(arguments, loaded, given)) is not None:
+    options = loaded.given("model", "parallel", "scheduler", "speculation")
+    if (server := _server(arguments, loaded, options)) is not None:
         url, name = server
-        key = api_key(arguments, url)
+        client = ServerClient(url, api_key(arguments, url))
         try:
-            model = Served(url, key, name, defaults)
+            model = Served(client, name, defaults)
         except UsageError as error:
             if url != DEFAULT_URL or named_url(arguments) is not None:
                 raise
-            raise UsageError(f"no model is given, and {error.message}; {NAME_ONE}", param="model") from None
+            why = error.message.partition(";")[0]
+            raise UsageError(f"no model is given, and {why}; {NAME_ONE}", param="model") from None
         if sys.stderr.isatty():
             print(f"talking to the server at {url} (--local loads the model here)", file=sys.stderr)
-        yield model, lambda other: Served(url, key, other, defaults)
+        yield model, lambda other: Served(client, other, defaults)
         return
-    if "model" not in given:
+    if "model" not in options:
         raise UsageError(f"no model is given: {NAME_ONE}", param="model")
     with ExitStack() as stack:
         def load(name: str) -> Model:
-            resolve(name, weights=False)  # is there such a model? The one before is ended first
+            resolve(name, weights=False)  # raises where there is none, before the last model is unloaded
             stack.close()
-            model = _load({**given, "model": name}, defaults)
+            model = _load({**options, "model": name}, defaults)
             stack.push(model.llm)
             return model
 
-        yield load(given["model"]), load
+        yield load(options["model"]), load
 
 
 def _server(arguments: argparse.Namespace, loaded: LoadedSettings,
-            given: Mapping[str, Any]) -> tuple[str, str | None] | None:
-    """Address of the server to talk to, and what it calls the model (None: its first); None where the model is to be
-    loaded here. Raises UsageError.
+            options: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """Return the address of the server to talk to, and its name of the model (None: its first); None where the model
+    is to be loaded here. Raises UsageError.
 
-    Options of this command line ask for another layout than a server's. Variables and files do not: `tandem up` has
-    read the same.
+    Options of this command line ask for another layout than a server's. Variables and files do not: `tandem up` reads
+    them too.
     """
-    named, record, model = named_url(arguments), started(), given.get("model")
+    named, record, model = named_url(arguments), started(), options.get("model")
     asked = None if record is not None and record.model == model else model
-    typed = {name: flag for name in given if loaded.sources[name] == (flag := by_name()[name].flag)}
+    typed = {name: flag for name in options if loaded.sources[name] == (flag := by_name()[name].flag)}
     layout = [name for name in typed if name != "model"]
     if arguments.local:
         if arguments.url or arguments.server_port or arguments.server_name:
@@ -255,14 +259,14 @@ def _server(arguments: argparse.Namespace, loaded: LoadedSettings,
     return (record_url(record), asked) if record is not None and model in record.model.split(", ") else None
 
 
-def _load(given: dict[str, Any], defaults: Mapping[str, Any]) -> Loaded:
-    """The model, loaded under live lines."""
+def _load(options: dict[str, Any], defaults: Mapping[str, float]) -> Loaded:
+    """Return the model, and show live lines while it is loaded."""
     from tandem.cli.startup import progress_lines
     from tandem.llm import LLM
     from tandem.protocol.control import LoadProgress
 
     set_up("WARNING")
-    name = given["model"]
+    name = options["model"]
     with progress_lines() as show:
         ranks: dict[int, LoadProgress] = {}
 
@@ -270,5 +274,5 @@ def _load(given: dict[str, Any], defaults: Mapping[str, Any]) -> Loaded:
             ranks[rank] = LoadProgress(rank, done, total, phase)
             show({0: argparse.Namespace(loading=list(ranks.values()), detail="")})
 
-        llm = LLM(progress=report, **given)
+        llm = LLM(progress=report, **options)
     return Loaded(llm, name_of(name), defaults)

@@ -1,4 +1,4 @@
-"""Asking an engine how it is, without being its api."""
+"""Ask an engine for its status, without being its api."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tandem.protocol.codec import Decoder
 from tandem.protocol.control import EngineMessage, EngineStatus, Neighbours, QueryStatus
 
 AGAIN_S = 1.0
-"""Seconds after which an unanswered question is asked again: the engine may have been replaced meanwhile."""
+"""Seconds after which an unanswered query is repeated: the engine may have been replaced meanwhile."""
 
 
 class StatusProbe:
-    """Keeps asking one engine at a zmq `endpoint`."""
+    """Client that queries one engine at a zmq `endpoint`."""
 
     def __init__(self, endpoint: str, context: zmq.Context[zmq.Socket[bytes]] | None = None) -> None:
-        """A `context` stays the caller's. Raises TransportError when no socket can be had."""
+        """Connect; a `context` stays the caller's. Raises TransportError when no socket can be opened."""
         self._own = zmq.Context() if context is None else None
         try:
             self._socket = (context or self._own or zmq.Context()).socket(zmq.DEALER)
@@ -34,7 +34,7 @@ class StatusProbe:
         self._told: Neighbours | None = None
 
     def ask(self, timeout_s: float = 0.0) -> EngineStatus | None:
-        """The engine's state, or None if no answer is here within `timeout_s` seconds; then just ask again."""
+        """Return the engine's status; None if no answer arrives within `timeout_s` seconds, then call again."""
         deadline = time.monotonic() + timeout_s
         while True:
             self._question()
@@ -44,13 +44,13 @@ class StatusProbe:
                 try:
                     message = self._decoder.decode(self._socket.recv())
                 except TransportError:
-                    continue  # not from an engine of this version; its silence is noticed
+                    continue  # from an engine of another version; its silence is noticed
                 return message if isinstance(message, EngineStatus) else None
             if not left:
                 return None
 
     def tell(self, news: Neighbours) -> None:
-        """Hand it on, unless the engine knows it or is not connected."""
+        """Send `news`, unless the engine has it already or is not connected."""
         if news != self._told:
             with contextlib.suppress(zmq.Again):
                 self._socket.send(msgspec.msgpack.encode(news), zmq.NOBLOCK)

@@ -25,7 +25,7 @@ seldom = Seldom(log)
 
 MAX_FRAME = 64 * 1024
 ANSWER_S = 5.0
-"""Seconds that the supervisor gets to answer."""
+"""Seconds in which the supervisor must answer."""
 
 Handle = Callable[[SupervisorRequest], SupervisorReply]
 _requests = Decoder[SupervisorRequest](SupervisorRequest)
@@ -33,15 +33,15 @@ _replies = Decoder[SupervisorReply](SupervisorReply)
 
 
 def control_path(port: int) -> Path:
-    """Where the supervisor of the server on `port` listens. Raises PermissionError for a directory open to others."""
+    """Return the control socket of the server on `port`. Raises PermissionError for a directory open to others."""
     return runtime_dir() / f"serve-{port}.sock"
 
 
 class ControlServer:
-    """A REP socket that only this user can reach. Used by one thread, which calls `serve` again and again."""
+    """REP socket that only this user can reach. Used by one thread, which calls `serve` again and again."""
 
     def __init__(self, path: Path, handle: Handle) -> None:
-        """`handle` answers a request; a UsageError that it raises is the answer too. Raises UsageError."""
+        """Listen on `path`; a UsageError that `handle` raises is sent as the answer. Raises UsageError."""
         self._path = path
         self._handle = handle
         if is_heard(path):
@@ -58,7 +58,7 @@ class ControlServer:
             raise UsageError(f"cannot listen on {path}: {error}; set TANDEM_RUNTIME_DIR to another place") from error
 
     def serve(self, timeout_s: float) -> None:
-        """Answer what comes within `timeout_s` seconds."""
+        """Answer the requests that arrive within `timeout_s` seconds."""
         self._file.renew()
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0 and self._socket.poll(max(int(left * 1000), 1)):
@@ -71,7 +71,7 @@ class ControlServer:
         except UsageError as error:
             return ControlRefused(error.message)
         except TransportError as error:
-            seldom.warning("a message on the control socket cannot be read: %s; its sender is told so", error)
+            seldom.warning("Unreadable message on the control socket: %s; refusing it", error)
             return ControlRefused(f"the message cannot be read: {error}; is this the same version of Tandem?")
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class ControlServer:
 
 
 def ask(path: Path, request: SupervisorRequest, timeout_s: float = ANSWER_S) -> SupervisorReply:
-    """The supervisor's answer. Raises UsageError when there is none, or it is a refusal."""
+    """Return the supervisor's answer. Raises UsageError when there is none, or it is a refusal."""
     if not is_heard(path):
         raise UsageError(f"no server listens on {path}; name its port with --port, and run this as the same user",
                          param="port")

@@ -1,4 +1,4 @@
-"""What each of several models takes of each machine's memory, and what they may take together."""
+"""Memory plan of several models: what each needs on each machine, and what they may use together."""
 
 from __future__ import annotations
 
@@ -20,42 +20,41 @@ from tandem.models.footprint import kv_bytes_per_token, slice_bytes, state_bytes
 from tandem.models.shard import held_kv_heads, plan_shards
 from tandem.processes.device import this_device
 from tandem.protocol.layout import StageSpec
-from tandem.supervision.replica import replica_settings
+from tandem.supervision.replica_process import replica_settings
 
 HERE = "this machine"
 MARGIN = 1.03
-"""Weights in memory, as a multiple of what headers tell."""
+"""Weights in memory, as a multiple of their size in the files."""
 KV_PART = 4
-"""The KV cache of a model that says nothing of `kv_tokens` has room for its longest context, or takes the budget's
-fourth part if that is less."""
+"""Divisor of the budget: without `kv_tokens` a KV cache has room for the longest context, at most for this part."""
 LEAST_TOKENS = 512
 _MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Machines:
-    """Memory of the machines that ranks may run on."""
+    """The machines that ranks may run on."""
 
     memory: dict[str, int]
-    """Bytes by machine; empty when it is not known."""
+    """Bytes of memory by machine; empty when unknown."""
     gpu: bool
-    """Ranks compute on GPUs, as far as this machine can tell."""
+    """True where ranks compute on GPUs, as far as this machine can tell."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One model's part in the plan."""
+    """Memory that one model needs."""
 
     weights: dict[str, int]
-    """Bytes on each machine."""
+    """Bytes of weights on each machine."""
     needs: dict[str, int]
-    """Bytes on each machine with the KV cache."""
+    """Bytes on each machine, KV cache included."""
     kv_tokens: int
     max_context: int
 
 
 def look_at_machines(settings: Settings) -> Machines:
-    """This machine, or those of the hostfile if it tells their memory. Raises UsageError where there can be no plan."""
+    """Return this machine, or those of the hostfile if it tells their memory. Raises UsageError if it must."""
     parallel, kind = settings.parallel, launcher_kind(settings.parallel)
     _refuse_by_hand(settings)
     here = this_device(parallel.device)
@@ -69,12 +68,12 @@ def look_at_machines(settings: Settings) -> Machines:
 
 
 def budget_of(settings: Settings, machines: Machines) -> dict[str, int]:
-    """Bytes that models may take together on each machine."""
+    """Return the bytes that models may use together on each machine."""
     return {name: int(size * settings.scheduler.memory_fraction) for name, size in machines.memory.items()}
 
 
 def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) -> Footprint:
-    """What the model of these settings takes. Finds and checks it and its layout. Raises UsageError."""
+    """Return what the model of these settings needs; check it and its layout. Raises UsageError."""
     _refuse_by_hand(settings)
     weights: dict[str, int] = {}
     per_token: dict[str, int] = {}
@@ -104,7 +103,7 @@ def footprint(settings: Settings, machines: Machines, budget: dict[str, int]) ->
 
 
 def granted(settings: Settings, needs: dict[str, int], machines: Machines, at_once: int | None) -> Settings:
-    """Settings with which the engine keeps to its part: that of one of `at_once` models, where needs are not known."""
+    """Return settings that limit the engine to its part: that of one of `at_once` models where needs are unknown."""
     if needs:
         # Rounded up a little: a share is a float, and a token too few would be an error.
         share = min(max(bytes_ / machines.memory[name] for name, bytes_ in needs.items()) * 1.0001, 1.0)
@@ -114,16 +113,16 @@ def granted(settings: Settings, needs: dict[str, int], machines: Machines, at_on
     return dataclasses.replace(settings, scheduler=dataclasses.replace(settings.scheduler, memory_fraction=share))
 
 
-def check_fit(name: str, found: Footprint, budget: dict[str, int], kept: dict[str, dict[str, int]]) -> None:
-    """Raises OutOfMemory, with the figures, if the model cannot be loaded even beside nothing but the `kept` ones."""
-    others = {one: needs for one, needs in kept.items() if one != name}
-    for machine, need in found.needs.items():
+def check_fit(name: str, model: Footprint, budget: dict[str, int], pinned: dict[str, dict[str, int]]) -> None:
+    """Raise OutOfMemory, with the figures, if the model fits not even beside the `pinned` ones alone."""
+    others = {other: needs for other, needs in pinned.items() if other != name}
+    for machine, need in model.needs.items():
         beside = sum(needs.get(machine, 0) for needs in others.values())
         if need + beside > budget[machine]:
             with_others = f", and {', '.join(others)} (--keep) {_mib(beside)}" if beside else ""
             raise OutOfMemory(
-                f"model {name} can never be loaded: it needs {_mib(need)} on {machine} ({_mib(found.weights[machine])} "
-                f"of weights, the rest for a KV cache of {found.kv_tokens} tokens){with_others}, and models may use "
+                f"model {name} can never be loaded: it needs {_mib(need)} on {machine} ({_mib(model.weights[machine])} "
+                f"of weights, the rest for a KV cache of {model.kv_tokens} tokens){with_others}, and models may use "
                 f"{_mib(budget[machine])} there; use a smaller or quantised one, lower its kv_tokens, spread it over "
                 "more machines, or raise --memory-fraction", param="memory_fraction")
 
@@ -136,7 +135,7 @@ def _refuse_by_hand(settings: Settings) -> None:
 
 
 def _weights(layout: GangLayout, spec: StageSpec, gpu: bool, sequences: int) -> int:
-    """Bytes of weights, and of the recurrent states of so many sequences."""
+    """Return the bytes of weights, and of the recurrent states of `sequences` sequences."""
     dequantize = _dequantizes(spec, gpu)
     more = read_adapter(spec.adapter_path, layout.description).nbytes if spec.adapter_path else 0
     states = state_bytes(layout.description, len(range(*spec.layers)), spec.dtype, gpu=gpu)
@@ -151,7 +150,7 @@ def _dequantizes(spec: StageSpec, gpu: bool) -> bool:
 
 
 def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
-    """Bytes of a position on one rank."""
+    """Return the KV bytes of a position on one rank."""
     count = len(range(*spec.layers))
     heads = layout.description.num_kv_heads
     whole = kv_bytes_per_token(layout.description, count, spec.dtype, gpu=gpu, kv_dtype=spec.kv_dtype)
@@ -164,7 +163,7 @@ def _kv(layout: GangLayout, spec: StageSpec, gpu: bool) -> int:
 
 
 def _draft(spec: StageSpec) -> ModelDescription | None:
-    """The draft model that a rank holds."""
+    """Return the draft model that a rank holds; None for most."""
     if not (spec.samples and spec.draft_path):
         return None
     return describe(ModelFiles(path=Path(spec.draft_path), name=Path(spec.draft_path).name))
