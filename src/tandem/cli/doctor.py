@@ -6,21 +6,20 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tandem.cli.arguments import Parser
+from tandem.cli.options.machines import add_selftest
 from tandem.cli.screen import screen
-from tandem.doctor.checks_ray import hosts_of
-from tandem.doctor.examine import Question, examine, findings
-from tandem.doctor.findings import Evidence, Finding, Host
-from tandem.doctor.memory_plan import PlanRequest
-from tandem.doctor.session import PROBE
+from tandem.diagnostics.doctor.evidence import Evidence, Finding
+from tandem.diagnostics.doctor.examine import PlanRequest, Question, examine, findings, hostfile_hosts, hosts_of
+from tandem.diagnostics.tasks import MODULE
 from tandem.errors import ConfigError
-from tandem.launchers.hostfile import Hostfile, read_hostfile
+from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import ray_command, ray_nodes
 from tandem.planner.manual import parse_layout
 
@@ -30,19 +29,33 @@ _MOST_PORTS = 1000
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine and print; 1 if a check failed. Raises UsageError."""
+    if arguments.deep and (arguments.json or arguments.ray):
+        raise ConfigError("--deep: goes with neither --json nor --ray; leave them out", param="deep")
     question = _question(arguments)
-    console = Console(stderr=True)
     if sys.stderr.isatty() and not arguments.json:
-        with console.status("starting") as status:
+        with Console(stderr=True).status("starting") as status:
             evidence = examine(question, status.update)
     else:
         evidence = examine(question)
-    found = findings(evidence)
+    seen = findings(evidence)
     if arguments.json:
-        print(json.dumps(_as_json(evidence, found), indent=2))
+        print(json.dumps(_as_json(evidence, seen), indent=2))
     else:
-        _print(evidence, found, verbose=arguments.verbose)
-    return int(any(one.verdict == "fail" for one in found))
+        _print(evidence, seen, verbose=arguments.verbose)
+    failed = any(finding.verdict == "fail" for finding in seen)
+    code = _selftest(arguments) if arguments.deep else 0
+    return 1 if failed else code
+
+
+def _selftest(arguments: argparse.Namespace) -> int:
+    """Run the self-test on the same machines, with its own defaults."""
+    from tandem.cli.selftest import run as selftest
+
+    parser = Parser()
+    add_selftest(parser)
+    words = [word for flag in ("hostfile", "model") if (value := getattr(arguments, flag))
+             for word in (f"--{flag}", value)]
+    return selftest(parser.parse_args(words))
 
 
 def _question(arguments: argparse.Namespace) -> Question:
@@ -50,9 +63,9 @@ def _question(arguments: argparse.Namespace) -> Question:
         raise ConfigError("--ray and --hostfile: give one of them", param="ray")
     file = read_hostfile(arguments.hostfile) if arguments.hostfile else None
     nodes, token = ray_nodes(None if arguments.ray == "auto" else arguments.ray) if arguments.ray else (None, False)
-    hosts = _hosts(file, arguments.remote_python) if file else []
+    hosts = hostfile_hosts(file, arguments.remote_python) if file else []
     if nodes is not None:
-        hosts = hosts_of(nodes, {one.node_id: tuple(ray_command(arguments.ray, one.node_id, PROBE, token=token))
+        hosts = hosts_of(nodes, {one.node_id: tuple(ray_command(arguments.ray, one.node_id, MODULE, token=token))
                                  for one in nodes})
     backend = arguments.backend or (file.backend if file else None) or "ring"
     if arguments.layout:
@@ -63,14 +76,6 @@ def _question(arguments: argparse.Namespace) -> Question:
         model=arguments.model, weights_from_head=arguments.weights_from == "head", full_hash=arguments.full_hash,
         plan=PlanRequest(arguments.layout, arguments.context, arguments.streams), port=arguments.port,
         ports=parse_ports(arguments.ports))
-
-
-def _hosts(file: Hostfile, python: str | None) -> list[Host]:
-    """A machine may stand in the file several times, once for each of its ranks."""
-    ranks = Counter(one.ssh for one in file.hosts)
-    first = {one.ssh: one for one in reversed(file.hosts)}
-    return [Host(name, one.ips[0] if one.ips else "", one.rdma, ranks[name], one.python or python)
-            for name, one in ((name, first[name]) for name in ranks)]
 
 
 def parse_ports(text: str | None) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from tandem.cli.arguments import Parser, add_actions, filled
+from tandem.cli.arguments import Later, Parser, add_actions, filled
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -19,6 +19,7 @@ def add_bench(parser: Parser) -> None:
     _add_serve(actions["serve"])
     _add_latency(actions["latency"])
     _add_comm(actions["comm"])
+    actions["comm"].set_defaults(run=Later("bench.comm:run"))
 
 
 def add_top(parser: Parser) -> None:

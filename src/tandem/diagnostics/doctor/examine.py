@@ -1,0 +1,327 @@
+"""The examination: probes on all machines side by side, what they gather, and the checks in order."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import TypeVar
+
+from msgspec import structs
+
+from tandem.checkpoints.resolve import resolve
+from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, messages
+from tandem.diagnostics.doctor.checks_links import TRIED
+from tandem.diagnostics.doctor.evidence import Clock, Evidence, Finding, Host, Need, Planned
+from tandem.diagnostics.doctor.messages import Facts
+from tandem.diagnostics.doctor.parsing import interfaces
+from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
+from tandem.diagnostics.tasks import LATE, RankTimes, TimingTask
+from tandem.errors import UsageError
+from tandem.launchers.facts import address_towards
+from tandem.launchers.hostfile import LOCAL_NAMES, Hostfile
+from tandem.launchers.ray.driver import ray_variables
+from tandem.launchers.ray.nodes import RayNode
+from tandem.launchers.ssh import named_machine
+from tandem.models.description import describe
+from tandem.planner.experts import read_experts
+from tandem.planner.hardware import CHIPS, LINKS, Machine, machine
+from tandem.planner.manual import parse_layout
+from tandem.planner.plan import plan
+from tandem.planner.types import NothingFits, Request
+from tandem.system.metal import gpu_memory
+
+HERE = "this machine"
+CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
+    checks_hosts.ray, checks_hosts.ssh, checks_software.versions, checks_software.model, checks_software.memory,
+    checks_hosts.hostname, checks_hosts.clock, checks_hosts.ports, checks_hosts.firewall, checks_links.subnets,
+    checks_links.reachable, checks_links.speed, checks_apple.thunderbolt, checks_apple.macos, checks_apple.rdma,
+    checks_apple.fences, checks_apple.power, checks_links.collective)
+GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
+CLOCK_ROUNDS = 5
+SIZES, ROUNDS = (4096, 65536, 1 << 20), 20
+"""Of the all_sum: bytes of the arrays, and how often each is added."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """What the cluster must carry."""
+
+    layout: str | None = None
+    """As `tandem plan --layout` takes it; by default one stage for each machine."""
+    context: int | None = None
+    streams: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """What to examine."""
+
+    hosts: list[Host]
+    """Empty: this machine alone."""
+    backend: str = "ring"
+    variables: dict[str, str] = field(default_factory=dict)
+    """For the ranks of the all_sum test, as the hosts file has them."""
+    model: str | None = None
+    weights_from_head: bool = False
+    full_hash: bool = False
+    plan: PlanRequest = field(default_factory=PlanRequest)
+    port: int = 8000
+    """Of the HTTP server, on this machine."""
+    ports: list[int] = field(default_factory=list)
+    """To be free on every machine."""
+    ray: list[RayNode] | None = None
+    """Nodes of a Ray cluster, whose hosts these are."""
+    seconds: float = 0.3
+    """Of each bandwidth test."""
+
+
+def examine(question: Question, on_progress: Callable[[str], None] = lambda text: None) -> Evidence:
+    """Gather all evidence. Machines that do not answer are noted in it."""
+    with Probes(len(question.hosts) + 1) as probes:
+        return _Examination(question, probes, on_progress).run()
+
+
+def findings(evidence: Evidence) -> list[Finding]:
+    """What all checks find, in the order in which things should be mended."""
+    if not evidence.facts:
+        return [*checks_hosts.ray(evidence), *checks_hosts.ssh(evidence)]
+    return [one for check in CHECKS for one in check(evidence)]
+
+
+class _Examination:
+    def __init__(self, question: Question, probes: Probes, on_progress: Callable[[str], None]) -> None:
+        self._question = question
+        self._say = on_progress
+        self._probes, self._links = probes, probes.links
+        self._evidence = Evidence(list(question.hosts) or [Host(HERE)], HERE, question.backend, question.model,
+                                  question.variables, question.weights_from_head, ray=question.ray)
+
+    def run(self) -> Evidence:
+        evidence = self._evidence
+        self._say("asking every machine")
+        self._start()
+        self._gather()
+        self._find_here()
+        self._say("planning memory")
+        evidence.planned = planned_for(evidence, self._question.plan)
+        if evidence.several and len(evidence.facts) > 1:
+            self._tell_times()
+            self._address()
+            self._connect()
+            self._collective()
+        return evidence
+
+    def _start(self) -> None:
+        """One probe here, and one on every machine of the hosts file."""
+        hosts = self._evidence.hosts
+        self._evidence.here = next((one.name for one in hosts if one.name in LOCAL_NAMES), HERE)
+        self._links[self._evidence.here] = ProbeLink(self._evidence.here, local_probe())
+        for one in hosts:
+            if one.name != self._evidence.here:
+                self._links[one.name] = _link(one)
+
+    def _gather(self) -> None:
+        question = self._question
+        slow = HASH_S if question.full_hash else GATHER_S
+
+        def ask(name: str) -> Facts | ProbeLost:
+            extra = [question.port] if name == self._evidence.here else []
+            request = messages.GatherFacts(question.model, question.full_hash, [*extra, *question.ports])
+            try:
+                reply = self._links[name].ask(request, slow)
+            except ProbeLost as error:
+                return error
+            return reply if isinstance(reply, Facts) else ProbeLost("another version of Tandem answers there")
+
+        for name, found in self._each(ask, self._links).items():
+            if isinstance(found, Facts):
+                self._evidence.facts[name] = found
+            else:
+                self._evidence.unreachable[name] = found.message, found.remedy
+                self._links.pop(name).close()
+
+    def _find_here(self) -> None:
+        """This machine may be one of the hosts under another name; else it is one more machine to look at."""
+        evidence = self._evidence
+        if evidence.here != HERE or HERE not in evidence.facts or not self._question.hosts:
+            return
+        mine = _identity(evidence.facts[HERE])
+        twin = next((name for name, facts in evidence.facts.items() if name != HERE and _identity(facts) == mine), None)
+        if twin is None:
+            evidence.hosts.append(Host(HERE, ranks=0))
+            return
+        busy = sorted({*evidence.facts.pop(HERE).busy_ports, *evidence.facts[twin].busy_ports})
+        self._links.pop(HERE).close()
+        evidence.here = twin
+        evidence.facts[twin] = structs.replace(evidence.facts[twin], busy_ports=busy)
+
+    def _tell_times(self) -> None:
+        """Clocks against this machine's; the quickest answer is the most exact."""
+        def ask(name: str) -> Clock:
+            best = Clock(0.0, float("inf"))
+            for _ in range(CLOCK_ROUNDS):
+                sent = time.time()
+                now = self._probes.ask(name, messages.TellTime(), messages.Time, TRANSFER_S).now
+                back = time.time()
+                if back - sent < 2 * best.within:
+                    best = Clock(now - (sent + back) / 2, (back - sent) / 2)
+            return best
+
+        self._evidence.clocks = self._each(ask, [name for name in self._links if name != self._evidence.here])
+
+    def _address(self) -> None:
+        """Where each machine is reached: the hosts file's address, else what ssh makes of the name."""
+        evidence = self._evidence
+        known = [one.address for one in evidence.hosts if one.address]
+        evidence.hosts = [one if one.address else replace(one, address=self._guess(one.name, known))
+                          for one in evidence.hosts]
+
+    def _guess(self, name: str, known: Sequence[str]) -> str:
+        if name != self._evidence.here:
+            return resolved(name)
+        others = [*known, *(resolved(one.name) for one in self._evidence.hosts if one.name != name)]
+        return own_address(others[0])
+
+    def _connect(self) -> None:
+        """Every way between two machines: first whether it is open, then one after the other how fast it is."""
+        evidence = self._evidence
+        token = secrets.token_hex(16)
+        listen, opened = messages.Listen(token), messages.ReservedPorts
+        ports = self._each(lambda name: self._probes.ask(name, listen, opened, TRANSFER_S).ports[0], self._links)
+        address = {one.name: one.address for one in evidence.hosts}
+
+        def ask(source: str, target: str, seconds: float) -> messages.Transferred:
+            transfer = messages.Transfer(address[target], ports[target], token, seconds)
+            return self._probes.ask(source, transfer, messages.Transferred, TRANSFER_S)
+
+        def ask_all(source: str) -> dict[str, messages.Transferred]:
+            return {target: ask(source, target, 0.0) for target in self._links if target != source}
+
+        self._say("connecting every machine with every other")
+        for source, found in self._each(ask_all, self._links).items():
+            evidence.links |= {(source, target): link for target, link in found.items()}
+        for source, target in permutations(self._links, 2):
+            if not evidence.links[source, target].error:
+                self._say(f"measuring {source} -> {target}")
+                evidence.links[source, target] = ask(source, target, self._question.seconds)
+
+    def _collective(self) -> None:
+        """One all_sum over the ranks, if every way is open and every machine has mlx."""
+        evidence, question = self._evidence, self._question
+        ranks = evidence.carriers
+        names = {one.name for one in ranks}
+        blocked = any(link.error for (a, b), link in evidence.links.items() if {a, b} <= names)
+        if blocked or len(ranks) < 2 or not names <= evidence.facts.keys() or question.backend not in TRIED:
+            return
+        lacking = any(evidence.facts[name].versions.get("mlx") is None for name in names)
+        if lacking or any(one.verdict == "fail" for one in checks_apple.rdma(evidence)):
+            return
+        self._say(f"adding over {len(ranks)} ranks ({question.backend})")
+        task = TimingTask(backend=question.backend, operations=["all_sum"], sizes=list(SIZES),
+                                   iterations=ROUNDS)
+        try:
+            found = self._probes.time_ranks(task, ranks, question.variables, COLLECTIVE_S)
+        except ProbeLost as error:
+            found = [RankTimes(error=error.message)] * len(ranks)
+        late = f"no sum within {COLLECTIVE_S:g} s"
+        evidence.collected = {host.name: structs.replace(one, error=late) if one.error == LATE else one
+                              for host, one in zip(ranks, found, strict=True)}
+
+    def _each(self, ask: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
+        """`ask` for each of the machines, side by side."""
+        order = list(names)
+        return dict(zip(order, self._probes.each(ask, order), strict=True))
+
+
+def resolved(name: str) -> str:
+    """The address that ssh connects to for an `ssh` entry, its configuration included; the name if there is none."""
+    found = named_machine(name)
+    try:
+        return socket.gethostbyname(found)
+    except OSError:
+        return found
+
+
+def own_address(other: str) -> str:
+    """This machine's address on the way to another."""
+    try:
+        return address_towards(other)
+    except OSError:
+        return "127.0.0.1"
+
+
+def _link(host: Host) -> ProbeLink:
+    if host.command:
+        return ProbeLink(host.name, host.command, ray_variables())
+    return ProbeLink(host.name, remote_probe(host.name, host.python))
+
+
+def _identity(facts: Facts) -> tuple[str, list[str]]:
+    return facts.hostname, sorted(str(network) for one in interfaces(facts) for network in one.networks)
+
+
+def planned_for(evidence: Evidence, request: PlanRequest) -> Planned | str | None:
+    """The layout's needs, or why there are none to be had."""
+    if evidence.model is None:
+        return None
+    names = [one.name for one in evidence.carriers]
+    if not set(names) <= evidence.facts.keys():
+        return "the plan waits for the machines that do not answer"
+    copy = evidence.facts[evidence.here].model if evidence.here in evidence.facts else None
+    if copy is None or copy.path is None or copy.problem:
+        return f"there is no copy of {evidence.model} on {evidence.here} to plan with"
+    layout = request.layout or ("single" if len(names) == 1 else f"pp={len(names)}")
+    try:
+        files = resolve(evidence.model if evidence.model == "demo" else copy.path)
+        description = describe(files)
+        asked = Request(context=request.context, streams=request.streams, layouts=(parse_layout(layout),))
+        machines = [machine_of(name, evidence.facts[name]) for name in names]
+        answer = plan(description, machines, [LINKS["10gbe"]], asked, experts=read_experts(files, description))
+    except NothingFits as refusal:
+        answer = refusal.plan
+    except UsageError as error:
+        return error.message
+    candidate = answer.chosen or answer.candidates[0]
+    if candidate.prediction is None:
+        return candidate.reason
+    needs = {names[one.machine]: Need(one.needed, one.budget) for one in candidate.prediction.memory}
+    hosts = " ".join(f"{one.name}={_memory(evidence.facts[one.name])}:{one.chip}" for one in machines)
+    return Planned(layout, needs, f"tandem plan {evidence.model} --hosts {hosts}", answer.remedies)
+
+
+def _memory(facts: Facts) -> str:
+    return f"{facts.memory_bytes >> 20}MB"
+
+
+def machine_of(name: str, facts: Facts) -> Machine:
+    """A machine for the planner. Its speed does not matter here, its memory does."""
+    chip = facts.chip.lower().removeprefix("apple ").replace(" ", "-")
+    if facts.system == "Darwin":
+        found = machine(name, facts.memory_bytes, chip if chip in CHIPS else "m4")
+        return replace(found, memory=facts.mlx_bytes or gpu_memory(facts.memory_bytes))
+    found = machine(name, facts.memory_bytes, "h200" if facts.mlx_bytes else "cpu")
+    return replace(found, memory=facts.mlx_bytes or facts.memory_bytes)
+
+
+def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
+    """Return the machines of a hosts file; one that stands there several times carries as many ranks."""
+    ranks = Counter(entry.ssh for entry in file.hosts)
+    first = {entry.ssh: entry for entry in reversed(file.hosts)}
+    return [Host(name, entry.ips[0] if entry.ips else "", entry.rdma, ranks[name], entry.python or python)
+            for name, entry in ((name, first[name]) for name in ranks)]
+
+
+def hosts_of(nodes: list[RayNode], commands: dict[str, tuple[str, ...]]) -> list[Host]:
+    """The machines of a cluster's nodes; `commands` start a probe, by node id."""
+    hosts: dict[str, Host] = {}
+    for one in nodes:
+        if not one.trouble and one.address not in hosts:
+            hosts[one.address] = Host(one.address, one.address, ranks=one.units(one.total),
+                                      command=commands[one.node_id])
+    return list(hosts.values())
