@@ -8,9 +8,8 @@ import sys
 
 import pytest
 
-from tandem.diagnostics.doctor.checks_hosts import ray as cluster
 from tandem.diagnostics.doctor.evidence import Evidence, Finding
-from tandem.diagnostics.doctor.examine import hosts_of
+from tandem.diagnostics.doctor.examine import RAY, hosts_of
 from tandem.launchers.ray.driver import new_cluster
 from tandem.launchers.ray.nodes import RayNode
 
@@ -21,13 +20,13 @@ def node(address: str, mlx: float = 1, trouble: str = "") -> RayNode:
 
 
 def found(*nodes: RayNode) -> list[Finding]:
-    return cluster(Evidence([], "here", ray=list(nodes)))
+    return RAY.findings(Evidence([], "here", ray=list(nodes)))
 
 
 def test_nodes_as_they_should_be():
     [one] = found(node("10.0.0.1"), node("10.0.0.2", 2))
     assert (one.verdict, one.detail) == ("ok", "2 node(s), 3 device(s) for ranks, 3 of them free")
-    assert cluster(Evidence([], "here"))[0].verdict == "skip"
+    assert RAY.findings(Evidence([], "here"))[0].verdict == "skip"
 
 
 def test_faults_of_nodes_come_with_their_remedy():

@@ -6,15 +6,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 
 from tandem.diagnostics.doctor.evidence import Host
-from tandem.diagnostics.doctor.examine import own_address, resolved
+from tandem.diagnostics.doctor.examine import addressed
 from tandem.diagnostics.doctor.messages import RunRank
 from tandem.diagnostics.doctor.session import ANSWER_S, ProbeLink, ProbeLost, Probes, local_probe, remote_probe
 from tandem.diagnostics.tasks import LATE, RankTimes, Row, TimingTask, local_group, run_ranks, timing_group
 from tandem.errors import ConfigError, RankFailure
-from tandem.launchers.hostfile import HostEntry, Hostfile
+from tandem.launchers.hostfile import LOCAL_NAMES, HostEntry, Hostfile
 from tandem.launchers.local import LocalLauncher
 from tandem.launchers.worlds import free_ports
 from tandem.planner.profile import VERSION, Backend, HostProfile, LinkProfile, Profile, Sum, Versions, rounded
@@ -94,10 +95,10 @@ class HostsBench(Probes):
         """Time what joins two entries, as the first of them finds it. Raises RankFailure, and LayoutError for a
         backend that they cannot have."""
         entries = [self._file.hosts[index] for index in pair]
-        hosts = []
-        for end, (entry, address) in enumerate(zip(entries, _addresses(entries), strict=True)):
-            rdma = tuple(entry.rdma[index] for index in pair) if entry.rdma else ()
-            hosts.append(Host(self._probe(entry, end), address, rdma))
+        ends = addressed([Host(entry.ssh, entry.ips[0] if entry.ips else "", tuple(entry.rdma[i] for i in pair)
+                               if entry.rdma else ()) for entry in entries], LOCAL_NAMES)
+        hosts = [replace(host, name=self._probe(entry, end)) for end, (entry, host) in
+                 enumerate(zip(entries, ends, strict=True))]
         task = TimingTask(backend=backend, operations=list(OPERATIONS), sizes=sizes, iterations=iterations,
                           fast_sync=fast_sync)
         try:
@@ -119,14 +120,6 @@ class HostsBench(Probes):
             late = f"has not ended within {self._timeout_s:g} s (--timeout)"
             raise RankFailure(f"{entry.ssh}: {late if found.error == LATE else found.error}")
         return found
-
-
-def _addresses(entries: Sequence[HostEntry]) -> list[str]:
-    """Where each end is reached: as the file says, else what ssh makes of the name; this machine's is the one on the
-    way to the other."""
-    found = [entry.ips[0] if entry.ips else None if entry.is_here else resolved(entry.ssh) for entry in entries]
-    others = [one for one in found if one]
-    return [one or (own_address(others[0]) if others else "127.0.0.1") for one in found]
 
 
 def profile_of(steps: Mapping[str, RankTimes], joined: Mapping[tuple[str, str], RankTimes], backend: Backend,

@@ -38,6 +38,14 @@ class _Times:
     """Of its layers, as the file would count them."""
 
 
+def random_llama(*, hidden: int, layers: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
+                 ) -> Model:  # fmt: skip
+    """Return mlx-lm's llama of this shape with random weights; `mlp` is the width between."""
+    return Model(ModelArgs(model_type="llama", hidden_size=hidden, num_hidden_layers=layers, intermediate_size=mlp,
+                           num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
+                           rms_norm_eps=1e-5, vocab_size=vocabulary, tie_word_embeddings=True))
+
+
 def measure_steps(*, gpu: bool) -> list[Step]:
     """Figures for each type of weights that this device computes with: on a CPU all become float32 (`--dtype auto`).
 
@@ -89,9 +97,9 @@ def _measured(kind: Weights, hidden: int, layers: int, chunk: int) -> _Times:
 
 
 def _model(kind: Weights, hidden: int, layers: int) -> Model:
-    model = Model(ModelArgs(model_type="llama", hidden_size=hidden, num_hidden_layers=layers,
-                            intermediate_size=4 * hidden, num_attention_heads=hidden // HEAD, rms_norm_eps=1e-5,
-                            vocab_size=VOCABULARY, num_key_value_heads=hidden // HEAD))
+    heads = hidden // HEAD
+    model = random_llama(hidden=hidden, layers=layers, mlp=4 * hidden, heads=heads, kv_heads=heads, head_dim=HEAD,
+                         vocabulary=VOCABULARY)
     model.set_dtype(mx.float32 if kind == "float32" else mx.bfloat16)
     if kind in ("4bit", "8bit"):
         nn.quantize(model, group_size=GROUP, bits=int(kind[0]))

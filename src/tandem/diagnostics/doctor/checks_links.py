@@ -6,8 +6,7 @@ import ipaddress
 from dataclasses import replace
 from itertools import combinations
 
-from tandem.diagnostics.doctor.checks_software import on
-from tandem.diagnostics.doctor.evidence import Evidence, Finding, alike
+from tandem.diagnostics.doctor.evidence import Evidence, Findings, several
 from tandem.diagnostics.doctor.messages import Facts
 from tandem.diagnostics.doctor.parsing import Interface, gateways, interfaces
 from tandem.diagnostics.doctor.topology import free_subnets, is_virtual
@@ -20,26 +19,27 @@ TRIED = ("ring", "jaccl", "jaccl-ring", "nccl")
 LATE_FAIL_S, LATE_WARN_S = 0.05, 0.005
 
 
-def subnets(evidence: Evidence) -> list[Finding]:
+def subnets(evidence: Evidence, findings: Findings) -> str:
     """No cable's subnet holds the default gateway, no two interfaces share a subnet, no two machines an address."""
     local = any(_is_link_local(host.address) for host in evidence.hosts)
     every = {name: _real(facts, local) for name, facts in evidence.facts.items()}
-    fresh = free_subnets(network.network for found in every.values() for one in found for network in one.networks)
-    found: list[Finding] = []
+    fresh = free_subnets(network.network for there in every.values() for interface in there
+                         for network in interface.networks)
     for name, here in every.items():
-        for one, problem in _clashes(evidence.facts[name], here):
-            remedy = _readdress(evidence.facts[name], one, str(next(fresh)[1]))
-            found.append(Finding("subnets", "fail", name, problem, on(evidence, name, remedy)))
-    found += _twice(evidence, every)
-    return alike("subnets", found, "no cable's subnet clashes with the default gateway or another")
+        for interface, problem in _clashes(evidence.facts[name], here):
+            remedy = _readdress(evidence.facts[name], interface, str(next(fresh)[1]))
+            findings.fail(name, problem, evidence.on(name, remedy))
+    _twice(evidence, every, findings)
+    return "no cable's subnet clashes with the default gateway or another"
 
 
 def _real(facts: Facts, local: bool) -> list[Interface]:
-    """Interfaces of cables and networks. Every cable without a router may have an address of the one link-local
-    subnet, and for RDMA that is enough: those clash only if Tandem connects to them (`local`)."""
-    found = [replace(one, networks=[network for network in one.networks if local or not network.ip.is_link_local])
-             for one in interfaces(facts) if one.kind != "loopback" and not is_virtual(one.name)]
-    return [one for one in found if one.networks]
+    """Return the interfaces of cables and networks. Every cable without a router may have an address of the one
+    link-local subnet, and for RDMA that is enough: those clash only if Tandem connects to them (`local`)."""
+    real = [replace(interface, networks=[network for network in interface.networks
+                                         if local or not network.ip.is_link_local])
+            for interface in interfaces(facts) if interface.kind != "loopback" and not is_virtual(interface.name)]
+    return [interface for interface in real if interface.networks]
 
 
 def _is_link_local(address: str) -> bool:
@@ -50,117 +50,108 @@ def _is_link_local(address: str) -> bool:
 
 
 def _clashes(facts: Facts, here: list[Interface]) -> list[tuple[Interface, str]]:
-    """Interfaces to give another subnet, and why. Two ways to the same router (cable and Wi-Fi) are no clash."""
+    """Return interfaces to give another subnet, and why. Two ways to one router (cable and Wi-Fi) are no clash."""
     outward = gateways(facts)
-    routers = {one.interface for one in outward}
-    found: dict[str, tuple[Interface, str]] = {}
-    for one in here:
+    routers = {gateway.interface for gateway in outward}
+    clashes: dict[str, tuple[Interface, str]] = {}
+    for interface in here:
         for gateway in outward:
-            if one.name not in routers and any(gateway.address in network.network for network in one.networks):
-                found[one.name] = one, (f"the subnet of {one.name} ({one.networks[0]}) holds the default gateway "
-                                        f"{gateway.address} of {gateway.interface}")
-    for one, other in combinations(here, 2):
-        if {one.name, other.name} <= routers or one.name in found or other.name in found:
+            if interface.name not in routers and any(gateway.address in network.network
+                                                     for network in interface.networks):
+                clashes[interface.name] = interface, (
+                    f"the subnet of {interface.name} ({interface.networks[0]}) holds the default gateway "
+                    f"{gateway.address} of {gateway.interface}")
+    for first, second in combinations(here, 2):
+        if {first.name, second.name} <= routers or first.name in clashes or second.name in clashes:
             continue
-        if any(a.network.overlaps(b.network) for a in one.networks for b in other.networks):
-            loser = other if one.name in routers or other.point_to_point else one
-            found[loser.name] = loser, (f"{one.name} ({one.networks[0]}) and {other.name} ({other.networks[0]}) share "
-                                        "a subnet")
-    return list(found.values())
+        if any(a.network.overlaps(b.network) for a in first.networks for b in second.networks):
+            loser = second if first.name in routers or second.point_to_point else first
+            clashes[loser.name] = loser, (f"{first.name} ({first.networks[0]}) and {second.name} "
+                                          f"({second.networks[0]}) share a subnet")
+    return list(clashes.values())
 
 
-def _readdress(facts: Facts, one: Interface, address: str) -> str:
-    old = one.networks[0]
+def _readdress(facts: Facts, interface: Interface, address: str) -> str:
+    name, old = interface.name, interface.networks[0]
     if facts.system == "Darwin":
-        return (f"sudo ifconfig {one.name} inet {old.ip} delete && "
-                f"sudo ifconfig {one.name} inet {address} netmask 255.255.255.252")
-    return f"sudo ip addr del {old} dev {one.name} && sudo ip addr add {address}/30 dev {one.name}"
+        return (f"sudo ifconfig {name} inet {old.ip} delete && "
+                f"sudo ifconfig {name} inet {address} netmask 255.255.255.252")
+    return f"sudo ip addr del {old} dev {name} && sudo ip addr add {address}/30 dev {name}"
 
 
-def _twice(evidence: Evidence, every: dict[str, list[Interface]]) -> list[Finding]:
-    """Addresses that two machines have. One machine may be there under two names."""
+def _twice(evidence: Evidence, every: dict[str, list[Interface]], findings: Findings) -> None:
+    """Find addresses that two machines have. One machine may be there under two names."""
     owners: dict[str, str] = {}
-    found = []
     seen: list[tuple[str, list[Interface]]] = []
     for name, here in every.items():
-        if (evidence.facts[name].hostname, here) in seen:
+        facts = evidence.facts[name]
+        if (facts.hostname, here) in seen:
             continue
-        seen.append((evidence.facts[name].hostname, here))
-        for one in here:
-            for network in one.networks:
+        seen.append((facts.hostname, here))
+        for interface in here:
+            for network in interface.networks:
                 owner = owners.setdefault(str(network.ip), name)
                 if owner != name:
-                    remedy = on(evidence, name, _remove(evidence.facts[name], one, str(network)))
-                    problem = f"{network.ip} of {one.name} is {owner}'s too"
-                    found.append(Finding("subnets", "fail", name, problem, remedy))
-    return found
+                    remove = (f"ifconfig {interface.name} inet {network.ip} delete" if facts.system == "Darwin" else
+                              f"ip addr del {network} dev {interface.name}")
+                    findings.fail(name, f"{network.ip} of {interface.name} is {owner}'s too",
+                                  evidence.on(name, f"sudo {remove}"))
 
 
-def _remove(facts: Facts, one: Interface, network: str) -> str:
-    if facts.system == "Darwin":
-        return f"sudo ifconfig {one.name} inet {network.split('/')[0]} delete"
-    return f"sudo ip addr del {network} dev {one.name}"
-
-
-def reachable(evidence: Evidence) -> list[Finding]:
+def reachable(evidence: Evidence, findings: Findings) -> str:
     """Every machine can open a connection to every other, at the address that the hosts file gives."""
-    if not evidence.several:
-        return [Finding("reachable", "skip", "", "matters with several machines only")]
-    found = []
     for (source, target), link in evidence.links.items():
         if link.error:
             address = evidence.host(target).address
-            remedy = (on(evidence, source, f"open '{LOCAL_NETWORK_PANE}'") if LOCAL_NETWORK in link.error else
-                      on(evidence, source, f"ping -c 3 {address}") + f"   (then see firewall of {target})")
-            found.append(Finding("reachable", "fail", f"{source} -> {target}", f"{address}: {link.error}", remedy))
-    return alike("reachable", found, f"{len(evidence.links)} ways, each tried on a fresh port")
+            withheld = LOCAL_NETWORK in link.error
+            look = evidence.on(source, f"open '{LOCAL_NETWORK_PANE}'" if withheld else f"ping -c 3 {address}")
+            findings.fail(f"{source} -> {target}", f"{address}: {link.error}",
+                          look if withheld else f"{look}   (then see firewall of {target})")
+    return f"{len(evidence.links)} ways, each tried on a fresh port"
 
 
-def speed(evidence: Evidence) -> list[Finding]:
+def no_link(evidence: Evidence) -> str:
+    """Excuse the check of speed."""
+    return "" if any(not link.error for link in evidence.links.values()) else "there is no link to measure"
+
+
+def speed(evidence: Evidence, findings: Findings) -> str:
     """Bandwidth and latency of each way, by a real transfer."""
-    open_links = {ends: link for ends, link in evidence.links.items() if not link.error}
-    if not open_links:
-        return [Finding("speed", "skip", "", "there is no link to measure")]
-    found = []
-    for (source, target), link in open_links.items():
-        slow, late = link.bandwidth < SLOW_WARN, link.latency_s > LATE_WARN_S
-        if slow or late:
+    links = {ends: link for ends, link in evidence.links.items() if not link.error}
+    for (source, target), link in links.items():
+        if link.bandwidth < SLOW_WARN or link.latency_s > LATE_WARN_S:
             bad = link.bandwidth < SLOW_FAIL or link.latency_s > LATE_FAIL_S
-            address = evidence.host(target).address
-            mac = evidence.facts[source].system == "Darwin"
-            remedy = f"route -n get {address}" if mac else f"ip route get {address}"
-            found.append(Finding("speed", "fail" if bad else "warn", f"{source} -> {target}", _speed(link.bandwidth,
-                                 link.latency_s), on(evidence, source, remedy) + "   (is that the fast interface?)"))
-    worst = min(one.bandwidth for one in open_links.values()), max(one.latency_s for one in open_links.values())
-    return alike("speed", found, f"at least {_speed(*worst)}")
+            look = "route -n get" if source in evidence.macs else "ip route get"
+            findings.add("fail" if bad else "warn", f"{source} -> {target}", _speed(link.bandwidth, link.latency_s),
+                         evidence.on(source, f"{look} {evidence.host(target).address}")
+                         + "   (is that the fast interface?)")
+    worst = min(link.bandwidth for link in links.values()), max(link.latency_s for link in links.values())
+    return f"at least {_speed(*worst)}"
 
 
 def _speed(bandwidth: float, latency_s: float) -> str:
     return f"{bandwidth / 1e6:.0f} MB/s, {latency_s * 1e6:.0f} us one way"
 
 
-def collective(evidence: Evidence) -> list[Finding]:
+def no_sum(evidence: Evidence) -> str:
+    """Excuse the check of sums."""
+    if evidence.several and evidence.backend not in TRIED:
+        return f"is not tried over {evidence.backend}; --backend ring is"
+    if evidence.several and not evidence.collected:
+        return "not tried: it would hang until what is above is mended"
+    return several(evidence)
+
+
+def collective(evidence: Evidence, findings: Findings) -> str:
     """An all_sum over all machines gives the right sum; its latency."""
-    check = "all_sum"
-    if not evidence.several:
-        return [Finding(check, "skip", "", "matters with several machines only")]
-    if evidence.backend not in TRIED:
-        return [Finding(check, "skip", "", f"is not tried over {evidence.backend}; --backend ring is")]
-    if not evidence.collected:
-        return [Finding(check, "skip", "", "not tried: it would hang until what is above is mended")]
-    failed = {name: one.error for name, one in evidence.collected.items() if one.error}
-    if failed:
-        return [Finding(check, "fail", name, f"{evidence.backend}: {error}", _collective_remedy(evidence))
-                for name, error in failed.items()]
+    jaccl = evidence.backend.startswith("jaccl")
     slowest: dict[int, float] = {}
-    for one in evidence.collected.values():
-        for size, seconds in one.latency_s.items():
+    for name, times in evidence.collected.items():
+        if times.error:
+            findings.fail(name, f"{evidence.backend}: {times.error}", "wait 30 s and run this again; if it stays, "
+                          "restart the machines (RDMA resources may be stuck)" if jaccl else
+                          "see `reachable` and `firewall` above; then run this again")
+        for size, seconds in times.latency_s.items():
             slowest[int(size)] = max(slowest.get(int(size), 0.0), seconds)
     shown = ", ".join(f"{size >> 10} KiB {seconds * 1e3:.2f} ms" for size, seconds in sorted(slowest.items()))
-    return [Finding(check, "ok", "", f"{evidence.backend} over {len(evidence.collected)} ranks: {shown}")]
-
-
-def _collective_remedy(evidence: Evidence) -> str:
-    if evidence.backend.startswith("jaccl"):
-        return "wait 30 s and run this again; if it stays, restart the machines (RDMA resources may be stuck)"
-    return "see `reachable` and `firewall` above; then run this again"
+    return f"{evidence.backend} over {len(evidence.collected)} ranks: {shown}"

@@ -1,7 +1,8 @@
-"""What a check finds, and the evidence that checks look at. Pure."""
+"""Gathered evidence, and the checks that judge it. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -31,17 +32,17 @@ class Host:
     """A machine of the cluster, as the hosts file names it."""
 
     name: str
-    """Its `ssh` entry."""
+    """Entry `ssh` of the hosts file."""
     address: str = ""
-    """Where the others reach it: the first of `ips`."""
+    """First of `ips`, where the others reach the machine."""
     rdma: tuple[str | tuple[str, ...] | None, ...] = ()
-    """Its RDMA device for each host, as in MLX's hosts file."""
+    """RDMA device for each host, as in MLX's hosts file."""
     ranks: int = 1
     """Ranks that it carries; 0 for a machine that has the engine and no rank."""
     python: str | None = None
-    """Its interpreter, where the hosts file names one."""
+    """Interpreter, where the hosts file names one."""
     command: tuple[str, ...] = ()
-    """What starts a probe there, where that is not ssh."""
+    """Command that starts a probe there, in place of ssh."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Need:
-    """What the planned layout asks of a machine, in bytes."""
+    """Memory that the planned layout takes on a machine, and may take, in bytes."""
 
     needed: int
     budget: int
@@ -68,9 +69,9 @@ class Planned:
     needs: dict[str, Need]
     """By host; hosts that hold no rank are left out."""
     command: str = "tandem plan"
-    """What shows the layouts that these machines could carry."""
+    """Command that shows the layouts for these machines."""
     remedies: tuple[str, ...] = ()
-    """What would make the model fit, if it does not."""
+    """Changes that would make the model fit, if it does not."""
 
 
 @dataclass
@@ -99,19 +100,75 @@ class Evidence:
 
     @property
     def several(self) -> bool:
-        """There is more than one host."""
+        """True for more than one host."""
         return len(self.hosts) > 1
 
     @property
     def carriers(self) -> list[Host]:
         """Hosts that carry ranks."""
-        return [one for one in self.hosts if one.ranks]
+        return [host for host in self.hosts if host.ranks]
+
+    @property
+    def macs(self) -> dict[str, Facts]:
+        """Facts of the Macs."""
+        return {name: facts for name, facts in self.facts.items() if facts.system == "Darwin"}
 
     def host(self, name: str) -> Host:
-        """The host of that name."""
-        return next(one for one in self.hosts if one.name == name)
+        """Return the host of that name."""
+        return next(host for host in self.hosts if host.name == name)
+
+    def on(self, name: str, command: str) -> str:
+        """Return the command for the machine `name` as one types it on this machine."""
+        if name == self.here:
+            return command
+        quoted = command.replace('"', '\\"')
+        return f'ssh {name} "{quoted}"'
 
 
-def alike(check: str, findings: list[Finding], fine: str) -> list[Finding]:
-    """`findings`, or one line that all is well when there is none."""
-    return findings or [Finding(check, "ok", "", fine)]
+@dataclass(frozen=True)
+class Findings:
+    """Findings of one check."""
+
+    check: str
+    lines: list[Finding] = field(default_factory=list)
+
+    def add(self, verdict: Verdict, where: str, detail: str, remedy: str = "") -> None:
+        """Add a line."""
+        self.lines.append(Finding(self.check, verdict, where, detail, remedy))
+
+    def fail(self, where: str, detail: str, remedy: str) -> None:
+        """Add a fault."""
+        self.add("fail", where, detail, remedy)
+
+    def warn(self, where: str, detail: str, remedy: str) -> None:
+        """Add a warning."""
+        self.add("warn", where, detail, remedy)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A check of the doctor."""
+
+    name: str
+    judge: Callable[[Evidence, Findings], str]
+    """Adds findings; returns the line for evidence that has none."""
+    excuse: Callable[[Evidence], str] = lambda _: ""
+    """Returns why the check does not apply; empty if it does."""
+
+    def findings(self, evidence: Evidence) -> list[Finding]:
+        """Judge the evidence."""
+        if reason := self.excuse(evidence):
+            return [Finding(self.name, "skip", "", reason)]
+        findings = Findings(self.name)
+        fine = self.judge(evidence, findings)
+        return findings.lines or [Finding(self.name, "ok", "", fine)]
+
+
+def several(evidence: Evidence) -> str:
+    """Excuse checks of what lies between machines."""
+    return "" if evidence.several else "matters with several machines only"
+
+
+def macs(evidence: Evidence) -> str:
+    """Excuse checks of Macs."""
+    return "" if evidence.macs else "matters on Macs only"

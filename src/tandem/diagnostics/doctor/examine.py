@@ -6,7 +6,7 @@ import secrets
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import TypeVar
@@ -16,7 +16,7 @@ from msgspec import structs
 from tandem.checkpoints.resolve import resolve
 from tandem.diagnostics.doctor import checks_apple, checks_hosts, checks_links, checks_software, messages
 from tandem.diagnostics.doctor.checks_links import TRIED
-from tandem.diagnostics.doctor.evidence import Clock, Evidence, Finding, Host, Need, Planned
+from tandem.diagnostics.doctor.evidence import Check, Clock, Evidence, Finding, Host, Need, Planned, macs, several
 from tandem.diagnostics.doctor.messages import Facts
 from tandem.diagnostics.doctor.parsing import interfaces
 from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost, Probes, local_probe, remote_probe
@@ -36,11 +36,19 @@ from tandem.planner.types import NothingFits, Request
 from tandem.system.metal import gpu_memory
 
 HERE = "this machine"
-CHECKS: tuple[Callable[[Evidence], list[Finding]], ...] = (
-    checks_hosts.ray, checks_hosts.ssh, checks_software.versions, checks_software.model, checks_software.memory,
-    checks_hosts.hostname, checks_hosts.clock, checks_hosts.ports, checks_hosts.firewall, checks_links.subnets,
-    checks_links.reachable, checks_links.speed, checks_apple.thunderbolt, checks_apple.macos, checks_apple.rdma,
-    checks_apple.fences, checks_apple.power, checks_links.collective)
+RAY = Check("ray", checks_hosts.ray, checks_hosts.no_ray)
+SSH = Check("ssh", checks_hosts.ssh, checks_hosts.no_ssh)
+RDMA = Check("rdma", checks_apple.rdma, checks_apple.no_rdma)
+CHECKS = (
+    RAY, SSH, Check("versions", checks_software.versions), Check("model", checks_software.model),
+    Check("memory", checks_software.memory), Check("hostname", checks_hosts.hostname, several),
+    Check("clock", checks_hosts.clock, checks_hosts.single_clock), Check("ports", checks_hosts.ports),
+    Check("firewall", checks_hosts.firewall), Check("subnets", checks_links.subnets),
+    Check("reachable", checks_links.reachable, several), Check("speed", checks_links.speed, checks_links.no_link),
+    Check("thunderbolt", checks_apple.thunderbolt, checks_apple.single_mac),
+    Check("macos", checks_apple.macos, checks_apple.no_rdma_macs), RDMA, Check("fences", checks_apple.fences, macs),
+    Check("power", checks_apple.power, macs), Check("all_sum", checks_links.collective, checks_links.no_sum))
+"""All checks, in the order in which things should be mended."""
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
 CLOCK_ROUNDS = 5
 SIZES, ROUNDS = (4096, 65536, 1 << 20), 20
@@ -88,10 +96,9 @@ def examine(question: Question, on_progress: Callable[[str], None] = lambda text
 
 
 def findings(evidence: Evidence) -> list[Finding]:
-    """What all checks find, in the order in which things should be mended."""
-    if not evidence.facts:
-        return [*checks_hosts.ray(evidence), *checks_hosts.ssh(evidence)]
-    return [one for check in CHECKS for one in check(evidence)]
+    """Return the findings of all checks."""
+    checks = CHECKS if evidence.facts else (RAY, SSH)
+    return [finding for check in checks for finding in check.findings(evidence)]
 
 
 class _Examination:
@@ -112,7 +119,7 @@ class _Examination:
         evidence.planned = planned_for(evidence, self._question.plan)
         if evidence.several and len(evidence.facts) > 1:
             self._tell_times()
-            self._address()
+            evidence.hosts = addressed(evidence.hosts, [evidence.here])
             self._connect()
             self._collective()
         return evidence
@@ -175,19 +182,6 @@ class _Examination:
 
         self._evidence.clocks = self._each(ask, [name for name in self._links if name != self._evidence.here])
 
-    def _address(self) -> None:
-        """Where each machine is reached: the hosts file's address, else what ssh makes of the name."""
-        evidence = self._evidence
-        known = [one.address for one in evidence.hosts if one.address]
-        evidence.hosts = [one if one.address else replace(one, address=self._guess(one.name, known))
-                          for one in evidence.hosts]
-
-    def _guess(self, name: str, known: Sequence[str]) -> str:
-        if name != self._evidence.here:
-            return resolved(name)
-        others = [*known, *(resolved(one.name) for one in self._evidence.hosts if one.name != name)]
-        return own_address(others[0])
-
     def _connect(self) -> None:
         """Every way between two machines: first whether it is open, then one after the other how fast it is."""
         evidence = self._evidence
@@ -220,7 +214,7 @@ class _Examination:
         if blocked or len(ranks) < 2 or not names <= evidence.facts.keys() or question.backend not in TRIED:
             return
         lacking = any(evidence.facts[name].versions.get("mlx") is None for name in names)
-        if lacking or any(one.verdict == "fail" for one in checks_apple.rdma(evidence)):
+        if lacking or any(finding.verdict == "fail" for finding in RDMA.findings(evidence)):
             return
         self._say(f"adding over {len(ranks)} ranks ({question.backend})")
         task = TimingTask(backend=question.backend, operations=["all_sum"], sizes=list(SIZES),
@@ -239,19 +233,29 @@ class _Examination:
         return dict(zip(order, self._probes.each(ask, order), strict=True))
 
 
-def resolved(name: str) -> str:
-    """The address that ssh connects to for an `ssh` entry, its configuration included; the name if there is none."""
-    found = named_machine(name)
+def addressed(hosts: Sequence[Host], here: Collection[str]) -> list[Host]:
+    """Return the hosts with the addresses at which the others reach them.
+
+    Taken are those of the hosts file, else what ssh makes of a name; of this machine (the names `here`) the one on the
+    way to the others.
+    """
+    there = [host.address or ("" if host.name in here else _resolved(host.name)) for host in hosts]
+    other = next((address for address in there if address), None)
+    return [replace(host, address=address or _own_address(other)) for host, address in zip(hosts, there, strict=True)]
+
+
+def _resolved(name: str) -> str:
+    """Return the address that ssh connects to for an `ssh` entry, its configuration included; the name if none."""
+    machine_name = named_machine(name)
     try:
-        return socket.gethostbyname(found)
+        return socket.gethostbyname(machine_name)
     except OSError:
-        return found
+        return machine_name
 
 
-def own_address(other: str) -> str:
-    """This machine's address on the way to another."""
+def _own_address(other: str | None) -> str:
     try:
-        return address_towards(other)
+        return address_towards(other) if other else "127.0.0.1"
     except OSError:
         return "127.0.0.1"
 

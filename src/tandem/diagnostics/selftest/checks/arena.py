@@ -13,9 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models import gemma3_text, llama
+from mlx_lm.models import gemma3_text
 from mlx_lm.models.cache import KVCache
 
+from tandem.diagnostics.collectives.steps import random_llama
 from tandem.diagnostics.selftest.check import Differs, NotApplicable, judged
 from tandem.diagnostics.tasks import Figures, Task
 from tandem.loading.memory import choose_device, on_gpu
@@ -31,107 +32,85 @@ Logits = npt.NDArray[np.float32]
 
 
 def small_llama() -> nn.Module:
-    """A model with attention over all positions."""
-    return llama.Model(llama.ModelArgs(
-        model_type="llama", hidden_size=128, num_hidden_layers=3, intermediate_size=256, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=64, rms_norm_eps=1e-5, vocab_size=VOCAB, tie_word_embeddings=True))
+    """Return a model with attention over all positions."""
+    return random_llama(hidden=128, layers=3, mlp=256, heads=4, kv_heads=2, head_dim=64, vocabulary=VOCAB)
 
 
 def small_gemma() -> nn.Module:
-    """A model with sliding windows of 16 positions in every other layer."""
+    """Return a model with sliding windows of 16 positions in every other layer."""
     return gemma3_text.Model(gemma3_text.ModelArgs(
         model_type="gemma3_text", hidden_size=128, num_hidden_layers=4, intermediate_size=256, num_attention_heads=4,
         num_key_value_heads=1, head_dim=64, query_pre_attn_scalar=64, vocab_size=VOCAB, sliding_window=16,
         sliding_window_pattern=2))
 
 
-class Alone:
-    """Each sequence by itself, with all of its tokens in one call on the CPU: no cache, no batch."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.tokens: dict[str, list[int]] = {}
-
-    def logits(self, name: str, positions: int = 1) -> Logits:
-        """[positions, V] of the last positions."""
-        with mx.stream(mx.cpu):
-            found: Any = self._model(mx.array([self.tokens[name]]))[0, -positions:]
-            return np.array(found)
-
-
-@dataclass
-class Largest:
-    """The greatest difference so far, as a share of the largest logit."""
-
-    share: float = 0.0
-
-    def see(self, what: str, expected: Logits, seen: Logits) -> None:
-        """Raises Differs."""
-        share = float(np.abs(expected - seen).max() / np.abs(expected).max())
-        self.share = max(self.share, share) if np.isfinite(share) else share
-        if not share <= CLOSE:
-            raise Differs(f"{what}: logits within {CLOSE:.0%} of mlx-lm's, expected; {share:.2%} apart, seen")
-
-    @property
-    def figures(self) -> Figures:
-        """For the report."""
-        return {"largest difference, share of the largest logit": round(self.share, 6)}
-
-
 class Compared:
-    """One model, its store, and what should come out."""
+    """A model whose sequences are computed twice: batched in a `KVStore`, and each alone on the CPU without a cache."""
 
     def __init__(self, model: nn.Module, drafts: int = 0) -> None:
         mx.random.seed(7)
         mx.eval(model.parameters())
         self.model = model
-        self.store = KVStore(model.make_cache if hasattr(model, "make_cache") else self._caches, drafts,
-                             decode_attention())
-        self.alone = Alone(model)
-        self.rng = random.Random(11)
-        self.largest = Largest()
-        self._seen: list[tuple[str, str, int, Logits]] = []
+        self.store = KVStore(self._caches, drafts, decode_attention())
+        self.tokens: dict[str, list[int]] = {}
+        self.largest = 0.0
+        """Greatest difference of a logit so far, as a share of the largest logit."""
+        self._rng = random.Random(11)
+        self._steps: list[tuple[str, str, int, Logits]] = []
 
     def _caches(self) -> list[Any]:
+        if hasattr(self.model, "make_cache"):
+            return list(self.model.make_cache())
         return [KVCache() for _ in self.model.layers]
 
+    def _alone(self, name: str, positions: int) -> Logits:
+        """Return the logits [positions, V] of a sequence's last positions, with all of its tokens in one call."""
+        with mx.stream(mx.cpu):
+            logits: Any = self.model(mx.array([self.tokens[name]]))[0, -positions:]
+            return np.array(logits)
+
+    def _see(self, what: str, expected: Logits, seen: Logits) -> None:
+        share = float(np.abs(expected - seen).max() / np.abs(expected).max())
+        self.largest = max(self.largest, share) if np.isfinite(share) else share
+        if not share <= CLOSE:
+            raise Differs(f"{what}: logits within {CLOSE:.0%} of mlx-lm's, expected; {share:.2%} apart, seen")
+
     def join(self, name: str, length: int) -> None:
-        """A sequence with a prompt of `length` tokens, computed in chunks."""
-        self.alone.tokens[name] = [self.rng.randrange(VOCAB) for _ in range(length)]
-        caches = self.model.make_cache() if hasattr(self.model, "make_cache") else self._caches()
+        """Add a sequence with a prompt of `length` tokens, computed in chunks."""
+        self.tokens[name] = [self._rng.randrange(VOCAB) for _ in range(length)]
+        caches = self._caches()
         for start in range(0, length, 16):
-            self.model(mx.array([self.alone.tokens[name][start:start + 16]]), cache=caches)
+            self.model(mx.array([self.tokens[name][start:start + 16]]), cache=caches)
         mx.eval([cache.state for cache in caches])
         self.store.join(name, caches)
 
     def step(self, what: str) -> None:
-        """One token a row; `settle` compares."""
+        """Compute one token a row; `settle` compares."""
         ids = self.store.ids
-        tokens = [self.rng.randrange(VOCAB) for _ in ids]
+        tokens = [self._rng.randrange(VOCAB) for _ in ids]
         seen = np.array(self.model(mx.array(tokens)[:, None], cache=self.store.batch())[:, -1].astype(mx.float32))
         for row, (name, token) in enumerate(zip(ids, tokens, strict=True)):
-            self._seen.append((what, name, len(self.alone.tokens[name]), seen[row]))
-            self.alone.tokens[name].append(token)
+            self._steps.append((what, name, len(self.tokens[name]), seen[row]))
+            self.tokens[name].append(token)
 
-    def settle(self) -> Figures:
+    def settle(self) -> None:
         """Compare all steps so far. Raises Differs."""
         self.store.check()
-        expected = {name: self.alone.logits(name, len(tokens)) for name, tokens in self.alone.tokens.items()}
-        for what, name, position, seen in self._seen:
-            self.largest.see(what, expected[name][position], seen)
-        self._seen.clear()
-        return self.largest.figures
+        expected = {name: self._alone(name, len(tokens)) for name, tokens in self.tokens.items()}
+        for what, name, position, seen in self._steps:
+            self._see(what, expected[name][position], seen)
+        self._steps.clear()
 
     def draft(self, what: str, counts: list[int], taken: list[int]) -> None:
-        """Several tokens a row, of which the first `taken` are kept."""
+        """Compute several tokens a row, of which the first `taken` are kept. Raises Differs."""
         ids, width = self.store.ids, max(counts)
-        tokens = [[self.rng.randrange(VOCAB) for _ in range(width)] for _ in ids]
+        tokens = [[self._rng.randrange(VOCAB) for _ in range(width)] for _ in ids]
         seen = np.array(self.model(mx.array(tokens), cache=self.store.batch(counts)).astype(mx.float32))
         for row, name in enumerate(ids):
-            before = len(self.alone.tokens[name])
-            self.alone.tokens[name] += tokens[row][:counts[row]]
-            self.largest.see(what, self.alone.logits(name, counts[row]), seen[row, :counts[row]])
-            del self.alone.tokens[name][before + taken[row]:]
+            before = len(self.tokens[name])
+            self.tokens[name] += tokens[row][:counts[row]]
+            self._see(what, self._alone(name, counts[row]), seen[row, :counts[row]])
+            del self.tokens[name][before + taken[row]:]
             self.store.cut(name, before + taken[row])
 
 
@@ -148,21 +127,22 @@ def windows(task: Task) -> Figures:
 
 
 def _rows(model: nn.Module, lengths: tuple[int, ...]) -> Figures:
-    one = Compared(model)
+    compared = Compared(model)
     for i, length in enumerate(lengths):
-        one.join(str(i), length)
+        compared.join(str(i), length)
     for _ in range(3):
-        one.step("rows of unequal length")
-    one.store.leave("1")
-    one.step("after a row has left")
-    caches, tokens = one.store.extract("2"), one.alone.tokens["2"]
-    one.store.leave("2")
-    one.step("after a row was taken out")
-    one.store.join("2", caches, len(tokens))
-    one.join("4", 9)
+        compared.step("rows of unequal length")
+    compared.store.leave("1")
+    compared.step("after a row has left")
+    caches, tokens = compared.store.extract("2"), compared.tokens["2"]
+    compared.store.leave("2")
+    compared.step("after a row was taken out")
+    compared.store.join("2", caches, len(tokens))
+    compared.join("4", 9)
     for _ in range(18):  # windows wrap around
-        one.step("after rows have joined")
-    return one.settle()
+        compared.step("after rows have joined")
+    compared.settle()
+    return {"largest difference, share of the largest logit": round(compared.largest, 6)}
 
 
 def drafts(task: Task) -> Figures:
@@ -170,14 +150,14 @@ def drafts(task: Task) -> Figures:
     choose_device("auto")
     figures: Figures = {}
     for name, model in (("all positions", small_llama()), ("windows", small_gemma())):
-        one = Compared(model, drafts=3)
+        compared = Compared(model, drafts=3)
         for i, length in enumerate((6, 19, 33)):
-            one.join(str(i), length)
+            compared.join(str(i), length)
         for _ in range(4):
-            one.draft(f"drafts, {name}", [4, 2, 3], [2, 2, 1])
-        one.step(f"a step after drafts, {name}")
-        one.settle()
-        figures[f"{name}: largest difference, share of the largest logit"] = round(one.largest.share, 6)
+            compared.draft(f"drafts, {name}", [4, 2, 3], [2, 2, 1])
+        compared.step(f"a step after drafts, {name}")
+        compared.settle()
+        figures[f"{name}: largest difference, share of the largest logit"] = round(compared.largest, 6)
     return figures
 
 
@@ -279,11 +259,8 @@ def donation(task: Task) -> Figures:
 def measured(shape: Shape, mode: str) -> tuple[float, int, int]:
     """(milliseconds of the fastest step, bytes beside what was held before, bytes of the arena)."""
     mx.clear_cache()
-    args = llama.ModelArgs(
-        model_type="llama", hidden_size=shape.hidden, num_hidden_layers=shape.layers, intermediate_size=shape.hidden,
-        num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim,
-        rms_norm_eps=1e-5, vocab_size=512, tie_word_embeddings=True)
-    model = llama.Model(args)
+    model = random_llama(hidden=shape.hidden, layers=shape.layers, mlp=shape.hidden, heads=shape.heads,
+                         kv_heads=shape.kv_heads, head_dim=shape.head_dim, vocabulary=512)
     dtype = mx.bfloat16 if on_gpu() else mx.float32
     model.set_dtype(dtype)
     mx.eval(model.parameters())
