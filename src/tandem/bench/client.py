@@ -30,12 +30,12 @@ class Target:
     """An OpenAI-compatible server and how to ask it."""
 
     base_url: str
-    """Such as http://127.0.0.1:8000, without /v1."""
+    """Address without /v1, such as http://127.0.0.1:8000."""
     model: str
     endpoint: str = COMPLETIONS
     """`COMPLETIONS` or `CHAT`, or another path that takes the same."""
     api_key: str = field(default="", repr=False)
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, object] = field(default_factory=dict)
     """More fields of each request's body."""
     timeout_s: float = 600.0
     """Seconds after which a request counts as failed."""
@@ -52,7 +52,7 @@ class Job:
 
 @dataclass
 class Timed:
-    """What became of it; times are of time.perf_counter()."""
+    """The answer to a job; times are of time.perf_counter()."""
 
     job: Job
     sent: float
@@ -94,7 +94,7 @@ class Timed:
 
 
 async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
-    """One streaming completion. Failures of any kind stand in the answer's `error`.
+    """Send one streaming completion. Failures of any kind stand in the answer's `error`.
 
     `answer`, where it is given, is what grows while the text comes.
     """
@@ -115,7 +115,7 @@ async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
 
 async def _stream(target: Target, job: Job, answer: Timed) -> None:
     chat = target.endpoint.endswith("chat/completions")
-    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
+    prompt = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
     body = {"model": target.model, **prompt, "max_tokens": job.max_tokens, "stream": True,
             "stream_options": {"include_usage": True}, **target.body}
     data = json.dumps(body).encode()
@@ -142,7 +142,7 @@ async def _stream(target: Target, job: Job, answer: Timed) -> None:
 
 
 async def _is_chunked(reader: asyncio.StreamReader) -> bool:
-    """Read the headers."""
+    """Read the headers; True for chunked transfer encoding."""
     chunked = False
     while (line := await reader.readline()).strip():
         name, _, value = line.lower().partition(b":")
@@ -151,7 +151,7 @@ async def _is_chunked(reader: asyncio.StreamReader) -> bool:
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Lines of the body, without their ends. Raises EOFError when a chunked body is cut off."""
+    """Generate the lines of the body, without their ends. Raises EOFError when a chunked body is cut off."""
     left = b""
     while data := await (_chunk(reader) if chunked else reader.read(READ_BYTES)):
         *whole, left = (left + data).split(b"\n")
@@ -162,7 +162,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 
 async def _chunk(reader: asyncio.StreamReader) -> bytes:
-    """The next chunk's data, empty at the end."""
+    """Return the next chunk's data, empty at the end."""
     size = int((await reader.readline()).split(b";")[0], 16)
     return (await reader.readexactly(size + 2))[:-2]
 
@@ -193,9 +193,11 @@ def open_url(url: str, api_key: str = "", body: bytes | None = None, *, timeout_
 
 
 def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None = 10.0, method: str = "GET",
-        body: Mapping[str, Any] | None = None) -> bytes:
-    """Body of an answer; of /health also when it says 503. `body` is sent as JSON. Raises UsageError in one line that
-    names the address."""
+        body: Mapping[str, object] | None = None) -> bytes:
+    """Return the body of an answer; of /health also when it says 503. `body` is sent as JSON.
+
+    Raises UsageError in one line that names the address.
+    """
     data = None if body is None else json.dumps(body).encode()
     try:
         with open_url(base_url + path, api_key, data, timeout_s=timeout_s, method=method) as response:
@@ -215,15 +217,15 @@ def get(base_url: str, path: str, api_key: str = "", *, timeout_s: float | None 
 
 
 def get_json(base_url: str, path: str, api_key: str = "", **options: Any) -> Any:
-    """As `get`, the body read as JSON; its texts can be shown. Raises UsageError, and ValueError for other bodies."""
+    """Call `get` and read the body as JSON; its texts can be shown. Raises UsageError, and ValueError if it is none."""
     return _shown(json.loads(get(base_url, path, api_key, **options)))
 
 
-def _shown(value: Any) -> Any:
+def _shown(value: object) -> object:
     if isinstance(value, dict):
-        return {printable(name): _shown(one) for name, one in value.items()}
+        return {printable(name): _shown(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_shown(one) for one in value]
+        return [_shown(item) for item in value]
     return printable(value) if isinstance(value, str) else value
 
 
@@ -236,7 +238,7 @@ def error_message(error: urllib.error.HTTPError) -> str:
 
 
 def first_model(base_url: str, api_key: str) -> str:
-    """The first model that the server lists. Raises UsageError."""
+    """Return the first model that the server lists. Raises UsageError."""
     try:
         return str(get_json(base_url, "/v1/models", api_key)["data"][0]["id"])
     except (ValueError, LookupError, TypeError):

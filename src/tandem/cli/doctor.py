@@ -65,8 +65,8 @@ def _question(arguments: argparse.Namespace) -> Question:
     nodes, token = ray_nodes(None if arguments.ray == "auto" else arguments.ray) if arguments.ray else (None, False)
     hosts = hostfile_hosts(file, arguments.remote_python) if file else []
     if nodes is not None:
-        hosts = hosts_of(nodes, {one.node_id: tuple(ray_command(arguments.ray, one.node_id, MODULE, token=token))
-                                 for one in nodes})
+        hosts = hosts_of(nodes, {node.node_id: tuple(ray_command(arguments.ray, node.node_id, MODULE, token=token))
+                                 for node in nodes})
     backend = arguments.backend or (file.backend if file else None) or "ring"
     if arguments.layout:
         parse_layout(arguments.layout)  # said at once, not after all has been gathered
@@ -93,36 +93,36 @@ def parse_ports(text: str | None) -> list[int]:
     return ports
 
 
-def _print(evidence: Evidence, found: Sequence[Finding], *, verbose: bool) -> None:
+def _print(evidence: Evidence, lines: Sequence[Finding], *, verbose: bool) -> None:
     console = screen(highlight=False)
-    table = Table(title=f"{len(evidence.hosts)} machine(s): {', '.join(one.name for one in evidence.hosts)}",
+    table = Table(title=f"{len(evidence.hosts)} machine(s): {', '.join(host.name for host in evidence.hosts)}",
                   title_justify="left")
     table.add_column("Check")
     table.add_column("")
     table.add_column("Where", overflow="fold")
     table.add_column("Found", overflow="fold")
-    skipped = [] if verbose else [one for one in found if one.verdict == "skip"]
-    for one in found:
-        if one in skipped:
+    skipped = [] if verbose else [line for line in lines if line.verdict == "skip"]
+    for line in lines:
+        if line in skipped:
             continue
-        table.add_row(one.check, f"[{_STYLES[one.verdict]}]{one.verdict}", escape(one.where), escape(one.detail))
+        table.add_row(line.check, f"[{_STYLES[line.verdict]}]{line.verdict}", escape(line.where), escape(line.detail))
     console.print(table)
     if skipped:
-        names = ", ".join(dict.fromkeys(one.check for one in skipped))
+        names = ", ".join(dict.fromkeys(line.check for line in skipped))
         console.print(f"Does not apply here: {names} (--verbose says why).", markup=False, style="dim")
-    for one in found:
-        if one.remedy and one.verdict in ("warn", "fail"):
-            console.print(f"{one.check}{f' ({one.where})' if one.where else ''}: {one.detail}", markup=False)
-            console.print(f"    {one.remedy}", markup=False, style="bold", soft_wrap=True)
-    failed = sum(one.verdict == "fail" for one in found)
+    for line in lines:
+        if line.remedy and line.verdict in ("warn", "fail"):
+            console.print(f"{line.check}{f' ({line.where})' if line.where else ''}: {line.detail}", markup=False)
+            console.print(f"    {line.remedy}", markup=False, style="bold", soft_wrap=True)
+    failed = sum(line.verdict == "fail" for line in lines)
     console.print(f"{failed} check(s) failed." if failed else "Nothing is wrong.")
 
 
-def _as_json(evidence: Evidence, found: Sequence[Finding]) -> dict[str, object]:
+def _as_json(evidence: Evidence, lines: Sequence[Finding]) -> dict[str, object]:
     links = [{"from": a, "to": b, "error": link.error, "latency_s": link.latency_s, "bytes_per_s": link.bandwidth}
              for (a, b), link in evidence.links.items()]
-    return {"ok": not any(one.verdict == "fail" for one in found),
-            "hosts": [{"name": one.name, "address": one.address} for one in evidence.hosts],
-            "findings": [dataclasses.asdict(one) for one in found], "links": links,
-            "all_sum": {name: {"error": one.error, "latency_s": one.latency_s}
-                        for name, one in evidence.collected.items()}}
+    return {"ok": not any(line.verdict == "fail" for line in lines),
+            "hosts": [{"name": host.name, "address": host.address} for host in evidence.hosts],
+            "findings": [dataclasses.asdict(line) for line in lines], "links": links,
+            "all_sum": {name: {"error": times.error, "latency_s": times.latency_s}
+                        for name, times in evidence.collected.items()}}

@@ -40,9 +40,9 @@ MODEL = "model"
 def run(arguments: argparse.Namespace) -> int:
     """Check and report; 0 if nothing is wrong, 1 if something is, 3 if checks are left. Raises UsageError."""
     if arguments.list:
-        for one in CHECKS:
-            extra = " (needs --hostfile)" if one.hosts else " (needs --risky)" if one.risky else ""
-            print(f"{one.name:14} {one.title}{extra}\n{'':14} proves: {one.proves}")
+        for check in CHECKS:
+            extra = " (needs --hostfile)" if check.hosts else " (needs --risky)" if check.risky else ""
+            print(f"{check.name:14} {check.title}{extra}\n{'':14} proves: {check.proves}")
         return 0
     only = _only(arguments)
     output = _output(arguments.output)
@@ -72,22 +72,23 @@ def _run(arguments: argparse.Namespace, only: list[str] | None, output: Path, fi
     question: dict[str, object] = {"tandem": __version__, "model": task.model, "facts": here,
                 "hostfile": hashlib.sha256(repr(replace(file, path="")).encode()).hexdigest() if file else ""}
     journal = Journal(Path(task.directory) / "run.json", question, boot=boot_id(), fresh=arguments.fresh)
-    journal.reopen([one.name for one in checks])
+    journal.reopen([check.name for check in checks])
     _note(_beginning(journal, checks, name))
     try:
         run_checks(checks, journal, task, seconds=60 * arguments.minutes, listener=_tell)
     except KeyboardInterrupt:
         _note("interrupted: the same command goes on")
         raise
-    found = [journal.outcomes[one.name] for one in CHECKS if one.name in journal.outcomes]  # of earlier runs too
-    wanted = {one.name for one in checks} | {one.name for one in found}  # a journal may have others, of old
-    report = make_report(found, wanted=len(wanted), date=datetime.date.today().isoformat(), facts=here, model=name,
+    # The journal has those of earlier runs too, and may have some of checks that are no more.
+    outcomes = [journal.outcomes[check.name] for check in CHECKS if check.name in journal.outcomes]
+    wanted = {check.name for check in checks} | {outcome.name for outcome in outcomes}
+    report = make_report(outcomes, wanted=len(wanted), date=datetime.date.today().isoformat(), facts=here, model=name,
                          hosts=len(file.hosts) if file else 0, names=_names(file))
     return _write(report, output)
 
 
 def _output(name: str) -> Path:
-    """Where the page goes. Raises ConfigError for what cannot be written: minutes later would be too late."""
+    """Return the file for the page. Raises ConfigError for one that cannot be written, before minutes are spent."""
     output = Path(name).expanduser()
     other = output.with_suffix(".json") if output.name else output
     why = ("is a directory" if output.is_dir() else
@@ -112,7 +113,7 @@ def _unwritable(path: Path) -> str:
 
 @contextmanager
 def _alone(directory: Path) -> Iterator[None]:
-    """No other run in this directory: two would take each other's findings. Raises ConfigError, OSError."""
+    """Exclude other runs in this directory, which would share the journal. Raises ConfigError, OSError."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("ab") as file:
         try:
@@ -124,23 +125,23 @@ def _alone(directory: Path) -> Iterator[None]:
 
 
 def _only(arguments: argparse.Namespace) -> list[str] | None:
-    """The names that --only has; None without it. Raises ConfigError."""
+    """Return the names that --only has; None without it. Raises ConfigError."""
     if not 0 < arguments.minutes < math.inf:
         raise ConfigError(f"--minutes {arguments.minutes}: must be above 0", param="minutes")
-    only = [one.strip() for one in arguments.only.split(",")] if arguments.only is not None else None
-    known = {one.name: one for one in CHECKS}
-    for one in only or ():
-        if one not in known:
-            raise ConfigError(f"--only {one}: is no check; `tandem selftest --list` names them", param="only")
-        if known[one].hosts and not arguments.hostfile:
-            raise ConfigError(f"--only {one}: needs several machines; give --hostfile", param="only")
-        if known[one].risky and not arguments.risky:
-            raise ConfigError(f"--only {one}: may lock the GPU up; give --risky if that is wanted", param="only")
+    only = [check.strip() for check in arguments.only.split(",")] if arguments.only is not None else None
+    known = {check.name: check for check in CHECKS}
+    for name in only or ():
+        if name not in known:
+            raise ConfigError(f"--only {name}: is no check; `tandem selftest --list` names them", param="only")
+        if known[name].hosts and not arguments.hostfile:
+            raise ConfigError(f"--only {name}: needs several machines; give --hostfile", param="only")
+        if known[name].risky and not arguments.risky:
+            raise ConfigError(f"--only {name}: may lock the GPU up; give --risky if that is wanted", param="only")
     return only
 
 
 def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
-    """What checks are told, and what the model is called."""
+    """Return the task that all checks get, and the name of the model."""
     hostfile = str(Path(arguments.hostfile).expanduser().resolve()) if arguments.hostfile else ""
     try:
         files = resolve(arguments.model)
@@ -154,7 +155,7 @@ def _task(arguments: argparse.Namespace, directory: Path) -> tuple[Task, str]:
 
 
 def _beginning(journal: Journal, checks: list[Check], model: str) -> str:
-    done = sum(one.name in journal.outcomes for one in checks)
+    done = sum(check.name in journal.outcomes for check in checks)
     if done:
         return f"{done} of {len(checks)} checks were made before; going on behind them (--fresh begins anew)"
     return f"{len(checks)} checks, model {model}; if this is interrupted, the same command goes on"
@@ -169,9 +170,9 @@ def _tell(check: Check, outcome: Outcome | None) -> None:
 
 
 def _names(file: Hostfile | None) -> list[str]:
-    """What people, machines and the folders that checks work in are called here."""
+    """Return the names of people, machines and folders that reports must not have."""
     own = socket.gethostname()
-    hosts = [part for one in (file.hosts if file else ()) for part in one.ssh.split("@")]
+    hosts = [part for host in (file.hosts if file else ()) for part in host.ssh.split("@")]
     return [own, own.partition(".")[0], *_user(), *hosts, os.path.expanduser("~"), str(state_dir())]
 
 

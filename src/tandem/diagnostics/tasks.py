@@ -74,7 +74,7 @@ class TimingTask(Struct, frozen=True, kw_only=True, tag="timing"):
     ranks: int = 1
     backend: str = "ring"
     operations: list[str] = []
-    """As `Row.operation`."""
+    """Operations to time, see `Row.operation`."""
     sizes: list[int] = []
     """Bytes of one array."""
     iterations: int = 0
@@ -83,7 +83,7 @@ class TimingTask(Struct, frozen=True, kw_only=True, tag="timing"):
     listen: tuple[str, int] = ("", 0)
     """Address and port of its channel."""
     following: str = ""
-    """Where the next rank listens: tcp://ADDRESS:PORT."""
+    """Address of the next rank: tcp://ADDRESS:PORT."""
     fast_sync: bool = False
     """With MLX's fast fences, on a Mac."""
     result: str = ""
@@ -126,7 +126,7 @@ class RecordingTask(Struct, frozen=True, kw_only=True, tag="recording"):
     """Be a rank that serves, and record its logits."""
 
     worker: Raw
-    """Its `WorkerPayload`."""
+    """The rank's `WorkerPayload`."""
     path: str
     """File for the logits."""
 

@@ -36,17 +36,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.hostfile is not None:
         return _comm_hosts(arguments, sizes, before)
     ranks, backend = arguments.ranks or 2, arguments.backend or "ring"
-    found = measure(backend, ranks, sizes, arguments.num_iters, timeout_s=arguments.timeout, fast_sync=fast)
-    _print_rows(found.rows)
+    times = measure(backend, ranks, sizes, arguments.num_iters, timeout_s=arguments.timeout, fast_sync=fast)
+    _print_rows(times.rows)
     if arguments.output_json:
         facts = {"backend": backend, "ranks": ranks, "num_iters": arguments.num_iters}
-        write_file(Path(arguments.output_json), json.dumps({**facts, "rows": to_builtins(found.rows)}, indent=2) + "\n",
+        write_file(Path(arguments.output_json), json.dumps({**facts, "rows": to_builtins(times.rows)}, indent=2) + "\n",
                "--output-json")
     if arguments.write_profile:
         name = this_name()
         steps = measure_here(arguments.timeout)
         _print_steps(name, steps)
-        measured = profile_of({name: steps}, {(name, name): found}, cast("Backend", backend), fast)
+        measured = profile_of({name: steps}, {(name, name): times}, cast("Backend", backend), fast)
         _write_profile(arguments, before, measured)
     return EXIT_OK
 
@@ -72,7 +72,7 @@ def _comm_hosts(arguments: argparse.Namespace, sizes: list[int], before: Profile
             steps[name] = bench.steps(name)
             _print_steps(name, steps[name])
     if arguments.output_json:
-        pairs = [{"hosts": ends, "rows": to_builtins(found.rows)} for ends, found in joined.items()]
+        pairs = [{"hosts": ends, "rows": to_builtins(times.rows)} for ends, times in joined.items()]
         facts = {"backend": backend, "num_iters": arguments.num_iters, "pairs": pairs}
         write_file(Path(arguments.output_json), json.dumps(facts, indent=2) + "\n", "--output-json")
     if arguments.write_profile:
@@ -81,7 +81,7 @@ def _comm_hosts(arguments: argparse.Namespace, sizes: list[int], before: Profile
 
 
 def _profile_before(arguments: argparse.Namespace, sizes: list[int]) -> Profile | None:
-    """What the file to write has already. Raises UsageError for what no profile can be made of."""
+    """Read the profile that the file has already. Raises UsageError for options that no profile can be made with."""
     path = arguments.write_profile
     if path is None:
         return None
@@ -101,7 +101,7 @@ def _profile_before(arguments: argparse.Namespace, sizes: list[int]) -> Profile 
 def _write_profile(arguments: argparse.Namespace, before: Profile | None, profile: Profile) -> None:
     whole = profile if before is None else before.merged(profile)
     write_file(Path(arguments.write_profile), encode_profile(whole), "--write-profile")
-    print(f"written to {arguments.write_profile}: {', '.join(one.name for one in whole.hosts)}; "
+    print(f"written to {arguments.write_profile}: {', '.join(host.name for host in whole.hosts)}; "
           f"use it with: tandem plan MODEL --profile {shlex.quote(arguments.write_profile)}")
 
 
@@ -112,9 +112,9 @@ def _print_rows(rows: Sequence[Row]) -> None:
               flush=True)
 
 
-def _print_steps(name: str, found: RankTimes) -> None:
-    for step in found.steps:
-        print(f"=== {name}, {found.device}, weights of {step.weights}: {step.gb_per_s:.1f} GB/s, {step.tflops:.2f} "
+def _print_steps(name: str, times: RankTimes) -> None:
+    for step in times.steps:
+        print(f"=== {name}, {times.device}, weights of {step.weights}: {step.gb_per_s:.1f} GB/s, {step.tflops:.2f} "
               f"TFLOP/s, {step.layer_us:.0f} us a layer", flush=True)
 
 

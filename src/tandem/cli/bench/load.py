@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -79,21 +78,21 @@ def _serve(arguments: argparse.Namespace) -> int:
         answers = _round(arguments, targets, mix, number)
         rounds.append(answers)
         if arguments.compare:
-            _print_ratios(f"round {number + 1}", *(summary(one, percentiles, goodput) for one in answers))
+            _print_ratios(f"round {number + 1}", *(summary(server, percentiles, goodput) for server in answers))
     results = []
     for index, target in enumerate(targets):
-        result = _merged([summary(one[index], percentiles, goodput) for one in rounds])
+        result = _merged([summary(turn[index], percentiles, goodput) for turn in rounds])
         results.append(result)
         print(f"=== {target.model} at {target.base_url}")
         print("\n".join(lines(result, arguments.percentile_metrics.split(","))), flush=True)
     if arguments.compare:
         _print_ratios("all rounds", *results)
     _save(arguments, targets, results, rounds)
-    return EXIT_FAILED if _report_failures([a for one in rounds for answers in one for a in answers]) else EXIT_OK
+    return EXIT_FAILED if _report_failures([a for turn in rounds for answers in turn for a in answers]) else EXIT_OK
 
 
 def _round(arguments: argparse.Namespace, targets: Sequence[Target], mix: Mix, number: int) -> list[list[Timed]]:
-    """The same new requests for each target; who begins alternates."""
+    """Send the same new requests to each target; which begins alternates."""
     jobs = mix.jobs(_prompts(arguments, arguments.seed + 1 + number))
     order = list(range(len(targets)))
     answers: dict[int, list[Timed]] = {}
@@ -156,7 +155,7 @@ def _goodput(arguments: argparse.Namespace) -> dict[str, float]:
     return goodput
 
 
-def _merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _merged(results: Sequence[dict[str, float]]) -> dict[str, float]:
     """One summary of several rounds: sums of counts and durations, medians of the rest."""
     if len(results) == 1:
         return results[0]
@@ -168,15 +167,15 @@ def _merged(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _print_ratios(name: str, first: dict[str, Any], second: dict[str, Any]) -> None:
+def _print_ratios(name: str, first: dict[str, float], second: dict[str, float]) -> None:
     texts = [f"{RATIOS[key]} {ratio:.3f}" for key, ratio in ratios(first, second).items()]
     print(f"{name}: second server over first: {', '.join(texts) or 'nothing to compare'}", flush=True)
 
 
-def _save(arguments: argparse.Namespace, targets: Sequence[Target], results: Sequence[dict[str, Any]],
+def _save(arguments: argparse.Namespace, targets: Sequence[Target], results: Sequence[dict[str, float]],
           rounds: Sequence[Sequence[Sequence[Timed]]]) -> None:
     if arguments.plot:
-        runs = {f"{target.model} at {target.base_url}": samples([a for one in rounds for a in one[i] if not a.error])
+        runs = {f"{target.model} at {target.base_url}": samples([a for turn in rounds for a in turn[i] if not a.error])
                 for i, target in enumerate(targets)}
         title = f"{arguments.dataset_name}, {arguments.num_prompts} requests"
         write_file(Path(arguments.plot), svg(title, runs), "--plot")
@@ -185,12 +184,14 @@ def _save(arguments: argparse.Namespace, targets: Sequence[Target], results: Seq
     rate = arguments.request_rate if math.isfinite(arguments.request_rate) else "inf"
     servers = []
     for i, target in enumerate(targets):
-        more = {"rounds": [detail(one[i]) for one in rounds]} if arguments.save_detailed else {}
+        more = {"rounds": [detail(turn[i]) for turn in rounds]} if arguments.save_detailed else {}
         servers.append({"base_url": target.base_url, "model_id": target.model, **results[i], **more})
     facts = {"date": time.strftime("%Y%m%d-%H%M%S"), "endpoint": arguments.endpoint, "seed": arguments.seed,
              "dataset_name": arguments.dataset_name, "num_prompts": arguments.num_prompts, "request_rate": rate,
              "burstiness": arguments.burstiness, "max_concurrency": arguments.max_concurrency}
-    second: dict[str, Any] = {"compared": servers[1], "ratios": ratios(results[0], results[1])} if servers[1:] else {}
+    second: dict[str, object] = {}
+    if servers[1:]:
+        second = {"compared": servers[1], "ratios": ratios(results[0], results[1])}
     name = f"{targets[0].model.replace('/', '-')}-{rate}qps-{facts['date']}.json"
     path = Path(arguments.result_dir) / (arguments.result_filename or name)
     write_file(path, json.dumps({**facts, **servers[0], **second}, indent=2) + "\n", "--result-dir")

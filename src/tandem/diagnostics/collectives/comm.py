@@ -71,10 +71,10 @@ class HostsBench(Probes):
     @property
     def names(self) -> list[str]:
         """Return the names of the machines, each once."""
-        return list(dict.fromkeys(one.ssh for one in self._file.hosts))
+        return list(dict.fromkeys(entry.ssh for entry in self._file.hosts))
 
     def pairs(self) -> list[tuple[int, int]]:
-        """Two entries of the file for each way between two machines, or two ranks of one."""
+        """Return two entries of the file for each way between two machines, or two ranks of one."""
         ways: dict[frozenset[str], tuple[int, int]] = {}
         for a, b in combinations(range(len(self._file.hosts)), 2):
             ways.setdefault(frozenset((self._file.hosts[a].ssh, self._file.hosts[b].ssh)), (a, b))
@@ -82,13 +82,13 @@ class HostsBench(Probes):
 
     def steps(self, name: str) -> RankTimes:
         """Time the steps of one machine. Raises RankFailure."""
-        entry = next(one for one in self._file.hosts if one.ssh == name)
+        entry = next(entry for entry in self._file.hosts if entry.ssh == name)
         request = RunRank(TimingTask(), {}, {}, self._timeout_s)
         try:
-            found = self.ask(self._probe(entry, 0), request, RankTimes, self._timeout_s + ANSWER_S)
+            times = self.ask(self._probe(entry, 0), request, RankTimes, self._timeout_s + ANSWER_S)
         except ProbeLost as lost:
             raise RankFailure(lost.message) from None
-        return self._whole(entry, found)
+        return self._whole(entry, times)
 
     def joined(self, pair: tuple[int, int], backend: str, sizes: list[int], iterations: int, fast_sync: bool
                ) -> RankTimes:  # fmt: skip
@@ -102,38 +102,38 @@ class HostsBench(Probes):
         task = TimingTask(backend=backend, operations=list(OPERATIONS), sizes=sizes, iterations=iterations,
                           fast_sync=fast_sync)
         try:
-            found = self.time_ranks(task, hosts, dict(self._file.envs), self._timeout_s)
+            times = self.time_ranks(task, hosts, dict(self._file.envs), self._timeout_s)
         except ProbeLost as lost:
             raise RankFailure(lost.message) from None
-        return [self._whole(entry, one) for entry, one in zip(entries, found, strict=True)][0]
+        return [self._whole(entry, answer) for entry, answer in zip(entries, times, strict=True)][0]
 
     def _probe(self, entry: HostEntry, end: int) -> str:
-        """The name of the probe on a machine for its rank at one end of a way; started if there is none."""
+        """Return the name of the probe for a rank at one end of a way; starts it if there is none."""
         name = f"{entry.ssh} ({end})"
         if name not in self.links:
             command = local_probe() if entry.is_here else remote_probe(entry.ssh, entry.python or self._python)
             self.links[name] = ProbeLink(entry.ssh, command)
         return name
 
-    def _whole(self, entry: HostEntry, found: RankTimes) -> RankTimes:
-        if found.error:
+    def _whole(self, entry: HostEntry, times: RankTimes) -> RankTimes:
+        if times.error:
             late = f"has not ended within {self._timeout_s:g} s (--timeout)"
-            raise RankFailure(f"{entry.ssh}: {late if found.error == LATE else found.error}")
-        return found
+            raise RankFailure(f"{entry.ssh}: {late if times.error == LATE else times.error}")
+        return times
 
 
 def profile_of(steps: Mapping[str, RankTimes], joined: Mapping[tuple[str, str], RankTimes], backend: Backend,
                fast_sync: bool) -> Profile:
-    """`steps` by machine, and what joins two of them, measured with one backend and one kind of fences."""
-    hosts = [HostProfile(name=name, device=one.device, gpu=one.gpu, metal=one.metal, memory_bytes=one.memory_bytes,
-                         steps=one.steps) for name, one in steps.items()]
-    links = [_link(pair, one.rows, backend, fast_sync and one.metal) for pair, one in joined.items()]
-    mlx = ", ".join(sorted({one.mlx for one in (*steps.values(), *joined.values())}))
+    """Make a profile of steps by machine and of times between two machines, all with one backend and kind of fences."""
+    hosts = [HostProfile(name=name, device=times.device, gpu=times.gpu, metal=times.metal, steps=times.steps,
+                         memory_bytes=times.memory_bytes) for name, times in steps.items()]
+    links = [_link(pair, times.rows, backend, fast_sync and times.metal) for pair, times in joined.items()]
+    mlx = ", ".join(sorted({times.mlx for times in (*steps.values(), *joined.values())}))
     return Profile(tandem_profile=VERSION, versions=Versions(tandem=__version__, mlx=mlx), hosts=hosts, links=links)
 
 
 def _link(pair: tuple[str, str], rows: Sequence[Row], backend: Backend, fast_sync: bool) -> LinkProfile:
-    """A straight line through the smallest and the largest size: latency, and bytes a second.
+    """Draw a straight line through the smallest and the largest size: latency, and bytes a second.
 
     What a sum between two operations of the device takes more than one of an array that is there is the fence.
     """
@@ -145,12 +145,12 @@ def _link(pair: tuple[str, str], rows: Sequence[Row], backend: Backend, fast_syn
         hosts=pair, backend=backend, fast_sync=fast_sync, sum_us=rounded(least),
         fence_us=rounded(min(max(least - alone[0].median_us, 0.0), least)), sum_gb_per_s=rounded(_rate(between)),
         hop_us=rounded(hops[0].median_us), hop_gb_per_s=rounded(_rate(hops)),
-        sums=[Sum(bytes=one.bytes, alone_us=rounded(one.median_us), between_us=rounded(two.median_us))
-              for one, two in zip(alone, between, strict=True)])
+        sums=[Sum(bytes=bare.bytes, alone_us=rounded(bare.median_us), between_us=rounded(chained.median_us))
+              for bare, chained in zip(alone, between, strict=True)])
 
 
 def _rate(rows: Sequence[Row]) -> float:
-    """10**9 bytes a second by which larger messages take longer; of the largest where they take no longer."""
+    """Return the 10**9 bytes a second by which larger messages take longer; of the largest if they do not."""
     first, last = rows[0], rows[-1]
     more = last.median_us - first.median_us
     return (last.bytes - first.bytes) / more / 1e3 if more > 0 and last.bytes > first.bytes else last.gb_per_s

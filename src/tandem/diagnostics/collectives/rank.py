@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -19,6 +19,8 @@ from tandem.system.metal import prepare_metal
 from tandem.transport.channel import FrameHeader, TcpChannel
 
 if TYPE_CHECKING:
+    import mlx.core as mx
+
     from tandem.comm.group import RingLink, StageGroup
 
 WARM_UP = 5
@@ -38,7 +40,7 @@ class _Timer:
 
     def __call__(self, operation: str, size: int, act: Callable[[int], None], hops: int = 1) -> None:
         """Call `act` with the number of the call; it takes `hops` messages of `size` bytes, one after the other."""
-        self._note(operation, size, [one / hops for one in self._timed(act, self._iterations)])
+        self._note(operation, size, [spent / hops for spent in self._timed(act, self._iterations)])
 
     def between(self, size: int, chain: Callable[[bool], object]) -> None:
         """`chain` computes `CROSSINGS` operations, with a sum behind each or without."""
@@ -48,7 +50,7 @@ class _Timer:
             bare += self._timed(lambda _: chain(False), 1, warm_up=1)
             times += self._timed(lambda _: chain(True), 1, warm_up=1)
         without = percentile(bare, 0.5)
-        self._note("between", size, [max((one - without) / CROSSINGS, LEAST_S) for one in times])
+        self._note("between", size, [max((spent - without) / CROSSINGS, LEAST_S) for spent in times])
 
     @staticmethod
     def _timed(act: Callable[[int], object], count: int, warm_up: int = WARM_UP) -> list[float]:
@@ -127,7 +129,7 @@ def _joined(task: TimingTask) -> list[Row]:
     return timer.rows
 
 
-def _chain(group: StageGroup, x: Any, sums: bool) -> Any:
+def _chain(group: StageGroup, x: mx.array, sums: bool) -> mx.array:
     """Operations of the device one after the other, as layers are, with a sum over the ranks behind each."""
     for _ in range(CROSSINGS):
         x = x * (1 / group.size) + 1.0
@@ -136,7 +138,7 @@ def _chain(group: StageGroup, x: Any, sums: bool) -> Any:
     return x
 
 
-def _check(total: Any, expected: float, what: str) -> None:
+def _check(total: mx.array, expected: float, what: str) -> None:
     """Raises TandemError where the sum `total` is another than `expected`."""
     import mlx.core as mx
 
@@ -144,7 +146,7 @@ def _check(total: Any, expected: float, what: str) -> None:
         raise TandemError(f"{what} {expected:g} everywhere, expected; others, seen")
 
 
-def _ring_lap(link: RingLink, rank: int, array: Any) -> None:
+def _ring_lap(link: RingLink, rank: int, array: mx.array) -> None:
     """An array goes once around the ring of ranks."""
     if rank == 0:
         link.send(array, 0)

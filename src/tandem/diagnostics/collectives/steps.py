@@ -1,5 +1,4 @@
-"""How fast this machine computes layers: a model of random weights, small and large, in steps of a token and a chunk of
-a prompt (mlx)."""
+"""Speed of this machine's layers: random models, small and large, in steps of a token and a chunk of a prompt (mlx)."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class _Times:
     chunk: float
     bytes: int
     parameters: int
-    """Of its layers, as the file would count them."""
+    """Parameters of its layers, as the file would count them."""
 
 
 def random_llama(*, hidden: int, layers: int, mlp: int, heads: int, kv_heads: int, head_dim: int, vocabulary: int
@@ -47,7 +46,7 @@ def random_llama(*, hidden: int, layers: int, mlp: int, heads: int, kv_heads: in
 
 
 def measure_steps(*, gpu: bool) -> list[Step]:
-    """Figures for each type of weights that this device computes with: on a CPU all become float32 (`--dtype auto`).
+    """Measure each type of weights that this device computes with: on a CPU all become float32 (`--dtype auto`).
 
     A step of L layers with B bytes takes B / bandwidth + L x overhead; two sizes tell both. A chunk of t tokens through
     P parameters takes 2 t P / rate + L x overhead.
@@ -56,20 +55,20 @@ def measure_steps(*, gpu: bool) -> list[Step]:
     hidden, layers, chunk = GPU_SIZES if gpu else CPU_SIZES
     while hidden > 4 * SMALL and 4 * layers * _parameters(hidden) > memory_bytes() // PART:
         hidden //= 2
-    found = []
+    steps = []
     for kind in kinds:
         small, large = _measured(kind, SMALL, layers, 0), _measured(kind, hidden, layers, chunk)
         per_byte = max((large.step - small.step) / (large.bytes - small.bytes), 1e-15)
         overhead = max(small.step - small.bytes * per_byte, 0.0)
         rate = 2 * chunk * large.parameters / max(large.chunk - overhead, large.chunk / 10)
-        found.append(Step(weights=kind, gb_per_s=rounded(1e-9 / per_byte), tflops=rounded(rate / 1e12),
+        steps.append(Step(weights=kind, gb_per_s=rounded(1e-9 / per_byte), tflops=rounded(rate / 1e12),
                           layer_us=rounded(1e6 * overhead / layers)))
         mx.clear_cache()
-    return found
+    return steps
 
 
 def _parameters(hidden: int) -> int:
-    """Of a layer: four square projections, and three of a gated MLP four times as wide."""
+    """Return the parameters of a layer: four square projections, and three of a gated MLP four times as wide."""
     return (4 + 3 * 4) * hidden * hidden
 
 
@@ -81,7 +80,7 @@ def _measured(kind: Weights, hidden: int, layers: int, chunk: int) -> _Times:
     for _ in range(1 + CHUNKS if chunk else 0):
         cache = make_prompt_cache(model)
         began = time.perf_counter()
-        mx.eval(model(prompt, cache=cache), [one.state for one in cache])
+        mx.eval(model(prompt, cache=cache), [layer.state for layer in cache])
         chunks.append(time.perf_counter() - began)
     token = mx.zeros((1, 1), mx.int32)
     ended = []

@@ -52,23 +52,23 @@ CHECKS = (
 GATHER_S, HASH_S, TRANSFER_S, COLLECTIVE_S = 90.0, 3600.0, 30.0, 60.0
 CLOCK_ROUNDS = 5
 SIZES, ROUNDS = (4096, 65536, 1 << 20), 20
-"""Of the all_sum: bytes of the arrays, and how often each is added."""
+"""Sizes of the all_sum's arrays in bytes, and how often each is added."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What the cluster must carry."""
+    """Load that the cluster must carry."""
 
     layout: str | None = None
-    """As `tandem plan --layout` takes it; by default one stage for each machine."""
+    """Layout in the words of `tandem plan --layout`; by default one stage for each machine."""
     context: int | None = None
     streams: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What to examine."""
+    """Machines and settings to examine."""
 
     hosts: list[Host]
     """Empty: this machine alone."""
@@ -80,17 +80,17 @@ class Question:
     full_hash: bool = False
     plan: PlanRequest = field(default_factory=PlanRequest)
     port: int = 8000
-    """Of the HTTP server, on this machine."""
+    """Port of the HTTP server, on this machine."""
     ports: list[int] = field(default_factory=list)
-    """To be free on every machine."""
+    """Ports that must be free on every machine."""
     ray: list[RayNode] | None = None
     """Nodes of a Ray cluster, whose hosts these are."""
     seconds: float = 0.3
-    """Of each bandwidth test."""
+    """Length of each bandwidth test."""
 
 
 def examine(question: Question, on_progress: Callable[[str], None] = lambda text: None) -> Evidence:
-    """Gather all evidence. Machines that do not answer are noted in it."""
+    """Gather all evidence; it lists the machines that do not answer."""
     with Probes(len(question.hosts) + 1) as probes:
         return _Examination(question, probes, on_progress).run()
 
@@ -125,13 +125,13 @@ class _Examination:
         return evidence
 
     def _start(self) -> None:
-        """One probe here, and one on every machine of the hosts file."""
+        """Start a probe here, and one on every machine of the hosts file."""
         hosts = self._evidence.hosts
-        self._evidence.here = next((one.name for one in hosts if one.name in LOCAL_NAMES), HERE)
+        self._evidence.here = next((host.name for host in hosts if host.name in LOCAL_NAMES), HERE)
         self._links[self._evidence.here] = ProbeLink(self._evidence.here, local_probe())
-        for one in hosts:
-            if one.name != self._evidence.here:
-                self._links[one.name] = _link(one)
+        for host in hosts:
+            if host.name != self._evidence.here:
+                self._links[host.name] = _link(host)
 
     def _gather(self) -> None:
         question = self._question
@@ -146,15 +146,15 @@ class _Examination:
                 return error
             return reply if isinstance(reply, Facts) else ProbeLost("another version of Tandem answers there")
 
-        for name, found in self._each(ask, self._links).items():
-            if isinstance(found, Facts):
-                self._evidence.facts[name] = found
+        for name, answer in self._each(ask, self._links).items():
+            if isinstance(answer, Facts):
+                self._evidence.facts[name] = answer
             else:
-                self._evidence.unreachable[name] = found.message, found.remedy
+                self._evidence.unreachable[name] = answer.message, answer.remedy
                 self._links.pop(name).close()
 
     def _find_here(self) -> None:
-        """This machine may be one of the hosts under another name; else it is one more machine to look at."""
+        """Merge this machine with the host that it is under another name; without one it is one more machine."""
         evidence = self._evidence
         if evidence.here != HERE or HERE not in evidence.facts or not self._question.hosts:
             return
@@ -169,7 +169,7 @@ class _Examination:
         evidence.facts[twin] = structs.replace(evidence.facts[twin], busy_ports=busy)
 
     def _tell_times(self) -> None:
-        """Clocks against this machine's; the quickest answer is the most exact."""
+        """Compare clocks with this machine's; the quickest answer is the most exact."""
         def ask(name: str) -> Clock:
             best = Clock(0.0, float("inf"))
             for _ in range(CLOCK_ROUNDS):
@@ -183,12 +183,12 @@ class _Examination:
         self._evidence.clocks = self._each(ask, [name for name in self._links if name != self._evidence.here])
 
     def _connect(self) -> None:
-        """Every way between two machines: first whether it is open, then one after the other how fast it is."""
+        """Try every way between two machines: side by side whether it is open, one after the other how fast it is."""
         evidence = self._evidence
         token = secrets.token_hex(16)
         listen, opened = messages.Listen(token), messages.ReservedPorts
         ports = self._each(lambda name: self._probes.ask(name, listen, opened, TRANSFER_S).ports[0], self._links)
-        address = {one.name: one.address for one in evidence.hosts}
+        address = {host.name: host.address for host in evidence.hosts}
 
         def ask(source: str, target: str, seconds: float) -> messages.Transferred:
             transfer = messages.Transfer(address[target], ports[target], token, seconds)
@@ -198,18 +198,18 @@ class _Examination:
             return {target: ask(source, target, 0.0) for target in self._links if target != source}
 
         self._say("connecting every machine with every other")
-        for source, found in self._each(ask_all, self._links).items():
-            evidence.links |= {(source, target): link for target, link in found.items()}
+        for source, links in self._each(ask_all, self._links).items():
+            evidence.links |= {(source, target): link for target, link in links.items()}
         for source, target in permutations(self._links, 2):
             if not evidence.links[source, target].error:
                 self._say(f"measuring {source} -> {target}")
                 evidence.links[source, target] = ask(source, target, self._question.seconds)
 
     def _collective(self) -> None:
-        """One all_sum over the ranks, if every way is open and every machine has mlx."""
+        """Time an all_sum over the ranks, if every way is open and every machine has mlx."""
         evidence, question = self._evidence, self._question
         ranks = evidence.carriers
-        names = {one.name for one in ranks}
+        names = {host.name for host in ranks}
         blocked = any(link.error for (a, b), link in evidence.links.items() if {a, b} <= names)
         if blocked or len(ranks) < 2 or not names <= evidence.facts.keys() or question.backend not in TRIED:
             return
@@ -220,15 +220,15 @@ class _Examination:
         task = TimingTask(backend=question.backend, operations=["all_sum"], sizes=list(SIZES),
                                    iterations=ROUNDS)
         try:
-            found = self._probes.time_ranks(task, ranks, question.variables, COLLECTIVE_S)
+            times = self._probes.time_ranks(task, ranks, question.variables, COLLECTIVE_S)
         except ProbeLost as error:
-            found = [RankTimes(error=error.message)] * len(ranks)
+            times = [RankTimes(error=error.message)] * len(ranks)
         late = f"no sum within {COLLECTIVE_S:g} s"
-        evidence.collected = {host.name: structs.replace(one, error=late) if one.error == LATE else one
-                              for host, one in zip(ranks, found, strict=True)}
+        evidence.collected = {host.name: structs.replace(answer, error=late) if answer.error == LATE else answer
+                              for host, answer in zip(ranks, times, strict=True)}
 
     def _each(self, ask: Callable[[str], T], names: Iterable[str]) -> dict[str, T]:
-        """`ask` for each of the machines, side by side."""
+        """Call `ask` for each of the machines, side by side."""
         order = list(names)
         return dict(zip(order, self._probes.each(ask, order), strict=True))
 
@@ -267,14 +267,14 @@ def _link(host: Host) -> ProbeLink:
 
 
 def _identity(facts: Facts) -> tuple[str, list[str]]:
-    return facts.hostname, sorted(str(network) for one in interfaces(facts) for network in one.networks)
+    return facts.hostname, sorted(str(network) for interface in interfaces(facts) for network in interface.networks)
 
 
 def planned_for(evidence: Evidence, request: PlanRequest) -> Planned | str | None:
-    """The layout's needs, or why there are none to be had."""
+    """Return what the layout needs, or why that is not known."""
     if evidence.model is None:
         return None
-    names = [one.name for one in evidence.carriers]
+    names = [host.name for host in evidence.carriers]
     if not set(names) <= evidence.facts.keys():
         return "the plan waits for the machines that do not answer"
     copy = evidence.facts[evidence.here].model if evidence.here in evidence.facts else None
@@ -294,8 +294,8 @@ def planned_for(evidence: Evidence, request: PlanRequest) -> Planned | str | Non
     candidate = answer.chosen or answer.candidates[0]
     if candidate.prediction is None:
         return candidate.reason
-    needs = {names[one.machine]: Need(one.needed, one.budget) for one in candidate.prediction.memory}
-    hosts = " ".join(f"{one.name}={_memory(evidence.facts[one.name])}:{one.chip}" for one in machines)
+    needs = {names[memory.machine]: Need(memory.needed, memory.budget) for memory in candidate.prediction.memory}
+    hosts = " ".join(f"{planned.name}={_memory(evidence.facts[planned.name])}:{planned.chip}" for planned in machines)
     return Planned(layout, needs, f"tandem plan {evidence.model} --hosts {hosts}", answer.remedies)
 
 
@@ -304,13 +304,13 @@ def _memory(facts: Facts) -> str:
 
 
 def machine_of(name: str, facts: Facts) -> Machine:
-    """A machine for the planner. Its speed does not matter here, its memory does."""
+    """Return the machine for the planner, which needs its memory alone."""
     chip = facts.chip.lower().removeprefix("apple ").replace(" ", "-")
     if facts.system == "Darwin":
-        found = machine(name, facts.memory_bytes, chip if chip in CHIPS else "m4")
-        return replace(found, memory=facts.mlx_bytes or gpu_memory(facts.memory_bytes))
-    found = machine(name, facts.memory_bytes, "h200" if facts.mlx_bytes else "cpu")
-    return replace(found, memory=facts.mlx_bytes or facts.memory_bytes)
+        assumed = machine(name, facts.memory_bytes, chip if chip in CHIPS else "m4")
+        return replace(assumed, memory=facts.mlx_bytes or gpu_memory(facts.memory_bytes))
+    assumed = machine(name, facts.memory_bytes, "h200" if facts.mlx_bytes else "cpu")
+    return replace(assumed, memory=facts.mlx_bytes or facts.memory_bytes)
 
 
 def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
@@ -322,10 +322,10 @@ def hostfile_hosts(file: Hostfile, python: str | None = None) -> list[Host]:
 
 
 def hosts_of(nodes: list[RayNode], commands: dict[str, tuple[str, ...]]) -> list[Host]:
-    """The machines of a cluster's nodes; `commands` start a probe, by node id."""
+    """Return the machines of a Ray cluster's nodes; `commands` start a probe, by node id."""
     hosts: dict[str, Host] = {}
-    for one in nodes:
-        if not one.trouble and one.address not in hosts:
-            hosts[one.address] = Host(one.address, one.address, ranks=one.units(one.total),
-                                      command=commands[one.node_id])
+    for node in nodes:
+        if not node.trouble and node.address not in hosts:
+            hosts[node.address] = Host(node.address, node.address, ranks=node.units(node.total),
+                                      command=commands[node.node_id])
     return list(hosts.values())

@@ -52,7 +52,7 @@ COMMANDS = {
 
 
 def gather(request: GatherFacts) -> Facts:
-    """This machine's facts."""
+    """Gather the facts of this machine."""
     system = platform.system()
     outputs = {name: text for name, words in COMMANDS.get(system, {}).items() if (text := output_of(words)) is not None}
     hostname = socket.gethostname()
@@ -71,16 +71,16 @@ def gather(request: GatherFacts) -> Facts:
 
 
 def _resolve(name: str) -> list[str]:
-    """Addresses of a name, the one that most programs take (gethostbyname) first."""
+    """Return the addresses of a name, the one that most programs take (gethostbyname) first."""
     try:
         first = socket.gethostbyname(name)
-        return list(dict.fromkeys([first, *(str(found[4][0]) for found in socket.getaddrinfo(name, None))]))
+        return list(dict.fromkeys([first, *(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))]))
     except OSError:
         return []
 
 
 def _meminfo(installed: int) -> tuple[int, int]:
-    """Linux: bytes in all, and bytes that programs could get."""
+    """Return Linux's memory in bytes, and what of it programs could get."""
     fields = {}
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -91,7 +91,7 @@ def _meminfo(installed: int) -> tuple[int, int]:
 
 
 def _mlx_bytes(system: str) -> int | None:
-    """Memory for MLX on the GPU, where there is one."""
+    """Return the memory for MLX on the GPU, where there is one."""
     if system != "Darwin" and not visible_gpus():
         return None
     try:
@@ -104,10 +104,10 @@ def _mlx_bytes(system: str) -> int | None:
 def _is_busy(port: int) -> bool:
     if is_shadowed("", port):
         return True
-    with socket.socket() as one:
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be taken
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be taken
         try:
-            one.bind(("", port))
+            listener.bind(("", port))
         except OSError as error:
             return error.errno == errno.EADDRINUSE
         return False

@@ -70,20 +70,20 @@ class ModelFacts(Struct, frozen=True):
     """A machine's copy of the model."""
 
     path: str | None
-    """Where it is; None if it is not there."""
+    """Place of the copy; None if there is none."""
     problem: str | None = None
-    """Why it is not there, or what it lacks."""
+    """Reason why it is missing, or what it lacks."""
     digests: dict[str, str] = {}
     """File name -> hash of its content, or of samples of it."""
     bytes: int = 0
 
 
 class Facts(Struct, frozen=True, tag=True):
-    """What a machine says of itself. `outputs` are commands' texts as they came, read by `parsing`."""
+    """Facts of a machine. `outputs` are the texts of commands, which `parsing` reads."""
 
     hostname: str
     hostname_addresses: list[str]
-    """What the machine's own name resolves to there; the address that most programs take first."""
+    """Addresses of the machine's own name there; the one that most programs take first."""
     system: str
     """`Darwin` or `Linux`."""
     executable: str
@@ -92,7 +92,7 @@ class Facts(Struct, frozen=True, tag=True):
     chip: str
     memory_bytes: int
     available_bytes: int
-    """Memory that is not in use by others just now."""
+    """Memory that other programs do not use at the moment."""
     mlx_bytes: int | None
     """Memory that MLX may use on the GPU; None where it computes on the CPU."""
     versions: dict[str, str | None]
@@ -100,7 +100,7 @@ class Facts(Struct, frozen=True, tag=True):
     busy_ports: list[int]
     model: ModelFacts | None = None
     variables: dict[str, str] = {}
-    """MLX's, as a rank that is started there finds them."""
+    """MLX's variables in the environment of a rank that is started there."""
 
 
 class Time(Struct, frozen=True, tag=True):

@@ -1,4 +1,4 @@
-"""A machine's copy of a model: is it there, complete, and the same as the others'? Nothing is downloaded."""
+"""State of a machine's copy of a model: there, complete, the same as others? Downloads nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def is_hub_id(model: str) -> bool:
 
 
 def look_at(model: str, *, full_hash: bool = False) -> ModelFacts:
-    """The copy of `model` (directory, GGUF file, hub id, demo) on this machine."""
+    """Examine the copy of `model` (directory, GGUF file, hub id, demo) on this machine."""
     try:
         return _look_at(model, full_hash=full_hash)
     except OSError as error:
@@ -42,29 +42,29 @@ def _look_at(model: str, *, full_hash: bool) -> ModelFacts:
         return ModelFacts(str(path), digests={path.name: digest(path, full=full_hash)}, bytes=path.stat().st_size)
     if not (path / "config.json").is_file():
         return ModelFacts(str(path), f"{path} has no config.json")
-    files = sorted(one for one in path.iterdir() if one.suffix in _SUFFIXES and one.is_file())
+    files = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
     problem = None
     try:
         weight_files(path)
     except BrokenModel as error:
         problem = error.message
-    return ModelFacts(str(path), problem, {one.name: digest(one, full=full_hash) for one in files},
-                      sum(one.stat().st_size for one in files))
+    return ModelFacts(str(path), problem, {file.name: digest(file, full=full_hash) for file in files},
+                      sum(file.stat().st_size for file in files))
 
 
 def digest(path: Path, *, full: bool = False) -> str:
-    """Hash of a file's length and content; of a large one samples, unless `full`."""
+    """Return a hash of a file's length and content; of a large one samples, unless `full`."""
     size = path.stat().st_size
-    found = hashlib.blake2b(str(size).encode(), digest_size=16)
+    hasher = hashlib.blake2b(str(size).encode(), digest_size=16)
     with path.open("rb") as file:
         if full or size <= SAMPLE * SAMPLES:
             while block := file.read(SAMPLE):
-                found.update(block)
+                hasher.update(block)
         else:
             for index in range(SAMPLES):
                 file.seek((size - SAMPLE) * index // (SAMPLES - 1))
-                found.update(file.read(SAMPLE))
-    return found.hexdigest()
+                hasher.update(file.read(SAMPLE))
+    return hasher.hexdigest()
 
 
 def _find(model: str) -> Path | None:

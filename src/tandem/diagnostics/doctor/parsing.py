@@ -1,11 +1,11 @@
-"""What commands of macOS and Linux print, as data. Pure; anything unexpected is left out rather than guessed."""
+"""Parsers of what commands of macOS and Linux print. Pure; anything unexpected is left out rather than guessed."""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.diagnostics.doctor.messages import Facts
@@ -17,18 +17,18 @@ class Interface:
 
     name: str
     networks: list[ipaddress.IPv4Interface]
-    """Its IPv4 addresses with their subnets."""
+    """IPv4 addresses with their subnets."""
     kind: str = ""
     """`loopback`, `wifi`, `thunderbolt`, `ethernet`, or empty where the system does not say."""
     members: list[str] = field(default_factory=list)
-    """Of a bridge."""
+    """Interfaces of a bridge."""
     point_to_point: bool = False
-    """A subnet of two addresses, as cables between two machines have."""
+    """True for a subnet of two addresses, as cables between two machines have."""
 
 
 @dataclass(frozen=True)
 class Gateway:
-    """Where packets for everybody else go."""
+    """A default gateway."""
 
     address: ipaddress.IPv4Address
     interface: str
@@ -42,33 +42,36 @@ class FirewallState:
     blocks: bool | None
     detail: str = ""
     chain: str = ""
-    """Of nftables: family, table and chain that a rule must go into."""
+    """Family, table and chain that a rule of nftables must go into."""
 
 
 def interfaces(facts: Facts) -> list[Interface]:
-    """A machine's interfaces that are up, from `ip -j addr` or `ifconfig -a`."""
+    """Return a machine's interfaces that are up, from `ip -j addr` or `ifconfig -a`."""
     if facts.system == "Darwin":
         kinds = _hardware_kinds(facts.outputs.get("hardware_ports", ""))
-        return [_finished(one, kinds) for one in _ifconfig(facts.outputs.get("ifconfig", ""))]
-    return [_linux_interface(one) for one in _json_list(facts.outputs.get("addresses", "")) if _is_up(one)]
+        return [replace(interface, kind=interface.kind or kinds.get(interface.name, ""),
+                        point_to_point=_is_pair(interface.networks))
+                for interface in _ifconfig(facts.outputs.get("ifconfig", ""))]
+    return [_linux_interface(entry) for entry in _json_list(facts.outputs.get("addresses", ""))
+            if "UP" in entry.get("flags", [])]
 
 
 def gateways(facts: Facts) -> list[Gateway]:
-    """A machine's default gateways, from `ip -j route` or `netstat -rn`."""
+    """Return a machine's default gateways, from `ip -j route` or `netstat -rn`."""
     if facts.system != "Darwin":
         routes = _json_list(facts.outputs.get("routes", ""))
-        return [Gateway(ipaddress.IPv4Address(one["gateway"]), one.get("dev", "")) for one in routes
-                if one.get("dst") == "default" and _is_ipv4(one.get("gateway", ""))]
-    found = []
+        return [Gateway(ipaddress.IPv4Address(route["gateway"]), route.get("dev", "")) for route in routes
+                if route.get("dst") == "default" and _is_ipv4(route.get("gateway", ""))]
+    defaults = []
     for line in facts.outputs.get("routes", "").splitlines():
         words = line.split()
         if len(words) >= 4 and words[0] == "default" and _is_ipv4(words[1]):
-            found.append(Gateway(ipaddress.IPv4Address(words[1]), words[3]))
-    return found
+            defaults.append(Gateway(ipaddress.IPv4Address(words[1]), words[3]))
+    return defaults
 
 
 def rdma_enabled(text: str | None) -> bool | None:
-    """What `rdma_ctl status` says; None if it says neither."""
+    """Read `rdma_ctl status`; None if it says neither."""
     if text is None:
         return None
     said = text.lower()
@@ -76,14 +79,14 @@ def rdma_enabled(text: str | None) -> bool | None:
 
 
 def rdma_devices(text: str | None) -> list[str]:
-    """Devices that `ibv_devices` lists under its heading."""
+    """Return the devices that `ibv_devices` lists under its heading."""
     lines = (text or "").splitlines()
     rule = next((i for i, line in enumerate(lines) if line.strip().startswith("---")), None)
     return [] if rule is None else [line.split()[0] for line in lines[rule + 1:] if line.split()]
 
 
 def rdma_port_states(text: str | None) -> dict[str, str]:
-    """Device -> state of its port (PORT_ACTIVE, PORT_DOWN), from `ibv_devinfo`."""
+    """Return device -> state of its port (PORT_ACTIVE, PORT_DOWN), from `ibv_devinfo`."""
     states: dict[str, str] = {}
     device = None
     for line in (text or "").splitlines():
@@ -95,19 +98,19 @@ def rdma_port_states(text: str | None) -> dict[str, str]:
 
 
 def firewalls(facts: Facts) -> list[FirewallState]:
-    """Firewalls of a machine, as far as they can be seen."""
+    """Return the firewalls of a machine, as far as they can be seen."""
     if facts.system == "Darwin":
         return _application_firewall(facts.outputs.get("firewall"))
-    found = []
+    states = []
     if (text := facts.outputs.get("nft")) is not None:
-        found.append(_nft(text, facts.root))
-    if (text := facts.outputs.get("iptables")) is not None and not any(one.blocks for one in found):
-        found.append(_iptables(text, facts.root))
-    return found
+        states.append(_nft(text, facts.root))
+    if (text := facts.outputs.get("iptables")) is not None and not any(state.blocks for state in states):
+        states.append(_iptables(text, facts.root))
+    return states
 
 
 def port_owner(facts: Facts, port: int) -> str | None:
-    """Program and process id that listens on a port, from `lsof` or `ss`; None if neither says."""
+    """Return the program and process id that listens on a port, from `lsof` or `ss`; None if neither says."""
     for line in facts.outputs.get("listeners", "").splitlines():
         if facts.system == "Darwin":
             words = line.split()
@@ -119,7 +122,7 @@ def port_owner(facts: Facts, port: int) -> str | None:
 
 
 def available_bytes(facts: Facts) -> int:
-    """Memory that programs could get: on a Mac free, inactive, speculative and purgeable pages."""
+    """Return the memory that programs could get: on a Mac free, inactive, speculative and purgeable pages."""
     text = facts.outputs.get("memory_pages")
     if facts.system != "Darwin" or text is None:
         return facts.available_bytes
@@ -132,10 +135,10 @@ def available_bytes(facts: Facts) -> int:
 
 def _json_list(text: str) -> list[dict[str, Any]]:
     try:
-        found = json.loads(text or "[]")
+        entries = json.loads(text or "[]")
     except ValueError:
         return []
-    return [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+    return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
 
 
 def _is_ipv4(text: str) -> bool:
@@ -146,25 +149,21 @@ def _is_ipv4(text: str) -> bool:
     return True
 
 
-def _is_up(one: dict[str, Any]) -> bool:
-    return "UP" in one.get("flags", [])
-
-
-def _linux_interface(one: dict[str, Any]) -> Interface:
-    name = str(one.get("ifname", ""))
-    networks = [ipaddress.IPv4Interface(f"{entry['local']}/{entry['prefixlen']}") for entry in one.get("addr_info", [])
-                if entry.get("family") == "inet"]
-    kind = ("loopback" if "LOOPBACK" in one.get("flags", []) else "wifi" if name.startswith("wl")
+def _linux_interface(entry: dict[str, Any]) -> Interface:
+    name = str(entry.get("ifname", ""))
+    networks = [ipaddress.IPv4Interface(f"{address['local']}/{address['prefixlen']}")
+                for address in entry.get("addr_info", []) if address.get("family") == "inet"]
+    kind = ("loopback" if "LOOPBACK" in entry.get("flags", []) else "wifi" if name.startswith("wl")
             else "thunderbolt" if name.startswith("thunderbolt") else "")
     return Interface(name, networks, kind, point_to_point=_is_pair(networks))
 
 
 def _is_pair(networks: list[ipaddress.IPv4Interface]) -> bool:
-    return bool(networks) and all(one.network.prefixlen >= 30 for one in networks)
+    return bool(networks) and all(network.network.prefixlen >= 30 for network in networks)
 
 
 def _ifconfig(text: str) -> list[Interface]:
-    found: list[Interface] = []
+    there: list[Interface] = []
     for block in re.split(r"^(?=\S)", text, flags=re.MULTILINE):
         head = re.match(r"([\w.]+): flags=\w+<([^>]*)>", block)
         if head is None or "UP" not in head[2].split(",") or "status: inactive" in block:
@@ -172,16 +171,12 @@ def _ifconfig(text: str) -> list[Interface]:
         networks = [ipaddress.IPv4Interface(f"{address}/{ipaddress.IPv4Address(int(mask, 16))}")
                     for address, mask in re.findall(r"^\s+inet (\S+) netmask (0x[0-9a-f]{8})", block, re.MULTILINE)]
         members = re.findall(r"^\s+member: (\S+)", block, re.MULTILINE)
-        found.append(Interface(head[1], networks, "loopback" if "LOOPBACK" in head[2] else "", members))
-    return found
-
-
-def _finished(one: Interface, kinds: dict[str, str]) -> Interface:
-    return Interface(one.name, one.networks, one.kind or kinds.get(one.name, ""), one.members, _is_pair(one.networks))
+        there.append(Interface(head[1], networks, "loopback" if "LOOPBACK" in head[2] else "", members))
+    return there
 
 
 def _hardware_kinds(text: str) -> dict[str, str]:
-    """Interface -> kind, from `networksetup -listallhardwareports`."""
+    """Return interface -> kind, from `networksetup -listallhardwareports`."""
     kinds = {}
     for port, device in re.findall(r"Hardware Port: (.+)\nDevice: (\S+)", text):
         kinds[device] = ("wifi" if "Wi-Fi" in port or "AirPort" in port else
@@ -202,13 +197,13 @@ def _nft(text: str, root: bool) -> FirewallState:
         entries = json.loads(text)["nftables"]
     except (ValueError, KeyError, TypeError):
         return FirewallState("nftables", None, "its rules could not be read" if root else "only root may see its rules")
-    chains = {_chain(one["chain"], "name"): one["chain"] for one in entries if "chain" in one}
+    chains = {_chain(entry["chain"], "name"): entry["chain"] for entry in entries if "chain" in entry}
     inputs = sorted(key for key, chain in chains.items() if chain.get("hook") == "input")
     for key in inputs:
         if chains[key].get("policy") == "drop":
             return FirewallState("nftables", True, f"chain {key} drops what no rule accepts", key)
-    for one in entries:
-        rule = one.get("rule", {})
+    for entry in entries:
+        rule = entry.get("rule", {})
         if rule and _chain(rule, "chain") in inputs and any(
                 "drop" in part or "reject" in part for part in rule.get("expr", [])):
             key = _chain(rule, "chain")
@@ -216,8 +211,8 @@ def _nft(text: str, root: bool) -> FirewallState:
     return FirewallState("nftables", False, "drops nothing that comes in")
 
 
-def _chain(one: dict[str, Any], name: str) -> str:
-    return f"{one.get('family')} {one.get('table')} {one.get(name)}"
+def _chain(entry: dict[str, Any], name: str) -> str:
+    return f"{entry.get('family')} {entry.get('table')} {entry.get(name)}"
 
 
 def _iptables(text: str, root: bool) -> FirewallState:

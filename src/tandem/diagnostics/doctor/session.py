@@ -1,4 +1,4 @@
-"""A probe on some machine, as seen from here."""
+"""Probes on machines, as seen from here."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ProbeLink(HostProcess):
             self._complaints += [line.decode(errors="replace").strip() for line in stream if line.strip()]
 
     def ask(self, request: Request, timeout_s: float) -> Reply:
-        """The probe's answer. Raises ProbeLost."""
+        """Return the probe's answer. Raises ProbeLost."""
         deadline = time.monotonic() + timeout_s
         self.tell(msgspec.json.encode(request))  # a probe that has gone shows below
         try:
@@ -95,7 +95,7 @@ class Probes:
     """Probes on several machines, by name: each is asked by one thread at a time. A context manager."""
 
     def __init__(self, most: int) -> None:
-        """At most so many are asked side by side. Nothing is started."""
+        """Ask at most so many side by side; starts none."""
         self.links: dict[str, ProbeLink] = {}
         self._pool = ThreadPoolExecutor(most)
 
@@ -123,8 +123,8 @@ class Probes:
 
     def time_ranks(self, task: TimingTask, hosts: Sequence[Host], variables: Mapping[str, str], timeout_s: float
                    ) -> list[RankTimes]:  # fmt: skip
-        """Run a group with one rank on each host; what each finds. Raises ProbeLost, and LayoutError for a backend that
-        they cannot have."""
+        """Run a group with one rank on each host; returns the times of each. Raises ProbeLost, and LayoutError for a
+        backend that they cannot have."""
         ports = self.each(lambda host: self.ask(host.name, Reserve(2), ReservedPorts).ports, hosts)
         group = world(task.backend, hosts, [two[0] for two in ports])
         tasks = timing_group(task, [host.address for host in hosts], [two[1] for two in ports])
@@ -137,19 +137,19 @@ class Probes:
 
 
 def local_probe() -> list[str]:
-    """A probe on this machine."""
+    """Return the command of a probe on this machine."""
     return module_command(MODULE)
 
 
 def remote_probe(host: str, python: str | None = None) -> list[str]:
-    """A probe on another machine, started as its ranks would be."""
+    """Return the command of a probe on another machine, started as its ranks would be."""
     if (agent := agent_name(host)) is not None:
         return link_command(agent, "probe")
     return ssh_command(host, remote_command(python, MODULE, "doctor --probe"))
 
 
 def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
-    """Why ssh, or what it should have run, ended. Pure."""
+    """Explain why ssh, or what it should have run, ended. Pure."""
     said = complaints[-1] if complaints else f"ended with code {code}"
     return ProbeLost(*(diagnose(host, code, complaints) or (said, f"ssh {host} hostname")))
 

@@ -1,4 +1,4 @@
-"""Which of their addresses machines should use with one another, and subnets for cables that have none. Pure."""
+"""Choice of the addresses that machines use with one another, and subnets for cables that have none. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parse_cable(text: str, hosts: Sequence[str]) -> Cable:
 
 def address_cables(cables: Sequence[Cable], machines: Mapping[str, Sequence[Interface]]) -> dict[
         str, list[tuple[str, ipaddress.IPv4Interface]]]:
-    """For each host the address of each cabled interface, in subnets that clash with nothing.
+    """Return for each host the address of each cabled interface, in subnets that clash with nothing.
 
     Raises ConfigError for an interface that is named twice.
     """
@@ -50,21 +50,21 @@ def address_cables(cables: Sequence[Cable], machines: Mapping[str, Sequence[Inte
     if twice := [end for end in named if named.count(end) > 1]:
         raise ConfigError(f"--cable: {':'.join(twice[0])} is named twice", param="cable")
     fresh = free_subnets(networks_of(machines))
-    found: dict[str, list[tuple[str, ipaddress.IPv4Interface]]] = {}
+    addresses: dict[str, list[tuple[str, ipaddress.IPv4Interface]]] = {}
     for cable in cables:
         subnet = next(fresh)
         for number, (host, interface) in enumerate((cable.one, cable.other), start=1):
-            found.setdefault(host, []).append((interface, ipaddress.IPv4Interface(f"{subnet[number]}/30")))
-    return found
+            addresses.setdefault(host, []).append((interface, ipaddress.IPv4Interface(f"{subnet[number]}/30")))
+    return addresses
 
 
 def networks_of(machines: Mapping[str, Sequence[Interface]]) -> list[ipaddress.IPv4Network]:
-    """All subnets that any of the machines is in."""
-    return [network.network for found in machines.values() for one in found for network in one.networks]
+    """Return all subnets that any of the machines is in."""
+    return [network.network for there in machines.values() for interface in there for network in interface.networks]
 
 
 def choose_addresses(order: Sequence[str], machines: Mapping[str, Sequence[Interface]]) -> dict[str, str]:
-    """An address for each host, at which the one before it in the ring of `order` reaches it.
+    """Choose an address for each host, at which the one before it in the ring of `order` reaches it.
 
     Cables between neighbours win if every host has one; else the fastest subnet that all share. Raises LayoutError.
     """
@@ -81,27 +81,28 @@ def choose_addresses(order: Sequence[str], machines: Mapping[str, Sequence[Inter
     slowest = {network: max(speed for name in order for speed, other in _subnets(machines[name]) if other == network)
                for _, network in shared}
     best = min(slowest, key=lambda network: (slowest[network], str(network)))
-    return {name: str(next(found.ip for one in machines[name] for found in one.networks if found.network == best))
-            for name in order}
+    return {name: str(next(network.ip for interface in machines[name] for network in interface.networks
+                           if network.network == best)) for name in order}
 
 
-def _usable(found: Iterable[Interface]) -> list[Interface]:
-    return [one for one in found if one.kind != "loopback" and not is_virtual(one.name)]
+def _usable(there: Iterable[Interface]) -> list[Interface]:
+    return [interface for interface in there if interface.kind != "loopback" and not is_virtual(interface.name)]
 
 
-def _subnets(found: Iterable[Interface]) -> list[tuple[int, ipaddress.IPv4Network]]:
-    return [(RANK.get(one.kind, 1), network.network) for one in _usable(found) for network in one.networks]
+def _subnets(there: Iterable[Interface]) -> list[tuple[int, ipaddress.IPv4Network]]:
+    return [(RANK.get(interface.kind, 1), network.network)
+            for interface in _usable(there) for network in interface.networks]
 
 
 def _cabled(here: Sequence[Interface], there: Sequence[Interface]) -> ipaddress.IPv4Address | None:
-    """This machine's address on a cable to the other."""
-    others = {network.network for one in _usable(there) if one.point_to_point for network in one.networks}
-    return next((network.ip for one in _usable(here) if one.point_to_point for network in one.networks
+    """Return the address of `here` on a cable to `there`."""
+    others = {network.network for cable in _usable(there) if cable.point_to_point for network in cable.networks}
+    return next((network.ip for cable in _usable(here) if cable.point_to_point for network in cable.networks
                  if network.network in others), None)
 
 
 def readdress(commands: str, hostfile: str, used: Iterable[ipaddress.IPv4Network]) -> tuple[str, str]:
-    """What mlx.distributed_config has people run, and the hosts file that it writes, with other addresses for cables.
+    """Replace the addresses of cables in the commands and the hosts file that mlx.distributed_config writes.
 
     It counts subnets from 192.168.0.0/30, which many routers have. Here each gets one that clashes with nothing in
     `used`. With jaccl the hosts file has addresses of Ethernet instead, which stay.
@@ -122,11 +123,11 @@ def readdress(commands: str, hostfile: str, used: Iterable[ipaddress.IPv4Network
 
 
 def free_subnets(used: Iterable[ipaddress.IPv4Network]) -> Iterator[ipaddress.IPv4Network]:
-    """Subnets of two addresses that overlap none of `used`, nor one another."""
+    """Generate subnets of two addresses that overlap none of `used`, nor one another."""
     taken = list(used)
     for pool in POOLS:
         for subnet in ipaddress.IPv4Network(pool).subnets(new_prefix=30):
-            if not any(subnet.overlaps(one) for one in taken):
+            if not any(subnet.overlaps(other) for other in taken):
                 yield subnet
 
 

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -35,7 +34,7 @@ Note = Callable[[str], None]
 
 @dataclass(frozen=True)
 class MlxRank:
-    """This process's place among the ranks that `mlx.launch` started."""
+    """Place of this process among the ranks that `mlx.launch` started."""
 
     rank: int
     size: int
@@ -97,7 +96,7 @@ class Comparison:
     settings: Settings
     layout: GangLayout
     workload: Workload
-    identity: dict[str, Any]
+    identity: dict[str, object]
     path: Path
     """File of the reference."""
     named: bool
@@ -199,36 +198,36 @@ class Verdict:
     positions: int
     """Positions compared."""
     remarks: tuple[str, ...]
-    """What a person should know of it, one line each."""
+    """Lines for people."""
 
     @property
     def line(self) -> str:
-        """The one line that scripts look for."""
+        """The line that scripts look for."""
         return f"PARITY {'PASS' if self.passed else 'FAIL'} max_abs_diff={self.max_abs_diff:.3e}"
 
 
 def default_tolerance(stage_sizes: tuple[int, ...], dtype: str) -> float:
-    """0, so the same bits, for stages of one rank each: they compute what one process computes."""
+    """Return 0, so the same bits, for stages of one rank each: they compute what one process computes."""
     return 0.0 if max(stage_sizes) == 1 else RELATIVE[dtype]
 
 
-def compare(reference: Recording, found: Recording, tolerance: float) -> Verdict:
-    """Logits of all positions, up to where the greedy tokens part, and the tokens.
+def compare(reference: Recording, recording: Recording, tolerance: float) -> Verdict:
+    """Compare the logits of all positions, up to where the greedy tokens part, and the tokens.
 
     `tolerance` is relative to the reference's largest absolute logit; 0 asks for the same bits. Tokens may differ only
     where the reference's own logits leave it open within twice the tolerance, a tie. Raises ConfigError when the two
     were computed in different types.
     """
-    if reference.dtype != found.dtype:
-        raise ConfigError(f"the reference was computed in {reference.dtype}, the layout in {found.dtype}; give both "
-                          "the same --dtype", param="dtype")
+    if reference.dtype != recording.dtype:
+        raise ConfigError(f"the reference was computed in {reference.dtype}, the layout in {recording.dtype}; give "
+                          "both the same --dtype", param="dtype")
     scale = max(float(np.abs(logits).max()) for logits in reference.logits)
     worst, positions, remarks, equal = 0.0, 0, [], True
-    for i, (expected, mine) in enumerate(zip(reference.logits, found.logits, strict=True)):
+    for i, (expected, mine) in enumerate(zip(reference.logits, recording.logits, strict=True)):
         if expected.shape != mine.shape:
             raise ConfigError(f"prompt {i + 1} has logits {expected.shape} in the reference and {mine.shape} in the "
                               "layout; make the reference again", param="reference")
-        shared, remark, tie = _tokens(reference, found, i, 2 * tolerance * scale)
+        shared, remark, tie = _tokens(reference, recording, i, 2 * tolerance * scale)
         equal &= tie
         remarks += [remark] if remark else []
         rows = expected.shape[0] - len(reference.tokens[i]) + 1 + shared
@@ -238,14 +237,14 @@ def compare(reference: Recording, found: Recording, tolerance: float) -> Verdict
         if not np.isfinite(worst):
             break
     if equal and not remarks:
-        remarks.append(f"tokens equal: {sum(map(len, found.tokens))} of {len(found.tokens)} prompts")
+        remarks.append(f"tokens equal: {sum(map(len, recording.tokens))} of {len(recording.tokens)} prompts")
     passed = equal and worst <= tolerance * scale
     return Verdict(passed, worst, positions, tuple(remarks))
 
 
-def _tokens(reference: Recording, found: Recording, prompt: int, open_within: float) -> tuple[int, str, bool]:
-    """How many tokens are alike, what to say of the next, and whether that one may differ."""
-    expected, mine = reference.tokens[prompt], found.tokens[prompt]
+def _tokens(reference: Recording, recording: Recording, prompt: int, open_within: float) -> tuple[int, str, bool]:
+    """Return how many tokens are alike, a remark on the next, and whether that one may differ."""
+    expected, mine = reference.tokens[prompt], recording.tokens[prompt]
     shared = next((i for i, pair in enumerate(zip(expected, mine, strict=True)) if pair[0] != pair[1]), len(expected))
     if shared == len(expected):
         return shared, "", True

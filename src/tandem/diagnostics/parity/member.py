@@ -44,7 +44,7 @@ class RecordingStage(StageModel):
         self._keep = keep
 
     def forward(self, h: mx.array, caches: Sequence[Any]) -> mx.array:
-        """As `StageModel.forward`."""
+        """Run the layers, as `StageModel.forward`, and record the logits."""
         h = super().forward(h, caches)
         if self.is_last and not isinstance(caches, Apart):  # rows apart have come through here one by one
             logits = self.head(h)
@@ -69,12 +69,12 @@ def recording(stage: StageModel, path: Path, *, keeps: bool) -> RecordingStage:
 
 
 def dtype_file(path: Path) -> Path:
-    """Where the type of computation stands for logits in `path`."""
+    """Return the file with the type of computation of the logits in `path`."""
     return path.with_suffix(".dtype")
 
 
 class MemberExecutor(Executor):
-    """This process's own rank, in this thread."""
+    """Executor of this process's own rank, in this thread."""
 
     def __init__(self, spec: StageSpec, path: Path) -> None:
         """Logits go to `path`, on the rank that samples."""
@@ -99,7 +99,7 @@ class MemberExecutor(Executor):
         self._pending.append(self._runner.execute(plan))
 
     def collect(self, timeout_s: float) -> list[Stepped]:
-        """The oldest step. Ranks that don't sample put zeros where the tokens belong."""
+        """Return the oldest step. Ranks that don't sample put zeros where the tokens belong."""
         if not self._pending:
             return []
         pending = self._pending.pop(0)
@@ -141,7 +141,7 @@ def run_member(layout: GangLayout, rank: int, workload: Workload) -> Recording |
 
 def _hand_over(link: RingLink, spec: StageSpec, layout: GangLayout, workload: Workload, rows: np.ndarray | None,
                tokens: list[list[int]], dtype: str) -> tuple[np.ndarray | None, list[list[int]], str]:
-    """From the last stage to the first, its neighbour in the ring; the others have nothing to do with it."""
+    """Send the recording from the last stage to the first, its neighbour in the ring; other ranks return at once."""
     if rows is not None:
         flat = [token for answer in tokens for token in answer]
         link.send(mx.array([_DTYPES.index(dtype), *flat], dtype=mx.int32), _END)

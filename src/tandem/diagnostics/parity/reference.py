@@ -37,18 +37,18 @@ class Workload:
     prefill_chunk: int
 
     def rows(self, prompt: int) -> int:
-        """Positions of a prompt and its tokens that have logits: the last token's are never computed."""
+        """Return the positions of a prompt and its tokens that have logits: the last token's are never computed."""
         return len(self.prompts[prompt]) + self.tokens - 1
 
 
 @dataclass
 class Recording:
-    """What one run computed."""
+    """Tokens and logits of one run."""
 
     tokens: list[list[int]]
     """The greedy tokens of each prompt."""
     logits: list[npt.NDArray[np.float32]]
-    """Of each prompt, [positions of prompt and tokens but the last, vocabulary]."""
+    """[positions of prompt and tokens but the last, vocabulary] for each prompt."""
     dtype: str
     """Type of computation, such as float32."""
     gpu: bool
@@ -57,7 +57,7 @@ class Recording:
 
 def split_rows(rows: npt.NDArray[np.float32], tokens: list[list[int]], workload: Workload, *, dtype: str,
                gpu: bool) -> Recording:
-    """A recording from the logits [positions of all prompts, vocabulary] that came one after the other."""
+    """Return a recording from the logits [positions of all prompts, vocabulary] that came one after the other."""
     ends = np.cumsum([workload.rows(i) for i in range(len(workload.prompts))])
     if rows.shape[0] != ends[-1]:
         raise ConfigError(f"{rows.shape[0]} positions were recorded where {ends[-1]} were computed")
@@ -65,7 +65,7 @@ def split_rows(rows: npt.NDArray[np.float32], tokens: list[list[int]], workload:
 
 
 def fingerprint(files: ModelFiles) -> str:
-    """16 hex digits over config.json and every tensor's name, type and shape, however they are spread over files.
+    """Return 16 hex digits over config.json and each tensor's name, type and shape, however they are spread over files.
 
     Tells models apart, not two sets of weights of one shape: reading all weights would take as long as loading them,
     and comparing logits finds that difference.
@@ -77,25 +77,25 @@ def fingerprint(files: ModelFiles) -> str:
     return digest.hexdigest()
 
 
-def describe(files: ModelFiles, workload: Workload) -> dict[str, Any]:
-    """What a reference must have been made for to be comparable."""
+def describe(files: ModelFiles, workload: Workload) -> dict[str, object]:
+    """Return what a reference must have been made for to be comparable."""
     return {"fingerprint": fingerprint(files), "prompts": [list(prompt) for prompt in workload.prompts],
             "tokens": workload.tokens, "prefill_chunk": workload.prefill_chunk}
 
 
 def versions() -> dict[str, str]:
-    """Of what computes."""
-    return {name: found or "" for name, found in installed().items() if name != "python"}
+    """Return the versions of the packages that compute."""
+    return {name: version or "" for name, version in installed().items() if name != "python"}
 
 
-def default_path(files: ModelFiles, identity: dict[str, Any], dtype: str, dequantize: str) -> Path:
-    """Where the reference lies when no file is named: the same place for the same question."""
+def default_path(files: ModelFiles, identity: dict[str, object], dtype: str, dequantize: str) -> Path:
+    """Return the place of the reference when no file is named: the same for the same question."""
     text = json.dumps([identity, dtype, dequantize, versions()], sort_keys=True)
     key = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     return cache_dir() / "parity" / f"{re.sub(r'[^A-Za-z0-9.-]+', '-', files.name)}-{key}.npz"
 
 
-def write(path: Path, recording: Recording, identity: dict[str, Any]) -> None:
+def write(path: Path, recording: Recording, identity: dict[str, object]) -> None:
     """Write the file, whole or not at all. Raises ConfigError."""
     metadata = {**identity, "versions": versions(), "dtype": recording.dtype, "gpu": recording.gpu}
     arrays: dict[str, Any] = {"metadata": np.array(json.dumps(metadata))}
@@ -113,8 +113,8 @@ def write(path: Path, recording: Recording, identity: dict[str, Any]) -> None:
                           param="reference") from error
 
 
-def read(path: Path, identity: dict[str, Any]) -> tuple[Recording, dict[str, Any]]:
-    """The recording and its metadata. Raises ConfigError for a file that is broken or answers another question."""
+def read(path: Path, identity: dict[str, object]) -> tuple[Recording, dict[str, object]]:
+    """Read the recording and its metadata. Raises ConfigError for a file that is broken or answers another question."""
     try:
         # Opened here: NumPy leaves a file open that it cannot read.
         with open_regular(path) as file, np.load(file, allow_pickle=False) as archive:

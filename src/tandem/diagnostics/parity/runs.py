@@ -1,4 +1,4 @@
-"""What is computed for a comparison, and the run of a layout on this machine that records its logits.
+"""The workload of a comparison, and the run of a layout on this machine that records its logits.
 
 The executor, runner and links are those that serve.
 """
@@ -68,13 +68,13 @@ def record(task: RecordingTask) -> None:
 
 
 def default_prompts(vocab_size: int, prefill_chunk: int) -> list[list[int]]:
-    """A short prompt and one of more than two chunks, of pseudo-random token ids: the same ones for the same model."""
+    """Return a short prompt and one of more than two chunks, of pseudo-random ids: the same for the same model."""
     rng = random.Random(7)
     return [[rng.randrange(vocab_size) for _ in range(length)] for length in (SHORT, 2 * prefill_chunk + BEYOND)]
 
 
 def read_prompts(path: Path, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Prompts of a file, one a line: text, or token ids as a JSON list. Raises ConfigError."""
+    """Read the prompts of a file, one a line: text, or token ids as a JSON list. Raises ConfigError."""
     try:
         lines = [line for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
@@ -90,7 +90,7 @@ def _ids(line: str) -> list[int] | None:
         ids = json.loads(line)
     except ValueError:
         return None
-    plain = isinstance(ids, list) and ids and all(isinstance(one, int) and not isinstance(one, bool) for one in ids)
+    plain = isinstance(ids, list) and ids and all(type(token) is int for token in ids)
     return ids if plain else None
 
 
@@ -131,7 +131,7 @@ def run_layout(settings: Settings, layout: GangLayout, workload: Workload) -> Re
 
 
 def run_prompts(executor: Executor, layout: GangLayout, workload: Workload, *, ranks: int) -> list[list[int]]:
-    """Greedy tokens of each prompt, one prompt at a time: alone in its batch, it is computed alike in all layouts."""
+    """Return the greedy tokens of each prompt. Alone in its batch, a prompt is computed alike in all layouts."""
     limits = _limits(layout, workload)
     tokens: list[list[int]] = []
     step = 0

@@ -44,9 +44,9 @@ class Check:
     """A check: what it is called, what it needs and the function that makes it."""
 
     name: str
-    """As `--only` and reports have it."""
+    """Name for `--only` and reports."""
     entry: str
-    """As `Task.entry`."""
+    """Function of the check, as in `Task.entry`."""
     deadline_s: float
     """Seconds after which its process is killed: many times what it takes, since a machine may be busy."""
     title: str
@@ -54,11 +54,11 @@ class Check:
     proves: str
     """Statement that holds when it is ok."""
     public: bool = field(default=False, kw_only=True)
-    """The table of docs/where.md has it; docs/firstlight.md has them all."""
+    """True if it stands in docs/where.md; docs/firstlight.md has all."""
     hosts: bool = field(default=False, kw_only=True)
-    """It needs a hosts file."""
+    """True if it needs a hosts file."""
     risky: bool = field(default=False, kw_only=True)
-    """It may end in a GPU that hangs or a machine that restarts: only with `--risky`."""
+    """True if it may end in a GPU that hangs or a machine that restarts: only with `--risky`."""
 
 
 CHECKS: tuple[Check, ...] = (

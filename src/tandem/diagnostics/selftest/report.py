@@ -28,21 +28,22 @@ _PATTERNS = (
     (re.compile(r"[\w.+-]+@[\w.-]+"), "<name>"),
 )
 _PATH = re.compile(r"(?<![\w.<:/])~?(?:/(?!v1/)[\w.@+-]+){2,}/?")
-"""Not `/health` nor `/v1/...`, nor what comes behind a server's name."""
+"""Paths, but neither `/health` nor `/v1/...`, nor what follows a server's name."""
 SHORTEST = 2
 """Letters of a name that is looked for; shorter ones stand in every text."""
 
 
 def redacted(text: str, names: Iterable[str]) -> str:
-    """`text` without addresses, paths and ids; the machines' and users' `names` become a, b, c, ...
+    """Take addresses, paths and ids out of `text`; the machines' and users' `names` become a, b, c, ...
 
     Folders among the names are paths whatever letters they have, such as a home with a space in it.
     """
     known = dict.fromkeys(names)
-    for place in sorted((one for one in known if one.startswith("/") and len(one) > SHORTEST), key=len, reverse=True):
+    places = [name for name in known if name.startswith("/") and len(name) > SHORTEST]
+    for place in sorted(places, key=len, reverse=True):
         text = re.sub(rf"{re.escape(place)}(?:/[\w.@+-]+)*/?", "<path>", text)
     text = _PATH.sub("<path>", text)
-    for number, name in enumerate(one for one in known if not one.startswith("/")):
+    for number, name in enumerate(other for other in known if not other.startswith("/")):
         if len(name) >= SHORTEST:
             text = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", f"<{chr(ord('a') + number % 26)}>", text)
     for pattern, replacement in _PATTERNS:
@@ -70,7 +71,7 @@ VARIABLES = ("MLX_", "TANDEM_", "CUDA_", "OMP_", "OPENBLAS_", "METAL_")
 
 
 def facts() -> Figures:
-    """The machine in figures that reports begin with."""
+    """Return the figures of the machine, which reports begin with."""
     device = this_device()
     set_here = sorted(name for name in variables() if name.startswith(VARIABLES))
     return {
@@ -78,7 +79,7 @@ def facts() -> Figures:
         "processor": chip() or platform.machine(), "cores": os.cpu_count() or 1, "device": device.name,
         "gpu": device.gpu, "memory GiB": round(machine_memory() / 2**30, 1),
         "GPU memory GiB": round(device.memory_bytes / 2**30, 1) if device.gpu else 0.0,
-        **{name: found or "missing" for name, found in installed().items() if name != "tandem"},
+        **{name: version or "missing" for name, version in installed().items() if name != "tandem"},
         "variables that are set": ", ".join(set_here)}
 
 
@@ -95,7 +96,7 @@ class Report(Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     tandem: str = __version__
     date: str
-    """Of the run's end, YYYY-MM-DD."""
+    """Date of the run's end, YYYY-MM-DD."""
     platform: str
     """`Linux, CPU`, `Linux, CUDA` or `macOS, Metal`."""
     machine: Figures
@@ -109,23 +110,23 @@ class Report(Struct, frozen=True, kw_only=True):
     @property
     def code(self) -> int:
         """Exit code: 0 if nothing is wrong, 1 if something is, 3 if nothing is wrong so far and checks are left."""
-        if any(one.verdict in ("failed", "no answer") for one in self.checks):
+        if any(outcome.verdict in ("failed", "no answer") for outcome in self.checks):
             return EXIT_FAILED
         return EXIT_OK if len(self.checks) == self.wanted else EXIT_UNFINISHED
 
 
 def make_report(outcomes: Sequence[Outcome], *, wanted: int, date: str, facts: Figures, model: str, hosts: int,
                 names: Iterable[str]) -> Report:
-    """The report; what each outcome says is redacted, and the machine's facts are taken as they are."""
+    """Return the report with redacted outcomes; the machine's facts are taken as they are."""
     known = list(names)
-    checks = [replace(one, detail=redacted(one.detail, known), figures=redacted_figures(one.figures, known))
-              for one in outcomes]
+    checks = [replace(outcome, detail=redacted(outcome.detail, known), figures=redacted_figures(outcome.figures, known))
+              for outcome in outcomes]
     return Report(date=date, platform=platform_of(facts), machine={name: facts[name] for name in HEAD if name in facts},
                   model=redacted(model, known), hosts=hosts, wanted=wanted, checks=checks)
 
 
 def platform_of(facts: Figures) -> str:
-    """The column of docs/where.md that these facts belong to."""
+    """Return the column of docs/where.md that these facts belong to."""
     system = "macOS" if str(facts.get("system", "")).startswith("Darwin") else str(facts.get("system", "?")).split()[0]
     if not facts.get("gpu"):
         return f"{system}, CPU"
@@ -133,9 +134,9 @@ def platform_of(facts: Figures) -> str:
 
 
 def page(report: Report) -> str:
-    """Markdown, of about one page."""
-    titles = {one.name: one for one in CHECKS}
-    counts = Counter(one.verdict for one in report.checks)
+    """Return the report as Markdown, about one page."""
+    titles = {check.name: check for check in CHECKS}
+    counts = Counter(outcome.verdict for outcome in report.checks)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in SIGNS if counts[verdict])
     left = report.wanted - len(report.checks)
     lines = [f"# Self-test: {report.platform}", "",
@@ -143,12 +144,13 @@ def page(report: Report) -> str:
              f"{f', {report.hosts} hosts' if report.hosts else ''}: {summary}{f', {left} left' if left else ''}.", "",
              "; ".join(f"{name} {value}" for name, value in report.machine.items()) + ".", "",
              "| check | | s | found |", "|---|---|---|---|"]
-    for one in report.checks:
-        title = titles[one.name].title if one.name in titles else one.name
-        again = f" (attempt {one.attempts})" if one.attempts > 1 else ""
-        figures = {name: value for name, value in one.figures.items() if one.name != MACHINE or name not in HEAD}
-        found = "; ".join(filter(None, [one.detail, *(f"{name}: {_shown(value)}" for name, value in figures.items())]))
-        lines.append(f"| {title} | {SIGNS[one.verdict]}{again} | {one.seconds:g} | {_cell(found)} |")
+    for outcome in report.checks:
+        title = titles[outcome.name].title if outcome.name in titles else outcome.name
+        again = f" (attempt {outcome.attempts})" if outcome.attempts > 1 else ""
+        figures = [f"{name}: {_shown(value)}" for name, value in outcome.figures.items()
+                   if outcome.name != MACHINE or name not in HEAD]
+        text = "; ".join(filter(None, [outcome.detail, *figures]))
+        lines.append(f"| {title} | {SIGNS[outcome.verdict]}{again} | {outcome.seconds:g} | {_cell(text)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -67,8 +67,8 @@ def _ready(process: ChildProcess, log: IO[bytes], start_s: float) -> str:
     while time.monotonic() < deadline:
         ended = process.poll() is not None
         text = os.pread(log.fileno(), 1 << 20, 0).decode(errors="replace")
-        if found := READY.search(text):
-            return found[1]
+        if ready := READY.search(text):
+            return ready[1]
         if ended:
             lines = text.strip().splitlines() or ["it says nothing"]
             raise TandemError(f"the server {process.describe_exit()}: {lines[-1]}")
@@ -81,20 +81,20 @@ class BackgroundAnswer:
     """An answer that comes in a thread of its own."""
 
     thread: threading.Thread
-    found: Timed
+    answer: Timed
 
     def under_way(self) -> bool:
         """True when its first text has come and its end has not."""
-        return bool(self.found.pieces) and self.thread.is_alive()
+        return bool(self.answer.pieces) and self.thread.is_alive()
 
     def done(self) -> Timed:
         """Wait for the whole answer. Raises TandemError if the request failed."""
         self.thread.join(WAIT_S + END_S)
         if self.thread.is_alive():
             raise TandemError(f"an answer has not come to an end within {WAIT_S:g} s")
-        if self.found.error:
-            raise TandemError(f"a request failed: {self.found.error}")
-        return self.found
+        if self.answer.error:
+            raise TandemError(f"a request failed: {self.answer.error}")
+        return self.answer
 
 
 def ask_in_background(server: Server, prompt: list[int], tokens: int) -> BackgroundAnswer:
@@ -142,10 +142,10 @@ def descendants(pid: int) -> set[int]:
         child, _, parent = line.strip().partition(" ")
         if child.isdigit() and parent.strip().isdigit():
             parents[int(child)] = int(parent)
-    found: set[int] = set()
-    while more := {child for child, parent in parents.items() if parent in {pid, *found}} - found:
-        found |= more
-    return found
+    pids: set[int] = set()
+    while more := {child for child, parent in parents.items() if parent in {pid, *pids}} - pids:
+        pids |= more
+    return pids
 
 
 def gone(pid: int) -> bool:

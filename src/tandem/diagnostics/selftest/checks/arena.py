@@ -121,7 +121,7 @@ def rows(task: Task) -> Figures:
 
 
 def windows(task: Task) -> Figures:
-    """The same with sliding windows, whose rows are rings."""
+    """Rows of sliding windows, which are rings."""
     choose_device("auto")
     return _rows(small_gemma(), (5, 15, 40, 16))
 
@@ -166,18 +166,18 @@ ATTENTION_CLOSE = {mx.float32: 1e-3, mx.float16: 1e-2, mx.bfloat16: 3e-2}
 
 
 class _Side(NamedTuple):
-    """Keys or values: as kernels are given them, and as they are meant."""
+    """Keys or values: the kernel's input, and its meaning in float32."""
 
     given: mx.array | Quantized
     numbers: mx.array
 
 
 def _side(positions: int, dim: int, dtype: mx.Dtype, bits: int) -> _Side:
-    """Of three rows and two heads, a view with gaps as an arena gives it."""
+    """Make keys or values of three rows and two heads, a view with gaps as an arena gives it."""
     room = mx.random.normal((3, 2, positions + 64, dim)).astype(dtype)
     if not bits:
-        given = room[:, :, :positions]
-        return _Side(given, given.astype(mx.float32))
+        part = room[:, :, :positions]
+        return _Side(part, part.astype(mx.float32))
     whole = quantized(room, Groups(bits, group_for(bits, group_size((dim,)))))
     packed = Quantized._make((*(part[:, :, :positions] for part in whole.parts), whole.groups))
     return _Side(packed, packed.expanded().astype(mx.float32))
@@ -242,22 +242,22 @@ def donation(task: Task) -> Figures:
     figures: Figures = {}
     problems = []
     for name, shape in ({"135M layers": MEDIUM, "8B layers": LARGE} if on_gpu() else {"135M layers": SMALL}).items():
-        held = beside = 0
+        arena_bytes = beside = 0
         for mode in MODES:
-            milliseconds, extra, held = measured(shape, mode)
+            milliseconds, extra, arena_bytes = measured(shape, mode)
             figures[f"{name}, {mode}: ms a step"] = round(milliseconds, 2)
             figures[f"{name}, {mode}: MiB beside the arena"] = round(extra / 2**20, 1)
-            most = beside + IN_PLACE * held / (2 * shape.layers)
+            most = beside + IN_PLACE * arena_bytes / (2 * shape.layers)
             beside = extra
             if extra > most:
                 problems.append(f"{name}, {mode}: a step takes at most {most / 2**20:.1f} MiB beside the arena, "
                                 f"expected; {extra / 2**20:.1f}, seen, so that a layer's keys are copied")
-        figures[f"{name}: MiB of the arena"] = round(held / 2**20, 1)
+        figures[f"{name}: MiB of the arena"] = round(arena_bytes / 2**20, 1)
     return judged(problems, figures)
 
 
 def measured(shape: Shape, mode: str) -> tuple[float, int, int]:
-    """(milliseconds of the fastest step, bytes beside what was held before, bytes of the arena)."""
+    """Return (milliseconds of the fastest step, bytes beside what was held before, bytes of the arena)."""
     mx.clear_cache()
     model = random_llama(hidden=shape.hidden, layers=shape.layers, mlp=shape.hidden, heads=shape.heads,
                          kv_heads=shape.kv_heads, head_dim=shape.head_dim, vocabulary=512)

@@ -39,7 +39,7 @@ def threads(task: Task) -> Figures:
             waiting.append(pool.submit(read, index, product, copied))
             if index % 50 == 0:  # a stream of its own, as links have
                 mx.eval(mx.add(matrix, index, stream=side))
-        wrong += [found for one in waiting if (found := one.result())]
+        wrong += [problem for answer in waiting if (problem := answer.result())]
     if wrong:
         raise Differs(wrong[0], {"steps that differ": len(wrong)})
     return {"steps": ROUNDS, "reading threads": READERS, "streams of other threads": _elsewhere()}
@@ -47,16 +47,16 @@ def threads(task: Task) -> Figures:
 
 def _elsewhere() -> bool:
     """A thread that makes its own stream computes as the first one does."""
-    found: list[object] = []
+    sums: list[object] = []
 
     def compute() -> None:
         with mx.stream(mx.new_stream(mx.default_device())):
-            found.append((mx.ones((8, 8)) @ mx.ones((8, 8))).sum().item())
+            sums.append((mx.ones((8, 8)) @ mx.ones((8, 8))).sum().item())
 
     with ThreadPoolExecutor(1) as pool:
         pool.submit(compute).result()
-    if found != [512.0]:
-        raise Differs(f"a product in another thread sums up to 512, expected; {found}, seen")
+    if sums != [512.0]:
+        raise Differs(f"a product in another thread sums up to 512, expected; {sums}, seen")
     return True
 
 

@@ -1,4 +1,4 @@
-"""What dies, hangs or is left alone: ranks under load, a supervisor, a parent; and a Mac that may not sleep."""
+"""Processes that die, hang or lose their parent: ranks under load, a supervisor; and a Mac that may not sleep."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def _struck(task: Task, number: signal.Signals) -> Figures:
             raise Differs(f"a rank that was struck by {number.name} is replaced within {GONE_S:g} s, expected; it is "
                           "still there, seen")
         noticed = seconds(began)
-        found = [answer.done().text for answer in answers]
+        texts = [answer.done().text for answer in answers]
         figures: Figures = {"gone after, s": noticed, "all answers after, s": seconds(began)}
         if not until(lambda: len(set(server.ranks()) - {victim}) == len(before), BACK_S):
             raise Differs(f"{len(before)} ranks again without the one that was struck, expected; process ids "
                           f"{server.ranks()} after {before}, seen", figures)
         after = server.ranks()
-        if wrong := sum(one != other for one, other in zip(calm, found, strict=True)):
+        if wrong := sum(text != other for text, other in zip(calm, texts, strict=True)):
             raise Differs(f"the answers of a calm server, expected; {wrong} of {PROMPTS} differ, seen", figures)
     if left := _left({*before, *after}):
         raise Differs(f"no process is left when the server has ended, expected; {len(left)}, seen", figures)
@@ -78,21 +78,20 @@ def _struck(task: Task, number: signal.Signals) -> Figures:
 
 
 def _under_way(server: Server, prompts: Sequence[list[int]], tokens: int) -> list[BackgroundAnswer]:
-    """Answers that have all begun and not ended. On a busy machine the first may end before the last begins: again."""
+    """Return answers that have all begun and not ended; on a busy machine this may take several attempts."""
     deadline = time.monotonic() + UNDER_WAY_S
     while (left := deadline - time.monotonic()) > 0:
         answers = [ask_in_background(server, prompt, tokens) for prompt in prompts]
-        until(lambda: all(one.found.pieces for one in answers) or not all(one.thread.is_alive() for one in answers),  # noqa: B023 - at once
-              left)
-        if all(one.under_way() for one in answers):
+        until(lambda: all(one.answer.pieces or not one.thread.is_alive() for one in answers), left)  # noqa: B023 - at once
+        if all(answer.under_way() for answer in answers):
             return answers
-        for one in answers:
-            one.done()
+        for answer in answers:
+            answer.done()
     raise Differs(f"{len(prompts)} answers under way at once, expected; not so within {UNDER_WAY_S:g} s, seen")
 
 
 def _left(pids: Collection[int]) -> list[int]:
-    """Those that have not ended within `GONE_S`."""
+    """Return those that have not ended within `GONE_S`."""
     until(lambda: all(map(gone, pids)), GONE_S)
     return [pid for pid in pids if not gone(pid)]
 
@@ -162,6 +161,6 @@ def awake(task: Task) -> Figures:
 
 
 def holders() -> set[str]:
-    """Process ids that hold sleep off. What else stands in their lines changes all the time."""
+    """Return the ids of the processes that hold sleep off."""
     return set(HOLDER.findall(output_of(["pmset", "-g", "assertions"]) or ""))
 

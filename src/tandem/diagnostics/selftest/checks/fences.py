@@ -1,4 +1,4 @@
-"""What it costs to wait for one another: streams, ranks between a GPU's operations, and a rank that is late."""
+"""Waiting for one another: streams, ranks between a GPU's operations, and a rank that is late."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def collectives(task: Task) -> Figures:
 
 def sums(*, fast_sync: bool) -> Figures:
     """Sums alone, by size, and what one costs between two operations. Raises RankFailure, also for wrong sums."""
-    found = measure("ring", RANKS, list(SIZES), ROUNDS, timeout_s=PAIR_S, fast_sync=fast_sync,
+    times = measure("ring", RANKS, list(SIZES), ROUNDS, timeout_s=PAIR_S, fast_sync=fast_sync,
                     operations=("all_sum", "between"))
     figures: Figures = {f"all_sum of {row.bytes >> 10} KiB, us": round(row.median_us, 1)
-                        for row in found.rows if row.operation == "all_sum"}
-    between = next(row for row in found.rows if row.operation == "between")
+                        for row in times.rows if row.operation == "all_sum"}
+    between = next(row for row in times.rows if row.operation == "between")
     return figures | {"a sum between two operations, us": round(between.median_us, 1)}
 
 
@@ -75,24 +75,24 @@ def ring_ranks(entry: str, *, count: int = RANKS, late_s: float = 0.0) -> Iterat
 
 
 def late(task: Task) -> Figures:
-    """What a rank meets whose peer comes late to a sum: it waits, or gets an error that Tandem knows for what it is."""
+    """A rank whose peer comes late to a sum waits, or gets an error that Tandem knows."""
     figures: Figures = {}
     problems = []
     for seconds in LATE:
         with ring_ranks("fences:late_rank", late_s=seconds) as (first, _):
-            found = first.finding(seconds + PAIR_S)
-        waited = found.figures.get("seconds")
-        figures[f"{seconds:g} s late"] = found.detail or f"waited {waited} s"
-        if found.detail and (found.verdict == "no answer" or fault_of(found.detail) != "timeout"):
+            finding = first.finding(seconds + PAIR_S)
+        waited = finding.figures.get("seconds")
+        figures[f"{seconds:g} s late"] = finding.detail or f"waited {waited} s"
+        if finding.detail and (finding.verdict == "no answer" or fault_of(finding.detail) != "timeout"):
             problems.append(f"{seconds:g} s late: an answer, or an error that is known for a wait, expected; "
-                            f"{found.detail}, seen")
-        elif not found.detail and isinstance(waited, float) and waited < 0.5 * seconds:
+                            f"{finding.detail}, seen")
+        elif not finding.detail and isinstance(waited, float) and waited < 0.5 * seconds:
             problems.append(f"{seconds:g} s late: a sum after as long, expected; after {waited} s, seen")
     return judged(problems, figures)
 
 
 def late_rank(task: Task) -> Figures:
-    """One of the ranks: after a first sum it comes so late to a sum between products; how long that takes."""
+    """One of the ranks: time a sum between products, to which it comes so late after a first sum."""
     prepare_cuda()
     import mlx.core as mx
 

@@ -28,7 +28,7 @@ DEATHS = 3
 
 
 def doctor(task: Task) -> Figures:
-    """Nothing is wrong between the machines that the doctor knows of; how fast the ways between them are."""
+    """The doctor finds nothing wrong between the machines; speed of the ways between them."""
     evidence = _examined(task, None)
     figures: Figures = {}
     for number, link in enumerate(evidence.links.values(), 1):
@@ -78,7 +78,7 @@ def links(task: Task) -> Figures:
 
 
 def _has_rdma(file: Hostfile) -> bool:
-    return any(any(one for one in host.rdma) for host in file.hosts)
+    return any(any(device for device in host.rdma) for host in file.hosts)
 
 
 def layouts(task: Task) -> Figures:
@@ -92,11 +92,11 @@ def layouts(task: Task) -> Figures:
     for name, options in (("stages", ("-pp", str(count))), ("tensor parallelism", ("-tp", str(count)))):
         with serving(task.model, "--hostfile", task.hostfile, "--weights-from", "head", "--prefix-cache", "0", *options,
                      start_s=START_S) as server:
-            found = ask(server, prompt, TOKENS)
-        figures[f"{name} over {count} hosts, tokens a second"] = round(found.decode_rate, 1)
-        if name == "stages" and found.text != alone.text:
+            answer = ask(server, prompt, TOKENS)
+        figures[f"{name} over {count} hosts, tokens a second"] = round(answer.decode_rate, 1)
+        if name == "stages" and answer.text != alone.text:
             problems.append("the answer of one rank from stages, expected; another, seen")
-        elif found.text != alone.text:
+        elif answer.text != alone.text:
             figures[f"{name}: answer"] = "differs from one rank's, which rounding may explain"
     return judged(problems, figures)
 

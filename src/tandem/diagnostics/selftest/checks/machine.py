@@ -29,12 +29,12 @@ LONGEST_SOCKET = 103
 OUTSIDE = "192.0.2.1"
 """An address of TEST-NET-1 (RFC 5737): nobody has it, but the way to it leads through the local network."""
 CONTEXT = 8192
-"""Of the random model."""
+"""Context of the random model."""
 FOLDERS = ("Documents", "Desktop", "Downloads")
 
 
 def machine(task: Task) -> Figures:
-    """What it is, and that nothing is wrong with it that the doctor knows of."""
+    """Describe the machine; the doctor finds nothing wrong with it."""
     figures = facts()
     figures["load of the last minute"] = round(os.getloadavg()[0], 1)
     problems = []
@@ -57,10 +57,10 @@ def machine(task: Task) -> Figures:
 
 
 def _mac() -> Figures:
-    """What only Macs have."""
+    """Return the figures that only Macs have."""
     reports = Path("/Library/Logs/DiagnosticReports")
     try:
-        panics = len([one for one in reports.iterdir() if one.suffix == ".panic" or "panic-full" in one.name])
+        panics = len([file for file in reports.iterdir() if file.suffix == ".panic" or "panic-full" in file.name])
     except OSError:
         panics = 0
     names = {socket.gethostname(), *((output_of(["scutil", "--get", name]) or "").strip()
@@ -102,7 +102,7 @@ def network(task: Task) -> Figures:
 
 
 def _connects(address: str, port: int) -> str:
-    """Why no connection comes about; empty if one does."""
+    """Return why no connection comes about; empty if one does."""
     try:
         socket.create_connection((address, port), timeout=3.0).close()
     except OSError as error:

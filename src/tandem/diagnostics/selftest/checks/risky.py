@@ -1,4 +1,4 @@
-"""What may lock a GPU up, or take all of its memory: only with `--risky`."""
+"""Checks that may lock a GPU up, or take all of its memory: only with `--risky`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def memory(task: Task) -> Figures:
     choose_device("auto")
     if not on_gpu():
         raise NotApplicable("a CPU's memory is the system's, which would end other programs first")
-    held = []
+    arrays = []
     words = ""
     try:
         for _ in range(MOST * memory_bytes() // STEP):
-            held.append(mx.ones((STEP // 4,)) * 1.0)
-            mx.eval(held[-1])
+            arrays.append(mx.ones((STEP // 4,)) * 1.0)
+            mx.eval(arrays[-1])
     except Exception as error:  # noqa: BLE001 - which class and words it has, is what we want to know
         words = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    figures: Figures = {"GiB before it": len(held), "exception": words or "none"}
-    held.clear()
+    figures: Figures = {"GiB before it": len(arrays), "exception": words or "none"}
+    arrays.clear()
     mx.clear_cache()
     if words and fault_of(words) != "memory":
         raise Differs(f"words that are known for full memory, expected; {words}, seen", figures)

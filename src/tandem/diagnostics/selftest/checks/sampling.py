@@ -44,12 +44,12 @@ def sampler(task: Task) -> Figures:
 
 
 def logits_of(vocab: int) -> npt.NDArray[np.float32]:
-    """[vocab] that fall off like Zipf's law, shuffled."""
+    """Return logits [vocab] that fall off like Zipf's law, shuffled."""
     return np.random.default_rng(3).permutation(-1.5 * np.log(np.arange(1, vocab + 1))).astype(np.float32)
 
 
 def kept(logits: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray[np.bool_]:
-    """Which tokens the filters leave, in float64: top-k, then top-p over what it left, then min-p."""
+    """Return which tokens the filters leave, in float64: top-k, then top-p over what it left, then min-p."""
     scaled = (logits.astype(np.float64) - logits.max()) / params.temperature
     keep = np.ones(len(scaled), dtype=np.bool_)
     if params.top_k:
@@ -68,10 +68,10 @@ def _filtered(name: str, params: SamplingParams, logits: npt.NDArray[np.float32]
     """No draw is of a token that the filters drop; a likely one comes about as often as it should."""
     ids = [str(i) for i in range(DRAWS)]
     sampling = Sampler(VOCAB)
-    for i, one in enumerate(ids):
-        sampling.add(one, params, i, list(PROMPT), len(PROMPT))
-    found = sampling.sample(mx.array(np.tile(logits, (DRAWS, 1))), ids)
-    drawn = np.array(found.tokens.tolist())
+    for i, name in enumerate(ids):
+        sampling.add(name, params, i, list(PROMPT), len(PROMPT))
+    sampled = sampling.sample(mx.array(np.tile(logits, (DRAWS, 1))), ids)
+    drawn = np.array(sampled.tokens.tolist())
     keep = kept(logits, params)
     if drawn.min() < 0:
         raise Differs(f"{name}: a token for each row, expected; the mark {drawn.min()}, seen")
@@ -91,19 +91,19 @@ def _penalised(logits: npt.NDArray[np.float32]) -> None:
     produced: list[int] = []
     for step in range(8):
         expected = edited(logits, produced)
-        found = sampling.sample(mx.array(logits)[None], ["a"])
-        token = int(np.array(found.tokens)[0])
+        sampled = sampling.sample(mx.array(logits)[None], ["a"])
+        token = int(np.array(sampled.tokens)[0])
         if token != int(expected.argmax()):
             raise Differs(f"penalties: token {expected.argmax()} in step {step + 1}, expected; {token}, seen")
         norm = float(np.log(np.exp(expected - expected.max()).sum()) + expected.max())
-        [said] = found.logprobs()["a"]
-        if abs(said.logprob - (float(expected[token]) - norm)) > 1e-3 or len(said.top) != PENALISED.logprobs:
-            raise Differs(f"log probability {expected[token] - norm:.4f}, expected; {said.logprob:.4f}, seen")
+        [chosen] = sampled.logprobs()["a"]
+        if abs(chosen.logprob - (float(expected[token]) - norm)) > 1e-3 or len(chosen.top) != PENALISED.logprobs:
+            raise Differs(f"log probability {expected[token] - norm:.4f}, expected; {chosen.logprob:.4f}, seen")
         produced.append(token)
 
 
 def edited(logits: npt.NDArray[np.float32], produced: list[int]) -> npt.NDArray[np.float64]:
-    """Logits after bias and penalties, as the API documents them."""
+    """Return the logits after bias and penalties, as the API documents them."""
     values = logits.astype(np.float64)
     for token, bias in PENALISED.logit_bias.items():
         values[token] += bias
@@ -127,11 +127,11 @@ def _largest(logits: npt.NDArray[np.float32]) -> None:
 
 
 def _milliseconds(params: SamplingParams) -> float:
-    """Of the fastest of some steps."""
+    """Return the milliseconds of the fastest of some steps."""
     ids = [str(i) for i in range(8)]
     sampling = Sampler(LARGE_VOCAB)
-    for i, one in enumerate(ids):
-        sampling.add(one, params, i, list(PROMPT), len(PROMPT))
+    for i, name in enumerate(ids):
+        sampling.add(name, params, i, list(PROMPT), len(PROMPT))
     logits = mx.array(np.tile(logits_of(LARGE_VOCAB), (8, 1)))
     best = float("inf")
     for _ in range(4):

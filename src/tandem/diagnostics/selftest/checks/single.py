@@ -31,10 +31,10 @@ HEALTH_S = 10.0
 
 @dataclass
 class Reference:
-    """What mlx-lm gave."""
+    """The answer of mlx-lm."""
 
     texts: list[str]
-    """Of the first 0, 1, 2, ... tokens."""
+    """Texts of the first 0, 1, 2, ... tokens."""
     gaps: list[float]
     """Between the two likeliest tokens, at each position."""
     pace: float
@@ -49,7 +49,7 @@ def pace(task: Task) -> Figures:
     with serving(task.model, "--prefix-cache", "0") as server:
         ask(server, prompt, 2)  # compiles kernels
         answers = [ask(server, prompt, TOKENS) for _ in range(2)]
-    best = max(TOKENS / (one.ended - one.sent) for one in answers)
+    best = max(TOKENS / (answer.ended - answer.sent) for answer in answers)
     figures: Figures = {"tokens a second, mlx-lm": round(reference.pace, 1), "tokens a second": round(best, 1),
                         "share of mlx-lm's pace": round(best / reference.pace, 2),
                         "tokens that agree": agreed(reference, answers[-1].text)}
@@ -79,7 +79,7 @@ def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
     module, tokenizer, *_ = load(str(resolve(model).path))
     if not on_gpu():
         module = dequantize_model(module)
-        module.update(tree_map(lambda one: one.astype(mx.float32) if mx.issubdtype(one.dtype, mx.floating) else one,
+        module.update(tree_map(lambda x: x.astype(mx.float32) if mx.issubdtype(x.dtype, mx.floating) else x,
                                module.parameters()))
         mx.eval(module.parameters())
     tokens, gaps, spent = list[int](), list[float](), 0.0
@@ -97,12 +97,12 @@ def mlx_lm_answer(model: str, prompt: list[int]) -> Reference:
 
 
 def agreed(reference: Reference, text: str) -> str:
-    """How many tokens agree. Raises Differs where the texts part and mlx-lm was sure of its token.
+    """Return how many tokens agree. Raises Differs where the texts part and mlx-lm was sure of its token.
 
     Texts are compared, since HTTP carries text. mlx-lm drops the space that a text begins with.
     """
     text = text.strip()
-    count = max(i for i, one in enumerate(reference.texts) if text.startswith(one.strip().rstrip("\ufffd")))
+    count = max(i for i, prefix in enumerate(reference.texts) if text.startswith(prefix.strip().rstrip("\ufffd")))
     if count >= len(reference.gaps):
         return f"all {count}"
     gap = min(reference.gaps[max(count - 1, 0):count + 2])  # a character may be of several tokens
@@ -122,9 +122,9 @@ def chunks(task: Task) -> Figures:
         with serving(task.model, "--prefill-chunk", str(chunk), "--prefix-cache", "0") as server:
             if gpu:
                 ask(server, prompt_of(length, 1), 2)  # compiles kernels
-            found = ask(server, prompt_of(length, 2), 8)
-            texts[chunk] = found.text
-            figures[f"chunks of {chunk}, tokens a second"] = round(length / found.ttft, 1)
+            answer = ask(server, prompt_of(length, 2), 8)
+            texts[chunk] = answer.text
+            figures[f"chunks of {chunk}, tokens a second"] = round(length / answer.ttft, 1)
     if len(set(texts.values())) > 1:
         figures["answers"] = "differ between sizes of chunks, which rounding may explain"
     return figures
@@ -145,9 +145,9 @@ def connections(task: Task) -> Figures:
             for _ in range(CONNECTIONS):
                 opened.append(socket.create_connection(address, timeout=HEALTH_S))
             began = time.monotonic()
-            for one in opened:
-                one.sendall(request)
-            answered = sum(one.recv(15).startswith(b"HTTP/1.1 200") for one in opened)
+            for connection in opened:
+                connection.sendall(request)
+            answered = sum(connection.recv(15).startswith(b"HTTP/1.1 200") for connection in opened)
             took = time.monotonic() - began
             if answered < CONNECTIONS:
                 raise Differs(f"{CONNECTIONS} answers over {CONNECTIONS} connections, expected; {answered}, seen")
@@ -156,6 +156,6 @@ def connections(task: Task) -> Figures:
         except OSError as error:
             raise Differs(f"{CONNECTIONS} connections, expected; {error} after {len(opened)}, seen") from None
         finally:
-            for one in opened:
-                one.close()
+            for connection in opened:
+                connection.close()
     return {"connections": CONNECTIONS, "all answered after, s": round(took, 2), "health": health.strip('"')}

@@ -12,7 +12,7 @@ from tandem.system.metal import REFRESH, REFRESH_MS
 
 MOST_MB, CPU_MB = 16 * 1024, 256
 SIDE, WARM = 4096, 5
-"""Of a matrix; products before the pauses."""
+"""Side of a matrix; products before the pauses."""
 ROUND_S = 60.0
 SLACK, SLACK_MS = 3.0, 20.0
 """Wired and refreshed weights may take so many times as long after a pause as warm ones, and so much more."""
@@ -27,11 +27,11 @@ def wiring(task: Task) -> Figures:
     mac = device.gpu and sys.platform == "darwin"
     figures: Figures = {"MiB of weights": megabytes}
     for name, (wired, refresh) in COMBINATIONS.items() if mac else [("as it is here", (False, "0"))]:
-        found = _measured(megabytes, wired, refresh)
-        figures |= {f"{name}, {when}, ms": round(value, 2) for when, value in found.items()}
-        slowest = max(found.values())
-        if refresh == REFRESH_MS and slowest > SLACK * found["warm"] + SLACK_MS:
-            raise Differs(f"{name}: about as fast after a pause as without ({found['warm']:.1f} ms), expected; "
+        milliseconds = _measured(megabytes, wired, refresh)
+        figures |= {f"{name}, {when}, ms": round(value, 2) for when, value in milliseconds.items()}
+        slowest = max(milliseconds.values())
+        if refresh == REFRESH_MS and slowest > SLACK * milliseconds["warm"] + SLACK_MS:
+            raise Differs(f"{name}: about as fast after a pause as without ({milliseconds['warm']:.1f} ms), expected; "
                           f"{slowest:.1f} ms, seen", figures)
     return figures
 
