@@ -21,6 +21,7 @@ from tandem.launchers.worlds import make_world
 from tandem.planner.profile import Step
 from tandem.processes.child import ChildProcess
 from tandem.protocol.keys import ClusterKeys
+from tandem.system.files import write_private
 
 MODULE = "tandem.diagnostics"
 LATE = "late"
@@ -190,9 +191,7 @@ class TaskProcess(ChildProcess):
 
 def leave(answer: Finding | RankTimes, result: str) -> None:
     """Write the answer to the file `result`, whole or not at all; called in the process."""
-    part = Path(result + ".part")
-    part.write_bytes(msgspec.json.encode(answer))
-    part.replace(result)
+    write_private(Path(result), msgspec.json.encode(answer), sync=False)
 
 
 @contextmanager

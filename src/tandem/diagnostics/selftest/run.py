@@ -7,7 +7,6 @@ the machine has been restarted meanwhile, since the check may be why.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from tandem.diagnostics.selftest.check import Check, Outcome
 from tandem.diagnostics.tasks import MODULE, Task, TaskProcess
 from tandem.errors import SpawnError
 from tandem.protocol.codec import UNREADABLE
+from tandem.system.files import write_private
 
 MOST_ATTEMPTS = 2
 RESTARTED = "the machine was restarted while it ran; `tandem selftest --fresh` tries it again"
@@ -91,17 +91,7 @@ class Journal:
 
     def _save(self) -> None:
         """Replace the file, durably: a panic may follow."""
-        part = self._path.with_suffix(".part")
-        with part.open("wb") as file:
-            file.write(msgspec.json.encode(self._run))
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self._path)
-        directory = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        write_private(self._path, msgspec.json.encode(self._run))
 
 
 def _read(path: Path) -> Run | None:
