@@ -17,7 +17,7 @@ from tandem.cli.options.machines import add_selftest
 from tandem.cli.screen import screen
 from tandem.diagnostics.doctor.evidence import Evidence, Finding
 from tandem.diagnostics.doctor.examine import PlanRequest, Question, examine, findings, hostfile_hosts, hosts_of
-from tandem.diagnostics.tasks import MODULE
+from tandem.diagnostics.doctor.session import PROBE
 from tandem.errors import ConfigError
 from tandem.launchers.hostfile import read_hostfile
 from tandem.launchers.ray.driver import ray_command, ray_nodes
@@ -65,7 +65,7 @@ def _question(arguments: argparse.Namespace) -> Question:
     nodes, token = ray_nodes(None if arguments.ray == "auto" else arguments.ray) if arguments.ray else (None, False)
     hosts = hostfile_hosts(file, arguments.remote_python) if file else []
     if nodes is not None:
-        hosts = hosts_of(nodes, {node.node_id: tuple(ray_command(arguments.ray, node.node_id, MODULE, token=token))
+        hosts = hosts_of(nodes, {node.node_id: tuple(ray_command(arguments.ray, node.node_id, PROBE, token=token))
                                  for node in nodes})
     backend = arguments.backend or (file.backend if file else None) or "ring"
     if arguments.layout:

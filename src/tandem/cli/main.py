@@ -40,7 +40,7 @@ def _with(*sections: str) -> Callable[[Parser], None]:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     if arguments.probe:  # on another machine, which need not have what the report needs
-        from tandem.diagnostics.doctor.probe import serve as probe
+        from tandem.diagnostics.doctor.probe import main as probe
 
         return probe()
     return Later("doctor:run")(arguments)

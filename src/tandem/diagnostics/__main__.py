@@ -1,7 +1,6 @@
-"""Entry point of all processes that diagnose: `python -m tandem.diagnostics`.
+"""Entry point of processes that diagnose, but for probes: `python -m tandem.diagnostics`.
 
-The first line of standard input is a task (`tasks.AnyTask`), or the first request to a probe, which answers until its
-standard input closes.
+The first line of standard input is the task (`tasks.AnyTask`). Probes, which other machines may start, take no tasks.
 """
 
 from __future__ import annotations
@@ -23,17 +22,10 @@ GRACE_S = 10.0
 
 
 def main() -> None:
-    """Do what the first line asks for. What imports mlx is imported by the task itself, after the BLAS."""
+    """Do the task. What imports mlx is imported by the task itself, after the BLAS."""
     own_process()
     raise_limit()
-    line = receive_payload()
-    try:
-        task = msgspec.json.decode(line, type=AnyTask)
-    except msgspec.MsgspecError:
-        from tandem.diagnostics.doctor.probe import serve
-
-        serve(line)
-        return
+    task = msgspec.json.decode(receive_payload(), type=AnyTask)
     if isinstance(task, RecordingTask):
         from tandem.diagnostics.parity.runs import record
 

@@ -270,7 +270,7 @@ def test_sums():
     (255, "ssh: connect to host b port 22: Connection timed out", "ping"),
     (255, "ssh: connect to host b port 22: Connection refused", "Remote Login"),
     (255, "ssh: Could not resolve hostname b: nodename nor servname provided, or not known", "/etc/hosts"),
-    (1, "/usr/bin/python: Error while finding module specification for 'tandem.diagnostics' "
+    (1, "/usr/bin/python: Error while finding module specification for 'tandem.diagnostics.doctor.probe' "
      "(ModuleNotFoundError: No module named 'tandem')", "python -m pip install "),
     (127, "zsh:1: command not found: python3", "--remote-python")])
 def test_why_ssh_failed(code, said, remedy):

@@ -1,4 +1,4 @@
-"""The probe on a machine: answers requests until its standard input closes."""
+"""The probe on a machine: `python -m tandem.diagnostics.doctor.probe` answers requests until its input closes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.borders import start_thread
+from tandem.borders import own_process, start_thread
 from tandem.descriptors import raise_limit
 from tandem.diagnostics.doctor import messages
 from tandem.diagnostics.doctor.facts import gather
@@ -138,12 +138,11 @@ def run_rank(request: messages.RunRank) -> RankTimes:
         return times
 
 
-def serve(first: bytes | None = None) -> int:
-    """Answer `first` and the requests of standard input. A thread reads, so that its end is seen during a request."""
+def main() -> int:
+    """Answer the requests of standard input. A thread reads, so that its end is seen during a request."""
+    own_process()
     raise_limit()
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    if first is not None:
-        requests.put(first)
 
     def read() -> None:
         for line in sys.stdin.buffer:
@@ -159,3 +158,7 @@ def serve(first: bytes | None = None) -> int:
             reply = messages.ProbeError(f"{type(error).__name__}: {error}")
         sys.stdout.buffer.write(messages.MARK + msgspec.json.encode(reply) + b"\n")
         sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

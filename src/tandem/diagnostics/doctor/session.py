@@ -14,7 +14,7 @@ import msgspec
 from tandem.borders import start_thread
 from tandem.diagnostics.doctor.evidence import Host
 from tandem.diagnostics.doctor.messages import MARK, ProbeError, Reply, Request, Reserve, ReservedPorts, RunRank
-from tandem.diagnostics.tasks import MODULE, RankTimes, TimingTask, timing_group
+from tandem.diagnostics.tasks import RankTimes, TimingTask, timing_group
 from tandem.errors import TandemError
 from tandem.launchers.agent.link import agent_name, link_command
 from tandem.launchers.base import World
@@ -23,6 +23,7 @@ from tandem.launchers.worlds import Devices, jaccl_world, nccl_world, ring_world
 from tandem.processes.interpreter import module_command
 from tandem.protocol.codec import UNREADABLE
 
+PROBE = "tandem.diagnostics.doctor.probe"
 ANSWER_S = 60.0
 """Seconds that a probe gets for what is quick, the start of its Python included."""
 T = TypeVar("T")
@@ -138,14 +139,14 @@ class Probes:
 
 def local_probe() -> list[str]:
     """Return the command of a probe on this machine."""
-    return module_command(MODULE)
+    return module_command(PROBE)
 
 
 def remote_probe(host: str, python: str | None = None) -> list[str]:
     """Return the command of a probe on another machine, started as its ranks would be."""
     if (agent := agent_name(host)) is not None:
         return link_command(agent, "probe")
-    return ssh_command(host, remote_command(python, MODULE, "doctor --probe"))
+    return ssh_command(host, remote_command(python, PROBE, "doctor --probe"))
 
 
 def explain(host: str, code: int, complaints: Sequence[str]) -> ProbeLost:
