@@ -47,6 +47,14 @@ def test_every_check_has_its_function_and_words() -> None:
         assert one.proves[0].islower(), one.name
 
 
+def serves(server: object = None) -> Any:
+    """What takes the place of `serving`: a server that is there."""
+    @contextmanager
+    def serving(*_: object, **__: object) -> Any:
+        yield server
+    return serving
+
+
 def differs(check: Callable[[Task], Figures], task: Task, words: str) -> None:
     with pytest.raises(Differs) as caught:
         check(task)
@@ -304,12 +312,7 @@ def test_awake(task: Task, monkeypatch: Patch) -> None:
     with pytest.raises(NotApplicable, match="macOS alone"):
         faults.awake(task)
     monkeypatch.setattr("sys.platform", "darwin")
-
-    @contextmanager
-    def serving(model: str) -> Any:
-        yield None
-
-    monkeypatch.setattr(faults, "serving", serving)
+    monkeypatch.setattr(faults, "serving", serves())
     monkeypatch.setattr(faults, "ask", lambda *_: None)
     seen = iter([set(), {"caffeinate, pid 1"}, set()])
     monkeypatch.setattr(faults, "holders", lambda: next(seen))
@@ -392,12 +395,7 @@ def test_deaths(cluster: Task, monkeypatch: Patch) -> None:
     with subprocess.Popen(["sleep", "600"]) as rank:
         try:
             server = Struck(rank)
-
-            @contextmanager
-            def serving(*_: object, **__: object) -> Any:
-                yield server
-
-            monkeypatch.setattr(hosts, "serving", serving)
+            monkeypatch.setattr(hosts, "serving", serves(server))
             monkeypatch.setattr(hosts, "ask", lambda *_: SimpleNamespace(text="words"))
             monkeypatch.setattr(hosts, "ask_in_background", lambda *_: server)
             monkeypatch.setattr(hosts, "descendants", lambda _: set[int]())
@@ -412,6 +410,8 @@ def test_deaths(cluster: Task, monkeypatch: Patch) -> None:
     with subprocess.Popen(["sleep", "600"]) as rank:
         try:
             server = Struck(rank)
+            monkeypatch.setattr(hosts, "serving", serves(server))
+            monkeypatch.setattr(hosts, "ask_in_background", lambda *_: server)
             monkeypatch.setattr(hosts, "BACK_S", 60.0)
             differs(hosts.deaths, cluster, "the same answer after death 1, expected; another")
         finally:
@@ -447,12 +447,7 @@ def test_fast_fences(task: Task, monkeypatch: Patch) -> None:
         risky.fast_fences(task)
     monkeypatch.setattr("sys.platform", "darwin")
     monkeypatch.setattr(risky, "this_device", lambda: type("Device", (), {"gpu": True}))
-
-    @contextmanager
-    def serving(model: str, **_: object) -> Any:
-        yield None
-
-    monkeypatch.setattr(risky, "serving", serving)
+    monkeypatch.setattr(risky, "serving", serves())
     monkeypatch.setattr(risky, "sums", lambda fast_sync: {"us": 1.0} if fast_sync else {})
     assert risky.fast_fences(task)["us"] == 1.0
 

@@ -64,12 +64,17 @@ def kept(logits: npt.NDArray[np.float32], params: SamplingParams) -> npt.NDArray
     return keep
 
 
+def _sampler(vocab: int, params: SamplingParams, rows: int) -> tuple[Sampler, list[str]]:
+    """Return a sampler with rows that differ in their seeds alone, and their names."""
+    sampling, ids = Sampler(vocab), [str(i) for i in range(rows)]
+    for seed, row in enumerate(ids):
+        sampling.add(row, params, seed, list(PROMPT), len(PROMPT))
+    return sampling, ids
+
+
 def _filtered(name: str, params: SamplingParams, logits: npt.NDArray[np.float32]) -> None:
     """No draw is of a token that the filters drop; a likely one comes about as often as it should."""
-    ids = [str(i) for i in range(DRAWS)]
-    sampling = Sampler(VOCAB)
-    for i, name in enumerate(ids):
-        sampling.add(name, params, i, list(PROMPT), len(PROMPT))
+    sampling, ids = _sampler(VOCAB, params, DRAWS)
     sampled = sampling.sample(mx.array(np.tile(logits, (DRAWS, 1))), ids)
     drawn = np.array(sampled.tokens.tolist())
     keep = kept(logits, params)
@@ -128,10 +133,7 @@ def _largest(logits: npt.NDArray[np.float32]) -> None:
 
 def _milliseconds(params: SamplingParams) -> float:
     """Return the milliseconds of the fastest of some steps."""
-    ids = [str(i) for i in range(8)]
-    sampling = Sampler(LARGE_VOCAB)
-    for i, name in enumerate(ids):
-        sampling.add(name, params, i, list(PROMPT), len(PROMPT))
+    sampling, ids = _sampler(LARGE_VOCAB, params, 8)
     logits = mx.array(np.tile(logits_of(LARGE_VOCAB), (8, 1)))
     best = float("inf")
     for _ in range(4):
