@@ -59,7 +59,7 @@ runpy.run_module(sys.argv[1], run_name="__main__")
 
 
 @pytest.mark.skipif(not hasattr(psutil.Process, "rlimit"), reason="another process's limits show on Linux alone")
-@pytest.mark.parametrize("module", ["tandem.launchers.rank_host", "tandem.doctor.probe"])
+@pytest.mark.parametrize("module", ["tandem.launchers.rank_host", "tandem.diagnostics.doctor.probe"])
 def test_what_ssh_starts_raises_it_too(module: str) -> None:
     """It begins with what that machine gives, and its ranks inherit what it has."""
     payload = msgspec.json.encode(HostPayload(keys=ClusterKeys.generate(), endpoints=["127.0.0.1:9"], join_timeout=600))

@@ -18,7 +18,7 @@ import zmq.error
 from tandem.checkpoints import hub
 from tandem.checkpoints.safetensors import read_header
 from tandem.config.loading import from_json
-from tandem.doctor import model_files
+from tandem.diagnostics.doctor import model_files
 from tandem.engine.gateway import Gateway
 from tandem.errors import RankFailure, TandemError, TransportError, UsageError
 from tandem.executors.inline import InlineExecutor

@@ -9,8 +9,8 @@ from pathlib import Path
 import tandem
 
 SOURCE = Path(tandem.__file__).parent
-ARRAYS = {"firstlight", "llm", "vllm_plugin", "doctor", "bench", "parity", "engine", "executors", "runner", "kv",
-          "loading", "comm", "testing", "__main__"}
+ARRAYS = {"llm", "vllm_plugin", "diagnostics", "engine", "executors", "runner", "kv", "loading",
+          "comm", "testing", "__main__"}
 """Packages that hold arrays, or that start what does: they may reach mlx."""
 
 

@@ -179,7 +179,7 @@ def test_the_planned_command_keeps_the_machines(capsys, tmp_path):
 
 def test_what_does_not_apply_is_one_line_of_the_doctor(capsys, monkeypatch):
     from tandem.cli import doctor
-    from tandem.doctor.findings import Finding
+    from tandem.diagnostics.doctor.evidence import Finding
 
     found = [Finding("versions", "ok", "here", "alike"), Finding("ssh", "skip", "", "one machine"),
              Finding("rdma", "skip", "", "no Mac")]

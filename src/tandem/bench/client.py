@@ -24,12 +24,12 @@ class Target:
     """An OpenAI-compatible server and how to ask it."""
 
     base_url: str
-    """Such as http://127.0.0.1:8000, without /v1."""
+    """Address without /v1, such as http://127.0.0.1:8000."""
     model: str
     endpoint: str = COMPLETIONS
     """`COMPLETIONS` or `CHAT`, or another path that takes the same."""
     api_key: str = field(default="", repr=False)
-    body: Mapping[str, Any] = field(default_factory=dict)
+    body: Mapping[str, object] = field(default_factory=dict)
     """More fields of each request's body."""
     timeout_s: float = 600.0
     """Seconds after which a request counts as failed."""
@@ -46,7 +46,7 @@ class Job:
 
 @dataclass
 class Timed:
-    """What became of it; times are of time.perf_counter()."""
+    """The answer to a job; times are of time.perf_counter()."""
 
     job: Job
     sent: float
@@ -88,7 +88,7 @@ class Timed:
 
 
 async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
-    """One streaming completion. Failures of any kind stand in the answer's `error`.
+    """Send one streaming completion. Failures of any kind stand in the answer's `error`.
 
     `answer`, where it is given, is what grows while the text comes.
     """
@@ -109,7 +109,7 @@ async def send(target: Target, job: Job, answer: Timed | None = None) -> Timed:
 
 async def _stream(target: Target, job: Job, answer: Timed) -> None:
     chat = target.endpoint.endswith("chat/completions")
-    prompt: dict[str, Any] = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
+    prompt = {"messages": [{"role": "user", "content": job.prompt}]} if chat else {"prompt": job.prompt}
     body = {"model": target.model, **prompt, "max_tokens": job.max_tokens, "stream": True,
             "stream_options": {"include_usage": True}, **target.body}
     data = json.dumps(body).encode()
@@ -136,7 +136,7 @@ async def _stream(target: Target, job: Job, answer: Timed) -> None:
 
 
 async def _is_chunked(reader: asyncio.StreamReader) -> bool:
-    """Read the headers."""
+    """Read the headers; True for chunked transfer encoding."""
     chunked = False
     while (line := await reader.readline()).strip():
         name, _, value = line.lower().partition(b":")
@@ -145,7 +145,7 @@ async def _is_chunked(reader: asyncio.StreamReader) -> bool:
 
 
 async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[bytes]:
-    """Lines of the body, without their ends. Raises EOFError when a chunked body is cut off."""
+    """Generate the lines of the body, without their ends. Raises EOFError when a chunked body is cut off."""
     left = b""
     while data := await (_chunk(reader) if chunked else reader.read(READ_BYTES)):
         *whole, left = (left + data).split(b"\n")
@@ -156,7 +156,7 @@ async def _lines(reader: asyncio.StreamReader, chunked: bool) -> AsyncIterator[b
 
 
 async def _chunk(reader: asyncio.StreamReader) -> bytes:
-    """The next chunk's data, empty at the end."""
+    """Return the next chunk's data, empty at the end."""
     size = int((await reader.readline()).split(b";")[0], 16)
     return (await reader.readexactly(size + 2))[:-2]
 

@@ -10,10 +10,10 @@ import socket
 from contextlib import AbstractContextManager, nullcontext
 
 from tandem.cli.arguments import say
-from tandem.doctor.facts import gather
-from tandem.doctor.messages import GatherFacts
-from tandem.doctor.parsing import interfaces
-from tandem.doctor.topology import is_virtual
+from tandem.diagnostics.doctor.facts import gather
+from tandem.diagnostics.doctor.messages import GatherFacts
+from tandem.diagnostics.doctor.parsing import interfaces
+from tandem.diagnostics.doctor.topology import is_virtual
 from tandem.errors import ConfigError
 from tandem.launchers.agent.agent import Agent
 from tandem.launchers.agent.discovery import Announcement

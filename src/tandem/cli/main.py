@@ -39,8 +39,8 @@ def _with(*sections: str) -> Callable[[Parser], None]:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    if arguments.probe:  # on another machine, which may lack the packages that the report needs
-        from tandem.doctor.probe import main as probe
+    if arguments.probe:  # on another machine, which need not have what the report needs
+        from tandem.diagnostics.doctor.probe import main as probe
 
         return probe()
     return Later("doctor:run")(arguments)
@@ -57,6 +57,7 @@ def _version(arguments: argparse.Namespace) -> int:
 
 CHAT = Command("Talk in this terminal to a running server, or to a model loaded here.",
                sampling.add_chat, Later("talk.chat:run_chat"))
+SELFTEST = "Try on this machine all that may go another way on another one, and write a report of one page."
 COMMANDS = {
     "a model": {
         "serve": Command("Load a model and serve it over HTTP.", _with(*SERVE_SECTIONS), Later("serve:run")),
@@ -91,8 +92,7 @@ COMMANDS = {
                         machines.add_rank, Later("rank:run")),
         "doctor": Command("Look at the machines of a cluster, side by side, and say what is wrong and how to mend it.",
                           machines.add_doctor, _doctor),
-        "firstlight": Command("Try on this machine all that may go another way on another one, and write a report of "
-                              "one page.", machines.add_firstlight, Later("firstlight.command:run")),
+        "selftest": Command(SELFTEST, machines.add_selftest, Later("selftest:run")),
         "parity": Command("Compare a layout's logits and greedy tokens with those of a single process.",
                           machines.add_parity, Later("parity:run")),
     },
@@ -106,7 +106,7 @@ COMMANDS = {
         "batch": Command("Send a file of requests, in OpenAI's batch format, to a running server.", bench.add_batch,
                          Later("batch:run")),
         "bench": Command("Measure a server, or what joins the ranks of this machine.", bench.add_bench,
-                         Later("bench:run")),
+                         Later("bench.load:run")),
     },
     "parts of a server, and of this command": {
         "api": Command("Serve HTTP for an engine that runs by itself; it can be restarted at any time.",
@@ -121,6 +121,7 @@ COMMANDS = {
 """Commands by name, by the headings of `tandem --help`."""
 OTHER_NAMES = {
     "run": CHAT,
+    "firstlight": Command(SELFTEST, partial(machines.add_selftest, report="firstlight.md"), Later("selftest:run")),
     **{name: Command(servers.MODEL_ACTIONS[action], partial(servers.add_model_action, name=action), Later("model:run"))
        for name, action in servers.SHORT.items()},
     "distributed_launcher": Command("As `python -m vllm_mlx.distributed_launcher`: tensor parallelism over the hosts "

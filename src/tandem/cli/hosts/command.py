@@ -18,10 +18,10 @@ import zmq
 from rich.table import Table
 
 from tandem.cli.screen import screen
-from tandem.doctor.messages import Facts, GatherFacts
-from tandem.doctor.parsing import Interface, interfaces
-from tandem.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
-from tandem.doctor.topology import address_cables, choose_addresses, networks_of, parse_cable, readdress
+from tandem.diagnostics.doctor.messages import Facts, GatherFacts
+from tandem.diagnostics.doctor.parsing import Interface, interfaces
+from tandem.diagnostics.doctor.session import ProbeLink, ProbeLost, local_probe, remote_probe
+from tandem.diagnostics.doctor.topology import address_cables, choose_addresses, networks_of, parse_cable, readdress
 from tandem.errors import ConfigError, TransportError, UsageError
 from tandem.launchers.agent.agent import PORT
 from tandem.launchers.agent.discovery import Found, find

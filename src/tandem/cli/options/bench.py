@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
-from tandem.cli.arguments import BACKENDS, Parser, add_actions, add_as_for_serve, add_server, filled
+from tandem.cli.arguments import BACKENDS, Later, Parser, add_actions, add_as_for_serve, add_server, filled
 
 
 def add_bench(parser: Parser) -> None:
@@ -17,6 +17,7 @@ def add_bench(parser: Parser) -> None:
     _add_serve(actions["serve"])
     _add_latency(actions["latency"])
     _add_comm(actions["comm"])
+    actions["comm"].set_defaults(run=Later("bench.comm:run"))
 
 
 def add_top(parser: Parser) -> None:

@@ -1,4 +1,4 @@
-"""Options of `tandem agent`, `hosts`, `rank`, `doctor`, `firstlight`, `parity` and `plan`."""
+"""Options of `tandem agent`, `hosts`, `rank`, `doctor`, `selftest`, `parity` and `plan`."""
 
 from __future__ import annotations
 
@@ -64,6 +64,8 @@ def add_doctor(parser: Parser) -> None:
     parser.add_argument("--full-hash", action="store_true", help="read all of every weight file instead of samples.")
     parser.add_argument("--verbose", "-v", action="store_true", help="also say of each check that does not apply why.")
     parser.add_argument("--json", action="store_true", help="print what was found as JSON.")
+    parser.add_argument("--deep", action="store_true", help="then run `tandem selftest` with this --hostfile and "
+                        "--model.")
     parser.add_argument("--probe", action="store_true", help=argparse.SUPPRESS)  # what ssh runs on another machine
     group = parser.add_argument_group("the model")
     group.add_argument("--model", metavar="MODEL", help="directory, GGUF file, hub id or demo: is it there, is it the "
@@ -75,8 +77,8 @@ def add_doctor(parser: Parser) -> None:
     group.add_argument("--streams", type=int, default=1, metavar="N", help="requests answered at once [1]")
 
 
-def add_firstlight(parser: Parser) -> None:
-    """Add the options of `tandem firstlight`."""
+def add_selftest(parser: Parser, report: str = "selftest.md") -> None:
+    """Add the options of `tandem selftest`, which writes `report` unless another file is named."""
     parser.add_argument("--hostfile", metavar="FILE", type=filled, help="MLX's JSON hosts file: also try those "
                         "machines together.")
     parser.add_argument("--model", metavar="MODEL", default="demo", help="directory, GGUF file, hub id, or demo; "
@@ -87,8 +89,8 @@ def add_firstlight(parser: Parser) -> None:
     parser.add_argument("--risky", action="store_true", help="also what may lock a GPU up until the machine is "
                         "restarted: full memory, and MLX's fast fences.")
     parser.add_argument("--fresh", action="store_true", help="begin anew, though a run was interrupted or has ended.")
-    parser.add_argument("--output", "-o", metavar="FILE", default="firstlight.md", help="the report; beside it stands "
-                        "the same as JSON [firstlight.md]")
+    parser.add_argument("--output", "-o", metavar="FILE", default=report, help="the report; beside it stands the same "
+                        f"as JSON [{report}]")
     parser.add_argument("--list", action="store_true", help="only say which checks there are, and what they prove.")
 
 

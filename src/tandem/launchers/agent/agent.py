@@ -33,7 +33,7 @@ from tandem.transport.guard import Guard
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
-PROGRAMS = {"rank-host": "tandem.launchers.rank_host", "probe": "tandem.doctor.probe"}
+PROGRAMS = {"rank-host": "tandem.launchers.rank_host", "probe": "tandem.diagnostics.doctor.probe"}
 """What a head may have run, and the module that it is."""
 PORT = 29640
 """Of sessions; pairing has the next one."""
