@@ -216,7 +216,7 @@ def test_two_threads_that_look_whom_to_trust_overlook_nobody(
                 noted.wait(240)
 
     key = zmq.curve_keypair()[0]
-    slow, quick = (threading.Thread(target=agent.callback, args=("", key)) for _ in range(2))
+    slow, quick = (threading.Thread(target=agent.admits, args=(key.decode(),)) for _ in range(2))
     with closing(agent):
         monkeypatch.setattr(machine.trust, "peers", slow_peers)
         monkeypatch.setattr(agent, "__class__", Watched)
@@ -228,7 +228,7 @@ def test_two_threads_that_look_whom_to_trust_overlook_nobody(
         slow.join(240)
         noted.set()
         quick.join(240)
-        assert agent.callback("", key)
+        assert agent.admits(key.decode())
 
 
 def test_what_cannot_be_started_is_told(machine: Machine) -> None:

@@ -1,6 +1,6 @@
 """A rank host: the process on a rank's machine that joins the head and starts, watches and kills a rank there.
 
-`python -m tandem.launchers.rank_host`, with a `HostPayload` as a line on standard input, is what launchers start;
+`python -m tandem.launchers rank-host`, with a `HostPayload` as a line on standard input, is what launchers start;
 `tandem rank` is the same for people. It holds no mlx, so it stays awake while its rank is stuck in a collective: a rank
 ends within `heartbeat_timeout` of the last sign of the head, whatever has happened to either, or to the network.
 """
@@ -22,7 +22,6 @@ from types import FrameType
 
 import msgspec
 
-from tandem.borders import own_process
 from tandem.descriptors import raise_limit
 from tandem.errors import SpawnError, TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
@@ -252,8 +251,7 @@ def host_ranks(payload: HostPayload) -> int:
 
 
 def main() -> int:
-    """Entry point for launchers."""
-    own_process()
+    """Run the rank host that a launcher has started, by the payload on standard input. Return its exit code."""
     payload = msgspec.json.decode(receive_payload(), type=HostPayload)
     set_up(payload.log_level, prefix="[rank host]")
     try:
@@ -262,6 +260,3 @@ def main() -> int:
         print(f"tandem: {error.message}", file=sys.stderr)  # noqa: T201 - read by whoever started this
         return 2
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import socket
 import threading
 import time
-from dataclasses import dataclass, field
-
-import zmq
 
 from tandem.borders import start_thread
 from tandem.errors import RankFailure, TransportError
@@ -22,18 +19,12 @@ from tandem.transport.bus import HeadEnd
 log = logging.getLogger(__name__)
 seldom = Seldom(log)
 
-POLL_MS = 100
+POLL_S = 0.1
 PING_S = 1.0
 ASK_S = 10.0
 """Seconds in which a rank host must answer a question."""
 LOST = 255
 """Exit code of a rank whose host is lost."""
-
-
-@dataclass
-class _Answers:
-    numbers: int = 0
-    ports: dict[int, hosts.Ports] = field(default_factory=dict)
 
 
 class Roster:
@@ -49,10 +40,11 @@ class Roster:
         self._count = 0
         self._members: dict[bytes, Member] = {}
         self._changed = threading.Condition()
-        self._answers = _Answers()
+        self._numbers = itertools.count(1)
+        """For ranks and questions."""
+        self._ports: dict[int, hosts.Ports] = {}
+        """Answers, by the number of the question."""
         self._refusals: dict[int | None, str] = {}
-        self._outbox: list[tuple[bytes, hosts.HeadMessage]] = []
-        self._bell, self._ring = socket.socketpair()
         self._closing = False
         self._pinged = 0.0
         self._thread = start_thread(self._run, name="roster", on_failure=self._broken)
@@ -93,20 +85,12 @@ class Roster:
             self._changed.wait(timeout_s)
 
     def send(self, member: Member, message: hosts.HeadMessage) -> None:
-        """Send soon."""
-        with self._changed:
-            self._outbox.append((member.identity, message))
-        self._ring.send(b"!")
-
-    def number(self) -> int:
-        """One that was not used before."""
-        with self._changed:
-            self._answers.numbers += 1
-            return self._answers.numbers
+        """Have the roster's thread send a message."""
+        self._end.post(member.identity, message)
 
     def begin(self, member: Member) -> RemoteRank:
         """A rank process for the member's host, which is to be told to start it."""
-        number = self.number()
+        number = next(self._numbers)
         rank = RemoteRank(number, member, lambda: self.send(member, hosts.KillRank(number)), self._changed)
         with self._changed:
             member.rank = rank
@@ -116,15 +100,15 @@ class Roster:
 
     def reserve(self, member: Member, address: str, count: int, wanted: list[int]) -> list[int]:
         """Free ports on the member's machine. Raises RankFailure."""
-        number = self.number()
+        number = next(self._numbers)
         self.send(member, hosts.ReservePorts(number, address, count, wanted))
         deadline = time.monotonic() + ASK_S
         with self._changed:
-            while number not in self._answers.ports:
+            while number not in self._ports:
                 if member.identity not in self._members or time.monotonic() > deadline:
                     raise RankFailure(f"{member.facts.name} does not answer")
-                self._changed.wait(POLL_MS / 1000)
-            answer = self._answers.ports.pop(number)
+                self._changed.wait(POLL_S)
+            answer = self._ports.pop(number)
         if answer.problem:
             raise RankFailure(answer.problem)
         return answer.ports
@@ -141,21 +125,13 @@ class Roster:
             if self._closing:
                 return
             self._closing = True
-        self._ring.send(b"!")
         self._thread.join()
-        self._bell.close()
-        self._ring.close()
 
     # --- its own thread ---
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._end.socket, zmq.POLLIN)
-        poller.register(self._bell, zmq.POLLIN)
         while not self._closing:
-            if self._bell.fileno() in dict(poller.poll(POLL_MS)):
-                self._bell.recv(4096)
-            self._send_outbox()
+            self._end.wait(POLL_S)
             while True:
                 try:
                     received = self._end.receive()
@@ -166,11 +142,11 @@ class Roster:
                     break
                 self._take(*received)
             self._keep_up()
-        self._send_outbox()
-        for member in self._members.values():
-            self._post(member.identity, hosts.Release())
         with self._changed:
+            for member in self._members.values():
+                self._end.post(member.identity, hosts.Release())
             self._members.clear()
+        self._end.wait(0.0)
         self._end.close()
 
     def _broken(self, error: BaseException) -> None:
@@ -180,18 +156,6 @@ class Roster:
                 self._strike(member, "cannot be heard: the thread that listens has failed")
         raise error
 
-    def _send_outbox(self) -> None:
-        with self._changed:
-            outbox, self._outbox = self._outbox, []
-        for identity, message in outbox:
-            self._post(identity, message)
-
-    def _post(self, identity: bytes, message: hosts.HeadMessage) -> None:
-        try:
-            self._end.send(identity, message)
-        except TransportError as error:
-            log.debug("%s", error)  # its silence will tell
-
     def _take(self, identity: bytes, message: hosts.HostMessage) -> None:
         if isinstance(message, hosts.Join):
             self._greet(identity, message)
@@ -199,14 +163,14 @@ class Roster:
         with self._changed:
             member = self._members.get(identity)
             if member is None:
-                self._post(identity, hosts.JoinAgain())
+                self._end.post(identity, hosts.JoinAgain())
                 return
             member.heard = time.monotonic()
             rank = member.rank
             if isinstance(message, hosts.Leave):
                 self._strike(member, "has been ended there")
             elif isinstance(message, hosts.Ports):
-                self._answers.ports[message.number] = message
+                self._ports[message.number] = message
             elif rank is not None and isinstance(message, hosts.Pong):
                 rank.stopped = message.stopped
             elif rank is not None and rank.number == message.number:
@@ -227,7 +191,7 @@ class Roster:
                     seldom.warning("refused %s (%s): %s; it may join when that is mended", join.facts.name,
                                    join.facts.address, reason)
                     self._refusals[join.slot] = reason
-                    self._post(identity, hosts.Refuse(reason))
+                    self._end.post(identity, hosts.Refuse(reason))
                     self._changed.notify_all()
                     return
                 member = Member(identity, join, join.slot, time.monotonic())
@@ -236,7 +200,7 @@ class Roster:
                          "" if join.slot is None else f" for rank {join.slot}", join.facts.chip or join.facts.system,
                          join.facts.cores, join.facts.memory_bytes / 2**30)
                 self._changed.notify_all()
-        self._post(identity, hosts.Welcome(self._heartbeat))
+        self._end.post(identity, hosts.Welcome(self._heartbeat))
 
     def _objection(self, join: hosts.Join) -> str | None:
         """Why the rank host cannot be let in; takes its ticket."""
@@ -269,7 +233,7 @@ class Roster:
                     self._strike(member, f"has not answered for {self._heartbeat:.0f} s (heartbeat_timeout)")
             identities = list(self._members)
         for identity in identities:
-            self._post(identity, hosts.Ping(int(now)))
+            self._end.post(identity, hosts.Ping(int(now)))
 
     def _strike(self, member: Member, reason: str, level: int = logging.ERROR) -> None:
         del self._members[member.identity]

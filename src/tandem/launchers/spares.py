@@ -10,7 +10,7 @@ import msgspec
 from tandem.env import child_environment
 from tandem.errors import SpawnError
 from tandem.processes.child import ChildProcess
-from tandem.protocol.payloads import SPARE_MODULE, WORKER_MODULE
+from tandem.protocol.payloads import STANDBY, WORKER_MODULE
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,8 @@ class Spares:
             return
         self.drop(rank)
         try:
-            self._waiting[rank] = ChildProcess(SPARE_MODULE, spec, env=env, name=f"rank {rank}"), env
+            process = ChildProcess(WORKER_MODULE, spec, env=env, name=f"rank {rank}", arguments=(STANDBY,))
+            self._waiting[rank] = process, env
         except SpawnError as error:
             log.warning("no spare for rank %d: %s; it starts without", rank, error)
 

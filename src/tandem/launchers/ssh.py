@@ -29,12 +29,11 @@ from tandem.launchers.hosts import HostsLauncher
 from tandem.launchers.worlds import Devices
 from tandem.printable import printable
 from tandem.processes.interpreter import SAFE, module_command
-from tandem.protocol.payloads import HostPayload
+from tandem.protocol.payloads import RANK_HOST, HostPayload
 from tandem.system.origin import install_command
 
 log = logging.getLogger(__name__)
 
-RANK_HOST_MODULE = "tandem.launchers.rank_host"
 CONNECT_S = 10
 ALIVE_S, ALIVE_COUNT = 2, 4
 """ssh gives a connection up after so many unanswered questions, one in so many seconds."""
@@ -75,7 +74,7 @@ PLACES = (".local/bin/tandem", ".pyenv/shims/tandem", "/opt/homebrew/bin/tandem"
 """Where installers put programs that a login shell need not find; relative ones are below the home directory."""
 
 
-def remote_command(python: str | None, module: str = RANK_HOST_MODULE, words: str = "rank --stdin") -> str:
+def remote_command(python: str | None, module: str = RANK_HOST, words: str = "rank --stdin") -> str:
     """What the host's login shell is to run: `module`, which `tandem` with `words` runs too.
 
     By the interpreter that is named, or that of the same path as here (below the home directory too), or what a login
@@ -265,7 +264,7 @@ class SshLauncher(HostsLauncher):
         payload = HostPayload(keys=self.keys, endpoints=[f"{self._head_addresses[slot]}:{self.roster.port}"], slot=slot,
                               ticket=ticket, address=entry.ips[0] if entry.ips else None, log_level=self._log_level)
         if entry.is_here:
-            command = module_command(RANK_HOST_MODULE, python=entry.python)
+            command = module_command(*RANK_HOST.split(), python=entry.python)
         elif (agent := agent_name(entry.ssh)) is not None:
             command = link_command(agent, "rank-host")
         else:

@@ -10,8 +10,12 @@ from tandem.protocol.layout import StageSpec
 
 WORKER_MODULE = "tandem.executors.worker"
 """Entry point of ranks."""
-SPARE_MODULE = "tandem.executors.spare"
-"""Entry point of processes that wait to become ranks."""
+STANDBY = "standby"
+"""Argument of that entry point for a process that waits to become a rank."""
+LAUNCHERS = "tandem.launchers"
+"""Entry point of what launchers start; its first argument is a role."""
+RANK_HOST = f"{LAUNCHERS} rank-host"
+"""Words after `python -m` that start a rank host."""
 
 
 class WorkerPayload(Struct, frozen=True, kw_only=True):

@@ -1,23 +1,13 @@
-"""Messages between an engine and its Ray driver, the process that alone speaks to Ray: lines of JSON on a socket."""
+"""Messages between an engine and its Ray driver, the process that alone speaks to Ray: lines of JSON on its standard
+input and output."""
 
 from __future__ import annotations
 
 from msgspec import Struct
 
 
-class DriverPayload(Struct, frozen=True, kw_only=True):
-    """What the driver is started with."""
-
-    address: str
-    """Cluster to connect to: host:port, `auto` for the one that runs on this machine, `new` for one to be started."""
-    start_units: int
-    """Ranks that a new cluster has room for on this machine."""
-    lock: str
-    """File that drivers on this machine lock while they choose nodes."""
-
-
 class PlaceRanks(Struct, frozen=True, tag=True):
-    """Reserve a device for each rank and start rank hosts there; answered by `Placed` or `Refused`.
+    """Reserve a device for each rank and start rank hosts there; answered by `Placed` or `ClusterRefused`.
 
     What an earlier one reserved and started is ended first.
     """
@@ -50,14 +40,8 @@ class Placed(Struct, frozen=True, tag=True):
     """Address and name of each, for messages."""
 
 
-class Shortage(Struct, frozen=True, tag=True):
-    """There is no room and the patience is over."""
-
-    message: str
-
-
 class ClusterRefused(Struct, frozen=True, tag=True):
-    """What was asked cannot be done until the user mends something."""
+    """What was asked cannot be done until the user mends something, such as a shortage of devices."""
 
     message: str
 
@@ -80,4 +64,4 @@ class HostEnded(Struct, frozen=True, tag=True):
     reason: str
 
 
-DriverMessage = Connected | Placed | Shortage | ClusterRefused | HostOutput | HostEnded
+DriverMessage = Connected | Placed | ClusterRefused | HostOutput | HostEnded

@@ -55,8 +55,7 @@ class TcpChannel(MemberSocket):
         for endpoint in endpoints:
             socket = self._context.socket(zmq.PUSH)
             socket.linger, socket.sndhwm = 0, FRAMES_IN_FLIGHT
-            self._keys.secure_connect(socket)
-            socket.connect(endpoint)
+            self._connect(endpoint, socket)
             self._outbound.append(socket)
 
     def send(self, header: FrameHeader, data: Buffer) -> None:

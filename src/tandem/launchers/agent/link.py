@@ -1,4 +1,4 @@
-"""A session with an agent as a command, in the place of ssh: `python -m tandem.launchers.agent.link NAME PROGRAM`.
+"""A session with an agent as a command, in the place of ssh: `python -m tandem.launchers agent NAME PROGRAM`.
 
 Its standard input becomes the program's, the program's output becomes its own, and so does the exit code. 255 with a
 line that says why means that there was no session, as with ssh.
@@ -6,12 +6,12 @@ line that says why means that there was no session, as with ssh.
 
 from __future__ import annotations
 
-import contextlib
 import os
+import secrets
 import sys
 import time
+from contextlib import suppress
 
-import msgspec
 import zmq
 
 from tandem.errors import TransportError, UsageError
@@ -19,12 +19,11 @@ from tandem.launchers.agent.trust import Identity, Peer, Trust
 from tandem.printable import printable
 from tandem.processes.interpreter import module_command
 from tandem.protocol.agent import Beat, CloseInput, Data, Ended, OpenSession, SessionReply, SessionRequest
-from tandem.protocol.codec import Decoder
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.payloads import LAUNCHERS
 from tandem.system.privacy import silent_because
-from tandem.transport.security import MemberSocket
+from tandem.transport.bus import SpokeSocket
 
-MODULE = "tandem.launchers.agent.link"
 PREFIX = "agent:"
 """Begins an `ssh` entry of a hosts file that is an agent's name."""
 FAILED = 255
@@ -41,7 +40,7 @@ def agent_name(ssh: str) -> str | None:
 
 def link_command(name: str, program: str) -> list[str]:
     """The command that runs `program` on the machine of agent `name`."""
-    return module_command(MODULE, name, program)
+    return module_command(LAUNCHERS, "agent", name, program)
 
 
 def paired_agent(name: str) -> Peer:
@@ -52,24 +51,19 @@ def paired_agent(name: str) -> Peer:
     return peer
 
 
-class HeadSession(MemberSocket):
+class HeadSession(SpokeSocket[SessionRequest, SessionReply]):
     """The head's end of one session."""
 
     def __init__(self, identity: Identity, peer: Peer, program: str) -> None:
-        """Nothing waits for the agent here."""
-        super().__init__(zmq.DEALER, ClusterKeys(peer.public, "", identity.public, identity.secret), MAX_FRAME,
-                         linger_ms=500)
+        """Ask for `program`; `run` waits for the agent."""
+        super().__init__(SessionReply, ClusterKeys(peer.public, "", identity.public, identity.secret),
+                         secrets.token_bytes(16), max_frame=MAX_FRAME, linger_ms=500, drops=True)
         self._address = peer.address
         self._connect(f"tcp://{peer.address}")
-        self._decode = Decoder[SessionReply](SessionReply).decode
-        self._send(OpenSession(program))
-
-    def _send(self, message: SessionRequest) -> None:
-        with contextlib.suppress(zmq.Again):
-            self.socket.send(msgspec.msgpack.encode(message), zmq.DONTWAIT)
+        self.send(OpenSession(program))
 
     def run(self) -> tuple[int, str]:
-        """Carry standard input and output until the end. Exit code, and why if it is not the program's own."""
+        """Carry standard input and output until the end. Return the exit code, and why if it is not the program's."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(0, zmq.POLLIN)
@@ -79,7 +73,9 @@ class HeadSession(MemberSocket):
             now = time.monotonic()
             if self.socket in ready:
                 heard, ever = now, True
-                message = self._receive()
+                message = None
+                with suppress(TransportError):
+                    message = self.receive(0.0)
                 if isinstance(message, Ended):
                     return message.code, message.reason
                 if isinstance(message, Data):
@@ -87,12 +83,12 @@ class HeadSession(MemberSocket):
                     sys.stdout.buffer.flush()
             if 0 in ready:
                 data = os.read(0, CHUNK)
-                self._send(Data(data) if data else CloseInput())
+                self.send(Data(data) if data else CloseInput())
                 if not data:
                     poller.unregister(0)
             if now - beaten >= BEAT_S:
                 beaten = now
-                self._send(Beat())
+                self.send(Beat())
             if now - heard > SILENCE_S:
                 if ever:
                     return FAILED, "nothing is heard of the agent any more"
@@ -101,16 +97,9 @@ class HeadSession(MemberSocket):
                 return FAILED, (f"the agent does not answer{f' ({why})' if why else ''}: is it running there, and "
                                 "still paired with this machine?")
 
-    def _receive(self) -> SessionReply | None:
-        try:
-            return self._decode(self.socket.recv())
-        except TransportError:
-            return None
 
-
-def main() -> int:
-    """Entry point."""
-    name, program = sys.argv[1:]
+def main(name: str, program: str) -> int:
+    """Run `program` on the machine of agent `name`; the program's exit code, or 255 after a line that tells why."""
     try:
         link = HeadSession(Trust("head").identity(), paired_agent(name), program)
     except UsageError as error:
@@ -126,6 +115,3 @@ def main() -> int:
         sys.stderr.write(printable(f"tandem: agent {name}: {reason}\n"))
     return code if code >= 0 else 128 - code
 
-
-if __name__ == "__main__":
-    sys.exit(main())

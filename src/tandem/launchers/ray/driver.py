@@ -1,13 +1,10 @@
-"""The Ray driver (launchers/ray/launcher.py) as its parent sees it: a child process with a link."""
+"""The Ray driver (launchers/ray/launcher.py), and other processes that speak to Ray, as their parent sees them."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import logging
-import os
 import queue
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -22,16 +19,16 @@ from tandem.borders import start_thread
 from tandem.env import child_environment, runtime_dir, variable
 from tandem.errors import RankFailure, UsageError
 from tandem.launchers.ray.nodes import RayNode
-from tandem.processes.child import ChildProcess
+from tandem.launchers.ssh import HostProcess
 from tandem.processes.interpreter import module_command
 from tandem.protocol import placement
 from tandem.protocol.codec import UNREADABLE
+from tandem.protocol.payloads import LAUNCHERS
 
 T = TypeVar("T")
 OnHost = Callable[[placement.HostOutput | placement.HostEnded], None]
 log = logging.getLogger(__name__)
 
-MODULE = "tandem.launchers.ray.launcher"
 CONNECT_S = 30.0
 """Seconds that the driver gets to connect. It gives up by itself sooner, unless what is there never answers."""
 NEW_S = 120.0
@@ -43,8 +40,9 @@ LAST_WORDS = 20
 """Lines of the driver's output that are kept for the message when it dies."""
 
 
-def ray_variables() -> dict[str, str | None]:
-    """Environment of the driver, and of a cluster that it starts; what the user has set stays."""
+def ray_variables(token: bool = False) -> dict[str, str | None]:
+    """Environment of the driver, and of a cluster that it starts; what the user has set stays. With `token` it shows
+    the user's Ray token."""
     wanted = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_AUTO_CONNECT": "0",
@@ -57,7 +55,7 @@ def ray_variables() -> dict[str, str | None]:
     }
     if sys.platform == "darwin":
         wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # without it Ray keeps to loopback
-    return {name: variable(name) or value for name, value in wanted.items()}
+    return {**{name: variable(name) or value for name, value in wanted.items()}, **(TOKEN if token else {})}
 
 
 def _check_installed() -> None:
@@ -66,54 +64,44 @@ def _check_installed() -> None:
                          "checkout", param="launcher")
 
 
-class RayDriver:
-    """Starts the driver and speaks with it."""
+class RayDriver(HostProcess):
+    """Starts the driver and speaks with it, by lines of JSON on its standard input and output."""
 
     def __init__(self, address: str | None, start_units: int, on_host: OnHost, *, token: bool = False) -> None:
-        """`address` and `start_units` as in `DriverPayload` (None: what RAY_ADDRESS says, else auto); `on_host`
-        is called in another thread. With `token` it shows the user's Ray token.
+        """`address`: host:port of the cluster, `auto` for the one of this machine, `new` for one to be started with
+        room for `start_units` ranks; None: what RAY_ADDRESS names, else `auto`. `on_host` is called in another thread.
+        With `token` it shows the user's Ray token.
 
         Raises UsageError when Ray is not installed.
         """
         _check_installed()
-        self._address = address or variable("RAY_ADDRESS") or "auto"
-        payload = placement.DriverPayload(address=self._address, start_units=start_units,
-                                lock=str((runtime_dir() / "ray-placement.lock").absolute()))
+        self._address = cluster_address(address)
         self._on_host = on_host
         self._news: queue.Queue[placement.DriverMessage | None] = queue.Queue()
-        self._closed = False
-        self._link, far = socket.socketpair()
-        variables = ray_variables() | (TOKEN if token else {})
-        reading, writing = os.pipe()
-        with far, open(writing, "wb"):
-            self._process = ChildProcess(MODULE, msgspec.json.encode(payload), env=child_environment(variables),
-                                         name="Ray driver", arguments=(str(far.fileno()),), pass_fds=[far.fileno()],
-                                         output=writing)
+        lock = str((runtime_dir() / "ray-placement.lock").absolute())
+        super().__init__(module_command(LAUNCHERS, "ray", "place", self._address, str(start_units), lock),
+                         ray_variables(token), stderr=subprocess.PIPE)
         self._last_words: deque[str] = deque(maxlen=LAST_WORDS)
-        start_thread(lambda: self._read_words(reading), name="ray-words")
-        start_thread(self._read, name="ray-driver", on_failure=self._broken)
+        self._readers += [start_thread(self._read, name="ray-driver", on_failure=lambda _: self._news.put(None)),
+                          start_thread(self._read_words, name="ray-words", on_failure=lambda _: None)]
 
-    def _read_words(self, reading: int) -> None:
-        """What Ray prints: much, and of little use unless the driver dies of it."""
-        with open(reading, encoding="utf-8", errors="replace") as lines:
+    def _read_words(self) -> None:
+        """Keep what Ray prints: much, and of little use unless the driver dies of it."""
+        assert self._process.stderr is not None
+        with self._process.stderr as lines:
             for line in lines:
-                self._last_words.append(line.rstrip())
-                log.debug("ray: %s", line.rstrip())
+                self._last_words.append(line.decode(errors="replace").rstrip())
+                log.debug("ray: %s", self._last_words[-1])
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError), self._link.makefile("rb") as lines:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:
             for line in lines:
                 message = msgspec.json.decode(line, type=placement.DriverMessage)
                 if isinstance(message, placement.HostOutput | placement.HostEnded):
                     self._on_host(message)
                 else:
                     self._news.put(message)
-        self._closed = True
-        self._news.put(None)
-
-    def _broken(self, error: BaseException) -> None:
-        """Nothing of the driver is heard any more, as if it had ended."""
-        self._closed = True
         self._news.put(None)
 
     def connect(self) -> placement.Connected:
@@ -125,17 +113,9 @@ class RayDriver:
                              "does a firewall let Ray's ports through?")
         return message
 
-    @property
-    def ended(self) -> bool:
-        """It is no more."""
-        return self._closed or self._process.poll() is not None
-
-    def send(self, request: placement.PlaceRanks) -> None:
-        """Raises RankFailure when the driver has ended."""
-        try:
-            self._link.sendall(msgspec.json.encode(request) + b"\n")
-        except OSError as error:
-            raise RankFailure("the connection to the Ray cluster is lost") from error
+    def place(self, request: placement.PlaceRanks) -> None:
+        """Ask for places; the answer is the `next` message. A driver that has ended hears nothing."""
+        self.tell(msgspec.json.encode(request))
 
     def next(self, timeout_s: float) -> placement.DriverMessage | None:
         """Its next message; None when `timeout_s` seconds pass.
@@ -149,34 +129,35 @@ class RayDriver:
         if isinstance(message, placement.ClusterRefused):
             raise UsageError(message.message)
         if message is None:
+            self._news.put(None)
             raise RankFailure("the connection to the Ray cluster is lost; has its head ended, or Ray on this machine?",
                               details="\n".join(self._last_words))
         return message
 
     def close(self) -> None:
-        """End it; Ray then ends what it placed."""
-        with contextlib.suppress(OSError):
-            self._link.shutdown(socket.SHUT_RDWR)
-        if not self._process.wait(END_S):
-            self._process.kill()
-            self._process.wait(END_S)
-        self._link.close()
+        """End the driver; Ray then ends what it placed."""
+        self.end(END_S)
+
+
+def cluster_address(address: str | None) -> str:
+    """Address of the cluster that is meant: the named one, else that of RAY_ADDRESS, else `auto`."""
+    return address or variable("RAY_ADDRESS") or "auto"
 
 
 def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
-    """For the doctor: nodes of the cluster at `address` (see `RayDriver`), and whether it wants the user's token.
+    """For the doctor: nodes of the cluster at `address` (as for `RayDriver`), and whether it wants the user's token.
 
     Raises UsageError.
     """
     _check_installed()
-    return _with_token(address, lambda token: (_ask_nodes(address or variable("RAY_ADDRESS") or "auto", token), token))
+    return _with_token(address, lambda token: (_ask_nodes(cluster_address(address), token), token))
 
 
 def _ask_nodes(address: str, token: bool) -> list[RayNode]:
-    command = module_command(MODULE, "nodes", address)
+    command = module_command(LAUNCHERS, "ray", "nodes", address)
     try:
         done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=CONNECT_S,
-                              env=child_environment(ray_variables() | (TOKEN if token else {})))
+                              env=child_environment(ray_variables(token)))
     except subprocess.TimeoutExpired:
         raise UsageError(f"no Ray head has answered at {address} within {CONNECT_S:.0f} s") from None
     if done.returncode:
@@ -192,7 +173,7 @@ def _ask_nodes(address: str, token: bool) -> list[RayNode]:
 def ray_command(address: str | None, node_id: str, module: str, *, token: bool) -> list[str]:
     """The command that runs a module on a node, with `ray_variables` in its environment; it takes the place of ssh."""
     shown = ["env", *(f"{name}={value}" for name, value in TOKEN.items())] if token else []
-    return [*shown, *module_command(MODULE, "run", address or variable("RAY_ADDRESS") or "auto", node_id, module)]
+    return [*shown, *module_command(LAUNCHERS, "ray", "run", cluster_address(address), node_id, module)]
 
 
 def connected_driver(address: str | None, start_units: int, on_host: OnHost) -> tuple[RayDriver, placement.Connected]:

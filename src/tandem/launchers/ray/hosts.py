@@ -19,7 +19,7 @@ from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import RayDriver, connected_driver
 from tandem.printable import printable
 from tandem.protocol.payloads import HostPayload
-from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks, Shortage
+from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks
 
 log = logging.getLogger(__name__)
 
@@ -99,12 +99,12 @@ class RayLauncher(HostsLauncher):
         """Have devices reserved and rank hosts started, and look at how that goes."""
         kind = UsageError if first else RankFailure
         try:
-            if self._driver is None or self._driver.ended:
+            if self._driver is None or self._driver.poll() is not None:
                 self.release()
                 self._connect()
             if self._current is None or self._current.served:
                 self._current = self._ask(missing, first=first)
-            self._listen(self._current, kind)
+            self._listen(self._current)
             self._check(self._current, missing, kind)
         except (UsageError, RankFailure) as error:
             self._current = None
@@ -121,15 +121,13 @@ class RayLauncher(HostsLauncher):
                                   ticket=ticket, join_timeout=JOIN_S, log_level=self._log_level)
             payloads.append(msgspec.json.encode(payload))
         assert self._driver is not None
-        self._driver.send(PlaceRanks(placement.number, payloads, lost, FIRST_PATIENCE_S if first else PATIENCE_S))
+        self._driver.place(PlaceRanks(placement.number, payloads, lost, FIRST_PATIENCE_S if first else PATIENCE_S))
         return placement
 
-    def _listen(self, placement: _Placement, kind: type[UsageError | RankFailure]) -> None:
-        """Take what the driver says."""
+    def _listen(self, placement: _Placement) -> None:
+        """Take the driver's messages."""
         assert self._driver is not None
         while (message := self._driver.next(0.0)) is not None:
-            if isinstance(message, Shortage):
-                raise kind(message.message)
             if isinstance(message, Placed):
                 placement.nodes, placement.places = message.nodes, message.places
                 placement.deadline = time.monotonic() + START_S

@@ -14,15 +14,16 @@ import contextlib
 import fcntl
 import logging
 import os
+import queue
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import ray
@@ -32,28 +33,24 @@ from ray.util import get_node_ip_address, placement_group_table, remove_placemen
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from tandem.borders import own_process, start_thread
+from tandem.borders import start_thread
 from tandem.env import child_environment
 from tandem.errors import UsageError
 from tandem.launchers.facts import is_own
 from tandem.launchers.ray.nodes import UNIT, RayNode, check_addresses, choose, shortage
 from tandem.launchers.ray.sigterm import sigterm_kept
-from tandem.processes.child import receive_payload, watch_lifeline
 from tandem.processes.interpreter import module_command
-from tandem.protocol.payloads import HostPayload
+from tandem.protocol.payloads import RANK_HOST, HostPayload
 from tandem.protocol.placement import (
     ClusterRefused,
     Connected,
     DriverMessage,
-    DriverPayload,
     HostEnded,
     HostOutput,
     Placed,
     PlaceRanks,
-    Shortage,
 )
 
-RANK_HOST_MODULE = "tandem.launchers.rank_host"
 NEW = "new"
 POLL_S = 0.3
 """Seconds between looks at whether there is room."""
@@ -62,6 +59,8 @@ RESERVE_S = 5.0
 REACH_S = 2.0
 """Seconds in which a node must accept a connection at the address that it advertises."""
 REACH_AT_ONCE = 16
+END_S = 4.0
+"""Seconds that it gets to release what it placed once the engine has gone."""
 OBJECT_STORE_BYTES = 80 * 1024 * 1024
 """Of a cluster that Tandem starts; nothing large goes through Ray. It takes no less."""
 
@@ -69,30 +68,30 @@ OBJECT_STORE_BYTES = 80 * 1024 * 1024
 class Driver:
     """Connected to a cluster; places one gang's rank hosts after the other."""
 
-    def __init__(self, payload: DriverPayload, link: socket.socket) -> None:
-        """Connect. Raises UsageError."""
-        self._lock_path = payload.lock
+    def __init__(self, address: str, start_units: int, lock: str, link: BinaryIO) -> None:
+        """Connect, and report it on `link`. `address` and `start_units` as in `RayDriver`; drivers on this machine lock
+        the file `lock` while they choose nodes. Raises UsageError."""
+        self._lock_path = lock
         self._link = link
         self._sending = threading.Lock()
-        self._cluster = _connect(payload)
+        self._cluster = _connect(address, start_units)
         self._here = get_node_ip_address()
         self._group: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._closing = False
         self._send(Connected(self._cluster, self._here))
 
-    def serve(self) -> None:
-        """Answer the engine until it closes the link."""
-        with self._link.makefile("rb") as lines:
-            for line in lines:
-                request = msgspec.json.decode(line, type=PlaceRanks)
-                try:
-                    self._release()
-                    self._place(request)
-                except UsageError as error:
-                    self._send(ClusterRefused(error.message))
-                except ray.exceptions.RayError as error:
-                    sys.exit(f"tandem: the Ray cluster does not go on: {_reason(error)}")  # the engine starts another
+    def serve(self, requests: Iterable[bytes]) -> None:
+        """Answer requests, lines of JSON, until they end."""
+        for line in requests:
+            request = msgspec.json.decode(line, type=PlaceRanks)
+            try:
+                self._release()
+                self._place(request)
+            except UsageError as error:
+                self._send(ClusterRefused(error.message))
+            except ray.exceptions.RayError as error:
+                sys.exit(f"tandem: the Ray cluster does not go on: {_reason(error)}")  # the engine starts another
 
     def close(self) -> None:
         """End what was placed, and the cluster if it is this driver's own."""
@@ -102,7 +101,7 @@ class Driver:
 
     def _send(self, message: DriverMessage) -> None:
         with self._sending:
-            self._link.sendall(msgspec.json.encode(message) + b"\n")
+            _write(self._link, message)
 
     # --- placement ---
 
@@ -110,8 +109,7 @@ class Driver:
         deadline = time.monotonic() + request.patience_s
         while (nodes := self._reserve(len(request.payloads), request.avoid)) is None:
             if time.monotonic() > deadline:
-                self._send(Shortage(shortage(nodes_of_cluster(), len(request.payloads), self._cluster)))
-                return
+                raise UsageError(shortage(nodes_of_cluster(), len(request.payloads), self._cluster))
             time.sleep(POLL_S)
         self._send(Placed([node.node_id for node in nodes], [node.where for node in nodes]))
         for rank, node in enumerate(nodes):
@@ -140,7 +138,7 @@ class Driver:
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         resources = {name: amount for name, amount in node.bundle.items() if name != "GPU"}
         actor = ray.remote(Program).options(num_cpus=0, num_gpus=node.bundle.get("GPU", 0), resources=resources,
-                                            scheduling_strategy=strategy, max_restarts=0).remote(RANK_HOST_MODULE)
+                                            scheduling_strategy=strategy, max_restarts=0).remote(RANK_HOST)
         self._actors.append(actor)
         payload = replace(msgspec.json.decode(request.payloads[rank], type=HostPayload), address=node.address)
         actor.write.remote(msgspec.json.encode(payload) + b"\n")
@@ -193,11 +191,12 @@ def nodes_of_cluster() -> list[RayNode]:
 
 
 class Program:
-    """Actor on a node: keeps a Python module running there, whose input and output somebody else carries."""
+    """Actor on a node: runs a Python module there, and carries its input and output."""
 
     def __init__(self, module: str) -> None:
+        """Start `python -m module`, which may have arguments."""
         # Ray sets OMP_NUM_THREADS for its workers; how many threads a rank gets is not Ray's to say.
-        self._process = subprocess.Popen(module_command(module), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        self._process = subprocess.Popen(module_command(*module.split()), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          stderr=subprocess.STDOUT, env=child_environment({"OMP_NUM_THREADS": None}),
                                          start_new_session=True)
 
@@ -224,7 +223,7 @@ class Program:
 
 def _run_there(address: str, node_id: str, module: str) -> None:
     """Run a module on a node with this process's standard input and output, as ssh would. Raises UsageError."""
-    _connect(DriverPayload(address=address, start_units=0, lock=""))
+    _connect(address)
     strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
     actor = ray.remote(Program).options(num_cpus=0, max_concurrency=2, scheduling_strategy=strategy).remote(module)
 
@@ -246,16 +245,15 @@ def _run_there(address: str, node_id: str, module: str) -> None:
 
 def _list(address: str) -> None:
     """Print the nodes that are up, and those that advertise an address at which they are not reached, as JSON."""
-    _connect(DriverPayload(address=address, start_units=0, lock=""))
+    _connect(address)
     sys.stdout.buffer.write(msgspec.json.encode(nodes_of_cluster()))
 
 
-def _connect(payload: DriverPayload) -> str:
-    """Connect to the cluster, or start one, and return its address. Raises UsageError."""
+def _connect(address: str, start_units: int = 0) -> str:
+    """Connect to the cluster, or start one for `start_units` ranks, and return its address. Raises UsageError."""
     quiet = {"logging_level": logging.ERROR, "log_to_driver": False, "namespace": "tandem"}
-    address = payload.address
     if address == NEW:
-        address, size = "local", {"num_cpus": payload.start_units, "resources": {UNIT: payload.start_units}}
+        address, size = "local", {"num_cpus": start_units, "resources": {UNIT: start_units}}
         quiet |= {**size, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     elif address != "auto":
         _check_answers(address)
@@ -321,30 +319,46 @@ def _locked(path: str) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Entry point: settings on standard input, the link to the engine as a file descriptor in the arguments. Or, with
-    `nodes ADDRESS` or `run ADDRESS NODE MODULE`, what the doctor asks for."""
+def _write(link: BinaryIO, message: DriverMessage) -> None:
+    link.write(msgspec.json.encode(message) + b"\n")
+    link.flush()
+
+
+def _requests() -> Iterator[bytes]:
+    """Lines of standard input. The process ends soon after them, whatever it waits for."""
+    lines: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    def read() -> None:
+        for line in sys.stdin.buffer:
+            lines.put(line)
+        lines.put(b"")
+        time.sleep(END_S)
+        os._exit(1)
+
+    start_thread(read, name="requests", on_failure=lambda _: os._exit(1))
+    return iter(lines.get, b"")
+
+
+def _place_ranks(address: str, start_units: str, lock: str) -> None:
+    """Be a driver until standard input ends."""
+    link = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what Ray prints goes elsewhere
+    requests = _requests()
+    try:
+        driver = Driver(address, int(start_units), lock, link)
+    except UsageError as error:
+        _write(link, ClusterRefused(error.message))
+        return
+    driver.serve(requests)
+    driver.close()
+
+
+def main(action: str, *words: str) -> int:
+    """Place ranks for an engine (`place`), list nodes, or run a module on one, for the doctor. Return an exit code."""
     os.chdir("/")  # Ray has its workers import from the directory that a driver works in, before all others
-    if sys.argv[1] in ("nodes", "run"):
-        try:
-            return _list(sys.argv[2]) if sys.argv[1] == "nodes" else _run_there(*sys.argv[2:])
-        except UsageError as error:
-            sys.exit(f"tandem: {error.message}")
-    own_process()
-    payload = msgspec.json.decode(receive_payload(), type=DriverPayload)
-    watch_lifeline()
-    with socket.socket(fileno=int(sys.argv[1])) as link:
-        try:
-            driver = Driver(payload, link)
-        except UsageError as error:
-            link.sendall(msgspec.json.encode(ClusterRefused(error.message)) + b"\n")
-            return
-        driver.serve()
-        driver.close()
-
-
-if __name__ == "__main__":
-    # Under its real name, so that Ray finds the actor's class by name on the nodes instead of carrying it there.
-    from tandem.launchers.ray import launcher
-
-    launcher.main()
+    actions: dict[str, Callable[..., None]] = {"place": _place_ranks, "nodes": _list, "run": _run_there}
+    try:
+        actions[action](*words)
+    except UsageError as error:
+        sys.exit(f"tandem: {error.message}")
+    return 0
