@@ -203,7 +203,7 @@ def test_what_ray_raises_is_ours_when_it_leaves(monkeypatch: pytest.MonkeyPatch)
         driver._actors, driver._group = [], None
         driver._place = raiser(error)
         with pytest.raises(SystemExit, match="tandem: the Ray cluster does not go on"):
-            driver.serve([msgspec.json.encode(PlaceRanks(number=1, payloads=[b"{}"], patience_s=0.0, avoid=[]))])
+            driver.serve([msgspec.json.encode(PlaceRanks(number=1, payloads=[], patience_s=0.0, avoid=[]))])
 
 
 def raising(error: Exception) -> Any:

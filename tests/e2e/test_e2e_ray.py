@@ -262,7 +262,7 @@ def test_too_few_devices_are_named_in_seconds(cluster: Cluster, model: str) -> N
 
 SIGTERM = """
 import os, ray, signal, sys
-from tandem.launchers.ray.sigterm import sigterm_kept
+from tandem.launchers.ray.driver import sigterm_kept
 heard = []
 signal.signal(signal.SIGTERM, lambda *args: heard.append("heard"))
 with sigterm_kept():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
+import sys
 import time
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -12,30 +14,40 @@ from tandem.config.settings import ParallelSettings
 from tandem.errors import LayoutError, RankFailure, TransportError, UsageError
 from tandem.launchers.base import Launcher, OnWait, Place, World
 from tandem.launchers.local import thread_variables
-from tandem.launchers.member import Member, RemoteRank
-from tandem.launchers.roster import Roster
+from tandem.launchers.roster import Member, RemoteRank, Roster
 from tandem.launchers.worlds import Devices, any_world, jaccl_world, nccl_world, ring_world
+from tandem.printable import printable
 from tandem.protocol.hosts import DropSpare, KeepSpare, StartRank
 from tandem.protocol.keys import ClusterKeys
+from tandem.protocol.payloads import HostPayload
 
 log = logging.getLogger(__name__)
 
+JOIN_S = 30.0
+"""Seconds that a rank host tries to join."""
 WAIT_S = 0.1
 SEEK_S = 30.0
 """Seconds between two warnings that a lost machine does not come back."""
+
+
+def copy_line(label: str, line: str) -> None:
+    """Add a line of a rank host to the log. It has its own time, level and rank; `label` tells where it is from."""
+    sys.stderr.write(printable(f"[{label}] {line}\n"))
+    sys.stderr.flush()
 
 
 class HostsLauncher(Launcher):
     """Listens for rank hosts; what is left to subclasses is to bring them (`bring`), and to end them (`release`)."""
 
     def __init__(self, parallel: ParallelSettings, *, bind: str, port: int = 0, keys: ClusterKeys | None = None,
-                 tickets: bool = True) -> None:
+                 tickets: bool = True, log_level: str = "INFO") -> None:
         """Open the join socket on an address of this machine (0.0.0.0: all), and a port (0: a free one).
 
-        With `tickets` each rank host must show what `Roster.issue` was last given for its slot. Raises UsageError when
-        the port is taken.
+        With `tickets` each rank host must show the one of its latest invitation. `log_level` is theirs. Raises
+        UsageError when the port is taken.
         """
         self._bind = bind
+        self._log_level = log_level
         self._threads = parallel.threads_per_rank
         self.keys = keys or ClusterKeys.generate()
         try:
@@ -60,6 +72,14 @@ class HostsLauncher(Launcher):
         """Where the join socket is bound, too."""
         return self._bind
 
+    def invite(self, slot: int, head: str, address: str | None = None, join_timeout: float = JOIN_S) -> HostPayload:
+        """What a rank host for `slot` is started with, which reaches this machine at `head`. Whoever has the slot is
+        struck off. `address` and `join_timeout` as in `HostPayload`."""
+        ticket = secrets.token_hex(16)
+        self.roster.issue(slot, ticket)
+        return HostPayload(keys=self.keys, endpoints=[f"{head}:{self.roster.port}"], slot=slot, ticket=ticket,
+                           address=address, join_timeout=join_timeout, log_level=self._log_level)
+
     # --- what subclasses do ---
 
     @abstractmethod
@@ -72,6 +92,9 @@ class HostsLauncher(Launcher):
     @abstractmethod
     def describe_missing(self, missing: list[int]) -> str:
         """One line about who has not come in time, with the remedy."""
+
+    def recruited(self, slots: Sequence[int]) -> None:
+        """Note that the rank hosts of all these slots have joined: one that is missing from now on was lost."""
 
     def release(self) -> None:
         """End what was started to bring rank hosts, which have been told to end."""
@@ -116,6 +139,7 @@ class HostsLauncher(Launcher):
         self._members = [member for slot in wanted if (member := found[slot]) is not None]
         self._slots = wanted
         self._files.clear()
+        self.recruited(wanted)
         return [self._place(member) for member in self._members]
 
     def _place(self, member: Member) -> Place:

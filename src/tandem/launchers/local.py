@@ -1,22 +1,79 @@
-"""All ranks on this machine."""
+"""Rank processes on this machine: all ranks of the local launcher, and those of a rank host."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from tandem.errors import LayoutError
+import msgspec
+
+from tandem.env import child_environment
+from tandem.errors import LayoutError, SpawnError
 from tandem.launchers.base import Launcher, OnWait, Place, World
-from tandem.launchers.spares import Spares
 from tandem.launchers.worlds import make_world, visible_gpus
 from tandem.processes.child import ChildProcess
-from tandem.protocol.payloads import WORKER_MODULE
+from tandem.protocol.payloads import STANDBY, WORKER_MODULE
 from tandem.system.identity import machine_id
+
+log = logging.getLogger(__name__)
+
+END_S = 10.0
+Variables = Mapping[str, str | None]
 
 
 def thread_variables(count: int) -> dict[str, str]:
     """Environment in which numerical libraries use `count` threads."""
     return dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(count))
+
+
+class Spares:
+    """At most one for each rank, in an environment as the rank's. Where there is none, a rank starts as ever."""
+
+    def __init__(self, module: str = WORKER_MODULE) -> None:
+        """`module` is the ranks' entry point; those of another kind than Tandem's own have no spares."""
+        self._module = module
+        self._waiting: dict[int, tuple[ChildProcess, dict[str, str]]] = {}
+
+    def keep(self, rank: int, spec: bytes, variables: Variables) -> None:
+        """Have one wait for `rank`, which its specification describes, unless one does already."""
+        env = child_environment(variables)
+        if self._module != WORKER_MODULE or self._fits(rank, env):
+            return
+        self.drop(rank)
+        try:
+            process = ChildProcess(WORKER_MODULE, spec, env=env, name=f"rank {rank}", arguments=(STANDBY,))
+            self._waiting[rank] = process, env
+        except SpawnError as error:
+            log.warning("no spare for rank %d: %s; it starts without", rank, error)
+
+    def start(self, rank: int, payload: bytes, variables: Variables, late: Mapping[str, str]) -> ChildProcess:
+        """A process for the rank: one that waits in an environment of these `variables`, else a new one. `late` are
+        variables of this gang alone, which nothing reads while it is imported. Raises SpawnError."""
+        env = child_environment(variables)
+        if not self._fits(rank, env):
+            self.drop(rank)
+            return ChildProcess(self._module, payload, env={**env, **late}, name=f"rank {rank}")
+        process, _ = self._waiting.pop(rank)
+        process.tell(msgspec.json.encode(dict(late)))
+        process.tell(payload)
+        return process
+
+    def drop(self, rank: int) -> None:
+        """End the one that waits for `rank`, if there is one."""
+        if rank in self._waiting:
+            process, _ = self._waiting.pop(rank)
+            process.kill()
+            process.wait(END_S)
+
+    def clear(self) -> None:
+        """End all of them."""
+        for rank in list(self._waiting):
+            self.drop(rank)
+
+    def _fits(self, rank: int, env: dict[str, str]) -> bool:
+        process, theirs = self._waiting.get(rank, (None, env))
+        return process is not None and process.poll() is None and not process.stopped and theirs == env
 
 
 class LocalLauncher(Launcher):

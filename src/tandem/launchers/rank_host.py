@@ -25,8 +25,7 @@ import msgspec
 from tandem.descriptors import raise_limit
 from tandem.errors import SpawnError, TransportError, UsageError
 from tandem.launchers.facts import address_towards, host_facts, is_own, launched_world
-from tandem.launchers.local import thread_variables
-from tandem.launchers.spares import Spares
+from tandem.launchers.local import END_S, Spares, Variables, thread_variables
 from tandem.launchers.worlds import free_ports, written_files
 from tandem.log import Seldom, set_up
 from tandem.processes.child import receive_payload, watch_lifeline
@@ -44,7 +43,6 @@ POLL_S = 0.1
 JOIN_S = 3.0
 """Seconds that the head gets to answer at one of its addresses, before the next is tried."""
 REPEAT_S = 0.5
-END_S = 10.0
 WORLD_VARIABLES = ("MLX_RANK", "MLX_HOSTFILE", "MLX_IBV_DEVICES", "MLX_JACCL_COORDINATOR", "MLX_JACCL_RING",
                    "NCCL_HOST_IP", "NCCL_PORT", "MLX_WORLD_SIZE")
 """Of the process that started this one, not for ranks: the head says which group a rank is in."""
@@ -66,7 +64,7 @@ class _Rank:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def _variables(order: hosts.StartRank | hosts.KeepSpare) -> dict[str, str | None]:
+def _variables(order: hosts.StartRank | hosts.KeepSpare) -> Variables:
     threads = thread_variables(max(1, (os.cpu_count() or 1) // order.sharing))
     return {**dict.fromkeys(WORLD_VARIABLES), **threads, **order.environment}
 

@@ -6,11 +6,12 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandem.borders import start_thread
 from tandem.errors import RankFailure, TransportError
 from tandem.launchers.facts import versions
-from tandem.launchers.member import Member, RemoteRank
 from tandem.log import Seldom
 from tandem.protocol import hosts
 from tandem.protocol.keys import ClusterKeys
@@ -25,6 +26,68 @@ ASK_S = 10.0
 """Seconds in which a rank host must answer a question."""
 LOST = 255
 """Exit code of a rank whose host is lost."""
+
+
+class RemoteRank:
+    """A rank process on another machine, as far as its rank host has told."""
+
+    def __init__(self, number: int, member: Member, kill: Callable[[], None], changed: threading.Condition) -> None:
+        self.number = number
+        self.pid = 0
+        self.stopped = False
+        self._member = member
+        self._kill = kill
+        self._changed = changed
+        self._code: int | None = None
+        self._how = ""
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        return self._code
+
+    def describe_exit(self) -> str:
+        """How it ended, in words."""
+        where = self._member.facts.name
+        return f"on {where} {self._how}" if self._code is not None else f"is running on {where}"
+
+    def ended(self, code: int, how: str) -> None:
+        """For the roster: it has ended."""
+        with self._changed:
+            if self._code is None:
+                self._code, self._how = code, how
+            self._changed.notify_all()
+
+    def kill(self) -> None:
+        """Have its host end it."""
+        if self._code is None:
+            self._kill()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; False when `timeout_s` seconds pass first."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._code is not None, timeout_s)
+
+
+@dataclass(eq=False)
+class Member:
+    """A rank host that has joined."""
+
+    identity: bytes
+    join: hosts.Join
+    slot: int | None
+    """Rank that it is for; None while it is spare."""
+    heard: float
+    rank: RemoteRank | None = None
+
+    @property
+    def facts(self) -> hosts.HostFacts:
+        """Of its machine."""
+        return self.join.facts
+
+    @property
+    def mlx(self) -> hosts.MlxWorld:
+        """What mlx.launch told it."""
+        return self.join.mlx
 
 
 class Roster:

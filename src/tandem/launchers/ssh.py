@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import shlex
 import socket
 import subprocess
@@ -22,14 +21,12 @@ from tandem.config.settings import Settings
 from tandem.env import child_environment
 from tandem.errors import ConfigError, RankFailure, UsageError
 from tandem.launchers.agent.link import agent_name, link_command, paired_agent
-from tandem.launchers.base import OnWait, Place
 from tandem.launchers.facts import address_towards
 from tandem.launchers.hostfile import HostEntry, Hostfile, hosts_of
-from tandem.launchers.hosts import HostsLauncher
+from tandem.launchers.hosts import HostsLauncher, copy_line
 from tandem.launchers.worlds import Devices
-from tandem.printable import printable
 from tandem.processes.interpreter import SAFE, module_command
-from tandem.protocol.payloads import RANK_HOST, HostPayload
+from tandem.protocol.payloads import RANK_HOST
 from tandem.system.origin import install_command
 
 log = logging.getLogger(__name__)
@@ -198,11 +195,8 @@ class _Connection(HostProcess):
     def _copy(self) -> None:
         assert self._process.stdout is not None
         for raw in self._process.stdout:
-            line = raw.decode(errors="replace").rstrip()
-            self.lines.append(line)
-            # Its own time, level and rank stand in it; only where it comes from is added.
-            sys.stderr.write(printable(f"[{self._label}] {line}\n"))
-            sys.stderr.flush()
+            self.lines.append(raw.decode(errors="replace").rstrip())
+            copy_line(self._label, self.lines[-1])
         self._on_end()
 
 
@@ -216,11 +210,11 @@ class SshLauncher(HostsLauncher):
         self._entries = hosts_of(hostfile, parallel.host_entries)
         self._numbers = parallel.host_entries or tuple(range(len(hostfile.hosts)))
         self._python = parallel.remote_python
-        self._log_level = settings.process.log_level
         self._connections: dict[int, _Connection] = {}
         self._head_addresses = self._find_head_addresses(parallel.head_address)
         own = set(self._head_addresses)
-        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0")
+        super().__init__(parallel, bind=own.pop() if len(own) == 1 else "0.0.0.0",
+                         log_level=settings.process.log_level)
 
     def _find_head_addresses(self, given: str | None) -> list[str]:
         """For each host the address by which it reaches this machine."""
@@ -250,19 +244,14 @@ class SshLauncher(HostsLauncher):
                 refusal = self.roster.refusal(slot)
                 raise kind(refusal or explain(self._entries[slot], code, list(connection.lines)))
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
-                slots: Sequence[int] | None = None) -> list[Place]:
-        """As for all; from then on a connection without a rank host is a lost one."""
-        places = super().recruit(count, deadline, on_wait, slots)
-        for slot in range(count) if slots is None else slots:
+    def recruited(self, slots: Sequence[int]) -> None:
+        """Take a connection without a rank host for a lost one."""
+        for slot in slots:
             self._connections[slot].served = True
-        return places
 
     def _connect(self, slot: int) -> None:
-        entry, ticket = self._entries[slot], secrets.token_hex(16)
-        self.roster.issue(slot, ticket)
-        payload = HostPayload(keys=self.keys, endpoints=[f"{self._head_addresses[slot]}:{self.roster.port}"], slot=slot,
-                              ticket=ticket, address=entry.ips[0] if entry.ips else None, log_level=self._log_level)
+        entry = self._entries[slot]
+        payload = self.invite(slot, self._head_addresses[slot], entry.ips[0] if entry.ips else None)
         if entry.is_here:
             command = module_command(*RANK_HOST.split(), python=entry.python)
         elif (agent := agent_name(entry.ssh)) is not None:
@@ -271,7 +260,7 @@ class SshLauncher(HostsLauncher):
             command = ssh_command(entry.ssh, remote_command(entry.python or self._python))
         log.info("starting a rank host on %s for rank %d", entry.ssh, slot)
         self._connections[slot] = _Connection(command, msgspec.json.encode(payload), self._label(slot),
-                                              lambda: self.roster.leave(ticket, "has ended"))
+                                              lambda: self.roster.leave(payload.ticket, "has ended"))
 
     def _label(self, slot: int) -> str:
         """The host's name, with the rank where the host has several."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from tandem.protocol.payloads import HostPayload
+
 
 class PlaceRanks(Struct, frozen=True, tag=True):
     """Reserve a device for each rank and start rank hosts there; answered by `Placed` or `ClusterRefused`.
@@ -14,8 +16,8 @@ class PlaceRanks(Struct, frozen=True, tag=True):
 
     number: int
     """Tells what belongs to this placement from what an earlier one left."""
-    payloads: list[bytes]
-    """For each rank what its rank host gets (a `HostPayload` as JSON); the driver adds the node's address."""
+    payloads: list[HostPayload]
+    """For each rank what its rank host is started with; the driver adds the node's address."""
     avoid: list[str]
     """Nodes whose host was lost: taken only when no other has room."""
     patience_s: float

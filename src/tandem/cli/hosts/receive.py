@@ -61,7 +61,3 @@ def main(name: str, minor: str, inode: str, changed: str, *requirements: str) ->
     ask = "from importlib.metadata import version as v; print(v('mlx-tandem'), v('mlx'), v('mlx-lm'))"
     found = subprocess.run([sys.executable, "-P", "-c", ask], stdout=subprocess.PIPE, text=True, check=True)
     print(json.dumps({"python": sys.executable, "same": False, "versions": found.stdout.split()}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -92,7 +92,7 @@ def _words(wheel: Path) -> list[str]:
 def remote_line(python: str | None, words: Sequence[str]) -> str:
     """What the host's login shell is to run: `receive` by the interpreter that ranks would run with there, or by that
     of an environment which is made for it."""
-    code = Path(receive.__file__).read_text(encoding="utf-8")
+    code = f"{Path(receive.__file__).read_text(encoding='utf-8')}\n\nmain(*sys.argv[1:])\n"
     end = f'exec "$py" -c {shlex.quote(code)} {shlex.join(words)}'
     if python is not None:
         return f"exec sh -c {shlex.quote(f'{_PATHS}; py={shlex.quote(python)}; {end}')}"

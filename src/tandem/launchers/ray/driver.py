@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import queue
+import signal
 import subprocess
 import sys
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +20,7 @@ import msgspec
 from tandem.borders import start_thread
 from tandem.env import child_environment, runtime_dir, variable
 from tandem.errors import RankFailure, UsageError
-from tandem.launchers.ray.nodes import RayNode
+from tandem.launchers.ray.nodes import NodeList, RayNode
 from tandem.launchers.ssh import HostProcess
 from tandem.processes.interpreter import module_command
 from tandem.protocol import placement
@@ -56,6 +58,24 @@ def ray_variables(token: bool = False) -> dict[str, str | None]:
     if sys.platform == "darwin":
         wanted["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "1"  # without it Ray keeps to loopback
     return {**{name: variable(name) or value for name, value in wanted.items()}, **(TOKEN if token else {})}
+
+
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """For `ray.init`: SIGTERM goes on doing what it did before.
+
+    Ray puts a handler of its own in place, which ends the process with code 15, and in front of it one of absl's, whose
+    alarm aborts the process (SIGABRT) when it has not ended 3 s after the signal. Where nothing handled SIGTERM before,
+    Ray's handler stays, without the alarm.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            now = signal.getsignal(signal.SIGTERM)
+            # Also where it is the same: to set it takes absl's out of its way.
+            signal.signal(signal.SIGTERM, now if before in (signal.SIG_DFL, None) else before)
 
 
 def _check_installed() -> None:
@@ -150,24 +170,24 @@ def ray_nodes(address: str | None) -> tuple[list[RayNode], bool]:
     Raises UsageError.
     """
     _check_installed()
-    return _with_token(address, lambda token: (_ask_nodes(cluster_address(address), token), token))
+    return _with_token(address, lambda token: (
+        list_nodes(cluster_address(address), ray_variables(token), CONNECT_S).nodes, token))
 
 
-def _ask_nodes(address: str, token: bool) -> list[RayNode]:
-    command = module_command(LAUNCHERS, "ray", "nodes", address)
+def list_nodes(address: str, variables: Mapping[str, str | None], timeout_s: float) -> NodeList:
+    """List a cluster's nodes by another process, with `variables` in its environment. Raises UsageError."""
     try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=CONNECT_S,
-                              env=child_environment(ray_variables(token)))
+        done = subprocess.run(module_command(LAUNCHERS, "ray", "nodes", address), capture_output=True,
+                              stdin=subprocess.DEVNULL, timeout=timeout_s, env=child_environment(variables))
     except subprocess.TimeoutExpired:
-        raise UsageError(f"no Ray head has answered at {address} within {CONNECT_S:.0f} s") from None
+        raise UsageError(f"no Ray head has answered at {address} within {timeout_s:.0f} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise UsageError(lines[-1].removeprefix("tandem: ") if lines else "the Ray cluster does not tell its nodes")
     try:
-        nodes: list[RayNode] = msgspec.json.decode(done.stdout, type=list[RayNode])
-    except UNREADABLE as error:
+        return msgspec.json.decode(done.stdout.splitlines()[-1], type=NodeList)
+    except (*UNREADABLE, IndexError) as error:
         raise UsageError(f"what the Ray cluster says of its nodes cannot be read: {error}") from None
-    return nodes
 
 
 def ray_command(address: str | None, node_id: str, module: str, *, token: bool) -> list[str]:

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import logging
-import secrets
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from tandem.config.settings import Settings
 from tandem.errors import RankFailure, UsageError
-from tandem.launchers.base import OnWait, Place
-from tandem.launchers.hosts import HostsLauncher
+from tandem.launchers.hosts import HostsLauncher, copy_line
 from tandem.launchers.machines import ranks_of
 from tandem.launchers.ray.driver import RayDriver, connected_driver
-from tandem.printable import printable
-from tandem.protocol.payloads import HostPayload
 from tandem.protocol.placement import HostEnded, HostOutput, Placed, PlaceRanks
 
 log = logging.getLogger(__name__)
@@ -61,7 +54,6 @@ class RayLauncher(HostsLauncher):
         parallel = settings.parallel
         self._cluster = parallel.ray_address
         self._ranks = ranks_of(parallel)
-        self._log_level = settings.process.log_level
         self._placements = 0
         self._current: _Placement | None = None
         self._driver: RayDriver | None = None
@@ -72,7 +64,7 @@ class RayLauncher(HostsLauncher):
                                  "ranks go by the addresses of nodes; run `ray start` here with "
                                  f"--node-ip-address={wanted}, or leave --head-address out", param="head_address")
             self._here = here
-            super().__init__(parallel, bind=here)
+            super().__init__(parallel, bind=here, log_level=settings.process.log_level)
         except BaseException:
             self.release()
             raise
@@ -83,13 +75,10 @@ class RayLauncher(HostsLauncher):
         log.info("Ray cluster at %s; this machine is its node %s", connected.cluster, connected.here)
         return connected.here
 
-    def recruit(self, count: int, deadline: float, on_wait: OnWait | None = None,
-                slots: Sequence[int] | None = None) -> list[Place]:
-        """As for all; from then on a missing rank host is a lost one."""
-        places = super().recruit(count, deadline, on_wait, slots)
+    def recruited(self, slots: Sequence[int]) -> None:
+        """Take a missing rank host for a lost one."""
         if self._current is not None:
             self._current.served = True
-        return places
 
     def present(self, count: int) -> list[int] | None:
         """All or none are placed, wherever Ray has room: there are no machines that one could do without."""
@@ -113,15 +102,11 @@ class RayLauncher(HostsLauncher):
     def _ask(self, missing: list[int], *, first: bool) -> _Placement:
         lost = [self._current.nodes[rank] for rank in missing] if self._current is not None else []
         self._placements += 1
-        placement = _Placement(self._placements, [secrets.token_hex(16) for _ in range(self._ranks)])
-        payloads = []
-        for slot, ticket in enumerate(placement.tickets):
-            self.roster.issue(slot, ticket)
-            payload = HostPayload(keys=self.keys, endpoints=[f"{self._here}:{self.roster.port}"], slot=slot,
-                                  ticket=ticket, join_timeout=JOIN_S, log_level=self._log_level)
-            payloads.append(msgspec.json.encode(payload))
+        payloads = [self.invite(slot, self._here, join_timeout=JOIN_S) for slot in range(self._ranks)]
+        placement = _Placement(self._placements, [payload.ticket for payload in payloads])
         assert self._driver is not None
-        self._driver.place(PlaceRanks(placement.number, payloads, lost, FIRST_PATIENCE_S if first else PATIENCE_S))
+        self._driver.place(PlaceRanks(placement.number, payloads, lost,
+                                      FIRST_PATIENCE_S if first else PATIENCE_S))
         return placement
 
     def _listen(self, placement: _Placement) -> None:
@@ -147,8 +132,7 @@ class RayLauncher(HostsLauncher):
         """In the driver's thread: a line from a rank host, or its end."""
         placement = self._current
         if isinstance(news, HostOutput):
-            sys.stderr.write(printable(f"[{news.place}] {news.line}\n"))
-            sys.stderr.flush()
+            copy_line(news.place, news.line)
         if placement is None or news.placement != placement.number:
             return
         if isinstance(news, HostOutput):

@@ -37,10 +37,10 @@ from tandem.borders import start_thread
 from tandem.env import child_environment
 from tandem.errors import UsageError
 from tandem.launchers.facts import is_own
-from tandem.launchers.ray.nodes import UNIT, RayNode, check_addresses, choose, shortage
-from tandem.launchers.ray.sigterm import sigterm_kept
+from tandem.launchers.ray.driver import sigterm_kept
+from tandem.launchers.ray.nodes import UNIT, NodeList, RayNode, check_addresses, choose, shortage
 from tandem.processes.interpreter import module_command
-from tandem.protocol.payloads import RANK_HOST, HostPayload
+from tandem.protocol.payloads import RANK_HOST
 from tandem.protocol.placement import (
     ClusterRefused,
     Connected,
@@ -140,7 +140,7 @@ class Driver:
         actor = ray.remote(Program).options(num_cpus=0, num_gpus=node.bundle.get("GPU", 0), resources=resources,
                                             scheduling_strategy=strategy, max_restarts=0).remote(RANK_HOST)
         self._actors.append(actor)
-        payload = replace(msgspec.json.decode(request.payloads[rank], type=HostPayload), address=node.address)
+        payload = replace(request.payloads[rank], address=node.address)
         actor.write.remote(msgspec.json.encode(payload) + b"\n")
         lines = actor.read.options(num_returns="streaming").remote(node.address)
         start_thread(lambda: self._watch(request.number, rank, node.where, lines), name=f"rank {rank}")
@@ -246,7 +246,7 @@ def _run_there(address: str, node_id: str, module: str) -> None:
 def _list(address: str) -> None:
     """Print the nodes that are up, and those that advertise an address at which they are not reached, as JSON."""
     _connect(address)
-    sys.stdout.buffer.write(msgspec.json.encode(nodes_of_cluster()))
+    sys.stdout.buffer.write(msgspec.json.encode(NodeList(nodes_of_cluster(), get_node_ip_address())))
 
 
 def _connect(address: str, start_units: int = 0) -> str:

@@ -62,6 +62,14 @@ class RayNode(Struct, frozen=True):
         return f"{self.where}: {counts}, room for {self.units(self.free)} of {self.units(self.total)} rank(s)"
 
 
+class NodeList(Struct, frozen=True):
+    """The nodes of a cluster, as one of its machines sees them."""
+
+    nodes: list[RayNode]
+    here: str
+    """Address that the node on this machine advertises."""
+
+
 def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[str] = ()) -> list[RayNode] | None:
     """A node for each of `count` ranks, in the order of ranks; None when there is too little room.
 
@@ -78,15 +86,15 @@ def choose(nodes: Sequence[RayNode], count: int, here: str, avoid: Collection[st
 
 def check_addresses(nodes: Sequence[RayNode], here: str) -> None:
     """Raises UsageError when ranks or the engine would be given loopback addresses of other machines."""
-    remote = [node for node in nodes if not _is_loopback(node.address)]
-    local = [node for node in nodes if _is_loopback(node.address)]
-    if local and (remote or not _is_loopback(here)):
+    remote = [node for node in nodes if not is_loopback(node.address)]
+    local = [node for node in nodes if is_loopback(node.address)]
+    if local and (remote or not is_loopback(here)):
         raise UsageError(
             f"Ray node {local[0].where} advertises a loopback address, while "
             f"{f'node {remote[0].where}' if remote else f'the engine is at {here} and'} does not; they cannot reach "
             "one another so. Start Ray on each machine with --node-ip-address=ADDRESS, the address that the others "
             "reach it at")
-    if remote and _is_loopback(here):
+    if remote and is_loopback(here):
         raise UsageError(f"the Ray node that the engine runs on advertises the loopback address {here}, while node "
                          f"{remote[0].where} does not; start Ray here with --node-ip-address=ADDRESS, the address that "
                          "the others reach this machine at")
@@ -114,7 +122,8 @@ def _order(node: RayNode, here: str) -> tuple[bool, int, int | str, str]:
         return (node.address != here, 9, node.address, node.node_id)
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """True for 127.0.0.1 and its like, and for localhost."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
